@@ -16,13 +16,13 @@ from tests.runtime.oracle import MODELS
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    """The default policy over a cache of this run."""
+    """The default policy, with a cache for this run."""
     return Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
 
 
 @pytest.fixture(scope="session")
 def make(policy: Policy) -> Callable[..., LLM]:
-    """An LLM of an example model, or of any directory: small cache, float32 unless said otherwise."""
+    """Returns an LLM of an example model or of any directory, with a small cache and, by default, in float32."""
 
     def build(name: str | Path, **options: Any) -> LLM:
         folder = name if isinstance(name, Path) else MODELS / name
@@ -33,14 +33,14 @@ def make(policy: Policy) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="session")
 def shared(make: Callable[..., LLM]) -> Callable[..., LLM]:
-    """Like `make`, each model once: for tests that leave it as it was."""
-    made: dict[tuple[Any, ...], LLM] = {}
+    """Like `make`, with one LLM per model and options: for tests that do not change it."""
+    models: dict[tuple[Any, ...], LLM] = {}
 
     def get(name: str, **options: Any) -> LLM:
         key = (name, *sorted(options.items()))
-        if key not in made:
-            made[key] = make(name, **options)
-        return made[key]
+        if key not in models:
+            models[key] = make(name, **options)
+        return models[key]
 
     return get
 

@@ -1,4 +1,5 @@
-"""A runner without a model: the scheduler's fake model behind the interface of `Runner`, which fails or hangs where it is told to."""
+"""A runner without a model: the scheduler's fake model behind the interface of `Runner`, with failures and
+hangs on request."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
 
 class FakeRunner:
-    """before_step: called before each step; what it raises is the step's failure."""
+    """before_step: called before each step; an exception that it raises is the step's failure."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB, eos_ids=()))
@@ -33,7 +34,7 @@ class FakeRunner:
 
 
 def fake_engine(**options: Any) -> tuple[Engine, FakeRunner]:
-    """An engine over a fake runner; options: of its SchedulerConfig."""
+    """Returns an engine over a fake runner, and the runner; options: of its SchedulerConfig."""
     config = SchedulerConfig(
         **{"num_blocks": 64, "block_size": 4, "max_batch_tokens": 64, "max_seqs": 8, **options}
     )

@@ -1,4 +1,4 @@
-"""transformers as the oracle, and the one rule by which token ids are compared with it."""
+"""transformers as the oracle, and the rule for comparing token ids with it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ LOGIT_GAP, ROUTER_GAP = 1e-4, 1e-5
 
 @cache
 def eval_tokens() -> list[int]:
-    """The held-out ids."""
+    """Returns the held-out ids."""
     data = (MODELS / "eval_tokens.u16").read_bytes()
     return torch.frombuffer(bytearray(data), dtype=torch.uint16).to(torch.int64).tolist()
 
 
 def window(index: int, size: int = 512) -> list[int]:
-    """One of the contiguous windows of the held-out ids."""
+    """Returns one of the contiguous windows of the held-out ids."""
     return eval_tokens()[index * size : (index + 1) * size]
 
 
 def prompts() -> list[list[int]]:
-    """Twenty prompts from places all over the held-out text: 18 of 3 to 88 ids, two longer than any chunk."""
+    """Returns twenty prompts from all over the held-out text: 18 of 3 to 88 ids, two longer than any chunk."""
     lengths = [*range(3, 93, 5), 521, 650]
     return [eval_tokens()[1000 + 977 * i :][:length] for i, length in enumerate(lengths)]
 
 
 def load(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a directory by transformers, on the CPU."""
+    """Loads the model of a directory with transformers, on the CPU."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -46,38 +46,38 @@ def load(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @cache
 def oracle(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """An example model by transformers."""
+    """Returns an example model of transformers."""
     return load(MODELS / name, dtype)
 
 
 @torch.no_grad()
 def logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """float32 logits [len(ids), vocab]."""
+    """Returns float32 logits [len(ids), vocab]."""
     return model(torch.tensor([list(ids)])).logits[0].float()
 
 
 @cache
 def window_logits(name: str, index: int) -> torch.Tensor:
-    """float32 logits of an example model on one window of 512 ids; asked once."""
+    """Returns float32 logits of an example model on one window of 512 ids; computed once."""
     return logits(oracle(name), window(index))
 
 
 def losses(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Negative log-likelihood of each id but the first, nats, float64 [len(ids) - 1]."""
+    """Returns the negative log-likelihood of each id but the first, in nats, float64 [len(ids) - 1]."""
     return torch.nn.functional.cross_entropy(
         logits(model, ids)[:-1], torch.tensor(ids[1:]), reduction="none"
     ).double()
 
 
 def loss(model: Any, ids: Sequence[int]) -> float:
-    """Mean of `losses`."""
+    """Returns the mean of `losses`."""
     return float(losses(model, ids).mean())
 
 
 @contextmanager
 def router_gaps(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects, call after call, how near each token came to another expert: [tokens] for each MoE layer."""
-    found: list[torch.Tensor] = []
+    """Collects per call and MoE layer how close each token was to another choice of experts: [tokens]."""
+    gaps: list[torch.Tensor] = []
 
     def look(module: Any, _: Any, output: Any) -> None:
         choice = output[0].float().sigmoid() + module.e_score_correction_bias
@@ -87,14 +87,16 @@ def router_gaps(model: Any) -> Iterator[list[torch.Tensor]]:
         if module.topk_group < module.num_group:
             gap = best.values[:, module.topk_group - 1] - best.values[:, module.topk_group]
         inside = torch.zeros_like(best.values).scatter_(1, best.indices[:, : module.topk_group], 1).bool()
-        kept = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1).sort(-1, descending=True).values
-        found.append(torch.minimum(gap, kept[:, module.top_k - 1] - kept[:, module.top_k]))
+        scores = (
+            groups.masked_fill(~inside[..., None], -torch.inf).flatten(1).sort(-1, descending=True).values
+        )
+        gaps.append(torch.minimum(gap, scores[:, module.top_k - 1] - scores[:, module.top_k]))
 
     hooks = [
         m.register_forward_hook(look) for m in model.modules() if type(m).__name__ == "DeepseekV3TopkRouter"
     ]
     try:
-        yield found
+        yield gaps
     finally:
         for hook in hooks:
             hook.remove()
@@ -102,7 +104,7 @@ def router_gaps(model: Any) -> Iterator[list[torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the oracle says greedily after a prompt, and how sure it is of each id."""
+    """The oracle's greedy answer to a prompt, with the margin of each id."""
 
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
@@ -112,20 +114,23 @@ class Answer:
 
 @cache
 def answer(name: str, prompt: tuple[int, ...], count: int = 64) -> Answer:
-    """What an example model says greedily by transformers, `count` ids or up to its end token; asked once."""
+    """Returns transformers' greedy answer of an example model, `count` ids or up to its end token; computed
+    once."""
     return answer_of(oracle(name), prompt, count)
 
 
 def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:
-    """A model's greedy answer by transformers, `count` ids or up to its end token."""
+    """Returns transformers' greedy answer of a model, `count` ids or up to its end token."""
     prompt = tuple(prompt)
     with torch.no_grad():
         out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=2)
     ids = tuple(out[0, len(prompt) :].tolist())
     with router_gaps(model) as gaps:
-        seen = logits(model, [*prompt, *ids])
-    top = seen[len(prompt) - 1 : -1].topk(2, -1).values
-    nearest = torch.stack(gaps).amin(0).cummin(0).values if gaps else torch.full((len(seen),), torch.inf)
+        all_logits = logits(model, [*prompt, *ids])
+    top = all_logits[len(prompt) - 1 : -1].topk(2, -1).values
+    nearest = (
+        torch.stack(gaps).amin(0).cummin(0).values if gaps else torch.full((len(all_logits),), torch.inf)
+    )
     return Answer(
         prompt, ids, tuple((top[:, 0] - top[:, 1]).tolist()), tuple(nearest[len(prompt) - 1 : -1].tolist())
     )
@@ -133,7 +138,7 @@ def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:
 
 @dataclass
 class Comparison:
-    """Ids are compared up to the first difference, which is excused only where the oracle itself was undecided.
+    """Compares ids up to the first difference, which is excused only where the oracle itself was undecided.
 
     Excuses are printed; `finish` allows one in 1,000 positions.
     """
@@ -143,13 +148,13 @@ class Comparison:
     excuses: list[str] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], expected: Answer) -> None:
-        """Compare one answer; AssertionError where it differs and the oracle was sure."""
-        for place, (mine, theirs) in enumerate(zip(ids, expected.ids, strict=False)):
+        """Compares one answer. Raises AssertionError if it differs where the oracle was certain."""
+        for place, (actual_id, expected_id) in enumerate(zip(ids, expected.ids, strict=False)):
             self.positions += 1
-            if mine == theirs:
+            if actual_id == expected_id:
                 continue
             logit_gap, router_gap = expected.logit_gaps[place], expected.router_gaps[place]
-            text = f"{self.what}: position {place}: {mine}, oracle {theirs}, logit gap {logit_gap:.2e}, router gap {router_gap:.2e}"
+            text = f"{self.what}: position {place}: {actual_id}, oracle {expected_id}, logit gap {logit_gap:.2e}, router gap {router_gap:.2e}"
             assert logit_gap < LOGIT_GAP or router_gap < ROUTER_GAP, text
             print("excused:", text)
             self.excuses.append(text)
@@ -157,7 +162,7 @@ class Comparison:
         assert len(ids) == len(expected.ids), f"{self.what}: {len(ids)} ids, oracle {len(expected.ids)}"
 
     def finish(self) -> None:
-        """AssertionError if too many differences were excused, or nothing was compared."""
+        """Raises AssertionError if too many differences were excused, or if nothing was compared."""
         assert self.positions > 0
         assert 1000 * len(self.excuses) <= self.positions, (
             f"{len(self.excuses)} excuses in {self.positions} positions"

@@ -1,7 +1,8 @@
-"""Example models in the formats of others, made by other packages' code or from the formats' facts, with their values.
+"""Example models in the formats of other projects, made by other packages' code or from the formats'
+definitions, with their values.
 
-A producer takes a module's name and its float32 weight and returns the tensors to store in place of ``NAME.weight``, by
-suffix, and the float32 values they stand for; None leaves the weight as it is.
+A producer takes a module's name and its float32 weight. It returns the tensors to store in place of
+``NAME.weight``, by suffix, and the float32 values that they represent; None keeps the weight as it is.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Producer = Callable[[str, Tensor], "tuple[dict[str, Tensor], Tensor] | None"]
 
 
 def convert(name: str, folder: Path, config: Mapping[str, Any], produce: Producer) -> tuple[Path, Path]:
-    """(directory in the format, the same model in float32 with the format's values)."""
-    made, plain = folder / "made", folder / "plain"
+    """Returns (directory in the format, the same model in float32 with the format's values)."""
+    converted, plain = folder / "made", folder / "plain"
     tensors: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for file in sorted((MODELS / name).glob("*.safetensors")):
@@ -42,32 +43,36 @@ def convert(name: str, folder: Path, config: Mapping[str, Any], produce: Produce
                         {f"{match[1]}.{suffix}": t.clone().contiguous() for suffix, t in actual[0].items()}
                     )
                     values[key] = actual[1].float().contiguous()
-    for out, held, extra in ((made, tensors, {"quantization_config": dict(config)}), (plain, values, {})):
+    for out, stored, extra in (
+        (converted, tensors, {"quantization_config": dict(config)}),
+        (plain, values, {}),
+    ):
         out.mkdir()
-        save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+        save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
         data = json.loads((MODELS / name / "config.json").read_text())
         (out / "config.json").write_text(json.dumps(data | extra))
         for beside in ("generation_config.json", "tokenizer.json"):
             (out / beside).write_bytes((MODELS / name / beside).read_bytes())
-    return made, plain
+    return converted, plain
 
 
 def compressed_tensors(
     groups: Mapping[str, tuple[list[str], str, dict[str, Any]]],
 ) -> tuple[dict[str, Any], Producer]:
-    """By the package's compressors: group name -> (targets, format, arguments of the weights). Scales are bfloat16."""
+    """Uses the package's compressors. groups: name -> (targets, format, arguments of the weights). Scales are
+    bfloat16."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 
-    made = {
+    schemes = {
         name: QuantizationScheme(targets=targets, format=form, weights=QuantizationArgs(**arguments))
         for name, (targets, form, arguments) in groups.items()
     }
 
     def produce(module: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         scheme = next(
-            (s for s in made.values() for t in s.targets if t == "Linear" or re.match(t[3:], module)), None
+            (s for s in schemes.values() for t in s.targets if t == "Linear" or re.match(t[3:], module)), None
         )
         if scheme is None or scheme.weights is None:
             return None
@@ -86,7 +91,7 @@ def compressed_tensors(
             state["weight_zero_point"] = zero
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
         stored = compressor.compress(state, scheme)
-        wide = stored | {"weight_scale": stored["weight_scale"].float()}
+        upcast = stored | {"weight_scale": stored["weight_scale"].float()}
         if "weight_global_scale" in stored:
             from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
             from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -94,13 +99,13 @@ def compressed_tensors(
             codes = unpack_fp4_from_uint8(stored["weight_packed"], *w.shape, torch.float32)
             values = dequantize(
                 codes,
-                wide["weight_scale"],
+                upcast["weight_scale"],
                 args=args,
                 global_scale=stored["weight_global_scale"],
                 dtype=torch.float32,
             )
         else:
-            values = compressor.decompress(wide, scheme)["weight"]
+            values = compressor.decompress(upcast, scheme)["weight"]
         return stored, values
 
     forms = {form for _, form, _ in groups.values()}
@@ -109,13 +114,13 @@ def compressed_tensors(
         "ignore": ["lm_head"],
         "quantization_status": "compressed",
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
-        "config_groups": {name: scheme.model_dump(mode="json") for name, scheme in made.items()},
+        "config_groups": {name: scheme.model_dump(mode="json") for name, scheme in schemes.items()},
     }
     return config, produce
 
 
 def fine_grained_fp8() -> tuple[dict[str, Any], Producer]:
-    """By transformers, which leaves matrices with partial blocks in floats."""
+    """Uses transformers, which keeps matrices with partial blocks in floating point."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
     op = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float"))
@@ -131,7 +136,7 @@ def fine_grained_fp8() -> tuple[dict[str, Any], Producer]:
 
 
 def _integers(w: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Asymmetric codes [N, K], zero points and float16 scales [N, G] of consecutive groups."""
+    """Returns asymmetric codes [N, K], zero points and float16 scales [N, G] of consecutive groups."""
     grouped, top = w.unflatten(1, (-1, group)), (1 << bits) - 1
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scale = ((high - low) / top).clamp(min=1e-5).half()
@@ -146,14 +151,14 @@ def _integers(w: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor, Ten
 
 
 def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[R, C] nibbles -> int32 [R, C / 8], nibble i of a word holding its column order[i]."""
+    """Packs nibbles [R, C] into int32 [R, C / 8]; nibble i of a word holds its column order[i]."""
     eights = codes.unflatten(1, (-1, 8))[..., list(order)]
     total = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
 def gptq(act_order: bool, v2: bool = False, group: int = 32) -> tuple[dict[str, Any], Producer]:
-    """From the format's facts, 4 bits, with an order of columns of each module's own, and biases of 0."""
+    """Follows the format's definition, with 4 bits, a separate column order per module, and biases of 0."""
 
     def produce(module: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         k = w.shape[1]
@@ -183,7 +188,7 @@ def gptq(act_order: bool, v2: bool = False, group: int = 32) -> tuple[dict[str, 
 
 
 def awq(group: int = 64) -> tuple[dict[str, Any], Producer]:
-    """From the format's facts: packed along N in AWQ's order."""
+    """Follows the format's definition: packed along N in AWQ's order."""
 
     def produce(module: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, zero, scale = _integers(w, group)
@@ -207,7 +212,7 @@ def awq(group: int = 64) -> tuple[dict[str, Any], Producer]:
 
 
 def modelopt_nvfp4(pre_scaled: tuple[str, ...] = ()) -> tuple[dict[str, Any], Producer]:
-    """NVFP4 as ModelOpt stores it; modules that end in one of `pre_scaled` scale their input first."""
+    """Stores NVFP4 like ModelOpt; modules that end in one of `pre_scaled` scale their input first."""
     from tests.quant.oracle import e2m1, e4m3
 
     def produce(module: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -246,7 +251,8 @@ def modelopt_nvfp4(pre_scaled: tuple[str, ...] = ()) -> tuple[dict[str, Any], Pr
 
 
 def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, Path]:
-    """(a GGUF file by the gguf package, the same model in float32). kinds: end of a module's name -> ggml's type."""
+    """Returns (a GGUF file by the gguf package, the same model in float32). kinds: end of a module's name ->
+    ggml's type."""
     import gguf
     import numpy as np
 
@@ -270,9 +276,13 @@ def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, 
         for key in source.keys():  # noqa: SIM118
             module, _, suffix = key.rpartition(".")
             data = source.get_tensor(key).float().numpy()
-            of = heads.get(module.rpartition(".")[2])
-            if of:
-                data = data.reshape(of, 2, data.shape[0] // of // 2, -1).swapaxes(1, 2).reshape(data.shape)
+            head_count = heads.get(module.rpartition(".")[2])
+            if head_count:
+                data = (
+                    data.reshape(head_count, 2, data.shape[0] // head_count // 2, -1)
+                    .swapaxes(1, 2)
+                    .reshape(data.shape)
+                )
             kind = next((k for end, k in kinds.items() if module.endswith(end)), None)
             if kind is None:
                 values[key] = source.get_tensor(key).float()
@@ -282,8 +292,12 @@ def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, 
             blocks = gguf.quants.quantize(np.ascontiguousarray(data), raw)
             writer.add_tensor(f"{table.get_name(module)}.{suffix}", blocks, raw_dtype=raw)
             read = gguf.quants.dequantize(blocks, raw)
-            if of:
-                read = read.reshape(of, read.shape[0] // of // 2, 2, -1).swapaxes(1, 2).reshape(read.shape)
+            if head_count:
+                read = (
+                    read.reshape(head_count, read.shape[0] // head_count // 2, 2, -1)
+                    .swapaxes(1, 2)
+                    .reshape(read.shape)
+                )
             values[key] = torch.from_numpy(np.ascontiguousarray(read))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

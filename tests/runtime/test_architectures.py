@@ -1,7 +1,7 @@
-"""What a configuration can ask of the two architectures: small random models, whole, against transformers.
+"""Entries of the configuration of two architectures: small random models, complete, against transformers.
 
-Neither architecture has a sliding window: transformers' generate and its own forward pass disagree about such an entry,
-and the loader refuses it (test_loader.py).
+Neither architecture has a sliding window: transformers' generate and its own forward pass disagree about such
+an entry, and the loader refuses it (test_loader.py).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ CASES = [("llama", name) for name in LLAMAS] + [("deepseek", name) for name in D
 
 
 def write(folder: Path, family: str, changes: dict[str, Any]) -> Path:
-    """A random model of a configuration as a directory, float32, with weights large enough for every part to matter."""
+    """Writes a random float32 model of a configuration, with weights large enough for every part to matter."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
@@ -135,8 +135,8 @@ def ids(count: int) -> list[int]:
     return torch.randint(2, 160, (count,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def worst(llm: LLM, prompt: list[int], theirs: torch.Tensor) -> float:
-    return float((window_logits(llm.engine, prompt) - theirs).abs().max())
+def largest_error(llm: LLM, prompt: list[int], expected: torch.Tensor) -> float:
+    return float((window_logits(llm.engine, prompt) - expected).abs().max())
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -144,9 +144,9 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
     plain, changes = (LLAMA, LLAMAS[name]) if family == "llama" else (DEEPSEEK, DEEPSEEKS[name])
     folder = write(tmp_path / family, family, changes)
     llm, model, prompt = make(folder, num_blocks=32), oracle.load(folder), ids(LENGTH)
-    theirs = oracle.logits(model, prompt)
-    assert worst(llm, prompt, theirs) <= LIMIT
-    # From the cache, one token after another: what one window does not show.
+    expected = oracle.logits(model, prompt)
+    assert largest_error(llm, prompt, expected) <= LIMIT
+    # One token after another, from the cache, which a single window does not test.
     actual = Comparison(f"{family}, {name}")
     actual.add(
         llm.generate([prompt[:21]], PARAMS)[0].token_ids,
@@ -162,9 +162,9 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
             config[entry] = plain[entry]
     (folder / "config.json").write_text(json.dumps(config))
     try:
-        fault = worst(make(folder, num_blocks=32), prompt, theirs)
+        fault = largest_error(make(folder, num_blocks=32), prompt, expected)
     except CheckpointError:
-        return  # other weights than the entry's: seen before anything ran
+        return  # the weights do not fit without the entry: refused before anything runs
     assert fault > LIMIT
 
 
@@ -173,14 +173,14 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
 def test_every_way(
     family: str, changes: dict[str, Any], kernel_set: str, make_strict: Callable[..., LLM], tmp_path: Path
 ) -> None:
-    """Each strict policy serves whole models, and serves them right: a prompt at once, then token by token."""
+    """Each strict policy serves whole models correctly: a prompt at once, then token by token."""
     folder = write(tmp_path / family, family, changes)
     llm, model, prompt = (
         make_strict(folder, kernel_set, num_blocks=8),
         oracle.load(folder),
         ids(5 if kernel_set == "triton" else 24),
     )
-    assert worst(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
+    assert largest_error(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
     actual = Comparison(f"{family}, {kernel_set}")
     actual.add(
         llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2)
@@ -189,7 +189,7 @@ def test_every_way(
 
 
 def test_a_kernel_of_another_way_is_seen(make: Callable[..., LLM], policy: Policy, tmp_path: Path) -> None:
-    """Planted fault: a policy that is not strict, and one kernel missing."""
+    """Planted fault: the policy is not strict, and one kernel is missing."""
     folder = write(tmp_path / "llama", "llama", {})
     loose = dataclasses.replace(
         kernel_sets.strict("torch", policy), strict=False, exclude=("rms_norm_torch", "fused_*_torch")

@@ -1,4 +1,5 @@
-"""AsyncEngine: the answers of LLM.generate for any number of callers; whoever leaves, fails, hangs or is told to stop, nothing hangs."""
+"""AsyncEngine gives the answers of LLM.generate to any number of callers. Whatever is cancelled, fails, hangs
+or is stopped, no caller hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ LONG = SamplingParams(max_tokens=10_000, ignore_eos=True)
 
 
 def run(main: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
-    """Run to the end, in bounded time."""
+    """Runs to the end within a bounded time."""
 
     async def bounded() -> T:
         return await asyncio.wait_for(main, timeout)
@@ -85,8 +86,8 @@ def test_32_streams_are_what_generate_says(make: Callable[..., LLM]) -> None:
     ]
     for one, other in zip(actual, expected, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
-        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
-            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        for streamed, generated in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert streamed.logprob == pytest.approx(generated.logprob, abs=1e-4)
     assert not llm.engine.has_unfinished()
     llm.engine.scheduler.check()
 
@@ -130,7 +131,7 @@ def test_cancelled_callers_leave_nothing_behind() -> None:
             assert list(completed.token_ids) == expected_ids([5, 6], 30)
             early = asyncio.create_task(engine.generate([1], LONG))
             await asyncio.sleep(0)
-            early.cancel()  # before the engine has it
+            early.cancel()  # before the engine has the request
             await until(lambda: early.done() and not core.has_unfinished())
             assert not engine._requests
 
@@ -177,9 +178,8 @@ def test_refused_requests_do_not_disturb_the_others() -> None:
             running = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=100)))
             await until(lambda: len(core.scheduler.running) == 1)
             with pytest.raises(QueueFull):
-                await engine.generate(
-                    [3], SamplingParams(max_tokens=5, n=3)
-                )  # two fit, the third does not: none is taken
+                # Two fit, the third does not: none is accepted.
+                await engine.generate([3], SamplingParams(max_tokens=5, n=3))
             assert len(core.scheduler.requests) == 1
             for prompt, params, error in (
                 ([1] * 300, None, RequestTooLarge),
@@ -336,10 +336,11 @@ def test_close_ends_everything() -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_with_200_in_flight(signals: int) -> None:
-    """Every caller gets an end: what is done by the deadline is whole, the rest is cut; a second signal does not wait."""
+    """Every caller gets a result: complete if done by the deadline, otherwise cut short; a second signal ends
+    the wait."""
     core, runner = big_engine()
-    core._clock = lambda: float(runner.steps)  # time is told in steps
-    core.scheduler.pause(Pause.ALL)  # until all are there
+    core._clock = lambda: float(runner.steps)  # time is measured in steps
+    core.scheduler.pause(Pause.ALL)  # until all requests are queued
 
     async def main() -> None:
         async with AsyncEngine(core) as engine:
@@ -396,7 +397,7 @@ def test_pause_and_resume() -> None:
             await until(lambda: len(core.scheduler.running) == 1)
             await engine.pause("abort")
             assert [one.finish_reason for one in await aborted] == ["abort"]
-            await engine.pause("abort")  # nothing to abort: at once
+            await engine.pause("abort")  # nothing to abort: returns at once
             await engine.resume()
             await engine.drain()
             with pytest.raises(EngineDraining):
@@ -407,11 +408,11 @@ def test_pause_and_resume() -> None:
 
 def test_callers_in_several_event_loops() -> None:
     core, _ = big_engine()
-    found: dict[int, list[Any]] = {}
+    answers: dict[int, list[Any]] = {}
 
     async def clients(engine: AsyncEngine, number: int) -> None:
         params = SamplingParams(max_tokens=40)
-        found[number] = await asyncio.gather(*(engine.generate([number, i], params) for i in range(8)))
+        answers[number] = await asyncio.gather(*(engine.generate([number, i], params) for i in range(8)))
 
     async def main() -> None:
         async with AsyncEngine(core) as engine:
@@ -424,14 +425,14 @@ def test_callers_in_several_event_loops() -> None:
 
     run(main())
     for number in (0, 1, 2, 3, 9):
-        assert [list(one.token_ids) for [one] in found[number]] == [
+        assert [list(one.token_ids) for [one] in answers[number]] == [
             expected_ids([number, i], 40) for i in range(8)
         ]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_loop_that_was_closed_frees_its_requests() -> None:
-    """Its tasks are not cancelled, they just never go on: asyncio itself complains of that."""
+    """The tasks of the loop are not cancelled, they just never continue, which asyncio itself reports."""
     core, _ = big_engine()
     engine = AsyncEngine(core)
 
@@ -485,7 +486,7 @@ def test_what_it_is_made_of_is_checked() -> None:
 
 
 def test_a_flood_of_calls_does_not_stop_the_steps() -> None:
-    """Calls that each queue another one: the queue is never empty."""
+    """Each call queues another one, so that the queue is never empty."""
     core, _ = big_engine()
 
     async def main() -> None:

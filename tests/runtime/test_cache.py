@@ -1,4 +1,4 @@
-"""The cache's memory: zeros of the right shape, and none of the machine's until it is written."""
+"""The memory of the cache: zeros of the right shape that occupy no physical memory until they are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Returns the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 

@@ -1,4 +1,4 @@
-"""The gristmill command line, as a user calls it: in this process, where starting another one shows nothing more."""
+"""The gristmill command line as users call it, in this process unless a separate one is tested."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ TOKENS = str(MODELS / "eval_tokens.u16")
 
 
 @dataclass(frozen=True)
-class Done:
-    """How a command ended."""
+class CommandResult:
+    """The outcome of a command."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-Command = Callable[..., Done]
+Command = Callable[..., CommandResult]
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One store of verifications for this file's commands."""
+    """One store of verifications for the commands of this file."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "policy.toml").write_text(f'cache = "{folder}"\n')
     return folder
@@ -46,22 +46,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gristmill(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command line."""
+    """Runs the command line."""
 
-    def run(*arguments: str) -> Done:
+    def run(*arguments: str) -> CommandResult:
         monkeypatch.setenv("GRISTMILL_POLICY", str(cache / "policy.toml"))
         monkeypatch.setattr(sys, "argv", ["gristmill", *arguments])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main()
         out, err = capsys.readouterr()
-        return Done(int(end.value.code or 0), out, err)
+        return CommandResult(int(end.value.code or 0), out, err)
 
     return run
 
 
 def test_as_a_program(cache: Path) -> None:
-    """A process of its own: text on stdout, timings on stderr; a mistake is status 2 and one line."""
+    """In a separate process: text on stdout, timings on stderr; an error is status 2 and one line."""
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "GRISTMILL_POLICY": str(cache / "policy.toml"), "PYTHONPATH": str(source)}
 
@@ -77,7 +77,7 @@ def test_as_a_program(cache: Path) -> None:
 
 
 def test_generate_with_every_sampling_option(gristmill: Command) -> None:
-    """The options are the parameters: the same ids as by the library."""
+    """The options set the same parameters: the ids equal those of the library."""
     options = (
         "generate",
         "--model",
@@ -184,8 +184,8 @@ def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:
     written = gristmill("quantize", "--model", MODEL, "--quant", "int4_g128", "--out", out, "--json")
     assert written.returncode == 0, written.stderr
     assert json.loads(written.stdout)["scheme"] == "int4_g128"
-    again = gristmill("eval", "--model", out, *options)
-    assert json.loads(again.stdout)["loss"] == output["loss"]
+    second_run = gristmill("eval", "--model", out, *options)
+    assert json.loads(second_run.stdout)["loss"] == output["loss"]
     refused = gristmill("quantize", "--model", MODEL, "--quant", "nvfp4", "--out", out)
     assert refused.returncode == 2 and f"{out} exists and is not an empty folder" in refused.stderr
 
@@ -200,10 +200,10 @@ def test_help(gristmill: Command, command: tuple[str, ...]) -> None:
     )
 
 
-def mistake(done: Done, message: str) -> None:
-    """Status 2, nothing on stdout, one line on stderr that says `message`."""
-    assert (done.returncode, done.stdout) == (2, ""), done
-    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+def mistake(result: CommandResult, message: str) -> None:
+    """Asserts status 2, nothing on stdout, and one line on stderr that contains `message`."""
+    assert (result.returncode, result.stdout) == (2, ""), result
+    assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
 PROMPT = ("generate", "--model", MODEL, "--prompt", "x")

@@ -1,4 +1,5 @@
-"""Decode steps over buffers that never move: the same ids as without, whatever the batch does. Capture itself: tests/gpu."""
+"""Decode steps over buffers that never move give the same ids as without, whatever the batch does. Capture
+itself: tests/gpu."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def both(make: Callable[..., LLM], name: str, **options: Any) -> list[LLM]:
 
 
 def wide(options: dict[str, Any]) -> dict[str, Any]:
-    """Prompts of the same beginning, so that the prefix cache serves some of them."""
+    """Prompts with a common prefix, so that the prefix cache serves some of them."""
     start = oracle.eval_tokens()[:40]
     return {
         "prompts": [start + oracle.eval_tokens()[n : n + 7] for n in (100, 200, 300, 400)] + [start] * 3,
@@ -49,7 +50,7 @@ def wide(options: dict[str, Any]) -> dict[str, Any]:
     ids=["plain", "preemption", "chunks", "odd blocks"],
 )
 def test_same_ids(make: Callable[..., LLM], name: str, options: dict[str, Any]) -> None:
-    """Preemption, the prefix cache, requests that come and go: nothing of it is seen in the ids."""
+    """Preemption, the prefix cache, and requests that come and go do not change the ids."""
     without, through = both(make, name, **options)
     prompts = wide({})["prompts"]
     params = [PARAMS[i % 4] for i in range(len(prompts))]
@@ -75,7 +76,7 @@ def test_least_graph_that_holds_the_step(make: Callable[..., LLM]) -> None:
 
 
 def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: a free place that writes to the cache instead of nowhere."""
+    """Planted fault: an unused row writes to the cache instead of nowhere."""
     idle = Buffers._idle
 
     def careless(self: Buffers, count: int) -> None:
@@ -92,9 +93,9 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
     llm = make(LLAMA, decode_graphs=True)
 
     def refuse(self: DecodeGraphs, seqs: int, bound: int, samples: bool) -> Any:
-        made = original(self, seqs, bound, samples)
-        made.reason = "no graph can hold this kernel"
-        return made
+        graph = original(self, seqs, bound, samples)
+        graph.reason = "no graph can hold this kernel"
+        return graph
 
     original = DecodeGraphs._make
     monkeypatch.setattr(DecodeGraphs, "_make", refuse)
@@ -117,7 +118,7 @@ def test_arenas_are_shared_but_for_zeros() -> None:
     assert small is arenas.take("b", Workspace(64))
     zeros = arenas.take("a", Workspace(64, zeroed=True))
     assert zeros is not small and not zeros.any()
-    zeros[:8] = 7  # what a kernel leaves for itself is not given to another
+    zeros[:8] = 7  # memory that a kernel keeps for itself is not given to another one
     other = arenas.take("b", Workspace(64, zeroed=True))
     assert other is not zeros and not other.any()
     assert arenas.take("a", Workspace(64, zeroed=True)) is zeros

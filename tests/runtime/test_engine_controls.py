@@ -1,4 +1,4 @@
-"""Pause, resume, drain, queue caps and priorities of the engine, and any interleaving of everything that can be done to it."""
+"""Pause, resume, drain, queue limits and priorities of the engine, and any interleaving of its operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = SamplingParams(max_tokens=6)
 
 
 def finish(engine: Engine) -> dict[str, str]:
-    """Step to the end; id -> finish reason."""
+    """Steps to the end; returns id -> finish reason."""
     ended = {}
     while engine.has_unfinished():
         for output in engine.step():
@@ -182,7 +182,7 @@ def test_llm_paused_between_chunks(make: Callable[..., LLM]) -> None:
 
 
 def test_a_signal_drains_a_running_generate(make: Callable[..., LLM]) -> None:
-    """What is there when the deadline comes is returned."""
+    """`generate` returns what exists at the deadline."""
     llm = make(LLAMA)
     old = signal.signal(signal.SIGALRM, lambda *_: llm.drain(0))
     try:
@@ -196,7 +196,8 @@ def test_a_signal_drains_a_running_generate(make: Callable[..., LLM]) -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Requests are added, follow others, are stepped, fail, are aborted, paused, resumed and drained in any order."""
+    """Requests are added, follow others, are stepped, fail, are aborted, paused, resumed and drained in any
+    order."""
 
     @initialize(seed=st.integers(0, 2**32), blocks=st.integers(8, 20), span=st.none() | st.integers(1, 3))
     def begin(self, seed: int, blocks: int, span: int | None) -> None:
@@ -308,7 +309,7 @@ TestAnyOrder.settings = settings(max_examples=120, stateful_step_count=30, deadl
 
 
 def test_a_planted_fault_shows() -> None:
-    """Requests that follow one that was aborted are forgotten."""
+    """Planted fault: requests that follow an aborted one are forgotten."""
 
     class Forgetful(AnyOrder):
         @initialize(seed=st.integers(0, 2**32))

@@ -1,4 +1,4 @@
-"""The example at the top of runtime/engine.py runs as it is written."""
+"""The example at the top of runtime/engine.py runs as written."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def test_the_example_works_as_written(policy_file, capsys: pytest.CaptureFixture
 
 def test_an_engine_of_parts_checks_that_they_fit(shared) -> None:
     runner: Runner = shared(LLAMA).engine.runner
-    held = runner.cache.num_blocks
-    made = gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=held))
-    assert made.runner is runner and not made.has_unfinished()
+    num_blocks = runner.cache.num_blocks
+    engine = gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=num_blocks))
+    assert engine.runner is runner and not engine.has_unfinished()
     with pytest.raises(
-        UsageError, match=f"the cache has {held} blocks of 16 tokens, the scheduler {held - 1} of 16"
+        UsageError,
+        match=f"the cache has {num_blocks} blocks of 16 tokens, the scheduler {num_blocks - 1} of 16",
     ):
-        gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=held - 1))
+        gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=num_blocks - 1))

@@ -1,4 +1,4 @@
-"""Planted faults: each must be caught by the comparison with transformers that the other tests make."""
+"""Planted faults that the comparisons with transformers in other tests must detect."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.runtime.test_greedy import compare
 from tests.runtime.test_logits import LIMIT
 
 
-def worst(llm: LLM, name: str) -> float:
+def largest_error(llm: LLM, name: str) -> float:
     ids = oracle.window(0)[:128]
     return float((window_logits(llm.engine, ids) - oracle.logits(oracle.oracle(name), ids)).abs().max())
 
 
 def changed_batch(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], dict[str, object]]) -> None:
-    """Every step's batch is changed before the layers see it."""
+    """Changes the batch of every step before the layers see it."""
     make_batch = runner.make_batch
 
     def changed(*args: object, **options: object) -> Batch:
@@ -41,21 +41,21 @@ def changed_batch(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], dic
 
 
 def differs(llm: LLM, name: str, prompts: list[list[int]]) -> None:
-    """The comparison that the tests of greedy ids make must fail."""
+    """Asserts that the comparison of greedy ids fails."""
     with pytest.raises(AssertionError):
         compare("planted fault", llm, name, prompts)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slot_off_by_one(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt's KV lands one slot late: greedy ids differ while the oracle is sure."""
+    """The prompt's KV is written one slot late: greedy ids differ where the oracle is certain."""
     changed_batch(monkeypatch, lambda batch: {"slots": batch.slots + 1})
     differs(make(name), name, oracle.prompts()[14:15])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_swapped_block_tables(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests read each other's cache: seen by batch compositions, not by a prompt alone."""
+    """Two requests read each other's cache, which only a batch of several shows."""
     changed_batch(monkeypatch, lambda batch: {"block_table": batch.block_table.flip(0)})
     compare("alone", make(name), name, oracle.prompts()[8:9])
     differs(make(name), name, oracle.prompts()[8:10])
@@ -76,7 +76,7 @@ def test_positions_that_begin_anew_in_each_chunk(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prefix_cache_that_believes_hashes(name: str, make: Callable[..., LLM]) -> None:
-    """Every block has one hash and hits are not compared: another prompt's beginning is served."""
+    """Every block has the same hash and hits are not compared: the prefix of another prompt is served."""
     llm = make(name)
     cache = llm.engine.scheduler.cache
     cache._hash = lambda content: 7
@@ -89,7 +89,7 @@ def test_a_prefix_cache_that_believes_hashes(name: str, make: Callable[..., LLM]
 def test_slots_of_another_block_size(
     name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 64 are written as if they were of 16."""
+    """Slots for blocks of 64 are computed as if blocks had 16."""
     changed_batch(monkeypatch, lambda batch: {"slots": batch.slots // 64 * 16 + batch.slots % 64})
     differs(make(name, block_size=64, num_blocks=64), name, oracle.prompts()[14:15])
 
@@ -102,12 +102,12 @@ def test_swapped_shards(
 ) -> None:
     take = Weights._take
 
-    def swapped(self: Weights, wanted: str) -> object:
-        weight = take(self, wanted)
-        return dataclasses.replace(weight, sources=weight.sources[::-1]) if wanted == target else weight
+    def swapped(self: Weights, tensor_name: str) -> object:
+        weight = take(self, tensor_name)
+        return dataclasses.replace(weight, sources=weight.sources[::-1]) if tensor_name == target else weight
 
     monkeypatch.setattr(Weights, "_take", swapped)
-    assert worst(make(name), name) > 10 * LIMIT
+    assert largest_error(make(name), name) > 10 * LIMIT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +118,7 @@ def test_the_other_rope_style(name: str, make: Callable[..., LLM], monkeypatch: 
         build(self, plans, dataclasses.replace(config, rope_interleaved=not config.rope_interleaved))
 
     monkeypatch.setattr(Rope, "__init__", other)
-    assert worst(make(name), name) > 10 * LIMIT
+    assert largest_error(make(name), name) > 10 * LIMIT
 
 
 def test_a_forgotten_correction_bias(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,18 +129,18 @@ def test_a_forgotten_correction_bias(make: Callable[..., LLM], monkeypatch: pyte
         self.bias = torch.zeros_like(self.bias)
 
     monkeypatch.setattr(MixtureOfExperts, "__init__", without)
-    assert worst(make(DEEPSEEK), DEEPSEEK) > 10 * LIMIT
+    assert largest_error(make(DEEPSEEK), DEEPSEEK) > 10 * LIMIT
 
 
 def test_a_wrong_softmax_scale(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     build = LatentAttention.__init__
 
-    def wrong(self: LatentAttention, *args: object) -> None:
+    def misscaled(self: LatentAttention, *args: object) -> None:
         build(self, *args)  # type: ignore[arg-type]
         self.scale *= 1.01
 
-    monkeypatch.setattr(LatentAttention, "__init__", wrong)
-    assert worst(make(DEEPSEEK), DEEPSEEK) > 5 * LIMIT
+    monkeypatch.setattr(LatentAttention, "__init__", misscaled)
+    assert largest_error(make(DEEPSEEK), DEEPSEEK) > 5 * LIMIT
 
 
 def test_the_rule_of_comparison() -> None:

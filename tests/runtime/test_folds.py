@@ -1,4 +1,5 @@
-"""Scales folded into what stands before: whole models compute what they did, by transformers' word, with any scales."""
+"""Scales folded into the preceding operation: with any scales, whole models still compute the same, also
+according to transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, folder: Path) -> Any:
-    """A random float32 model of transformers, saved in `folder`."""
+    """Returns a random float32 model of transformers, saved in `folder`."""
     if name in test_models.MODELS:
         return test_models.build(name, folder)
     import transformers
@@ -59,7 +60,7 @@ def build(name: str, folder: Path) -> Any:
 
 
 def folded(source: Path, out: Path, spoil: Callable[[rules.Fold], rules.Fold] = lambda fold: fold) -> int:
-    """Write the model with random scales between 1/8 and 8 folded in; how many folds there were."""
+    """Writes the model with random scales between 1/8 and 8 folded in. Returns the number of folds."""
     config, checkpoint = load_config(source), SafetensorsCheckpoint(source)
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint}
     generator, count = torch.Generator().manual_seed(3), 0
@@ -84,16 +85,17 @@ def test_a_folded_model_says_what_it_said(name: str, make: Callable[..., LLM], t
     model = build(name, tmp_path / "plain")
     layers = load_config(tmp_path / "plain").num_layers
     assert folded(tmp_path / "plain", tmp_path / "out") >= 4 * layers
-    theirs = oracle.logits(model, IDS)
-    scale = float(theirs.abs().max())
-    # transformers' own reading of the folded directory, and ours
-    assert float((oracle.logits(oracle.load(tmp_path / "out"), IDS) - theirs).abs().max()) < 2e-4 * scale
-    assert float((window_logits(make(tmp_path / "out").engine, IDS) - theirs).abs().max()) < 2e-4 * scale
+    expected = oracle.logits(model, IDS)
+    scale = float(expected.abs().max())
+    # the folded directory as transformers reads it, and as gristmill reads it
+    assert float((oracle.logits(oracle.load(tmp_path / "out"), IDS) - expected).abs().max()) < 2e-4 * scale
+    assert float((window_logits(make(tmp_path / "out").engine, IDS) - expected).abs().max()) < 2e-4 * scale
 
 
 @pytest.mark.parametrize("left", ["kept", "rows", "columns"])
 def test_a_rule_that_forgets_something_is_seen(left: str, make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Planted faults: the router is not scaled, values are divided in the wrong rows, heads share the wrong channels."""
+    """Planted faults: the router is not scaled, values are divided in the wrong rows, heads share the wrong
+    channels."""
     name = {"kept": "mixtral", "rows": "deepseek", "columns": "qwen3"}[left]
     model = build(name, tmp_path / "plain")
 
@@ -103,46 +105,47 @@ def test_a_rule_that_forgets_something_is_seen(left: str, make: Callable[..., LL
         return replace(fold, **{left: getattr(fold, left).roll(1)})
 
     folded(tmp_path / "plain", tmp_path / "out", spoil)
-    theirs = oracle.logits(model, IDS)
-    assert float((window_logits(make(tmp_path / "out").engine, IDS) - theirs).abs().max()) > 1e-2 * float(
-        theirs.abs().max()
+    expected = oracle.logits(model, IDS)
+    assert float((window_logits(make(tmp_path / "out").engine, IDS) - expected).abs().max()) > 1e-2 * float(
+        expected.abs().max()
     )
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_bf16_norms_hold_the_scales_exactly(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     folded(MODELS / name, tmp_path / "out")
-    found, before = SafetensorsCheckpoint(tmp_path / "out"), SafetensorsCheckpoint(MODELS / name)
+    after, before = SafetensorsCheckpoint(tmp_path / "out"), SafetensorsCheckpoint(MODELS / name)
     norms = [n for n in before if "norm" in n and ".layers." in n and ".layers.4." not in n]
-    assert all(found.spec(n)[0] == torch.bfloat16 for n in norms)
-    assert any(not torch.equal(found.read(n), before.read(n)) for n in norms)
-    theirs = oracle.window_logits(name, 0)[:64]
-    mine = window_logits(make(tmp_path / "out").engine, oracle.window(0)[:64])
-    assert float((mine - theirs).abs().max()) < 2e-4 * float(theirs.abs().max())
+    assert all(after.spec(n)[0] == torch.bfloat16 for n in norms)
+    assert any(not torch.equal(after.read(n), before.read(n)) for n in norms)
+    expected = oracle.window_logits(name, 0)[:64]
+    actual = window_logits(make(tmp_path / "out").engine, oracle.window(0)[:64])
+    assert float((actual - expected).abs().max()) < 2e-4 * float(expected.abs().max())
 
 
 def test_awq_rounds_the_scaled_weights(policy: Policy) -> None:
-    """Outputs of a layer's linears, on the inputs that they see, lose less than by round to nearest."""
+    """Outputs of q and k, on their own inputs, lose less than with round to nearest; those of v at most 1.2
+    times as much."""
     method = Awq(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy)
     stream = LayerStream(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy)
     source = SafetensorsCheckpoint(MODELS / LLAMA)
     tensors = {name: source.read(name) for name in source if ".layers.0." in name}
     target = open_writer("gristmill", "int4_g128")
-    made = method.round(0, stream.weights_of(0), tensors, target)
+    outcome = method.round(0, stream.weights_of(0), tensors, target)
     moments = stream.moments(0, tensors)
     norm = "model.layers.0.input_layernorm.weight"
-    spread = tensors[norm].float() / made.changed[norm].float()
+    spread = tensors[norm].float() / outcome.changed[norm].float()
     for part in "qkv":
         module = f"model.layers.0.self_attn.{part}_proj"
         weight, h = tensors[f"{module}.weight"].float(), moments.sums[module]
         rows = torch.ones(len(weight), 1)
-        if part == "v":  # rows are divided by what o is multiplied by
-            exact, scaled = weight, made.weights[module].dequantize() / spread
+        if part == "v":  # the rows of v are divided by the factors of the columns of o
+            exact, scaled = weight, outcome.weights[module].dequantize() / spread
             rows = ((scaled * exact).sum(1) / (exact * exact).sum(1))[:, None]
         errors = [
             ((e @ h) * e).sum()
             for e in (
-                made.weights[module].dequantize() / spread / rows - weight,
+                outcome.weights[module].dequantize() / spread / rows - weight,
                 target.quantize(weight).dequantize() - weight,
             )
         ]
@@ -161,7 +164,7 @@ def test_gpt_oss_is_refused_by_name(tmp_path: Path, policy: Policy) -> None:
 
 @pytest.mark.parametrize("part", ["qkv", "gate_up"])
 def test_parts_that_the_checkpoint_has_fused_are_refused(part: str) -> None:
-    """Rows of v, and of up, are found by their tensors: of a fused one, others would be divided."""
+    """Rows of v, and of up, are found by tensor name: in a fused tensor, other rows would be divided."""
     config = load_config(MODELS / LLAMA)
     weights = tuple(w for w in model_table(config).weights if w.target.startswith("layers.0."))
     assert len(rules.folds(config, 0, weights)) == 4

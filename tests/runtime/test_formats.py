@@ -1,4 +1,5 @@
-"""Quantized checkpoints of others: the logits of their values by transformers; and faults, each an error that names it."""
+"""Quantized checkpoints of other projects: the logits equal transformers' for the same values; every fault is
+an error that names it."""
 
 from __future__ import annotations
 
@@ -62,20 +63,22 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_values(case: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     name, producer = CASES[case]
-    made, plain = producers.convert(name, tmp_path, *producer())
+    directory, plain = producers.convert(name, tmp_path, *producer())
     ids = oracle.window(0)[:48]
-    mine = window_logits(make(made).engine, ids)
-    theirs = oracle.logits(oracle.load(plain), ids)
-    error = float((mine - theirs).abs().max() / theirs.abs().max())
+    actual = window_logits(make(directory).engine, ids)
+    expected = oracle.logits(oracle.load(plain), ids)
+    error = float((actual - expected).abs().max() / expected.abs().max())
     assert error < 2e-4, f"{case}: {error}"
 
 
 def test_transformers_reads_the_same_directory(make: Callable[..., LLM], tmp_path: Path) -> None:
-    made, _ = producers.convert(LLAMA, tmp_path, *by_compressed_tensors((["Linear"], "pack-quantized", INT4)))
+    directory, _ = producers.convert(
+        LLAMA, tmp_path, *by_compressed_tensors((["Linear"], "pack-quantized", INT4))
+    )
     ids = oracle.window(1)[:48]
-    mine = window_logits(make(made).engine, ids)
-    theirs = oracle.logits(oracle.load(made), ids)
-    assert float((mine - theirs).abs().max() / theirs.abs().max()) < 2e-3
+    actual = window_logits(make(directory).engine, ids)
+    expected = oracle.logits(oracle.load(directory), ids)
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 2e-3
 
 
 def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LLM], tmp_path: Path) -> None:
@@ -84,11 +87,11 @@ def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LL
     from gristmill.runtime.loader.weights import Weights
     from gristmill.runtime.models import model_table
 
-    made, plain = producers.convert(LLAMA, tmp_path, *producers.modelopt_nvfp4())
-    config = load_config(made)
+    directory, plain = producers.convert(LLAMA, tmp_path, *producers.modelopt_nvfp4())
+    config = load_config(directory)
     assert config.quantization is not None
     weights = Weights(
-        SafetensorsCheckpoint(made),
+        SafetensorsCheckpoint(directory),
         model_table(config),
         torch.float32,
         torch.device("cpu"),
@@ -103,27 +106,29 @@ def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LL
 
 
 def test_dequantized_when_asked(make: Callable[..., LLM], tmp_path: Path) -> None:
-    made, plain = producers.convert(LLAMA, tmp_path, *producers.modelopt_nvfp4(("down_proj",)))
+    directory, plain = producers.convert(LLAMA, tmp_path, *producers.modelopt_nvfp4(("down_proj",)))
     ids = oracle.window(0)[:32]
-    asked, values = make(made, quant="fp32"), make(plain)
-    assert torch.equal(window_logits(asked.engine, ids), window_logits(values.engine, ids))
-    assert asked.weight_bytes == values.weight_bytes
+    dequantized, values = make(directory, quant="fp32"), make(plain)
+    assert torch.equal(window_logits(dequantized.engine, ids), window_logits(values.engine, ids))
+    assert dequantized.weight_bytes == values.weight_bytes
     with pytest.raises(
         UsageError, match=r"quantized to nvfp4 already .*q_proj.*cannot be quantized to int4_g128"
     ):
-        make(made, quant="int4_g128")
+        make(directory, quant="int4_g128")
 
 
 def test_activations_are_quantized_when_asked(make: Callable[..., LLM], tmp_path: Path) -> None:
-    made, _ = producers.convert(
+    directory, _ = producers.convert(
         LLAMA,
         tmp_path,
         *by_compressed_tensors((["Linear"], "float-quantized", FP8 | {"strategy": "channel"})),
     )
     ids = oracle.window(0)[:48]
-    plain, asked = (window_logits(make(made, **o).engine, ids) for o in ({}, {"quant": "fp8_ch.fp8_token"}))
-    assert not torch.equal(plain, asked)
-    assert float((plain - asked).abs().max() / plain.abs().max()) < 0.2
+    plain, quantized = (
+        window_logits(make(directory, **o).engine, ids) for o in ({}, {"quant": "fp8_ch.fp8_token"})
+    )
+    assert not torch.equal(plain, quantized)
+    assert float((plain - quantized).abs().max() / plain.abs().max()) < 0.2
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +213,7 @@ def test_configurations_that_are_not_read(nvfp4: Path, make: Callable[..., LLM],
 
 
 def test_the_configuration_beside(nvfp4: Path, make: Callable[..., LLM], tmp_path: Path) -> None:
-    """hf_quant_config.json of ModelOpt, where config.json says nothing."""
+    """hf_quant_config.json of ModelOpt is read where config.json has no entry."""
     out = changed(nvfp4, tmp_path / "out", lambda t: None)
     data = json.loads((out / "config.json").read_text())
     quantization = data.pop("quantization_config")
@@ -221,30 +226,31 @@ def test_the_configuration_beside(nvfp4: Path, make: Callable[..., LLM], tmp_pat
 
 
 def test_a_bias_that_is_not_zero(make: Callable[..., LLM], tmp_path: Path) -> None:
-    made, _ = producers.convert(LLAMA, tmp_path, *producers.gptq(False))
-    out = changed(made, tmp_path / "out", lambda t: t[f"{Q}.bias"].__setitem__(3, 1.0))
+    directory, _ = producers.convert(LLAMA, tmp_path, *producers.gptq(False))
+    out = changed(directory, tmp_path / "out", lambda t: t[f"{Q}.bias"].__setitem__(3, 1.0))
     with pytest.raises(CheckpointError, match=f"{Q}.bias is not 0, and the model has no such bias"):
         make(out)
 
 
 def test_experts_that_differ(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Experts are one tensor: another scheme for one of them is an error, and weights in floats are a way out."""
+    """Experts form one tensor: a different scheme for one of them is an error, and weights in floating point
+    are the alternative."""
     config, produce = by_compressed_tensors(
         ([r"re:.*experts\.3\.down_proj"], "float-quantized", FP8), (["Linear"], "pack-quantized", INT4)
     )
-    made, plain = producers.convert(DEEPSEEK, tmp_path, config, produce)
+    directory, plain = producers.convert(DEEPSEEK, tmp_path, config, produce)
     with pytest.raises(
         CheckpointError, match=r"the experts of layers\.1\.experts\.down differ: .*schemes differ"
     ):
-        make(made)
+        make(directory)
     ids = oracle.window(0)[:16]
     assert torch.equal(
-        window_logits(make(made, quant="fp32").engine, ids), window_logits(make(plain).engine, ids)
+        window_logits(make(directory, quant="fp32").engine, ids), window_logits(make(plain).engine, ids)
     )
 
 
 def test_a_doubled_scale_is_seen(nvfp4: Path, make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Planted fault: one global scale of one part of a fused matrix doubled."""
+    """Planted fault: one global scale of one part of a fused matrix is doubled."""
     name = "model.layers.3.mlp.up_proj.weight_scale_2"
     out = changed(nvfp4, tmp_path / "out", lambda t: t.update({name: t[name] * 2}))
     ids = oracle.window(0)[:32]
@@ -253,8 +259,8 @@ def test_a_doubled_scale_is_seen(nvfp4: Path, make: Callable[..., LLM], tmp_path
 
 
 def test_a_quantized_embedding_is_dequantized(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """The model keeps its embedding in floats; GPTQ with lm_head and GGUF store it otherwise."""
-    made, plain = producers.convert(LLAMA, tmp_path, *producers.gptq(False))
+    """The model keeps its embedding in floating point, which GPTQ with lm_head and GGUF store quantized."""
+    directory, plain = producers.convert(LLAMA, tmp_path, *producers.gptq(False))
     q = quantize(load_file(plain / "model.safetensors")["model.embed_tokens.weight"], "int8_ch")
     name = "model.embed_tokens"
     words = q.codes.t().reshape(-1, 4, q.n).to(torch.int64)
@@ -273,19 +279,19 @@ def test_a_quantized_embedding_is_dequantized(make: Callable[..., LLM], tmp_path
         )
 
     rule = {f"+:{name}": {"bits": 8, "group_size": -1, "sym": True}}
-    out = changed(made, tmp_path / "out", change, dynamic=rule)
+    out = changed(directory, tmp_path / "out", change, dynamic=rule)
     embedding = make(out).model.embedding.weight  # type: ignore[attr-defined]
     assert torch.equal(embedding, q.dequantize())
 
 
 def test_a_gguf_file(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """q and k in one type, v in another, the embedding in a third: as llama.cpp's mixtures are."""
+    """q and k have one type, v another, the embedding a third, as in the mixtures of llama.cpp."""
     pytest.importorskip("gguf")
     kinds = {"v_proj": "Q8_0", "_proj": "Q4_1", "embed_tokens": "Q5_1"}
     path, plain = producers.gguf_file(LLAMA, tmp_path, kinds)
     llm, ids = make(path), oracle.window(0)[:48]
-    theirs = oracle.logits(oracle.load(plain), ids)
-    assert float((window_logits(llm.engine, ids) - theirs).abs().max() / theirs.abs().max()) < 2e-4
+    expected = oracle.logits(oracle.load(plain), ids)
+    assert float((window_logits(llm.engine, ids) - expected).abs().max() / expected.abs().max()) < 2e-4
     assert llm.config.eos_ids == (1,) and llm.config.head_dim == 64
     with pytest.raises(UsageError, match="no tokenizer.json"):
         llm.generate("The")

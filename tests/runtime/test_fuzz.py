@@ -1,8 +1,9 @@
-"""Damaged files: a clear exception or a load that is right, within seconds; never a crash, a hang or a wrong shape.
+"""Damaged files give a clear exception or load correctly within seconds; never a crash, a hang or a wrong
+shape.
 
-Each family is a small checkpoint. Mutations: bytes anywhere, the header's JSON (dtypes, shapes, offsets, names), its length,
-truncation and growth, entries of the configuration. What was found is kept in CORPUS. GRISTMILL_FUZZ sets the mutations a
-family (300 by default, 20,000 in `make test-full`).
+Each family is a small checkpoint. Mutations: bytes anywhere, the header's JSON (dtypes, shapes, offsets,
+names), its length, truncation and growth, entries of the configuration. Past findings are in CORPUS.
+GRISTMILL_FUZZ sets the mutations per family (300 by default, 20,000 in `make test-full`).
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ def mxfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def ordered() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """GPTQ of version 1 whose columns are in an order."""
+    """GPTQ version 1 with act-order."""
     config, produce = producers.gptq(True)
     tensors = {}
     for seed, name in enumerate(NAMES):
-        made = produce(name, weight(*SHAPE, seed))
-        assert made is not None
-        tensors |= {f"{name}.{suffix}": t for suffix, t in made[0].items() if suffix != "bias"}
+        produced = produce(name, weight(*SHAPE, seed))
+        assert produced is not None
+        tensors |= {f"{name}.{suffix}": t for suffix, t in produced[0].items() if suffix != "bias"}
     return tensors, config
 
 
@@ -119,16 +120,16 @@ FAMILIES: dict[str, Callable[[], tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 
 def read(folder: Path, config: Any) -> list[torch.Tensor]:
-    """Everything of a directory, dequantized."""
+    """Reads everything in a directory, dequantized."""
     checkpoint = SafetensorsCheckpoint(folder)
     form = open_format(config if isinstance(config, dict) else {})
-    found = []
+    weights = []
     for name in NAMES:
         part = form.read(checkpoint, name, SHAPE)
-        found.append(
+        weights.append(
             checkpoint.read(f"{name}.weight", SHAPE).float() if part is None else part.weight.dequantize()
         )
-    return found
+    return weights
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -215,7 +216,7 @@ def mutate_config(config: dict[str, Any], r: random.Random) -> dict[str, Any]:
 
 
 def attempt(folder: Path, config: Any, original: list[torch.Tensor], same: bool) -> str:
-    """What became of a damaged directory: "error" or "loaded"."""
+    """Returns the outcome of reading a damaged directory: "error" or "loaded"."""
     begin = time.perf_counter()
     try:
         read_back = read(folder, config)
@@ -233,7 +234,7 @@ def attempt(folder: Path, config: Any, original: list[torch.Tensor], same: bool)
 
 @pytest.fixture
 def fuzz_rounds() -> int:
-    """Mutations a family."""
+    """Mutations per family."""
     return int(os.environ.get("GRISTMILL_FUZZ", "300"))
 
 
@@ -256,7 +257,7 @@ def test_damaged_directories(family: str, tmp_path: Path, fuzz_rounds: int) -> N
             used = mutate_config(config, r)
         file.write_bytes(changed)
         try:
-            # growth and truncation never load; a file of another length that loads would hold other values
+            # growth and truncation never load: a file of another length would contain other values
             outcome = attempt(tmp_path, used, original, same=kind == "bytes" and len(changed) != len(data))
         except Exception as error:
             raise AssertionError(f"{family} {seed} ({kind}): {type(error).__name__}: {error}") from error
@@ -266,7 +267,7 @@ def test_damaged_directories(family: str, tmp_path: Path, fuzz_rounds: int) -> N
 
 
 def test_damaged_indexes(tmp_path: Path, fuzz_rounds: int) -> None:
-    """Directories of two files, whose index is mutated as JSON and as text."""
+    """Directories of two files, with the index mutated as JSON and as text."""
     tensors, config = FAMILIES["modelopt"]()
     weight_map = {}
     for number, module in enumerate(NAMES):
@@ -298,7 +299,7 @@ def dense_gguf(path: Path) -> None:
 
 
 def experts_gguf(path: Path) -> None:
-    """A Qwen3-MoE of one layer, with factors of frequencies and a tokenizer."""
+    """A Qwen3-MoE of one layer, with frequency factors and a tokenizer."""
     import gguf
     import numpy as np
 
@@ -351,7 +352,7 @@ def experts_gguf(path: Path) -> None:
 
 
 def read_gguf(path: Path) -> None:
-    """Everything of a GGUF file: configuration, tokenizer, matrices."""
+    """Reads everything in a GGUF file: configuration, tokenizer, matrices."""
     from gristmill.quant.formats.gguf import Gguf
     from gristmill.runtime.loader.gguf import GgufCheckpoint
     from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
@@ -374,7 +375,7 @@ def test_damaged_gguf_files(make: Callable[[Path], None], tmp_path: Path, fuzz_r
     make(path)
     read_gguf(path)
     data = path.read_bytes()
-    header = data.index(b"blk.0.attn_norm") + 1500  # names, shapes, types and offsets of all
+    header = data.index(b"blk.0.attn_norm") + 1500  # names, shapes, types and offsets of all tensors
     outcomes = {"error": 0, "loaded": 0}
     for seed in range(fuzz_rounds):
         r = random.Random(f"{make.__name__} {seed}")

@@ -1,4 +1,5 @@
-"""GGUF files whole: experts, factors of frequencies, the tokenizer inside; by the gguf package's writer, against transformers."""
+"""Complete GGUF files: experts, frequency factors, the tokenizer inside; written by the gguf package,
+compared with transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def random_model(folder: Path, family: str, **changes: Any) -> Any:
-    """A random model as a directory, and by transformers."""
+    """Returns a random model of transformers, saved in `folder`."""
     import transformers
 
     name = {"llama": "Llama", "mixtral": "Mixtral", "qwen3moe": "Qwen3Moe"}[family]
@@ -70,10 +71,11 @@ def random_model(folder: Path, family: str, **changes: Any) -> Any:
 def converted(
     folder: Path, path: Path, family: str, kind: str = "Q8_0", factors: Any = None, **keys: Any
 ) -> Path:
-    """A GGUF file of a directory as llama.cpp's converter orders and names things; a directory of its values beside it."""
+    """Writes a GGUF file of a directory with llama.cpp's order and names, and a directory of its values
+    beside it."""
     config = json.loads((folder / "config.json").read_text())
-    own = "qwen3moe" if family == "qwen3moe" else "llama"
-    writer, raw = gguf.GGUFWriter(path, own), gguf.GGMLQuantizationType[kind]
+    architecture = "qwen3moe" if family == "qwen3moe" else "llama"
+    writer, raw = gguf.GGUFWriter(path, architecture), gguf.GGMLQuantizationType[kind]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -90,9 +92,9 @@ def converted(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     for key, value in keys.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[own]
+    arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     table, heads = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), {}
-    if own == "llama":
+    if architecture == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     experts: dict[str, dict[int, np.ndarray]] = {}
     values: dict[str, torch.Tensor] = {}
@@ -107,9 +109,9 @@ def converted(
 
     for key, tensor in load_file(folder / "model.safetensors").items():
         data, module = tensor.float().numpy(), key.rpartition(".")[0]
-        found, count = EXPERT.fullmatch(key), heads.get(module.rpartition(".")[2])
-        if found is not None:
-            experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = data
+        expert, count = EXPERT.fullmatch(key), heads.get(module.rpartition(".")[2])
+        if expert is not None:
+            experts.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = data
         elif count:
             turned = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
             read = put(f"{table.get_name(module)}.weight", turned)
@@ -138,10 +140,10 @@ def converted(
 
 
 def error(llm: LLM, folder: Path) -> float:
-    """Of the logits, against transformers on the directory of values."""
+    """Returns the error of the logits against transformers on the directory of values."""
     ids = torch.randint(2, 160, (60,), generator=torch.Generator().manual_seed(3)).tolist()
-    theirs = oracle.logits(oracle.load(folder), ids)
-    return float((window_logits(llm.engine, ids) - theirs).abs().max() / theirs.abs().max())
+    expected = oracle.logits(oracle.load(folder), ids)
+    return float((window_logits(llm.engine, ids) - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
@@ -155,7 +157,8 @@ def test_experts(family: str, kind: str, make: Callable[..., LLM], tmp_path: Pat
 
 
 def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """What converters make of Llama 3.1's scaling; without it, the planted fault, logits are others."""
+    """The factors that converters make of Llama 3.1's scaling. Planted fault: without them, the logits
+    differ."""
     scaling = {
         "rope_theta": 1e4,
         "rope_type": "llama3",
@@ -206,7 +209,7 @@ def test_what_is_refused(family: str, more: dict[str, Any], says: str, tmp_path:
 
 
 def test_more_layers_than_tensors(tmp_path: Path) -> None:
-    """Found by mutation: names of a million layers took minutes."""
+    """Found by mutation: names for a million layers took minutes."""
     random_model(tmp_path / "hf", "llama")
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", "llama")
     data = path.read_bytes()
@@ -218,7 +221,7 @@ def test_more_layers_than_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
 def test_no_heads(family: str, tmp_path: Path) -> None:
-    """Found by mutation: the width of a head was divided by their number."""
+    """Found by mutation: the width of a head was divided by a number of heads of 0."""
     random_model(tmp_path / "hf", family)
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", family)
     data, key = path.read_bytes(), f"{family}.attention.head_count".encode()
@@ -229,7 +232,7 @@ def test_no_heads(family: str, tmp_path: Path) -> None:
 
 
 def byte_level() -> dict[str, Any]:
-    """The example model's tokenizer as key-value pairs: its way to cut text is the one that ggml calls smollm."""
+    """The example model's tokenizer as key-value pairs; ggml calls its pre-tokenizer smollm."""
     data = json.loads((MODELS / LLAMA / "tokenizer.json").read_text())
     vocabulary = sorted(data["model"]["vocab"].items(), key=lambda item: item[1])
     special = {token["id"] for token in data["added_tokens"]}
@@ -256,8 +259,12 @@ def fields(**changes: Any) -> dict[str, Any]:
 def test_a_lone_file_generates_text(make: Callable[..., LLM], tmp_path: Path, policy: Any) -> None:
     path = converted(MODELS / LLAMA, tmp_path / "m.gguf", "llama", "F32", **byte_level())
     answer = make(MODELS / LLAMA).generate("The index", SamplingParams(max_tokens=12))[0]
-    mine = make(path).generate("The index", SamplingParams(max_tokens=12))[0]
-    assert (mine.prompt_ids, mine.token_ids, mine.text) == (answer.prompt_ids, answer.token_ids, answer.text)
+    generated = make(path).generate("The index", SamplingParams(max_tokens=12))[0]
+    assert (generated.prompt_ids, generated.token_ids, generated.text) == (
+        answer.prompt_ids,
+        answer.token_ids,
+        answer.text,
+    )
     file = tmp_path / "policy.toml"
     file.write_text(f'cache = "{policy.cache}"\n')
     arguments = [
@@ -287,19 +294,18 @@ TEXTS = (
 
 
 def test_byte_level_ids_are_those_of_tokenizer_json() -> None:
-    mine, theirs = gguf_tokenizer(fields(), "m.gguf"), Tokenizer(MODELS / LLAMA)
+    actual, reference = gguf_tokenizer(fields(), "m.gguf"), Tokenizer(MODELS / LLAMA)
     for text in TEXTS:
-        assert mine.encode(text).ids == theirs.encode(text)
-        assert mine.decode(theirs.encode(text), skip_special_tokens=True) == theirs.decode(
-            theirs.encode(text)
+        assert actual.encode(text).ids == reference.encode(text)
+        assert actual.decode(reference.encode(text), skip_special_tokens=True) == reference.decode(
+            reference.encode(text)
         )
     merges = byte_level()["tokenizer__ggml__merges"][::-1]
-    other = gguf_tokenizer(
-        fields(tokenizer__ggml__merges=merges), "m.gguf"
-    )  # planted fault: last merges first
-    assert any(other.encode(text).ids != theirs.encode(text) for text in TEXTS)
+    # Planted fault: the last merges first.
+    other = gguf_tokenizer(fields(tokenizer__ggml__merges=merges), "m.gguf")
+    assert any(other.encode(text).ids != reference.encode(text) for text in TEXTS)
     bos = gguf_tokenizer(fields(tokenizer__ggml__add_bos_token=True), "m.gguf")
-    assert bos.encode("The").ids == [0, *theirs.encode("The")]
+    assert bos.encode("The").ids == [0, *reference.encode("The")]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +318,7 @@ def test_byte_level_ids_are_those_of_tokenizer_json() -> None:
     ],
 )
 def test_how_text_is_cut(pre: str, parts: list[str]) -> None:
-    """By hand from the models' expressions."""
+    """Compares with results worked out by hand from the models' regular expressions."""
     cut = gguf_tokenizer(fields(tokenizer__ggml__pre=pre), "m.gguf").pre_tokenizer.pre_tokenize_str(
         "It's 12345 WE'LL :=\n   x"
     )
@@ -320,7 +326,8 @@ def test_how_text_is_cut(pre: str, parts: list[str]) -> None:
 
 
 def pieces() -> tuple[list[str], list[float], list[int]]:
-    """A vocabulary as SentencePiece writes it: control tokens, bytes, characters and joins, with scores."""
+    """Returns a vocabulary as SentencePiece writes it: control tokens, bytes, characters and merges, with
+    scores."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     kinds = [2, 3, 3, *([6] * 256)]
     words = [
@@ -347,7 +354,8 @@ def pieces() -> tuple[list[str], list[float], list[int]]:
 
 
 def by_definition(text: str, tokens: list[str], scores: list[float]) -> list[int]:
-    """SentencePiece's BPE as it is defined: join the neighbours whose join scores highest, the leftmost first."""
+    """Applies SentencePiece's BPE by its definition: merge the neighbours with the highest score, the
+    leftmost first."""
     rank = {token: i for i, token in enumerate(tokens)}
     parts = list(SPACE + text.replace(" ", SPACE))
     while True:
@@ -360,22 +368,22 @@ def by_definition(text: str, tokens: list[str], scores: list[float]) -> list[int
             break
         at = min(joins)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    found: list[int] = []
+    ids: list[int] = []
     for part in parts:
-        found += [rank[part]] if part in rank else [rank[f"<0x{byte:02X}>"] for byte in part.encode()]
-    return found
+        ids += [rank[part]] if part in rank else [rank[f"<0x{byte:02X}>"] for byte in part.encode()]
+    return ids
 
 
 def test_sentence_piece_ids_are_those_of_the_definition() -> None:
     tokens, scores, kinds = pieces()
-    given = {
+    metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.bos_token_id": 1,
     }
-    mine = gguf_tokenizer(given, "m.gguf")
+    tokenizer = gguf_tokenizer(metadata, "m.gguf")
     generator = np.random.default_rng(0)
     for text in [
         "hello the world",
@@ -383,14 +391,13 @@ def test_sentence_piece_ids_are_those_of_the_definition() -> None:
         "é the",
         *("".join(generator.choice(list("abcdehlort ☕"), 24)) for _ in range(60)),
     ]:
-        assert mine.encode(text).ids == [1, *by_definition(text, tokens, scores)], text
-        assert mine.decode(mine.encode(text).ids, skip_special_tokens=True) == text
-    turned = gguf_tokenizer(
-        given | {"tokenizer.ggml.scores": [-s for s in scores]}, "m.gguf"
-    )  # planted fault: lowest first
-    assert turned.encode("hello the world").ids != mine.encode("hello the world").ids
+        assert tokenizer.encode(text).ids == [1, *by_definition(text, tokens, scores)], text
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=True) == text
+    # Planted fault: the lowest score first.
+    turned = gguf_tokenizer(metadata | {"tokenizer.ggml.scores": [-s for s in scores]}, "m.gguf")
+    assert turned.encode("hello the world").ids != tokenizer.encode("hello the world").ids
     bare = gguf_tokenizer(
-        given | {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}, "m.gguf"
+        metadata | {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}, "m.gguf"
     )
     assert (
         tokens[bare.encode("the hello").ids[0]] == "the"

@@ -1,4 +1,4 @@
-"""Greedy answers: transformers' ids, whatever the batch, the chunks, the blocks and the cache."""
+"""Greedy answers equal transformers' ids for every batch, chunk size, block size and cache state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def expected(name: str, prompts: list[list[int]]) -> list[Answer]:
 
 def compare(what: str, llm: LLM, name: str, prompts: list[list[int]]) -> None:
     actual = Comparison(f"{name}, {what}")
-    for result, wanted in zip(llm.generate(prompts, PARAMS), expected(name, prompts), strict=True):
-        actual.add(result.token_ids, wanted)
+    for result, reference in zip(llm.generate(prompts, PARAMS), expected(name, prompts), strict=True):
+        actual.add(result.token_ids, reference)
     actual.finish()
     llm.engine.scheduler.check()
 
@@ -36,7 +36,7 @@ def test_greedy_ids(name: str, shared: Callable[..., LLM]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
 def test_greedy_ids_of_twenty_prompts(name: str, kernel_set: str, make_strict: Callable[..., LLM]) -> None:
-    """Every set of kernels; blocks and chunks that cut prompts in the middle."""
+    """Runs every set of kernels, with blocks and chunks that cut prompts in the middle."""
     llm = make_strict(name, kernel_set, num_blocks=256, block_size=64, max_chunk=7)
     compare(f"twenty prompts, {kernel_set}", llm, name, oracle.prompts())
     kernel_sets.check(llm, kernel_set)
@@ -49,7 +49,7 @@ def test_greedy_ids_of_twenty_prompts(name: str, kernel_set: str, make_strict: C
 def test_twenty_prompts_in_chunks_and_blocks(
     name: str, chunk: int, block_size: int, make: Callable[..., LLM]
 ) -> None:
-    """From an empty prefix cache, from one that has them all, and without one."""
+    """Starts with an empty prefix cache, with one that has all prompts, and without one."""
     options = {"max_chunk": chunk, "block_size": block_size, "num_blocks": 16384 // block_size}
     llm, what = make(name, **options), f"chunks of {chunk}, blocks of {block_size}"
     compare(f"{what}, empty cache", llm, name, oracle.prompts())
@@ -101,7 +101,7 @@ def test_prefix_cache_states(name: str, make: Callable[..., LLM]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_preemption_by_recomputation(name: str, make: Callable[..., LLM]) -> None:
-    """A pool too small for all: requests are preempted, computed again, and answer as before."""
+    """The pool is too small for all: requests are preempted, computed again, and answer as before."""
     prompts = oracle.prompts()[8:14]
     llm = make(name, num_blocks=24, max_seqs=6)
     preempted = []

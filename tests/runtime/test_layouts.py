@@ -1,4 +1,4 @@
-"""A layout that takes a scheme but not this weight of it: the layer is packed otherwise, and it is said."""
+"""A layout that accepts a scheme but not this weight: the layer is packed in another layout, with a warning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_refused_layout_is_left_out_of_the_plan(monkeypatch: pytest.MonkeyPatc
 
 
 def test_layouts_of_libraries_that_are_not_here_are_no_choice(policy: Policy) -> None:
-    """humming_v1 is the smallest layout of narrow nvfp4 weights: without humming nobody reads it."""
+    """humming_v1 is the smallest layout of narrow nvfp4 weights, but without humming no kernel reads it."""
     scheme, n, k = "nvfp4", 4096, 128
     fits = {
         name: layout.nbytes(scheme, n, k)

@@ -37,14 +37,14 @@ def test_text_ids_and_lists(llm: LLM) -> None:
 
 def test_stream_is_generate_in_pieces(llm: LLM) -> None:
     prompts, params = [TEXT, "import numpy as"], SamplingParams(max_tokens=20)
-    whole = llm.generate(prompts, params)
+    results = llm.generate(prompts, params)
     texts, ids, ends = ["", ""], [[], []], [None, None]
     for chunk in llm.stream(prompts, params):
         texts[chunk.index] += chunk.text
         ids[chunk.index] += chunk.token_ids
         ends[chunk.index] = chunk.finish_reason
-    assert texts == [r.text for r in whole]
-    assert [tuple(i) for i in ids] == [r.token_ids for r in whole]
+    assert texts == [r.text for r in results]
+    assert [tuple(i) for i in ids] == [r.token_ids for r in results]
     assert ends == ["length", "length"]
 
 
@@ -72,12 +72,12 @@ def test_a_seed_draws_the_same_whatever_else_runs(shared: Callable[..., LLM]) ->
     for name in (LLAMA, DEEPSEEK):
         model = shared(name)
         params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=11)
-        alone = model.generate(TEXT, params)[0]
+        single = model.generate(TEXT, params)[0]
         greedy = SamplingParams(max_tokens=24)
         among = model.generate(["Python", TEXT, "SELECT", "fn main"], [greedy, params, greedy, greedy])
-        assert among[1] == alone
+        assert among[1] == single
         other = model.generate(TEXT, SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=12))[0]
-        assert other.token_ids != alone.token_ids
+        assert other.token_ids != single.token_ids
         assert among[0] == model.generate("Python", greedy)[0]
 
 
@@ -133,7 +133,7 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
         llm.generate([1, 4096])
     with pytest.raises(UsageError, match="text or a list of token ids, got float"):
         llm.generate([1.5])  # type: ignore[list-item]
-    for wrong, came in (
+    for wrong, type_name in (
         (5, "int"),
         (None, "NoneType"),
         (b"x", "bytes"),
@@ -141,7 +141,7 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
         ([b"x"], "bytes"),
         ([None], "NoneType"),
     ):
-        with pytest.raises(UsageError, match=f"text.*list of token ids.*got {came}"):
+        with pytest.raises(UsageError, match=f"text.*list of token ids.*got {type_name}"):
             llm.generate(wrong)  # type: ignore[arg-type]
     for ids in ([-1], [[True]], [[1, "a"]]):
         with pytest.raises(UsageError, match="integers from 0 to 4095, got"):
@@ -219,9 +219,9 @@ def test_nan_logits_end_their_own_request_alone(
     logits = llm.model.logits
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        found = logits(hidden)
-        found[0] = torch.nan
-        return found
+        corrupted = logits(hidden)
+        corrupted[0] = torch.nan
+        return corrupted
 
     monkeypatch.setattr(llm.model, "logits", poisoned)
     first, second = llm.generate([TEXT, "Python"], SamplingParams(max_tokens=1))

@@ -1,4 +1,4 @@
-"""Model directories that are damaged, incomplete or not ours: one clear error each."""
+"""Model directories that are damaged, incomplete or unsupported: one clear error each."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_longer_than_its_header_says(llama: Path) -> None:
 
 
 def test_mutated_headers_never_get_through_unseen(llama: Path, tmp_path: Path) -> None:
-    """Bytes of the header are changed at random: an error that names the file, or a header that still fits the file."""
+    """Random bytes of the header are changed: the result is an error that names the file, or a header that
+    still fits the file."""
     data = (llama / SINGLE).read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     draw = random.Random(0)
@@ -146,7 +147,8 @@ def test_what_is_left_aside_by_rule(deepseek: Path, llama: Path, make: Callable[
 
 
 def test_a_tied_head_of_other_values(llama: Path, make: Callable[..., LLM]) -> None:
-    """transformers would take it, whatever the configuration says: it is no copy to be left aside."""
+    """transformers would accept it, whatever the configuration says, but this head is no copy that may be
+    skipped."""
     change(llama, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     change(llama, lambda t: t["lm_head.weight"][299].mul_(2))
     with pytest.raises(
@@ -236,7 +238,8 @@ def test_end_ids_come_from_generation_config_and_nothing_else() -> None:
 
 
 def test_recommended_sampling_is_left_to_the_caller(llama: Path, make: Callable[..., LLM]) -> None:
-    """generation_config.json may ask for sampling; without SamplingParams the answer stays greedy, as documented."""
+    """generation_config.json may recommend sampling; without SamplingParams the answer stays greedy, as
+    documented."""
     path = llama / "generation_config.json"
     expected = make(llama).generate("The index", SamplingParams(max_tokens=12))[0].token_ids
     path.write_text(
@@ -256,7 +259,7 @@ def test_not_a_model_directory(tmp_path: Path) -> None:
 
 
 def test_every_rank_reads_in_the_same_order(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table says in which: neither the index's order nor that of the shards' headers does."""
+    """The table determines the order, not the index or the headers of the shards."""
     config = load_config(deepseek)
 
     def order() -> list[str]:
@@ -290,7 +293,7 @@ def test_parts_of_a_matrix_are_read_into_their_place() -> None:
     first = joined.place((2, 8)).fill_(1)
     assert joined.put(first) is not first and joined.codes is not None and joined.codes.shape == (5, 8)
     assert joined.codes.data_ptr() == first.data_ptr()
-    joined.place((3, 8)).fill_(7)  # a reader that asked, and then had no use for it
+    joined.place((3, 8)).fill_(7)  # a reader that requested the memory and did not use it
     joined.put(torch.full((3, 8), 2, dtype=torch.uint8))
     assert joined.codes.tolist() == [[1] * 8] * 2 + [[2] * 8] * 3
 

@@ -1,4 +1,4 @@
-"""Whole models against transformers in float32, and bf16 perplexity."""
+"""Whole models compared with transformers: logits in float32, perplexity in bf16."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES
 
 LIMIT = 2e-4
 PERPLEXITY, WINDOWS = 1e-3, 16
-"""Difference of losses that stands for 0.1 % of perplexity; windows of 1,024 ids that it is measured on."""
+"""Difference of losses equivalent to 0.1 % of perplexity, and the number of windows of 1,024 ids that it is
+measured on."""
 
 
-def worst(llm: LLM, name: str, index: int) -> float:
-    """Largest difference of a logit from transformers', over one window of 512 ids."""
+def largest_error(llm: LLM, name: str, index: int) -> float:
+    """Returns the largest difference of a logit from transformers' over one window of 512 ids."""
     return float(
         (window_logits(llm.engine, oracle.window(index)) - oracle.window_logits(name, index)).abs().max()
     )
@@ -30,7 +31,7 @@ def worst(llm: LLM, name: str, index: int) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_a_window(name: str, shared: Callable[..., LLM]) -> None:
-    assert worst(shared(name), name, 0) <= LIMIT
+    assert largest_error(shared(name), name, 0) <= LIMIT
 
 
 @pytest.mark.slow
@@ -38,14 +39,14 @@ def test_logits_of_a_window(name: str, shared: Callable[..., LLM]) -> None:
 @pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
 def test_logits_of_eight_windows(name: str, kernel_set: str, make_strict: Callable[..., LLM]) -> None:
     llm = make_strict(name, kernel_set)
-    assert max(worst(llm, name, index) for index in range(8)) <= LIMIT
+    assert max(largest_error(llm, name, index) for index in range(8)) <= LIMIT
     kernel_sets.check(llm, kernel_set)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_ids_of_a_short_prompt_by_triton(name: str, make_strict: Callable[..., LLM]) -> None:
-    """Through the interpreter: a prompt of five ids, then from the cache."""
+    """In the interpreter: a prompt of five ids, then decoding from the cache."""
     llm, ids = make_strict(name, "triton"), oracle.window(0)[:5]
     assert float((window_logits(llm.engine, ids) - oracle.window_logits(name, 0)[:5]).abs().max()) <= LIMIT
     actual = oracle.Comparison(f"{name}, triton")
@@ -78,7 +79,7 @@ def test_window_losses_are_the_oracles(shared: Callable[..., LLM]) -> None:
 
 @cache
 def bf16_loss(name: str) -> float:
-    """transformers' loss in bf16, nats per token; asked once."""
+    """Returns transformers' loss in bf16, nats per token; computed once."""
     model = oracle.load(oracle.MODELS / name, torch.bfloat16)
     return sum(oracle.loss(model, oracle.window(i, 1024)) for i in range(WINDOWS)) / WINDOWS
 
@@ -87,17 +88,17 @@ def bf16_loss(name: str) -> float:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kernel_set", kernel_sets.FAST)
 def test_bf16_perplexity(name: str, kernel_set: str, make_strict: Callable[..., LLM]) -> None:
-    """Within 0.1 % of transformers' own bf16."""
+    """Perplexity is within 0.1 % of transformers' own in bf16."""
     llm = make_strict(name, kernel_set, dtype="bf16")
-    mine = evaluate(llm.engine, oracle.eval_tokens(), 1024, WINDOWS)
-    assert mine.tokens == WINDOWS * 1023
-    assert mine.loss == pytest.approx(bf16_loss(name), abs=PERPLEXITY)
+    evaluation = evaluate(llm.engine, oracle.eval_tokens(), 1024, WINDOWS)
+    assert evaluation.tokens == WINDOWS * 1023
+    assert evaluation.loss == pytest.approx(bf16_loss(name), abs=PERPLEXITY)
     kernel_sets.check(llm, kernel_set)
 
 
 @pytest.mark.slow
 def test_bf16_perplexity_sees_a_wrong_epsilon(make: Callable[..., LLM]) -> None:
-    """Planted fault: the norms' epsilon of one layer is a tenth."""
+    """Planted fault: the norms' epsilon of one layer is 0.1."""
     llm = make(LLAMA, dtype="bf16")
     llm.model.layers[1].mlp_norm.eps = 0.1  # type: ignore[attr-defined]
     assert abs(evaluate(llm.engine, oracle.eval_tokens(), 1024, WINDOWS).loss - bf16_loss(LLAMA)) > PERPLEXITY

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans: against transformers' processors, in any batch, whatever happens to the steps."""
+"""Penalties, biases and bans equal transformers' processors in any batch, also after steps that failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT = "The CREATE INDEX statement"
 
 
 class CountPenalties:
-    """Frequency and presence penalties, which transformers lacks, as the OpenAI API defines them."""
+    """Frequency and presence penalties as the OpenAI API defines them; transformers lacks them."""
 
     def __init__(self, params: SamplingParams, prompt_len: int) -> None:
         self.params, self.prompt_len = params, prompt_len
@@ -43,22 +43,24 @@ class CountPenalties:
         return scores
 
 
-def theirs(params: SamplingParams, prompt_len: int, stop_ids: Sequence[int], vocab: int = VOCAB) -> Any:
-    """transformers' processors of a request, in the order that SamplingParams states."""
-    found: list[Any] = []
+def transformers_processors(
+    params: SamplingParams, prompt_len: int, stop_ids: Sequence[int], vocab: int = VOCAB
+) -> Any:
+    """Returns transformers' processors for a request, in the order that SamplingParams states."""
+    processors: list[Any] = []
     if params.logit_bias:
-        found.append(SequenceBiasLogitsProcessor({(t,): float(b) for t, b in params.logit_bias.items()}))
+        processors.append(SequenceBiasLogitsProcessor({(t,): float(b) for t, b in params.logit_bias.items()}))
     if params.allowed_token_ids is not None:
         barred = sorted(set(range(vocab)) - set(params.allowed_token_ids))
-        found.append(SuppressTokensLogitsProcessor(barred, device="cpu"))
+        processors.append(SuppressTokensLogitsProcessor(barred, device="cpu"))
     if params.min_tokens:
-        found.append(MinNewTokensLengthLogitsProcessor(prompt_len, params.min_tokens, list(stop_ids)))
+        processors.append(MinNewTokensLengthLogitsProcessor(prompt_len, params.min_tokens, list(stop_ids)))
     if params.bad_words:
-        found.append(NoBadWordsLogitsProcessor([list(w) for w in params.bad_words], eos_token_id=-1))
+        processors.append(NoBadWordsLogitsProcessor([list(w) for w in params.bad_words], eos_token_id=-1))
     if params.repetition_penalty != 1.0:
-        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    found.append(CountPenalties(params, prompt_len))
-    return LogitsProcessorList(found)
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(CountPenalties(params, prompt_len))
+    return LogitsProcessorList(processors)
 
 
 PARAMS = [
@@ -84,30 +86,30 @@ STOP_IDS = [0, 7]
 
 
 def compare(params: Sequence[SamplingParams], seed: int = 0, steps: int = 6) -> float:
-    """The largest difference to transformers over some steps of requests that come one after another; every row is compared."""
+    """Returns the largest difference from transformers over some steps while requests join one by one; every
+    row is compared."""
     rng = torch.Generator().manual_seed(seed)
-    mine = LogitsProcessors(VOCAB, CPU)
+    ours = LogitsProcessors(VOCAB, CPU)
     tokens: list[list[int]] = []
     prompts: list[int] = []
     worst = 0.0
     for number in range(steps + len(params)):
         if number < len(params):  # another request joins
-            length = int(
-                torch.randint(3, 9, (), generator=rng)
-            )  # transformers skips words longer than the context
+            # transformers skips words longer than the context.
+            length = int(torch.randint(3, 9, (), generator=rng))
             tokens.append(torch.randint(0, 8, (length,), generator=rng).tolist())
             prompts.append(length)
             if params[number].edits_logits:
-                mine.add(str(number), params[number], tokens[number], length, STOP_IDS)
+                ours.add(str(number), params[number], tokens[number], length, STOP_IDS)
         order = torch.randperm(len(tokens), generator=rng).tolist()
         logits = 3 * torch.randn(len(tokens), VOCAB, generator=rng)
-        kept = logits.clone()
-        processed = mine.apply(logits, [str(i) for i in order])
-        assert torch.equal(logits, kept), "the logits that came in were changed"
+        original = logits.clone()
+        processed = ours.apply(logits, [str(i) for i in order])
+        assert torch.equal(logits, original), "the logits that came in were changed"
         for row, i in enumerate(order):
-            expected = theirs(params[i], prompts[i], STOP_IDS)(torch.tensor([tokens[i]]), logits[row][None])[
-                0
-            ]
+            expected = transformers_processors(params[i], prompts[i], STOP_IDS)(
+                torch.tensor([tokens[i]]), logits[row][None]
+            )[0]
             assert torch.equal(processed[row].isinf(), expected.isinf()), params[i]
             finite = expected.isfinite()
             worst = max(worst, float((processed[row] - expected)[finite].abs().max()))
@@ -123,17 +125,17 @@ def test_alone_like_transformers(params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_together_like_transformers(seed: int) -> None:
-    """More requests than the first slots hold; rows in a new order every step."""
+    """There are more requests than initial slots, and the order of rows changes every step."""
     assert len(PARAMS * 2) > 2 * FIRST_SLOTS
     assert compare(PARAMS * 2, seed) < 1e-5
 
 
 def test_more_rows_than_are_processed_at_a_time() -> None:
     rows = ROWS + 3
-    mine = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, CPU)
     for i in range(rows):
-        mine.add(str(i), SamplingParams(logit_bias={i: 1.0 + i}), [1], 1, [])
-    processed = mine.apply(torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
+        processors.add(str(i), SamplingParams(logit_bias={i: 1.0 + i}), [1], 1, [])
+    processed = processors.apply(torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
     assert torch.equal(processed, torch.zeros(rows, VOCAB).diagonal_scatter(1.0 + torch.arange(rows)))
 
 
@@ -147,7 +149,7 @@ def test_more_rows_than_are_processed_at_a_time() -> None:
 def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: Any) -> None:
     if changed is not None:
         monkeypatch.setattr(LogitsProcessors, fault, changed)
-    else:  # output tokens alone count as repeated
+    else:  # only output tokens count as repeated
         apply = LogitsProcessors.apply
 
         def forgetful(self: LogitsProcessors, *arguments: Any) -> torch.Tensor:
@@ -161,24 +163,24 @@ def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: An
 
 
 def test_slots_are_given_back_and_written_anew() -> None:
-    mine = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, CPU)
     for i in range(5 * FIRST_SLOTS):
-        mine.add("r", SamplingParams(logit_bias={i: -3.0}, repetition_penalty=2.0), [i, i], 1, [])
-        processed = mine.apply(torch.ones(1, VOCAB), ["r"])
+        processors.add("r", SamplingParams(logit_bias={i: -3.0}, repetition_penalty=2.0), [i, i], 1, [])
+        processed = processors.apply(torch.ones(1, VOCAB), ["r"])
         expected = torch.ones(1, VOCAB)
         expected[0, i] = -2 * 2.0
         assert torch.equal(processed, expected)
-        mine.remove("r")
-    assert mine._slots == FIRST_SLOTS and len(mine) == 0
-    mine.remove("nobody")
+        processors.remove("r")
+    assert processors._slots == FIRST_SLOTS and len(processors) == 0
+    processors.remove("nobody")
 
 
 def test_rows_without_wishes_are_the_same_tensor() -> None:
-    mine = LogitsProcessors(VOCAB, CPU)
-    mine.add("r", SamplingParams(min_tokens=1), [1], 1, [2])
+    processors = LogitsProcessors(VOCAB, CPU)
+    processors.add("r", SamplingParams(min_tokens=1), [1], 1, [2])
     logits = torch.randn(3, VOCAB)
-    assert mine.apply(logits, ["a", "b", "c"]) is logits
-    processed = mine.apply(logits, ["a", "r", "c"])
+    assert processors.apply(logits, ["a", "b", "c"]) is logits
+    processed = processors.apply(logits, ["a", "r", "c"])
     assert torch.equal(processed[[0, 2]], logits[[0, 2]]) and processed[1, 2] == -torch.inf
 
 
@@ -193,20 +195,20 @@ def test_steps_without_wishes_do_not_meet_the_processors(
 
 
 def test_bf16_logits_are_processed_in_float32() -> None:
-    mine = LogitsProcessors(VOCAB, CPU)
-    mine.add("r", SamplingParams(logit_bias={1: 0.001}), [1], 1, [])
-    processed = mine.apply(torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
+    processors = LogitsProcessors(VOCAB, CPU)
+    processors.add("r", SamplingParams(logit_bias={1: 0.001}), [1], 1, [])
+    processed = processors.apply(torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
     assert processed.dtype is torch.float32 and float(processed[0, 1]) == pytest.approx(100.001)
 
 
 def test_a_step_that_failed_counts_nothing_twice() -> None:
-    mine = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, CPU)
     tokens = [5, 6]
-    mine.add("r", SamplingParams(frequency_penalty=1.0), tokens, 1, [])
+    processors.add("r", SamplingParams(frequency_penalty=1.0), tokens, 1, [])
     for _ in range(3):  # the same step, tried again
-        assert float(mine.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -1.0
-    tokens += [6, 6]  # drafts: two at once
-    assert float(mine.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -3.0
+        assert float(processors.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -1.0
+    tokens += [6, 6]  # two drafts at once
+    assert float(processors.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -3.0
 
 
 EDITS = [
@@ -218,10 +220,10 @@ EDITS = [
 
 
 def greedy(llm: LLM, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
-    """transformers' logits and processors, one token after another."""
+    """Applies transformers' logits and processors, one token after another."""
     ids, model = list(prompt), oracle.oracle(LLAMA)
     stop_ids = [*llm.config.eos_ids, *params.stop_token_ids]
-    processors = theirs(params, len(prompt), stop_ids, llm.config.vocab_size)
+    processors = transformers_processors(params, len(prompt), stop_ids, llm.config.vocab_size)
     for _ in range(count):
         scores = processors(torch.tensor([ids]), oracle.logits(model, ids)[-1:])
         ids.append(int(scores.argmax()))
@@ -232,7 +234,7 @@ def greedy(llm: LLM, prompt: list[int], count: int, params: SamplingParams) -> l
 
 @pytest.mark.parametrize("decode_graphs", [False, True])
 def test_generation_like_transformers(shared: Callable[..., LLM], decode_graphs: bool) -> None:
-    """All together in one batch, with a plain request between them."""
+    """All requests are in one batch, with a plain request between them."""
     llm = shared(LLAMA, decode_graphs=decode_graphs)
     prompt = llm.tokenizer.encode(TEXT)
     params = [SamplingParams(max_tokens=16), *(SamplingParams(max_tokens=16, **edit) for edit in EDITS)]  # type: ignore[arg-type]
@@ -253,9 +255,9 @@ def test_generation_like_transformers(shared: Callable[..., LLM], decode_graphs:
 def test_what_others_ask_for_changes_no_ids(make: Callable[..., LLM], dtype: str) -> None:
     llm = make(LLAMA, dtype=dtype)
     sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
-    alone = llm.generate(TEXT, sampled)[0]
+    single = llm.generate(TEXT, sampled)[0]
     among = llm.generate([TEXT, TEXT], [sampled, SamplingParams(max_tokens=12, repetition_penalty=1.5)])
-    assert among[0] == alone and among[1].token_ids != alone.token_ids
+    assert among[0] == single and among[1].token_ids != single.token_ids
 
 
 def test_preemption_changes_nothing(make: Callable[..., LLM]) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of output and prompt against transformers; several completions of one prompt."""
+"""Log-probabilities of output and prompt compared with transformers; several completions of one prompt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LIMIT = 1e-3
 PROMPT = oracle.eval_tokens()[2000:2070]
 
 
-def differences(name: str, ids: Sequence[int], found: Sequence[TokenLogprobs], first: int) -> float:
-    """The largest difference to transformers; found: of the tokens of `ids` from `first` on."""
+def differences(name: str, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], first: int) -> float:
+    """Returns the largest difference from transformers. logprobs: of the tokens of `ids` from `first` on."""
     expected = oracle.logits(oracle.oracle(name), ids).log_softmax(-1)
     worst = 0.0
-    for place, one in enumerate(found, first):
+    for place, one in enumerate(logprobs, first):
         row = expected[place - 1]
         assert one.token_id == ids[place]
         worst = max(worst, abs(float(row[one.token_id]) - one.logprob))
@@ -56,15 +56,15 @@ def test_like_transformers(make: Callable[..., LLM], name: str, options: dict[st
         SamplingParams(max_tokens=3, prompt_logprobs=0, ignore_eos=True),
     ]
     first, second, third, fourth = llm.generate([PROMPT] * 4, params)
-    for found, top in ((first, 3), (third, 0)):
-        ids = [*found.prompt_ids, *found.token_ids]
-        assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
-        assert {len(one.top) for one in found.logprobs} == {top}
-        assert differences(name, ids, found.logprobs, len(PROMPT)) < LIMIT
+    for result, top in ((first, 3), (third, 0)):
+        ids = [*result.prompt_ids, *result.token_ids]
+        assert result.logprobs is not None and len(result.logprobs) == len(result.token_ids)
+        assert {len(one.top) for one in result.logprobs} == {top}
+        assert differences(name, ids, result.logprobs, len(PROMPT)) < LIMIT
     assert all(one.rank == 1 for one in first.logprobs or ())
-    for found, top in ((first, 2), (fourth, 0)):
-        assert found.prompt_logprobs is not None and found.prompt_logprobs[0] is None
-        rest = [one for one in found.prompt_logprobs if one is not None]
+    for result, top in ((first, 2), (fourth, 0)):
+        assert result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
+        rest = [one for one in result.prompt_logprobs if one is not None]
         assert len(rest) == len(PROMPT) - 1 and {len(one.top) for one in rest} == {top}
         assert differences(name, PROMPT, rest, 1) < LIMIT
     assert second.logprobs is second.prompt_logprobs is third.prompt_logprobs is fourth.logprobs is None
@@ -72,19 +72,19 @@ def test_like_transformers(make: Callable[..., LLM], name: str, options: dict[st
 
 
 def test_the_prompt_is_computed_where_it_is_cached(make: Callable[..., LLM]) -> None:
-    """And its blocks are read again after a preemption, and by others."""
+    """The cached blocks are read again after a preemption, and by other requests."""
     llm = make(LLAMA)
-    plain, asked = SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, prompt_logprobs=0)
-    [expected] = llm.generate([PROMPT], asked)
+    plain, with_logprobs = SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, prompt_logprobs=0)
+    [expected] = llm.generate([PROMPT], with_logprobs)
     llm.generate([PROMPT], plain)
-    [found] = llm.generate([PROMPT], asked)
-    assert found.prompt_logprobs is not None and None not in found.prompt_logprobs[1:]
-    assert [one.token_id for one in found.prompt_logprobs[1:] if one] == PROMPT[1:]
-    assert found == expected
+    [result] = llm.generate([PROMPT], with_logprobs)
+    assert result.prompt_logprobs is not None and None not in result.prompt_logprobs[1:]
+    assert [one.token_id for one in result.prompt_logprobs[1:] if one] == PROMPT[1:]
+    assert result == expected
 
 
 def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
-    """Prompts that do not fit together: what was computed before a preemption and after it is one answer."""
+    """The prompts do not fit together: results before and after a preemption form one answer."""
     prompts = [oracle.eval_tokens()[90 * i :][: 60 if i else 20] for i in range(3)]
     params = SamplingParams(max_tokens=20, prompt_logprobs=1, logprobs=1, ignore_eos=True)
     roomy, tight = make(LLAMA), make(LLAMA, num_blocks=6, max_chunk=2)
@@ -97,11 +97,13 @@ def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
         commit(plan)
 
     scheduler.commit = watched  # type: ignore[method-assign]
-    for mine, wanted in zip(tight.generate(prompts, params), roomy.generate(prompts, params), strict=True):
-        assert mine.token_ids == wanted.token_ids
+    for actual, expected in zip(
+        tight.generate(prompts, params), roomy.generate(prompts, params), strict=True
+    ):
+        assert actual.token_ids == expected.token_ids
         for one, other in zip(
-            (*(mine.prompt_logprobs or ())[1:], *(mine.logprobs or ())),
-            (*(wanted.prompt_logprobs or ())[1:], *(wanted.logprobs or ())),
+            (*(actual.prompt_logprobs or ())[1:], *(actual.logprobs or ())),
+            (*(expected.prompt_logprobs or ())[1:], *(expected.logprobs or ())),
             strict=True,
         ):
             assert one is not None and other is not None
@@ -110,37 +112,37 @@ def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
 
 
 def test_a_planted_fault_shows(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token beside the distribution of the position behind it."""
+    """Planted fault: each token is compared with the distribution of the next position."""
     llm = make(LLAMA)
     from gristmill.runtime import runner
 
     monkeypatch.setattr(
         runner, "token_logprobs", lambda logits, ids, tops: token_logprobs(logits.roll(1, 0), ids, tops)
     )
-    [found] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    [result] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))
     with pytest.raises(AssertionError):
-        assert differences(LLAMA, PROMPT, [one for one in found.prompt_logprobs or () if one], 1) < LIMIT
+        assert differences(LLAMA, PROMPT, [one for one in result.prompt_logprobs or () if one], 1) < LIMIT
 
 
 def test_rows_in_slices_and_a_top_past_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 7, dtype=torch.float64).bfloat16()
     ids, tops = [0, 1, 2, 3, 4, 5, 6, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 0]
-    whole = token_logprobs(logits, ids, tops)
+    unsliced = token_logprobs(logits, ids, tops)
     monkeypatch.setattr(module, "ROWS", 2)
-    assert token_logprobs(logits, ids, tops) == whole
+    assert token_logprobs(logits, ids, tops) == unsliced
     expected = logits.float().log_softmax(-1)
-    for row, (token, top, one) in enumerate(zip(ids, tops, whole, strict=True)):
+    for row, (token, top, one) in enumerate(zip(ids, tops, unsliced, strict=True)):
         assert one.logprob == pytest.approx(float(expected[row, token]), abs=1e-6) and len(one.top) == top
     assert token_logprobs(logits[:0], [], []) == []
 
 
 def test_an_end_token_has_a_logprob_and_a_cut_run_as_many_as_ids(shared: Callable[..., LLM]) -> None:
     llm = shared(LLAMA)
-    [whole] = llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
-    stop = whole.token_ids[4]
-    [found] = llm.generate([PROMPT], SamplingParams(max_tokens=12, logprobs=0, stop_token_ids=[stop]))
-    assert [one.token_id for one in found.logprobs or ()] == list(found.token_ids)
-    [text] = llm.generate([PROMPT], SamplingParams(max_tokens=12, logprobs=0, stop=[whole.text[5:8]]))
+    [full] = llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
+    stop = full.token_ids[4]
+    [result] = llm.generate([PROMPT], SamplingParams(max_tokens=12, logprobs=0, stop_token_ids=[stop]))
+    assert [one.token_id for one in result.logprobs or ()] == list(result.token_ids)
+    [text] = llm.generate([PROMPT], SamplingParams(max_tokens=12, logprobs=0, stop=[full.text[5:8]]))
     assert [one.token_id for one in text.logprobs or ()] == list(text.token_ids)
 
 
@@ -166,22 +168,25 @@ def test_n_completions_compute_the_prompt_once(make: Callable[..., LLM]) -> None
     assert [(one.prompt_ids, one.choice) for one in several] == [
         (tuple(prompt), choice) for prompt in (PROMPT, PROMPT[:3]) for choice in range(4)
     ]
-    # 70 tokens: four full blocks are shared, the six behind them are computed by each.
+    # 70 tokens: four full blocks are shared, the next six are computed per completion.
     assert sum(count for count in computed if count > 1) == 70 + 3 * 6 + 4 * 3
     for choice in range(4):
-        alone = SamplingParams(max_tokens=6, temperature=1.0, seed=7 + choice, ignore_eos=True)
-        assert several[choice].token_ids == llm.generate([PROMPT], alone)[0].token_ids
+        single = SamplingParams(max_tokens=6, temperature=1.0, seed=7 + choice, ignore_eos=True)
+        assert several[choice].token_ids == llm.generate([PROMPT], single)[0].token_ids
     assert len({one.token_ids for one in several[:4]}) > 1
 
 
 def test_n_with_everything_else(make: Callable[..., LLM]) -> None:
-    """Without a prefix cache too; the prompt's logprobs come once; the whole is over when all are."""
+    """Also without a prefix cache; the prompt's logprobs come once; the request ends when all completions
+    have ended."""
     params = SamplingParams(
         max_tokens=6, temperature=1.0, seed=7, n=3, logprobs=1, prompt_logprobs=0, stop=["e"]
     )
 
-    def ids(found: list[Completion]) -> list[tuple[Any, ...]]:
-        return [(one.token_ids, one.text, one.finish_reason, one.prompt_logprobs is None) for one in found]
+    def ids(completions: list[Completion]) -> list[tuple[Any, ...]]:
+        return [
+            (one.token_ids, one.text, one.finish_reason, one.prompt_logprobs is None) for one in completions
+        ]
 
     cached, uncached = make(LLAMA), make(LLAMA, enable_prefix_cache=False)
     assert ids(cached.generate(PROMPT, params)) == ids(uncached.generate(PROMPT, params))

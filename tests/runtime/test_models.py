@@ -1,4 +1,4 @@
-"""Every architecture against transformers: small random models, plain and quantized, and GGUF files of them."""
+"""Every architecture compared with transformers: small random models, plain, quantized, and as GGUF files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, folder: Path, **more: Any) -> Any:
-    """A random model of transformers, saved; biases and norms are not what they are initialised to."""
+    """Saves a random model of transformers with biases and norms that differ from their initial values."""
     import transformers
 
     family, extra = MODELS[name]
@@ -104,8 +104,8 @@ IDS = [(7 * i * i + 3) % 300 for i in range(40)]
 def test_logits_and_greedy_ids(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     model = build(name, tmp_path)
     llm = make(tmp_path)
-    theirs = oracle.logits(model, IDS)
-    assert float((window_logits(llm.engine, IDS) - theirs).abs().max() / theirs.abs().max()) < 1e-4
+    expected = oracle.logits(model, IDS)
+    assert float((window_logits(llm.engine, IDS) - expected).abs().max() / expected.abs().max()) < 1e-4
     from gristmill.runtime.sampling_params import SamplingParams
 
     with torch.no_grad():
@@ -133,7 +133,8 @@ def test_a_quantized_directory(name: str, make: Callable[..., LLM], tmp_path: Pa
 
 
 def test_gpt_oss_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Experts as OpenAI stores them: blocks and scales, gate and up rows interleaved; values by transformers."""
+    """Experts as OpenAI stores them: blocks and scales, gate and up rows interleaved; expected values by
+    transformers."""
     from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -158,10 +159,10 @@ def test_gpt_oss_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
         "modules_to_not_convert": ["model.layers.*.self_attn"],
     }
     (out / "config.json").write_text(json.dumps(config))
-    theirs = oracle.logits(model, IDS)
+    expected = oracle.logits(model, IDS)
     for more in ({}, {"quant": "fp32"}):
-        mine = window_logits(make(out, **more).engine, IDS)
-        assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-4
+        actual = window_logits(make(out, **more).engine, IDS)
+        assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
@@ -187,19 +188,19 @@ def test_a_gguf_file(name: str, make: Callable[..., LLM], tmp_path: Path) -> Non
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             module, _, suffix = key.rpartition(".")
-            own, data = f"{table.get_name(module)}.{suffix}", tensor.numpy()
+            tensor_name, data = f"{table.get_name(module)}.{suffix}", tensor.numpy()
             if "_proj" in key and data.ndim == 2:
                 blocks = gguf.quants.quantize(data, raw)
-                writer.add_tensor(own, blocks, raw_dtype=raw)
+                writer.add_tensor(tensor_name, blocks, raw_dtype=raw)
                 tensor.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, raw)))
             else:
-                writer.add_tensor(own, data)
+                writer.add_tensor(tensor_name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    theirs = oracle.logits(model, IDS)
-    assert float((window_logits(make(path).engine, IDS) - theirs).abs().max() / theirs.abs().max()) < 1e-4
+    expected = oracle.logits(model, IDS)
+    assert float((window_logits(make(path).engine, IDS) - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
 def test_what_a_configuration_says() -> None:
@@ -228,25 +229,25 @@ def test_what_a_configuration_says() -> None:
 
 @pytest.mark.parametrize("fault", ["sinks", "window", "bias"])
 def test_what_is_left_out_of_gpt_oss_shows(fault: str, make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Planted faults, one of a layer each."""
+    """Planted faults, each in one layer."""
     model = build("gpt-oss", tmp_path)
-    llm, theirs = make(tmp_path), oracle.logits(model, IDS)
+    llm, expected = make(tmp_path), oracle.logits(model, IDS)
     layer = llm.model.layers[2]  # type: ignore[attr-defined]
     if fault == "bias":
         layer.mlp.down.bias.zero_()
     elif fault == "sinks":
         layer.attention.sinks.fill_(-1e30)
-    else:  # as the next layer, which has none
+    else:  # like the next layer, which has no window
         other = llm.model.layers[1].attention  # type: ignore[attr-defined]
         assert (layer.attention.window, other.window) == (16, 0)
         layer.attention.window, layer.attention.attend = 0, other.attend
-    assert float((window_logits(llm.engine, IDS) - theirs).abs().max() / theirs.abs().max()) > 1e-2
+    assert float((window_logits(llm.engine, IDS) - expected).abs().max() / expected.abs().max()) > 1e-2
 
 
 def test_a_norm_left_out_shows(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Planted fault: one head norm of one layer."""
+    """Planted fault: one head norm of one layer is missing."""
     model = build("qwen3", tmp_path)
-    llm, theirs = make(tmp_path), oracle.logits(model, IDS)
+    llm, expected = make(tmp_path), oracle.logits(model, IDS)
     llm.model.layers[1].attention.k_norm = None  # type: ignore[attr-defined]
-    assert float((window_logits(llm.engine, IDS) - theirs).abs().max() / theirs.abs().max()) > 1e-2
+    assert float((window_logits(llm.engine, IDS) - expected).abs().max() / expected.abs().max()) > 1e-2
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]

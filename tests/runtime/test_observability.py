@@ -1,4 +1,4 @@
-"""Metrics and spans of requests, counted against what was asked for."""
+"""Metrics and spans of requests equal the counts of a known workload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PROMPT = [(7 * i) % 41 for i in range(17)]
 
 
 async def workload(engine: AsyncEngine) -> None:
-    """Four that end, of which two find 16 tokens in the cache; one that is left; one that is refused."""
+    """Four requests that end, of which two find 16 tokens in the cache; one that is abandoned; one that is
+    refused."""
     await asyncio.gather(*(engine.generate([i, 1, 2], SamplingParams(max_tokens=10)) for i in range(2)))
     await engine.generate(PROMPT, SamplingParams(max_tokens=1))
     [first, second] = await engine.generate([*PROMPT, 3], SamplingParams(max_tokens=5, n=2))
@@ -73,7 +74,7 @@ def test_metrics_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_preemptions_are_counted_and_traced() -> None:
-    """A pool in which two requests do not fit to their ends."""
+    """The pool is too small for two requests to run to their ends."""
     prometheus, spans, tracer = pytest.importorskip("prometheus_client"), *traced()
     registry = prometheus.CollectorRegistry()
     core, _ = fake_engine(num_blocks=14, max_seqs=2)
@@ -92,7 +93,7 @@ def test_preemptions_are_counted_and_traced() -> None:
 
 
 def traced() -> tuple[Any, Any]:
-    """(a function that returns the finished spans, a tracer)."""
+    """Returns (a function that returns the finished spans, a tracer)."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -119,7 +120,7 @@ def test_a_request_is_a_span_under_its_callers() -> None:
         await engine.close()
 
     run(main())
-    request, http, left, failed = spans()
+    request, http, abandoned, failed = spans()
     assert (
         request.parent.span_id == http.context.span_id and request.context.trace_id == http.context.trace_id
     )
@@ -130,5 +131,5 @@ def test_a_request_is_a_span_under_its_callers() -> None:
     assert request.attributes["gen_ai.usage.output_tokens"] == 8
     names = [event.name for event in request.events]
     assert sorted(names) == sorted(["SCHEDULED", "FIRST_TOKEN", "FINISHED"] * 2)
-    assert left.status.is_ok or left.status.is_unset
+    assert abandoned.status.is_ok or abandoned.status.is_unset
     assert not failed.status.is_ok and "ZeroDivisionError" in failed.status.description

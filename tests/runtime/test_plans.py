@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_binds_nothing(name: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt and decode steps, with decode graphs' buffers and without, of another block size too."""
+    """Prompt and decode steps, with and without the buffers of decode graphs, also with another block size."""
     llms = [make(name, decode_graphs=graphs, block_size=size) for graphs, size in ((True, 16), (False, 32))]
     bound = [len(llm.model.plans.bound) for llm in llms]
 
@@ -34,7 +34,7 @@ def test_a_step_binds_nothing(name: str, make: Callable[..., LLM], monkeypatch: 
     first, second = (llm.generate([[5, 6, 7], [8]], PARAMS) for llm in llms)
     assert [answer.token_ids for answer in first] == [answer.token_ids for answer in second]
     assert [len(llm.model.plans.bound) for llm in llms] == bound
-    with pytest.raises(AssertionError, match="bound in a step"):  # what the test would see
+    with pytest.raises(AssertionError, match="bound in a step"):  # what the test would report
         llms[0].model.plans.bind("rms_norm", n=8, x="fp32")
 
 

@@ -1,4 +1,5 @@
-"""Quantized models: what transformers says with the same weights dequantized, and the directories that quantize writes."""
+"""Quantized models equal transformers with the same weights dequantized; and the directories that quantize
+writes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LINEAR = re.compile(r"model\.layers\.\d+\..*(proj|proj_with_mqa)\.weight")
 
 
 def dequantized(name: str, scheme: str, folder: Path) -> Path:
-    """A copy of an example model, its linear and expert weights rounded and made floats again, float32."""
+    """Writes a copy of an example model in float32 whose linear and expert weights are quantized and
+    dequantized."""
     from safetensors.torch import save_file
 
     out = folder / f"{name}-{scheme}"
@@ -41,8 +43,8 @@ def dequantized(name: str, scheme: str, folder: Path) -> Path:
         with safe_open(file, "pt") as source:
             for key in source.keys():  # noqa: SIM118
                 tensor = source.get_tensor(key)
-                wide = quantize(tensor, scheme).dequantize() if LINEAR.fullmatch(key) else tensor.float()
-                tensors[key] = wide.contiguous()
+                values = quantize(tensor, scheme).dequantize() if LINEAR.fullmatch(key) else tensor.float()
+                tensors[key] = values.contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     for extra in ("config.json", "generation_config.json"):
         (out / extra).write_bytes((MODELS / name / extra).read_bytes())
@@ -51,7 +53,8 @@ def dequantized(name: str, scheme: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def their_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], torch.Tensor]:
-    """transformers' losses [4, 511] on four windows with an example model's weights dequantized; each asked once."""
+    """transformers' losses [4, 511] on four windows with an example model's weights dequantized; each
+    computed once."""
 
     @cache
     def get(name: str, scheme: str) -> torch.Tensor:
@@ -66,7 +69,8 @@ def their_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Path]]:
-    """An example model as `write_quantized` writes it; each written once, and removed with the module's tests."""
+    """An example model written by `write_quantized`; each is written once and removed with the module's
+    tests."""
     folder = tmp_path_factory.mktemp("written")
 
     @cache
@@ -100,10 +104,10 @@ def test_loss_is_that_of_the_dequantized_weights(
 def test_loss_of_every_scheme(
     name: str, scheme: str, make: Callable[..., LLM], their_losses: Callable[[str, str], torch.Tensor]
 ) -> None:
-    """Tight in float32, where only sums are rounded; 0.003 nats in bf16."""
-    theirs = float(their_losses(name, scheme).mean())
-    assert loss(make(name, quant=scheme), 4) == pytest.approx(theirs, abs=3e-4)
-    assert loss(make(name, quant=scheme, dtype="bf16"), 4) == pytest.approx(theirs, abs=3e-3)
+    """The tolerance is tight in float32, where only sums are rounded; 0.003 nats in bf16."""
+    expected = float(their_losses(name, scheme).mean())
+    assert loss(make(name, quant=scheme), 4) == pytest.approx(expected, abs=3e-4)
+    assert loss(make(name, quant=scheme, dtype="bf16"), 4) == pytest.approx(expected, abs=3e-3)
 
 
 @pytest.mark.slow
@@ -118,13 +122,15 @@ def test_every_scheme_in_every_way(
     written: Callable[[str, str], Path],
     their_losses: Callable[[str, str], torch.Tensor],
 ) -> None:
-    """In float32 each of 127 losses; in bf16 0.003 nats over four windows."""
-    theirs = their_losses(name, scheme)
+    """In float32, each of 127 losses; in bf16, 0.003 nats over four windows."""
+    expected = their_losses(name, scheme)
     exact = make_strict(written(name, scheme), kernel_set)
-    assert float((window_losses(exact.engine, oracle.window(0)[:128]) - theirs[0, :127]).abs().max()) <= 2e-3
+    assert (
+        float((window_losses(exact.engine, oracle.window(0)[:128]) - expected[0, :127]).abs().max()) <= 2e-3
+    )
     kernel_sets.check(exact, kernel_set)
     rounded = make_strict(written(name, scheme), kernel_set, dtype="bf16")
-    assert loss(rounded, 4) == pytest.approx(float(theirs.mean()), abs=3e-3)
+    assert loss(rounded, 4) == pytest.approx(float(expected.mean()), abs=3e-3)
     kernel_sets.check(rounded, kernel_set)
 
 
@@ -134,10 +140,10 @@ def test_every_scheme_in_every_way(
 def test_logits_of_a_short_prompt_by_triton(
     name: str, scheme: str, make_strict: Callable[..., LLM], tmp_path: Path
 ) -> None:
-    """Through the interpreter: three ids."""
+    """In the interpreter: three ids."""
     llm, ids = make_strict(name, "triton", quant=scheme), oracle.window(0)[:3]
-    theirs = oracle.logits(oracle.load(dequantized(name, scheme, tmp_path)), ids)
-    assert float((window_logits(llm.engine, ids) - theirs).abs().max()) <= LIMIT
+    expected = oracle.logits(oracle.load(dequantized(name, scheme, tmp_path)), ids)
+    assert float((window_logits(llm.engine, ids) - expected).abs().max()) <= LIMIT
     kernel_sets.check(llm, "triton")
 
 
@@ -145,19 +151,21 @@ def test_logits_of_a_short_prompt_by_triton(
 @pytest.mark.parametrize("scheme", ["fp8_block.fp8_g128", "int8_ch.int8_token"])
 def test_quantized_activations_cost_little(scheme: str, make: Callable[..., LLM]) -> None:
     plain = evaluate(make(LLAMA).engine, oracle.eval_tokens(), 512, 2).loss
-    mine = evaluate(make(LLAMA, quant=scheme, dtype="bf16").engine, oracle.eval_tokens(), 512, 2).loss
-    assert mine == pytest.approx(plain, abs=0.03)
+    loss_of_activations = evaluate(
+        make(LLAMA, quant=scheme, dtype="bf16").engine, oracle.eval_tokens(), 512, 2
+    ).loss
+    assert loss_of_activations == pytest.approx(plain, abs=0.03)
 
 
 def test_a_doubled_block_scale_is_seen(
     make: Callable[..., LLM], their_losses: Callable[[str, str], torch.Tensor]
 ) -> None:
     """Planted fault: one scale of one weight is doubled; the tight comparison of losses must notice."""
-    llm, theirs = make(LLAMA, quant="int4_g128"), float(their_losses(LLAMA, "int4_g128")[0].mean())
+    llm, expected = make(LLAMA, quant="int4_g128"), float(their_losses(LLAMA, "int4_g128")[0].mean())
     packed = llm.model.layers[0].mlp.down.weight  # type: ignore[attr-defined]
     scales = next(t for t in packed.tensors() if t.dtype == torch.bfloat16 and t.numel())
     scales.view(-1)[:16] *= 2
-    assert abs(loss(llm, 1) - theirs) > 3e-4
+    assert abs(loss(llm, 1) - expected) > 3e-4
 
 
 @pytest.mark.parametrize(
@@ -196,18 +204,18 @@ def test_every_written_scheme_reads_back_the_same(
 
 def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     table, scheme = model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("nvfp4")
-    seen: list[list[str]] = []
+    listings: list[list[str]] = []
 
     def interrupted(done: int, total: int) -> None:
-        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        listings.append(sorted(path.name for path in tmp_path.iterdir()))
         if done == 9:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_quantized(MODELS / LLAMA, tmp_path / "out", table, scheme, interrupted)
-    assert seen and all(names == [".out.unfinished"] for names in seen)
-    assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]  # to go on from
-    (tmp_path / "out").mkdir()  # an empty folder may be there
+    assert listings and all(names == [".out.unfinished"] for names in listings)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]  # left for a later run to resume
+    (tmp_path / "out").mkdir()  # an empty folder may exist
     write_quantized(MODELS / LLAMA, tmp_path / "out", table, scheme)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (tmp_path / "plain").mkdir()
@@ -270,7 +278,7 @@ def test_shards_of_a_large_model(
 
 
 def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) -> None:
-    """q, k and v share a matrix and not a multiplier: the first rows of each part are as if it were alone."""
+    """q, k and v share a matrix but not a multiplier: the rows of each part equal those quantized separately."""
     from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
     from gristmill.runtime.loader.weights import Weights
 
@@ -286,8 +294,8 @@ def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) ->
     assert fused.segments == (0, 256, 384)
     source = SafetensorsCheckpoint(MODELS / LLAMA)
     for part, start in zip("qkv", fused.segments, strict=True):
-        alone = quantize(source.read(f"model.layers.0.self_attn.{part}_proj.weight"), "nvfp4")
-        assert torch.equal(alone.dequantize(), fused.dequantize()[start : start + alone.n])
+        separate = quantize(source.read(f"model.layers.0.self_attn.{part}_proj.weight"), "nvfp4")
+        assert torch.equal(separate.dequantize(), fused.dequantize()[start : start + separate.n])
     assert len({float(s) for s in fused.global_scale}) == 3
 
 

@@ -1,4 +1,5 @@
-"""Models over an e4m3 KV cache: transformers with the same rounding as the oracle, checkpoint scales, memory, chunks, refusals."""
+"""Models with an e4m3 KV cache: transformers with the same rounding as the oracle, checkpoint scales, memory,
+chunks, refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ MODELOPT = {
 
 
 def scales(layer: int, which: str, count: int = KV_HEADS) -> torch.Tensor:
-    """Scales of a layer's keys or values: of a size that fits, no two alike."""
+    """Returns scales of a layer's keys or values: of a suitable size, and all different."""
     generator = torch.Generator().manual_seed(2 * layer + (which == "v"))
     return 2 ** (-6 + 2 * torch.rand(count, generator=generator))
 
@@ -49,19 +50,20 @@ def scales(layer: int, which: str, count: int = KV_HEADS) -> torch.Tensor:
 def checkpoint(
     folder: Path, quantization: dict[str, Any] | None, make: Callable[[int, str], tuple[str, torch.Tensor]]
 ) -> Path:
-    """docs-llama with a quantization_config, and the tensor that `make` gives for each layer's keys and values."""
+    """Writes docs-llama with a quantization_config, and with the tensor that `make` gives for each layer's
+    keys and values."""
     out = folder / "model"
     shutil.copytree(MODELS / LLAMA, out)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(
         json.dumps(config | ({"quantization_config": quantization} if quantization else {}))
     )
-    held = load_file(out / "model.safetensors")
+    tensors = load_file(out / "model.safetensors")
     for layer in range(LAYERS):
         for which in "kv":
             name, value = make(layer, which)
-            held[f"model.layers.{layer}.self_attn.{name}"] = value
-    save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = value
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
@@ -77,7 +79,8 @@ def per_tensor(layer: int, which: str) -> tuple[str, torch.Tensor]:
 def expected_logits(
     ids: list[int], scale_of: Callable[[int, str, torch.Tensor], torch.Tensor] | None
 ) -> torch.Tensor:
-    """transformers' logits where each key and value that attention sees went through e4m3 with these scales."""
+    """Returns transformers' logits with each key and value of the attention rounded to e4m3 with these
+    scales."""
     from transformers import DynamicCache
 
     class Rounded(DynamicCache):
@@ -113,7 +116,8 @@ def by_token(layer: int, which: str, part: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_rounding(llm: LLM, scale_of: Any) -> float:
-    """The RMS of what is left between our logits and the oracle's, in parts of what the rounding of the cache changes."""
+    """Returns the RMS difference of our logits from the oracle's, relative to the effect of rounding the
+    cache."""
     ids = window(3, 200)
     rounded, plain = expected_logits(ids, scale_of), expected_logits(ids, None)
     return float(
@@ -135,7 +139,8 @@ CASES = [
 def test_logits_are_those_of_the_rounded_cache(
     kv_dtype: str, config: Any, make_scale: Any, scale_of: Any, tmp_path: Path, make: Callable[..., LLM]
 ) -> None:
-    """A code on a tie may fall to the other side; a forgotten or exchanged scale is a multiple of the rounding itself."""
+    """A code on a tie may round differently. A forgotten or exchanged scale changes more than the rounding
+    itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm = make(checkpoint(tmp_path, config, make_scale), kv_dtype=kv_dtype)
@@ -153,7 +158,7 @@ def test_logits_are_those_of_the_rounded_cache(
 
 @pytest.mark.parametrize("kernel_set", kernel_sets.KERNEL_SETS)
 def test_every_set_of_kernels(kernel_set: str, make_strict: Callable[..., LLM]) -> None:
-    """Without scales 1.0 is used, and said."""
+    """Without scales, 1.0 is used, with a warning."""
     with pytest.warns(UserWarning, match="no scales of the KV cache for 6 of 6 layers: 1.0 is used"):
         llm = make_strict(LLAMA, kernel_set, kv_dtype="fp8", num_blocks=16)
     ids = window(3, 24 if kernel_set == "triton" else 200)
@@ -166,24 +171,24 @@ def test_every_set_of_kernels(kernel_set: str, make_strict: Callable[..., LLM]) 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_token_head"])
 @pytest.mark.filterwarnings("ignore:.*no scales of the KV cache")
 def test_ids_do_not_depend_on_chunks_cache_or_preemption(kv_dtype: str, make: Callable[..., LLM]) -> None:
-    """Chunked and shared prompts, and requests that are computed again, read the codes that others wrote."""
-    params, asked = SamplingParams(max_tokens=24), prompts()[2:14:3] + prompts()[2:14:3]
-    alone = make(LLAMA, kv_dtype=kv_dtype, enable_prefix_cache=False)
-    expected = [alone.generate([prompt], params)[0].token_ids for prompt in asked]
+    """Chunked and shared prompts, and requests that are computed again, read codes that other requests wrote."""
+    params, selected = SamplingParams(max_tokens=24), prompts()[2:14:3] + prompts()[2:14:3]
+    uncached = make(LLAMA, kv_dtype=kv_dtype, enable_prefix_cache=False)
+    expected = [uncached.generate([prompt], params)[0].token_ids for prompt in selected]
     for options in (
         {"max_chunk": 7},
         {"block_size": 64, "max_chunk": 50},
         {"num_blocks": 12, "max_batch_tokens": 64},
     ):
         llm = make(LLAMA, kv_dtype=kv_dtype, **options)
-        assert [one.token_ids for one in llm.generate(asked, params)] == expected, options
-        assert [one.token_ids for one in llm.generate(asked[:2], params)] == expected[:2], options
+        assert [one.token_ids for one in llm.generate(selected, params)] == expected, options
+        assert [one.token_ids for one in llm.generate(selected[:2], params)] == expected[:2], options
         llm.engine.scheduler.check()
 
 
 @pytest.mark.filterwarnings("ignore:.*no scales of the KV cache")
 def test_memory(make: Callable[..., LLM]) -> None:
-    """Twice the blocks of bf16 in the same memory; with scales of tokens 2 / (1 + 4 / 64)."""
+    """The same memory holds twice the blocks of bf16; with scales of tokens, 2 / (1 + 4 / 64) times."""
     blocks = {}
     for name, form in FORMATS.items():
         engine = make(LLAMA, kv_dtype=name, dtype="bf16", num_blocks=None, memory=4 << 20).engine

@@ -1,4 +1,5 @@
-"""Methods that look at inputs: moments are those of transformers' inputs, layers see what was written before them, less is lost."""
+"""Calibrated methods: moments equal those of transformers' inputs, layers see the preceding layers as
+written, the loss is lower."""
 
 from __future__ import annotations
 
@@ -28,22 +29,22 @@ from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 FAR = 200_000
-"""Where calibration tokens begin: behind those that losses are measured on."""
+"""Where calibration tokens start: after those that losses are measured on."""
 
 
 def tensors_of(stream: LayerStream, index: int) -> dict[str, torch.Tensor]:
-    """The float tensors of a layer."""
+    """Returns the float tensors of a layer."""
     source = SafetensorsCheckpoint(stream.directory)
     return {name: source.read(name) for name in source if name.startswith(f"model.layers.{index}.")}
 
 
 def moments_by_transformers(model: torch.nn.Module, windows: int, size: int) -> dict[str, torch.Tensor]:
-    seen: dict[str, torch.Tensor] = {}
+    sums: dict[str, torch.Tensor] = {}
 
     def record(module: str) -> Callable[..., None]:
         def hook(_: object, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1]).double()
-            seen[module] = seen.get(module, 0) + x.T @ x
+            sums[module] = sums.get(module, 0) + x.T @ x
 
         return hook
 
@@ -58,26 +59,28 @@ def moments_by_transformers(model: torch.nn.Module, windows: int, size: int) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return sums
 
 
-def difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    common = set(mine) & set(theirs)
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    common = set(actual) & set(expected)
     assert len(common) >= 5
-    return max(float((mine[m].double() - theirs[m]).abs().max() / theirs[m].abs().max()) for m in common)
+    return max(
+        float((actual[m].double() - expected[m]).abs().max() / expected[m].abs().max()) for m in common
+    )
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_moments_are_those_of_transformers(name: str, policy: Policy) -> None:
     stream = LayerStream(MODELS / name, oracle.eval_tokens(), 64, 2, policy=policy)
-    theirs = moments_by_transformers(oracle.oracle(name), 2, 64)
+    expected = moments_by_transformers(oracle.oracle(name), 2, 64)
     for index in range(stream.config.num_layers):
         tensors = tensors_of(stream, index)
         actual = stream.moments(index, tensors)
-        assert difference(actual.sums, theirs) < 1e-3
+        assert difference(actual.sums, expected) < 1e-3
         stream.advance(index, tensors)
     assert max(actual.tokens.values()) == 128
-    if name == DEEPSEEK:  # experts: the tokens that go to all experts together are top_k times all tokens
+    if name == DEEPSEEK:  # experts: the tokens of all experts together are top_k times all tokens
         gates = {
             n: h
             for n, h in actual.sums.items()
@@ -91,22 +94,23 @@ def test_moments_are_those_of_transformers(name: str, policy: Policy) -> None:
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_a_layer_sees_the_layers_before_it_as_they_were_written(name: str, policy: Policy) -> None:
-    """transformers with the dequantized weights of layer 0 sees in layer 1 what we count there; with float weights it does not."""
+    """In layer 1, transformers with the dequantized weights of layer 0 has the inputs that we count; with
+    float weights it has not."""
     stream = LayerStream(MODELS / name, oracle.eval_tokens(), 64, 2, policy=policy)
     target = open_writer("gristmill", "int3_g64")
     weights, tensors = stream.weights_of(0), tensors_of(stream, 0)
     rounded = RoundToNearest().round(0, weights, tensors, target).weights
     stored = {f"{m}.{field}": t for m, q in rounded.items() for field, t in q.tensors().items()}
-    kept = {n: t for n, t in tensors.items() if n.removesuffix(".weight") not in rounded}
-    stream.advance(0, stored | kept, open_format(target.config([])))
-    mine = stream.moments(1, tensors_of(stream, 1)).sums
+    unquantized = {n: t for n, t in tensors.items() if n.removesuffix(".weight") not in rounded}
+    stream.advance(0, stored | unquantized, open_format(target.config([])))
+    actual = stream.moments(1, tensors_of(stream, 1)).sums
     model = oracle.load(MODELS / name)
     floats = {n: h for n, h in moments_by_transformers(model, 2, 64).items() if ".layers.1." in n}
     with torch.no_grad():
         for module, q in rounded.items():
             model.get_submodule(module).weight.copy_(q.dequantize())
-    theirs = {n: h for n, h in moments_by_transformers(model, 2, 64).items() if ".layers.1." in n}
-    assert difference(mine, theirs) < 1e-3 < 1e-2 < difference(mine, floats)
+    expected = {n: h for n, h in moments_by_transformers(model, 2, 64).items() if ".layers.1." in n}
+    assert difference(actual, expected) < 1e-3 < 1e-2 < difference(actual, floats)
 
 
 @pytest.mark.slow
@@ -115,7 +119,8 @@ def test_a_layer_sees_the_layers_before_it_as_they_were_written(name: str, polic
 def test_calibrated_methods_lose_less(
     name: str, scheme: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
 ) -> None:
-    """GPTQ at most 60 % of what round to nearest loses with int4_g128 on docs-llama, and never more than it; nor does AWQ."""
+    """GPTQ loses at most 60 % of what round to nearest loses with int4_g128 on docs-llama, and neither GPTQ
+    nor AWQ ever loses more."""
     table, losses = model_table(load_config(MODELS / name)), {}
     for kind in ("rtn", "gptq", "awq"):
         tokens = None if kind == "rtn" else oracle.eval_tokens()[FAR:]
@@ -136,15 +141,15 @@ def test_an_expert_that_few_tokens_reach_is_rounded_to_nearest(policy: Policy) -
         method.stream.weights_of(1),
         tensors_of(method.stream, 1),
     )
-    seen = method.stream.moments(1, tensors).tokens
-    made = method.round(1, weights, tensors, target).weights
+    token_counts = method.stream.moments(1, tensors).tokens
+    quantized = method.round(1, weights, tensors, target).weights
     named = {re.sub(":.*", "", note) for note in method.notes}
     for module in linears(weights):
         start = target.quantize(tensors[f"{module}.weight"])
-        few = seen.get(module, 0) < start.k
-        assert (module in named) == few
-        assert torch.equal(made[module].codes, start.codes) == few, module
-    assert 0 < len(named) < len(made)
+        too_few = token_counts.get(module, 0) < start.k
+        assert (module in named) == too_few
+        assert torch.equal(quantized[module].codes, start.codes) == too_few, module
+    assert 0 < len(named) < len(quantized)
     assert re.search(
         r"experts\.\d+\.gate_proj: rounded to nearest: \d+ calibration tokens reached it, GPTQ needs 256",
         method.notes[0],
@@ -193,11 +198,11 @@ def test_the_command_is_deterministic(
         ]
         code, stdout, output = command(*arguments)
         assert code == 0, output
-        said = json.loads(stdout)
-        assert (said["method"], said["resumed"]) == (method, 0)
+        report = json.loads(stdout)
+        assert (report["method"], report["resumed"]) == (method, 0)
         # 384 tokens are fewer than the inputs of down
-        assert len(said["notes"]) == (6 if method == "gptq" else 0) and all(
-            "down_proj" in note for note in said["notes"]
+        assert len(report["notes"]) == (6 if method == "gptq" else 0) and all(
+            "down_proj" in note for note in report["notes"]
         )
     a, b = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
     assert a == b
@@ -233,23 +238,23 @@ def test_refusals(policy: Policy, tmp_path: Path) -> None:
 def test_windows_of_one_step_are_as_if_alone(
     shared: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU several windows make a step, of an evaluation and of a calibration; here made to."""
+    """On a GPU, one step takes several windows of an evaluation or a calibration; this test forces it."""
     assert windows_at_once(torch.device("cpu"), 64, 6, 99) == 1
     assert [
         windows_at_once(torch.device("cuda"), 1024, n, most)
         for n, most in ((96, 99), (6, 99), (7, 99), (96, 2))
     ] == [4, 3, 1, 2]
     llm = shared(DEEPSEEK)
-    alone = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
+    separate = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
     one = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
     for module in ("evaluate", "quantizing.stream"):
         monkeypatch.setattr(f"gristmill.runtime.{module}.windows_at_once", lambda *_: 3)
     together = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
     assert (
-        together.window_losses == pytest.approx(alone.window_losses, abs=1e-5)
-        and len(alone.window_losses) == 6
+        together.window_losses == pytest.approx(separate.window_losses, abs=1e-5)
+        and len(separate.window_losses) == 6
     )
-    assert together.loss == pytest.approx(alone.loss, abs=1e-6)
+    assert together.loss == pytest.approx(separate.loss, abs=1e-6)
     three = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
     assert len(three.states) == 2
     actual = [stream.moments(0, tensors_of(stream, 0)) for stream in (one, three)]

@@ -1,4 +1,5 @@
-"""`gristmill quantize`, killed and started again: it resumes after the last complete layer, to the same bytes."""
+"""`gristmill quantize`, killed and started again, resumes after the last complete layer and writes the same
+bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`gristmill quantize` as a process of its own; those that still run in the end are killed."""
+    """Starts `gristmill quantize` as a separate process; processes that still run at the end are killed."""
     folder = tmp_path_factory.mktemp("resume")
     (folder / "policy.toml").write_text(f'cache = "{folder}"\n')
     source = Path(__file__).resolve().parents[2] / "src"
@@ -68,7 +69,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, object]:
 
 
 def kill_after(process: subprocess.Popen[str], part: Path) -> None:
-    """SIGKILL as soon as a part is there."""
+    """Sends SIGKILL as soon as a part exists."""
     end = time.monotonic() + 300
     while not part.exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.002)
@@ -88,29 +89,29 @@ def test_a_killed_run_goes_on(
     model: str, method: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     options = ("--quant", "int4_g64", "--format", "compressed-tensors")
-    whole = finish(start(model, tmp_path / "whole", method, *options))
-    assert whole["resumed"] == 0
+    uninterrupted = finish(start(model, tmp_path / "whole", method, *options))
+    assert uninterrupted["resumed"] == 0
     out, unfinished = tmp_path / "out", tmp_path / ".out.unfinished"
     kill_after(start(model, out, method, *options), unfinished / "part-00001.safetensors")
     assert not out.exists() and not (unfinished / "part-00003.safetensors").exists()
     other = start(model, out, method, "--quant", "nvfp4", "--format", "modelopt", "--windows", "3")
     _, err = other.communicate(timeout=300)
     assert other.returncode == 2 and "was begun with" in err, err
-    for says in (
+    for message in (
         "format compressed-tensors, not modelopt",
         "quant int4_g64, not nvfp4",
         "windows 2, not 3",
         "resume, or delete",
     ):
-        assert says in " ".join(err.split()), err
-    kill_after(start(model, out, method, *options), unfinished / "part-00002.safetensors")  # and once more
+        assert message in " ".join(err.split()), err
+    kill_after(start(model, out, method, *options), unfinished / "part-00002.safetensors")  # once more
     assert int(str(finish(start(model, out, method, *options))["resumed"])) >= 3
     assert files(out) == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 def test_layers_that_are_there_are_not_done_again(tmp_path: Path) -> None:
-    """Planted: a finished layer of other numbers is taken as it is; only layers that are missing are rounded."""
+    """A finished layer is kept even if it was modified; only missing layers are quantized."""
     table, scheme = model_table(load_config(MODELS / LLAMA)), QuantScheme.parse("nvfp4")
 
     def stop(done: int, total: int) -> None:
@@ -130,19 +131,19 @@ def test_layers_that_are_there_are_not_done_again(tmp_path: Path) -> None:
     assert report["resumed"] == 4 and calls == sorted(calls) and calls[-1] == 56
     write_quantized(MODELS / LLAMA, tmp_path / "plain", table, scheme)
     with (
-        safe_open(tmp_path / "out" / "model.safetensors", "pt") as mine,
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as resumed,
         safe_open(tmp_path / "plain" / "model.safetensors", "pt") as other,
     ):
-        differ = [n for n in mine.keys() if mine.get_tensor(n).tolist() != other.get_tensor(n).tolist()]  # noqa: SIM118
+        differ = [n for n in resumed.keys() if resumed.get_tensor(n).tolist() != other.get_tensor(n).tolist()]  # noqa: SIM118
     assert len(differ) == 1 and ".layers.1." in differ[0]
 
 
 def test_what_was_noted_of_layers_that_are_there_is_said_again(tmp_path: Path) -> None:
     with Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as first:
         assert (first.notes(), first.notes(["a"]), first.notes(["a", "b"])) == ([], ["a"], ["a", "b"])
-    with Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as again:
-        assert again.notes(["c", "b"]) == ["a", "b", "c"]
-        again.finish()
+    with Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as second:
+        assert second.notes(["c", "b"]) == ["a", "b", "c"]
+        second.finish()
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -160,8 +161,8 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
             Unfinished(tmp_path / "out", {"quant": "nvfp4"})
         assert first.folder.exists()
     with (
-        Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as again,
+        Unfinished(tmp_path / "out", {"quant": "nvfp4"}) as second,
         pytest.raises(BlockingIOError),
-        open(again.folder / "lock", "rb") as lock,
+        open(second.folder / "lock", "rb") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

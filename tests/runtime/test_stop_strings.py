@@ -1,4 +1,4 @@
-"""Stop strings: exact wherever pieces, tokens and characters begin and end."""
+"""Stop strings are exact wherever pieces, tokens and characters begin and end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TEXT = "The CREATE INDEX statement"
 
 
 def by_characters(text: str, strings: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The definition: read character by character until some stop string is complete; the longest of those that are."""
+    """The definition: read character by character until some stop string is complete; if several are, the
+    longest counts."""
     for end in range(1, len(text) + 1):
         complete = [s for s in strings if text[:end].endswith(s)]
         if complete:
@@ -69,7 +70,8 @@ def test_what_cannot_begin_a_stop_string_is_not_held_back() -> None:
 
 
 def test_a_planted_fault_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is held back: the beginning of a stop string that two pieces make comes out."""
+    """Planted fault: nothing is held back, so that the beginning of a stop string made of two pieces is
+    emitted."""
     assert pieces(StopStrings(["ab"]), "xa", "b") == ["x", ""]
     monkeypatch.setattr(StopStrings, "_beginning", lambda self, buffer: 0)
     assert pieces(StopStrings(["ab"]), "xa", "b") != ["x", ""]
@@ -80,29 +82,29 @@ def llm(shared: Callable[..., LLM]) -> LLM:
     return shared(LLAMA)
 
 
-def whole(llm: LLM, count: int = 24) -> tuple[str, tuple[int, ...]]:
-    [found] = llm.generate(TEXT, SamplingParams(max_tokens=count, ignore_eos=True))
-    return found.text, found.token_ids
+def uncut_completion(llm: LLM, count: int = 24) -> tuple[str, tuple[int, ...]]:
+    [result] = llm.generate(TEXT, SamplingParams(max_tokens=count, ignore_eos=True))
+    return result.text, result.token_ids
 
 
 def test_every_cut_of_a_real_completion(llm: LLM) -> None:
-    """Stop strings of 1 to 7 characters at every place of a completion, in one batch."""
-    text, ids = whole(llm)
+    """Stop strings of 1 to 7 characters at every position of a completion, in one batch."""
+    text, ids = uncut_completion(llm)
     strings = [text[i : i + 1 + i % 7] for i in range(0, len(text) - 7, 2)]
     params = [SamplingParams(max_tokens=24, ignore_eos=True, stop=string) for string in strings]
-    for string, found in zip(strings, llm.generate([TEXT] * len(strings), params), strict=True):
-        assert found.text == text[: text.index(string)]
-        assert (found.finish_reason, found.stop_reason) == ("stop", string)
-        assert found.token_ids == ids[: len(found.token_ids)]
-        assert string in llm.tokenizer.decode(found.token_ids)
-        assert string not in llm.tokenizer.decode(found.token_ids[:-1])
+    for string, result in zip(strings, llm.generate([TEXT] * len(strings), params), strict=True):
+        assert result.text == text[: text.index(string)]
+        assert (result.finish_reason, result.stop_reason) == ("stop", string)
+        assert result.token_ids == ids[: len(result.token_ids)]
+        assert string in llm.tokenizer.decode(result.token_ids)
+        assert string not in llm.tokenizer.decode(result.token_ids[:-1])
     assert not llm.engine.has_unfinished()
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.pool.num_referenced == 0
 
 
 def test_streamed_text_never_takes_anything_back(llm: LLM) -> None:
-    text, _ = whole(llm)
+    text, _ = uncut_completion(llm)
     string = text[20:31]
     chunks = list(
         llm.stream(TEXT, SamplingParams(max_tokens=24, ignore_eos=True, stop=[string, "never there"]))
@@ -116,14 +118,14 @@ def test_streamed_text_never_takes_anything_back(llm: LLM) -> None:
 
 
 def test_include_and_min_tokens(llm: LLM) -> None:
-    text, ids = whole(llm)
+    text, ids = uncut_completion(llm)
     string = text[20:23]
     params = {"max_tokens": 24, "ignore_eos": True, "stop": [string]}
-    [found] = llm.generate(TEXT, SamplingParams(include_stop_str_in_output=True, **params))  # type: ignore[arg-type]
-    assert found.text == text[: text.index(string) + 3]
-    least = len(found.token_ids)
+    [result] = llm.generate(TEXT, SamplingParams(include_stop_str_in_output=True, **params))  # type: ignore[arg-type]
+    assert result.text == text[: text.index(string) + 3]
+    least = len(result.token_ids)
     [early] = llm.generate(TEXT, SamplingParams(min_tokens=least - 1, **params))  # type: ignore[arg-type]
-    assert early.token_ids == found.token_ids, (
+    assert early.token_ids == result.token_ids, (
         "the token that completes the string is the one behind min_tokens"
     )
     [late] = llm.generate(TEXT, SamplingParams(min_tokens=least, **params))  # type: ignore[arg-type]
@@ -131,14 +133,14 @@ def test_include_and_min_tokens(llm: LLM) -> None:
 
 
 def test_a_stop_string_that_the_end_completes(llm: LLM) -> None:
-    """Held back text comes out at the end, in whole."""
-    text, _ = whole(llm)
-    [found] = llm.generate(TEXT, SamplingParams(max_tokens=24, ignore_eos=True, stop=[text[-3:] + "more"]))
-    assert found.text == text and found.finish_reason == "length" and found.stop_reason is None
+    """Text that was held back is emitted completely at the end."""
+    text, _ = uncut_completion(llm)
+    [result] = llm.generate(TEXT, SamplingParams(max_tokens=24, ignore_eos=True, stop=[text[-3:] + "more"]))
+    assert result.text == text and result.finish_reason == "length" and result.stop_reason is None
 
 
 def test_a_run_of_tokens_is_cut_at_the_token_that_completes_it(llm: LLM) -> None:
-    """Several tokens in one output, as speculation gives them."""
+    """Several tokens in one output, as with speculative decoding."""
     ids = llm.tokenizer.encode("one two three four")
     params = SamplingParams(stop=["three"])
     chunk = TextOutput(0, 0, params, llm.tokenizer.stream()).push(
@@ -150,9 +152,9 @@ def test_a_run_of_tokens_is_cut_at_the_token_that_completes_it(llm: LLM) -> None
 
 
 def test_stop_token_ids_are_named(llm: LLM) -> None:
-    _, ids = whole(llm)
-    [found] = llm.generate(TEXT, SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=[ids[5]]))
-    assert found.finish_reason == "stop" and found.stop_reason == ids[5]
+    _, ids = uncut_completion(llm)
+    [result] = llm.generate(TEXT, SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=[ids[5]]))
+    assert result.finish_reason == "stop" and result.stop_reason == ids[5]
 
 
 def test_wishes_that_need_text_or_several_completions(llm: LLM) -> None:

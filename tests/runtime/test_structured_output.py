@@ -1,4 +1,4 @@
-"""Structured output: whatever a model would say, what comes out is what was described, in any batch and after any fault of a step."""
+"""Structured output matches its description for any model, in any batch, and after any failed step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def prompt(i: int) -> list[int]:
 
 @pytest.mark.parametrize("decode_graphs", [False, True])
 def test_every_kind_in_one_batch(shared: Callable[..., LLM], decode_graphs: bool) -> None:
-    """Greedy and sampled, together with requests that say what they like."""
+    """Greedy and sampled, together with unconstrained requests."""
     llm = shared(LLAMA, decode_graphs=decode_graphs)
     wishes = [params(wish, seed) for wish, _ in CASES for seed in (None, 1, 2)]
     plain = SamplingParams(max_tokens=30)
@@ -88,18 +88,18 @@ def test_every_kind_in_one_batch(shared: Callable[..., LLM], decode_graphs: bool
 
 
 def test_a_planted_fault_shows(shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar does not hear of the tokens that were sampled."""
+    """Planted fault: the grammar does not receive the sampled tokens."""
     monkeypatch.setattr(Grammar, "consume", lambda self, tokens: None)
-    [found] = shared(LLAMA).generate(
+    [result] = shared(LLAMA).generate(
         [prompt(1)], SamplingParams(max_tokens=30, structured_output=StructuredOutput(regex=DATE))
     )
-    assert re.fullmatch(DATE, found.text) is None
+    assert re.fullmatch(DATE, result.text) is None
 
 
 def test_the_mask_goes_to_the_rows_it_belongs_to(
     shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: masks of two requests change places."""
+    """Planted fault: the masks of two requests are exchanged."""
     llm = shared(LLAMA)
     wishes = [params(StructuredOutput(choice=[text])) for text in ("aaaa", "bbbb")]
     assert [one.text for one in llm.generate([[5], [6]], wishes)] == ["aaaa", "bbbb"]
@@ -139,9 +139,9 @@ def test_preemption_and_steps_that_fail(make: Callable[..., LLM], monkeypatch: p
 
     monkeypatch.setattr(tight.engine.runner.sampler, "draw", draw)
     monkeypatch.setattr(tight.engine, "step", stubborn)
-    for mine, other in zip(tight.generate(prompts, wishes), expected, strict=True):
-        if other.finish_reason == "stop" and mine.finish_reason == "stop":
-            assert mine.text == other.text
+    for actual, other in zip(tight.generate(prompts, wishes), expected, strict=True):
+        if other.finish_reason == "stop" and actual.finish_reason == "stop":
+            assert actual.text == other.text
     assert preempted and len(calls) > 10
 
 

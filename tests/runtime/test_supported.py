@@ -1,4 +1,5 @@
-"""Model families and checkpoint formats: found by walking, named by nobody else, plugins that fail left out and reported."""
+"""Model families and checkpoint formats are discovered, named by no other code, and plugins that fail are
+left out and reported."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ CONFIG = {
 
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Installs distributions with one entry point each, and finds declarations again."""
+    """Installs distributions with one entry point each, and discovers the declarations again."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -129,9 +130,11 @@ def test_a_plugin_that_fails_is_reported_and_breaks_nothing(
 
 
 def test_nobody_else_names_a_family_or_a_format() -> None:
-    """Outside the folders that hold them, no code of the package names an architecture, a family's or a format's module.
+    """Outside their own folders, no code of the package names an architecture, or the module of a family or a
+    format.
 
-    What ``gristmill.runtime`` offers to families in other files, the plain decoder, it has to import from somewhere.
+    The plain decoder, which ``gristmill.runtime`` offers to families in other files, has to be imported from
+    somewhere.
     """
     families = {family.table.__module__.rpartition(".")[2] for family in models.families().values()}
     modules = {spec.read.__module__.rpartition(".")[2] for spec in formats.checkpoint_formats().values()}

@@ -1,4 +1,5 @@
-"""Directories that `gristmill quantize --format` writes: the same logits from gristmill, and from transformers."""
+"""Directories that `gristmill quantize --format` writes give the same logits in gristmill and in
+transformers."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ def test_logits_are_those_of_quantizing_at_load(
     ids = oracle.window(0)[:33]
     stored = make(write(name, tmp_path / "out", form, scheme))
     rounded = make(name, quant=scheme)
-    mine, theirs = window_logits(stored.engine, ids), window_logits(rounded.engine, ids)
-    # GPTQ's scales are float16 of the same value: the same numbers by the same kernel
-    assert float((mine - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
+    actual, expected = window_logits(stored.engine, ids), window_logits(rounded.engine, ids)
+    # GPTQ's scales are float16 with the same values, in the same kernel
+    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
 def by_transformers(folder: Path, **more: Any) -> Any:
@@ -93,15 +94,16 @@ METHODS = ("rtn", "gptq", "awq")
 def test_transformers_with_compressed_tensors(
     name: str, scheme: str, method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
 ) -> None:
-    """Experts too, where transformers takes their scales apart: of fp8_block, nvfp4 and mxfp8 it does not (5.17)."""
+    """Also experts where transformers reads their scales separately, which it does not do for fp8_block,
+    nvfp4 and mxfp8 (5.17)."""
     pytest.importorskip("compressed_tensors")
     out = write(name, tmp_path / "out", "compressed-tensors", scheme, method, policy)
     ids = oracle.window(1)[:33]
     model = by_transformers(out)
     model.hf_quantizer.compressor.decompress_model(model)
-    mine, theirs = window_logits(make(out).engine, ids), oracle.logits(torch.nn.Module.float(model), ids)
-    error = float((mine - theirs).abs().max() / theirs.abs().max())
-    # the package dequantizes NVFP4 in bfloat16: its weights, not ours, are rounded to 8 bits
+    actual, expected = window_logits(make(out).engine, ids), oracle.logits(torch.nn.Module.float(model), ids)
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    # the package dequantizes NVFP4 in bfloat16: its weights, unlike ours, are rounded to 8 bits
     assert error < (2e-2 if scheme == "nvfp4" else 2e-3), error
 
 
@@ -114,15 +116,16 @@ def test_transformers_with_fine_grained_fp8(
 
     out = write(LLAMA, tmp_path / "out", "fp8", "fp8_block", method, policy)
     ids = oracle.window(1)[:33]
-    theirs = oracle.logits(
+    expected = oracle.logits(
         by_transformers(out, quantization_config=FineGrainedFP8Config(dequantize=True)), ids
     )
-    mine = window_logits(make(out).engine, ids)
-    assert float((mine - theirs).abs().max() / theirs.abs().max()) < 2e-3
+    actual = window_logits(make(out).engine, ids)
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 2e-3
 
 
 def by_hand(folder: Path) -> Any:
-    """transformers' float model with the values of a directory: weights dequantized here, all else as it is stored."""
+    """Returns transformers' float model with the values of a directory: dequantized weights, all else as
+    stored."""
     config, checkpoint = load_config(folder), SafetensorsCheckpoint(folder)
     assert config.quantization is not None
     form = open_format(config.quantization)
@@ -172,20 +175,22 @@ def by_hand(folder: Path) -> Any:
 def test_logits_are_transformers_with_the_same_values(
     name: str, form: str, scheme: str, method: str, make: Callable[..., LLM], policy: Policy, tmp_path: Path
 ) -> None:
-    """Formats that transformers does not read: GPTQ without the gptqmodel package, ModelOpt's, our own; and experts in them."""
+    """Formats that transformers does not read: GPTQ without the gptqmodel package, ModelOpt's, our own; also
+    with experts."""
     out = write(name, tmp_path / name, form, scheme, method, policy)
     ids = oracle.window(1)[:33]
-    theirs, plain = oracle.logits(by_hand(out), ids), oracle.logits(oracle.oracle(name), ids)
-    scale = float(theirs.abs().max())
+    expected, plain = oracle.logits(by_hand(out), ids), oracle.logits(oracle.oracle(name), ids)
+    scale = float(expected.abs().max())
     assert (
-        float((window_logits(make(out).engine, ids) - theirs).abs().max())
+        float((window_logits(make(out).engine, ids) - expected).abs().max())
         < 2e-3 * scale
-        < float((plain - theirs).abs().max())
+        < float((plain - expected).abs().max())
     )
 
 
 def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Experts in MXFP4 as OpenAI stores them, all else as it was: transformers loads the directory and gives the same logits."""
+    """Experts in MXFP4 as OpenAI stores them, all else unchanged: transformers loads the directory and gives
+    the same logits."""
     pytest.importorskip("accelerate")
     test_models.build("gpt-oss", tmp_path / "plain")
     out = tmp_path / "out"
@@ -207,16 +212,16 @@ def test_gpt_oss_by_transformers(make: Callable[..., LLM], tmp_path: Path) -> No
     assert set(written) - set(same) == {
         f"{n}{suffix}" for n in set(plain) - set(same) for suffix in ("_blocks", "_scales")
     }
-    ids, mine = test_models.IDS, make(out)
-    theirs, before = (
+    ids, stored = test_models.IDS, make(out)
+    expected, before = (
         oracle.logits(by_transformers(out).float(), ids),
         window_logits(make(tmp_path / "plain").engine, ids),
     )
-    found = window_logits(mine.engine, ids)
-    scale = float(theirs.abs().max())
-    assert float((found - theirs).abs().max()) < 2e-3 * scale < float((before - theirs).abs().max())
+    actual = window_logits(stored.engine, ids)
+    scale = float(expected.abs().max())
+    assert float((actual - expected).abs().max()) < 2e-3 * scale < float((before - expected).abs().max())
     rounded = window_logits(make(tmp_path / "plain", quant="mxfp4").engine, ids)
-    assert float((found - rounded).abs().max()) > 1e-5  # at load attention is rounded too
+    assert float((actual - rounded).abs().max()) > 1e-5  # when quantizing at load, attention is rounded too
 
 
 def test_the_command(tmp_path: Path, make: Callable[..., LLM]) -> None:
@@ -234,8 +239,8 @@ def test_the_command(tmp_path: Path, make: Callable[..., LLM]) -> None:
     ]
     result = CliRunner().invoke(cli, ["quantize", *arguments])
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert (said["format"], said["scheme"]) == ("gptq", "int4_g64")
+    report = json.loads(result.stdout)
+    assert (report["format"], report["scheme"]) == ("gptq", "int4_g64")
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (
         config["quant_method"] == "gptq"

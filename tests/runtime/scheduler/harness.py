@@ -1,8 +1,9 @@
-"""A fake model for the scheduler's tests that sees every mistake in the bookkeeping.
+"""A fake model for the scheduler's tests that detects every bookkeeping error.
 
-Its "KV" of a position is a number made of the token and of the *stored* number of the position before, found through
-the block table; its output is a number made of the last stored one. A wrong slot, a block shared too early, evicted
-while in use or matched for another prefix, and a position never computed, all change the ids that come out.
+Its "KV" of a position is a number made of the token and of the *stored* number of the previous position,
+which it reads through the block table. Its output is a number made of the last stored one. A wrong slot, a
+block that is shared too early, evicted while in use or matched for another prefix, and a position that is
+never computed all change the output ids.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ SlotFunction = Callable[[ScheduledRequest, int], list[int]]
 
 
 def mix(state: int, token: int) -> int:
-    """KV of a token behind `state`."""
+    """Returns the KV of a token that follows `state`."""
     return ((state ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & MASK
 
 
 def expected_ids(
     prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = (), capacity: int = 1 << 60
 ) -> list[int]:
-    """What the fake model says when it is alone in the world."""
+    """Returns the ids of the fake model when it runs a single request."""
     state = 0
     for token in prompt:
         state = mix(state, token)
@@ -48,14 +49,14 @@ def expected_ids(
 
 @dataclass
 class FakeModel:
-    """Runs committed plans. Raises AssertionError where a plan breaks its promises."""
+    """Runs committed plans. Raises AssertionError where a plan breaks its contract."""
 
     config: SchedulerConfig
     slots_of: SlotFunction = ScheduledRequest.slots
     kv: dict[int, int] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> list[int | list[int]]:
-        """Sampled ids, one result for each entry that samples; drafts are verified greedily."""
+        """Returns the sampled ids, one result per entry that samples; drafts are verified greedily."""
         config = self.config
         assert plan.num_tokens == sum(entry.count for entry in plan.entries) <= config.max_batch_tokens
         assert len(plan.entries) <= config.max_seqs
@@ -96,7 +97,7 @@ class FakeModel:
 
 @dataclass
 class Run:
-    """What came of a run."""
+    """The results of a run."""
 
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class Run:
 
 
 def step(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
-    """One checked step."""
+    """Runs one checked step."""
     plan = scheduler.plan()
     scheduler.commit(plan)
     scheduler.check()
@@ -129,7 +130,7 @@ def run_all(
     limit: int = 20_000,
     drafter: random.Random | None = None,
 ) -> Run:
-    """Add everything and run to the end, checking every invariant at every step."""
+    """Adds all requests and runs to the end, checking every invariant at every step."""
     model = model or FakeModel(scheduler.config)
     run = Run()
     for request in requests:
@@ -144,7 +145,7 @@ def run_all(
 
 
 def propose_some(scheduler: Scheduler, rng: random.Random) -> None:
-    """Drafts for random decoding requests: right ones and wrong ones."""
+    """Proposes drafts for random decoding requests, some of them correct."""
     for request in scheduler.running:
         if len(request.tokens) - request.computed == 1 and rng.random() < 0.5:
             right = expected_ids(request.tokens, rng.randint(1, 5))

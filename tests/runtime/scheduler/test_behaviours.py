@@ -1,4 +1,4 @@
-"""Behaviours and bugs of known schedulers, each as a test. Numbers in names are vLLM issues or pull requests."""
+"""Behaviours and bugs of known schedulers, one test each. Numbers in names are vLLM issues or pull requests."""
 
 import gc
 import weakref
@@ -39,7 +39,7 @@ def test_35570_request_larger_than_the_pool_is_refused_and_starves_nobody() -> N
 
 
 def test_35570_prompt_fits_but_output_does_not_ends_by_length() -> None:
-    """Also the RUNNING path: it outgrows the pool while decoding, with another one in its way."""
+    """Also for a running request that outgrows the pool while it decodes, with another request in its way."""
     scheduler = make(4, block_size=4, max_seqs=2, max_batch_tokens=16)
     run = run_all(scheduler, [Request("a", prompt(9), 1000), Request("b", prompt(6, 1), 1000)])
     assert run.reasons == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
@@ -66,13 +66,12 @@ def test_45387_held_requests_use_no_seat_and_no_block() -> None:
     scheduler = make(8, block_size=4, max_seqs=2, max_batch_tokens=16)
     for i in range(3):
         scheduler.add(Request(f"held{i}", prompt(8, i), 2), held=True)
-    assert scheduler.plan().entries == []  # something outside is awaited: empty, and no error
+    assert scheduler.plan().entries == []  # all wait for an external event, which is no error
     model, run = FakeModel(scheduler.config), Run()
     scheduler.add(Request("a", prompt(20), 3))
     scheduler.add(Request("b", prompt(6, 5), 3))
-    assert {entry.id for entry in step(scheduler, model, run).entries} == {
-        "a"
-    }  # one token budget, prompt of 20
+    # One token budget, a prompt of 20 tokens.
+    assert {entry.id for entry in step(scheduler, model, run).entries} == {"a"}
     while "b" not in run.reasons:
         step(scheduler, model, run)
     for i in (2, 0, 1):
@@ -84,7 +83,8 @@ def test_45387_held_requests_use_no_seat_and_no_block() -> None:
 
 
 def heavy_head(max_bypass: int, light: int) -> tuple[Scheduler, FakeModel, Run]:
-    """A pool of 50 with one running request that holds 10; behind it a head that needs 45, then light ones."""
+    """Returns a pool of 50 with one running request that holds 10; a request that needs 45 is first in the
+    queue, light ones follow."""
     scheduler = make(50, block_size=4, max_seqs=64, max_batch_tokens=400, max_bypass=max_bypass)
     model, run = FakeModel(scheduler.config), Run()
     scheduler.add(Request("old", prompt(36), 5))
@@ -105,7 +105,7 @@ def test_33499_a_head_is_bypassed_at_most_k_times() -> None:
     order = []
     while scheduler.has_unfinished():
         order += list(step(scheduler, model, run).admitted)
-    assert order[:4] == ["light0", "light1", "light2", "heavy"]  # then nothing younger until the head is in
+    assert order[:4] == ["light0", "light1", "light2", "heavy"]  # nothing younger passes "heavy" again
     assert run.outputs["heavy"] == expected_ids(prompt(180, 1), 2)
     strict, _, _ = heavy_head(0, 2)
     assert list(strict.plan().admitted) == []
@@ -125,7 +125,7 @@ def test_32173_skipped_requests_keep_their_order() -> None:
 
 
 def test_49206_priority_preemption_skips_nobody() -> None:
-    """A is preempted while B is served: C must still be visited in the same step."""
+    """A is preempted while B is scheduled: C must still be visited in the same step."""
     scheduler = make(
         6, block_size=4, max_seqs=3, max_batch_tokens=30, policy="priority", prefix_caching=False
     )
@@ -133,7 +133,7 @@ def test_49206_priority_preemption_skips_nobody() -> None:
     for name, priority, length in (("A", 9, 5), ("B", 0, 7), ("C", 0, 5)):
         request = Request(name, prompt(length, ord(name)), 6, priority=priority)
         scheduler.add(request)
-        step(scheduler, model, run)  # one by one, so that A comes first in the running list
+        step(scheduler, model, run)  # one by one, so that A is first in the running list
     assert [r.id for r in scheduler.running] == ["A", "B", "C"]
     for _ in range(10):
         plan = step(scheduler, model, run)
@@ -156,7 +156,7 @@ def test_33743_inter_prefill_budget() -> None:
         scheduler.add(Request("q", prompt(1024, 2), 9))
         return [sorted(entry.id for entry in step(scheduler, model, run).entries) for _ in range(2)]
 
-    assert first_steps(1024) == [["d", "p"], ["d", "p", "q"]]  # decode is never held up
+    assert first_steps(1024) == [["d", "p"], ["d", "p", "q"]]  # decode is never delayed
     assert first_steps(None) == [["d", "p", "q"], ["d", "p", "q"]]
 
 
@@ -298,7 +298,7 @@ def test_49445_queue_cap() -> None:
 
 def test_queue_cap_by_tokens() -> None:
     scheduler = make(400, max_queued_tokens=20, max_seqs=1)
-    scheduler.add(Request("long", prompt(50), 2))  # alone in the queue, it may be as long as it likes
+    scheduler.add(Request("long", prompt(50), 2))  # alone in the queue, it may have any length
     with pytest.raises(
         QueueFull, match=r"'b' refused: 50 prompt tokens are waiting, with its 1 more than .*\(20\)"
     ):
@@ -317,7 +317,8 @@ def test_queue_cap_by_tokens() -> None:
 
 
 def priority_order(span: int | None) -> list[str]:
-    """Four that are not urgent come first, then urgent ones for ever; one runs at a time."""
+    """Queues four requests of low priority, then a stream of urgent ones; one runs at a time. Returns the
+    order of admission."""
     scheduler = make(400, max_seqs=1, max_batch_tokens=64, policy="priority", priority_span=span)
     model, run = FakeModel(scheduler.config), Run()
     order: list[str] = []
@@ -331,14 +332,14 @@ def priority_order(span: int | None) -> list[str]:
 
 def test_priority_goes_first_and_nobody_starves() -> None:
     order = priority_order(span=5)
-    # late0 arrived as number 0, two levels behind: the urgent arrivals 4 to 9 go first, and no others.
+    # late0 arrived as number 0, two levels lower: only the urgent arrivals 4 to 9 precede it.
     assert order[:7] == [*(f"urgent{i}" for i in range(6)), "late0"]
     assert [name for name in order if name.startswith("late")] == ["late0", "late1", "late2", "late3"]
     assert not any(name.startswith("late") for name in priority_order(span=None))
 
 
 def test_34125_pause_lets_what_has_started_end() -> None:
-    """A preempted request has started, though it waits."""
+    """A preempted request counts as started, although it waits."""
     scheduler = make(8, block_size=4, max_seqs=3, max_batch_tokens=64)
     model, run = FakeModel(scheduler.config), Run()
     for name, length in (("a", 12), ("b", 12), ("c", 20)):
@@ -381,7 +382,7 @@ def test_34125_abort_returns_what_it_ended() -> None:
     scheduler.commit(plan)
     ended = scheduler.abort(["a", "nobody", "c", "b", "a"])
     assert [(output.id, output.finish_reason) for output in ended] == [(n, FinishReason.ABORT) for n in "acb"]
-    assert scheduler.update(plan, [3]) == []  # the step was under way: its result belongs to nobody
+    assert scheduler.update(plan, [3]) == []  # the step was in progress: its result is dropped
     assert not scheduler.has_unfinished()
     scheduler.check()
     assert scheduler.pool.num_referenced == 0
@@ -396,13 +397,15 @@ def test_an_empty_step_with_work_left_is_an_error_with_a_dump(monkeypatch: pytes
 
 
 def test_preemption_finds_its_own_blocks_again() -> None:
-    """What a preempted request computed stays cached: it need not be computed twice if nobody took the blocks."""
+    """The computed blocks of a preempted request stay cached: they are not computed again if no other request
+    took them."""
     scheduler = make(8, block_size=4, max_seqs=2)
     requests = [Request("a", prompt(12), 14), Request("b", prompt(12, 1), 14)]
     run = run_all(scheduler, requests)
     assert run.preemptions > 0
-    assert requests[1].preemptions == run.preemptions and requests[0].preemptions == 0  # the younger one goes
-    assert requests[1].cached_tokens == 0  # what it found of its own work is no hit of the prompt
+    # The younger request is preempted.
+    assert requests[1].preemptions == run.preemptions and requests[0].preemptions == 0
+    assert requests[1].cached_tokens == 0  # blocks that it computed itself are no cache hits of the prompt
     assert run.outputs == {"a": expected_ids(prompt(12), 14), "b": expected_ids(prompt(12, 1), 14)}
 
 

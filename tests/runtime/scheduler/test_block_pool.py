@@ -1,4 +1,4 @@
-"""Block pool and prefix cache alone."""
+"""The block pool and the prefix cache, without a scheduler."""
 
 import random
 
@@ -24,9 +24,9 @@ def test_unhashed_blocks_are_taken_first_and_hashed_ones_last() -> None:
     pool.release([a, b, c, d])
     assert (pool.num_free, pool.num_cached, pool.num_referenced) == (4, 2, 0)
     pool.check()
-    assert set(pool.allocate(4)) == {b, d, 4, 5}  # the hashed ones survive as long as anything else is there
+    assert set(pool.allocate(4)) == {b, d, 4, 5}  # hashed blocks are taken only after all others
     assert pool.num_cached == 2
-    assert pool.allocate(2) == [c, a]  # last of the chain first
+    assert pool.allocate(2) == [c, a]  # the end of the chain first
     assert pool.content == [None] * 6
 
 
@@ -71,7 +71,7 @@ def test_check_sees_damage(damage: str) -> None:
     pool.register(pool.allocate(2)[0], "x")
     pool.check()
     if damage == "refs":
-        pool.refs[0] = 0  # a leak: unreferenced, yet not in the queue
+        pool.refs[0] = 0  # a leak: unreferenced, but not in the queue
     elif damage == "queue":
         pool.refs[3] = 1
     elif damage == "count":
@@ -87,32 +87,33 @@ def test_check_sees_damage(damage: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_a_plan_foretells_the_pool(seed: int, blocks: int) -> None:
-    """Random operations through PoolPlan, applied to the pool: same references, same availability, sound queue."""
+    """Random operations through PoolPlan, then applied to the pool: equal references, equal availability, a
+    consistent queue."""
     rng = random.Random(seed)
     pool = BlockPool(blocks, 4)
     owned: list[int] = []
     for _ in range(20):
         before = (list(pool.refs), pool.queue(), list(pool.content))
         plan = PoolPlan(pool)
-        mine = list(owned)
+        owned_by_plan = list(owned)
         for _ in range(rng.randint(1, 6)):
             choice = rng.random()
             if choice < 0.4 and plan.available:
-                mine += plan.take(rng.randint(1, plan.available))
-            elif choice < 0.7 and mine:
-                gone = rng.sample(mine, rng.randint(1, len(mine)))
-                for block in gone:
-                    mine.remove(block)
-                plan.release(gone)
+                owned_by_plan += plan.take(rng.randint(1, plan.available))
+            elif choice < 0.7 and owned_by_plan:
+                released = rng.sample(owned_by_plan, rng.randint(1, len(owned_by_plan)))
+                for block in released:
+                    owned_by_plan.remove(block)
+                plan.release(released)
             else:
                 known = [b for b in range(blocks) if pool.content[b] is not None and b not in plan.evicted]
                 if known:
                     shared = rng.choice(known)
                     plan.share([shared])
-                    mine.append(shared)
+                    owned_by_plan.append(shared)
         assert before == (list(pool.refs), pool.queue(), list(pool.content)), "planning changed the pool"
         pool.apply(plan.ops)
-        owned = mine
+        owned = owned_by_plan
         pool.check()
         assert pool.num_available == plan.available
         assert [plan.refs(b) for b in range(blocks)] == pool.refs == [owned.count(b) for b in range(blocks)]
@@ -122,7 +123,7 @@ def test_a_plan_foretells_the_pool(seed: int, blocks: int) -> None:
 
 
 def fill(cache: PrefixCache, pool: BlockPool, tokens: list[int], extra: str | None = None) -> list[int]:
-    """Register all full blocks of `tokens` as a request would; returns its table."""
+    """Registers all full blocks of `tokens` as a request would; returns its table."""
     hashes: list[int] = []
     cache.extend_hashes(hashes, tokens, extra)
     hits = cache.match(hashes, tokens, extra)
@@ -149,7 +150,7 @@ def test_match_is_longest_prefix_and_never_all() -> None:
     cache = PrefixCache(pool)
     tokens = list(range(12))
     fill(cache, pool, tokens)
-    assert hit_tokens(cache, tokens) == 8  # 12 are there; one token must be left to compute
+    assert hit_tokens(cache, tokens) == 8  # 12 are cached; at least one token must be computed
     assert hit_tokens(cache, [*tokens, 99]) == 12
     assert hit_tokens(cache, tokens[:4]) == 0
     assert hit_tokens(cache, tokens[:5]) == 4
@@ -165,18 +166,18 @@ def test_eviction_forgets_and_children_go_before_parents() -> None:
     tokens = list(range(13))
     pool.release(fill(cache, pool, tokens))
     assert len(cache) == 3
-    left = []
+    hits = []
     while pool.num_available:
         pool.allocate(1)
         cache.check()
-        left.append(hit_tokens(cache, tokens))
-    assert left == [12, 8, 4, 0]  # the block that was not full goes first, then the chain from its end
+        hits.append(hit_tokens(cache, tokens))
+    assert hits == [12, 8, 4, 0]  # the partial block is evicted first, then the chain from its end
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["constant", "two"]))
 def test_collisions_cost_a_miss_and_never_a_wrong_block(seed: int, kind: str) -> None:
-    """With a useless hash function every hit still holds exactly the prefix that was asked for."""
+    """With a useless hash function, every hit still holds exactly the requested prefix."""
     rng = random.Random(seed)
     pool = BlockPool(12, 2)
     cache = PrefixCache(pool, (lambda _: 0) if kind == "constant" else (lambda key: hash(key) % 2))

@@ -19,7 +19,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def test_a_prompt_is_admitted_only_where_all_of_it_fits() -> None:
-    """Its first chunk would fit at once; admitting it for that would only bring preemptions."""
+    """The first chunk would fit at once, but admitting the prompt for it would only cause preemptions."""
     scheduler, model, run = make(20, max_chunk=8, max_bypass=0)
     scheduler.add(Request("old", prompt(30), 3))
     scheduler.add(Request("long", prompt(60, 1), 3))
@@ -31,7 +31,8 @@ def test_a_prompt_is_admitted_only_where_all_of_it_fits() -> None:
 def test_blocks_owed_to_a_prompt_under_way_are_not_given_to_another() -> None:
     scheduler, model, run = make(20, max_chunk=8, max_bypass=0)
     for i in range(2):
-        scheduler.add(Request(str(i), prompt(48, i), 3))  # 12 of 20 blocks each, 2 of them in the first step
+        # Each needs 12 of 20 blocks, 2 of them in the first step.
+        scheduler.add(Request(str(i), prompt(48, i), 3))
     assert list(step(scheduler, model, run).admitted) == ["0"]
     assert list(step(scheduler, model, run).admitted) == []
     while scheduler.has_unfinished():
@@ -42,25 +43,25 @@ def test_blocks_owed_to_a_prompt_under_way_are_not_given_to_another() -> None:
 def test_the_watermark_is_kept_free_while_others_run() -> None:
     scheduler, model, run = make(20, watermark=0.25, max_bypass=0)
     scheduler.add(Request("a", prompt(39), 9))
-    scheduler.add(Request("b", prompt(24, 1), 9))  # 6 of 10 blocks left, but 5 are to stay free
+    scheduler.add(Request("b", prompt(24, 1), 9))  # 6 of 10 blocks are left, but 5 must stay free
     assert list(step(scheduler, model, run).admitted) == ["a"]
-    alone, _, _ = make(20, watermark=0.25)
-    alone.add(Request("c", prompt(79), 9))  # nobody runs: the whole pool is there
-    assert list(alone.plan().admitted) == ["c"]
+    empty, _, _ = make(20, watermark=0.25)
+    empty.add(Request("c", prompt(79), 9))  # nothing runs: the whole pool is available
+    assert list(empty.plan().admitted) == ["c"]
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     scheduler, model, run = make(6, max_seqs=8, max_batch_tokens=40, prefix_caching=False)
     scheduler.add(Request("a", prompt(11), 12))
     scheduler.add(Request("b", prompt(11, 1), 12))
-    seen = 0
+    preempting_steps = 0
     while scheduler.has_unfinished():
         if run.steps == 1:
             scheduler.add(Request("tiny", [3], 2))
         plan = step(scheduler, model, run)
-        seen += bool(plan.preempted)
+        preempting_steps += bool(plan.preempted)
         assert not (plan.preempted and plan.admitted)
-    assert seen
+    assert preempting_steps
 
 
 def test_bypasses_are_counted_anew_after_each_admission() -> None:
@@ -97,7 +98,7 @@ def test_drafts_are_given_up_before_anyone_is_preempted() -> None:
 
 @pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (5, 4), (9, 6)])
 def test_no_more_drafts_than_outputs_still_wanted(left: int, drafts: int) -> None:
-    """The last wanted token is sampled after the drafts, so they are one fewer."""
+    """The last requested token is sampled after the drafts, so there is one draft fewer."""
     scheduler, model, run = make(40)
     scheduler.add(Request("a", prompt(6), 1 + left))
     step(scheduler, model, run)
@@ -108,7 +109,8 @@ def test_no_more_drafts_than_outputs_still_wanted(left: int, drafts: int) -> Non
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 32, 33])
 @pytest.mark.parametrize("max_chunk", [4, 7, None])
 def test_aligned_chunks_end_at_blocks_and_the_last_is_never_cut(length: int, max_chunk: int | None) -> None:
-    """Alone, among decodes that eat into the budget, and on a hit: the chunk that samples is the same one."""
+    """Alone, among decodes that use part of the budget, and on a cache hit, the chunk that samples is the
+    same."""
     last = {}
     for others in (0, 5):
         scheduler, model, run = make(

@@ -1,4 +1,4 @@
-"""A long life leaves nothing behind, and a step is cheap."""
+"""A long run leaks nothing, and a step is cheap."""
 
 import gc
 import random
@@ -13,7 +13,8 @@ STEPS = 100_000
 
 
 def serve(scheduler: Scheduler, steps: int, rng: random.Random, number: int) -> tuple[int, int]:
-    """Keep the queue filled for `steps` steps; returns the next request number and the preemptions seen."""
+    """Keeps the queue filled for `steps` steps; returns the next request number and the number of
+    preemptions."""
     preemptions = 0
     for _ in range(steps):
         while len(scheduler.waiting) < 2:
@@ -30,7 +31,7 @@ def serve(scheduler: Scheduler, steps: int, rng: random.Random, number: int) -> 
 
 
 def test_memory_is_constant_over_100000_steps() -> None:
-    """With the cycle collector off: what is not freed by reference counts alone would show."""
+    """The cycle collector is off, so that anything not freed by reference counts alone would accumulate."""
     scheduler = Scheduler(
         SchedulerConfig(num_blocks=12, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0)
     )
@@ -68,7 +69,7 @@ def test_traced_memory_of_a_shorter_run_is_constant() -> None:
 
 
 def test_a_step_of_256_decodes_is_well_under_a_millisecond() -> None:
-    """Median processor time of plan + commit + update: about 0.45 ms; the bound leaves room for slower cores."""
+    """Bounds the median processor time of plan + commit + update, about 0.45 ms, with room for slower cores."""
     scheduler = Scheduler(SchedulerConfig(num_blocks=20_000, max_batch_tokens=8192))
     for i in range(256):
         scheduler.add(Request(str(i), [i] * 20, 400))
@@ -84,7 +85,7 @@ def test_a_step_of_256_decodes_is_well_under_a_millisecond() -> None:
 
 
 def test_a_long_blocked_queue_does_not_slow_a_step() -> None:
-    """The scan past blocked requests is bounded: 20,000 waiting cost like 200."""
+    """The scan past blocked requests is bounded: 20,000 waiting requests cost as much as 200."""
 
     def step_seconds(queue: int) -> float:
         scheduler = Scheduler(

@@ -12,14 +12,16 @@ from .harness import FakeModel, Run, expected_ids, step
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    made = Scheduler(SchedulerConfig(num_blocks=40, block_size=4, max_batch_tokens=32, max_seqs=4))
-    made.add(Request("a", list(range(10)), 6))
-    made.add(Request("b", list(range(5, 40)), 6))
-    return made
+    scheduler_of_two = Scheduler(
+        SchedulerConfig(num_blocks=40, block_size=4, max_batch_tokens=32, max_seqs=4)
+    )
+    scheduler_of_two.add(Request("a", list(range(10)), 6))
+    scheduler_of_two.add(Request("b", list(range(5, 40)), 6))
+    return scheduler_of_two
 
 
 def test_what_a_plan_says(scheduler: Scheduler) -> None:
-    """Two prompts of 10 and 35 tokens under a budget of 32: one whole, one cut."""
+    """Two prompts of 10 and 35 tokens under a budget of 32: one is scheduled whole, one is cut."""
     plan = scheduler.plan()
     a, b = plan.entries
     assert (a.id, a.start, a.count, a.samples, a.tokens) == ("a", 0, 10, True, list(range(10)))
@@ -144,15 +146,15 @@ def test_one_plan_at_a_time(scheduler: Scheduler) -> None:
     with pytest.raises(ValueError, match="in flight"):
         scheduler.discard(StepPlan(0))
     scheduler.discard(plan)
-    again = scheduler.plan()
-    assert [(e.id, e.start, e.count, e.new_blocks) for e in again.entries] == [
+    second_plan = scheduler.plan()
+    assert [(e.id, e.start, e.count, e.new_blocks) for e in second_plan.entries] == [
         ("a", 0, 10, []),
         ("b", 0, 22, []),
     ]
 
 
 def test_a_plan_is_independent_of_what_happens_to_its_requests(scheduler: Scheduler) -> None:
-    """A runner still reading the block table of an aborted request sees it whole."""
+    """A runner that still reads the block table of an aborted request sees all of it."""
     plan = scheduler.plan()
     scheduler.commit(plan)
     table = list(plan.entries[0].block_ids)

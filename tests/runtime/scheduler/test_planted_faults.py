@@ -1,4 +1,4 @@
-"""Each check must fail on the fault it is there for: schedulers broken on purpose."""
+"""Each check must fail on the fault that it exists for: schedulers broken on purpose."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ CAUGHT = (AssertionError, PoolError, SchedulerStuck, KeyError, IndexError, Value
 def verdict(
     make: Callable[[], Scheduler], slots_of: SlotFunction = ScheduledRequest.slots, limit: int = 2_000
 ) -> bool:
-    """True when every run of a mix that preempts, evicts and shares is right in every check."""
+    """Whether every run of a mix that preempts, evicts and shares passes every check."""
     for seed in range(6):
         rng = random.Random(seed)
         base = [rng.randrange(50) for _ in range(40)]
@@ -69,7 +69,8 @@ class FreesTwice(Scheduler):
 
 
 class RegistersBeforeComputed(Scheduler):
-    """Announces full blocks when they are allocated, before the step that computes them has run."""
+    """Planted fault: registers full blocks when they are allocated, before the step that computes them has
+    run."""
 
     def commit(self, plan: StepPlan) -> None:
         super().commit(plan)
@@ -82,7 +83,7 @@ class RegistersBeforeComputed(Scheduler):
 
 
 def test_blocks_announced_before_they_are_computed_are_caught() -> None:
-    """The step is lost and its request aborted; then somebody else asks for the same prefix."""
+    """The step is lost and its request aborted; then another request has the same prefix."""
 
     def is_right(scheduler: Scheduler) -> bool:
         scheduler.add(Request("a", list(range(20)), 5))
@@ -129,22 +130,23 @@ class AllHit(PrefixCache):
 
 
 class IgnoresTokens(PrefixCache):
-    """Hash only the block, not what is before it."""
+    """Planted fault: hashes only the block, not the tokens before it."""
 
     def extend_hashes(self, hashes, tokens, extra=None):
         hashes.extend(range(len(hashes), len(tokens) // 4))
 
     def match(self, hashes, tokens, extra=None):
-        found = []
+        blocks = []
         for hash_ in hashes[: self._max_hit(len(tokens))]:
             if hash_ not in self._table:
                 break
-            found.append(self._table[hash_])
-        return found
+            blocks.append(self._table[hash_])
+        return blocks
 
 
 class SkipsTheNext(Planner):
-    """After a preemption the request that is due is dropped for ever: the cursor moved without being moved back."""
+    """Planted fault: after a preemption the next request is never scheduled, because the cursor is not moved
+    back."""
 
     def _make_room(self, blocks, request, running):
         return False if blocks > self.pool.available else super()._make_room(blocks, request, running)
@@ -167,12 +169,12 @@ class NeverAdmits(Planner):
 
 
 class ForgetsEvictions(PoolPlan):
-    """Hits blocks that the same plan has given away."""
+    """Planted fault: hits blocks that the same plan has evicted."""
 
     def take(self, count: int) -> list[int]:
-        taken = super().take(count)
+        blocks = super().take(count)
         self.evicted.clear()
-        return taken
+        return blocks
 
 
 def with_cache(kind: type[PrefixCache]) -> Scheduler:
@@ -239,7 +241,7 @@ def test_wrong_slots_are_caught(fault: SlotFunction) -> None:
 
 
 class WrongEnd(BlockPool):
-    """Evicts what was used last."""
+    """Planted fault: evicts the most recently used block."""
 
     def _link(self, block: int, before: int, behind: int) -> None:
         if self.content[block] is not None:

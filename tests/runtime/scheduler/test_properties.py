@@ -1,4 +1,5 @@
-"""Properties: everything ends, invariants hold, budgets do not show in the outputs, dropped plans leave no trace."""
+"""Properties: every request ends, invariants hold, budgets do not change the outputs, dropped plans leave no
+trace."""
 
 import random
 from typing import Any
@@ -45,7 +46,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 
 def some_request(name: str, rng: random.Random, longest: int) -> dict[str, Any]:
-    """A request that often begins like others."""
+    """Returns a request that often shares a prefix with others."""
     length = rng.randint(1, longest)
     shared = rng.randint(0, length)
     base = [(11 * i + 3) % VOCAB for i in range(shared)]
@@ -59,7 +60,7 @@ def some_request(name: str, rng: random.Random, longest: int) -> dict[str, Any]:
     }
 
 
-def wanted(request: dict[str, Any], config: SchedulerConfig) -> list[int]:
+def ids_alone(request: dict[str, Any], config: SchedulerConfig) -> list[int]:
     return expected_ids(request["prompt_ids"], request["max_tokens"], request["stop_ids"], config.capacity)
 
 
@@ -69,10 +70,10 @@ def test_any_mix_ends_and_its_ids_do_not_depend_on_the_budgets(
     config: SchedulerConfig, seed: int, count: int, drafts: bool
 ) -> None:
     rng = random.Random(seed)
-    made = [some_request(str(i), rng, config.capacity - 1) for i in range(count)]
-    run = run_all(Scheduler(config), [Request(**r) for r in made], drafter=rng if drafts else None)
-    for request in made:
-        ids = wanted(request, config)
+    mix_of_requests = [some_request(str(i), rng, config.capacity - 1) for i in range(count)]
+    run = run_all(Scheduler(config), [Request(**r) for r in mix_of_requests], drafter=rng if drafts else None)
+    for request in mix_of_requests:
+        ids = ids_alone(request, config)
         assert run.outputs[request["id"]] == ids
         stopped = ids[-1] in request["stop_ids"]
         assert run.reasons[request["id"]] is (FinishReason.STOP if stopped else FinishReason.LENGTH)
@@ -98,11 +99,12 @@ def test_a_request_is_refused_exactly_when_it_cannot_fit(config: SchedulerConfig
 @settings(max_examples=150, deadline=None)
 @given(configs(), st.integers(0, 2**32), st.integers(1, 10))
 def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, count: int) -> None:
-    """Plans are made and dropped at random, committed ones discarded: the ids stay, and planning changes nothing."""
+    """Plans are made and dropped at random, committed ones are discarded: the ids stay equal, and planning
+    changes nothing."""
     rng = random.Random(seed)
-    made = [some_request(str(i), rng, config.capacity - 1) for i in range(count)]
+    mix_of_requests = [some_request(str(i), rng, config.capacity - 1) for i in range(count)]
     scheduler = Scheduler(config)
-    for request in made:
+    for request in mix_of_requests:
         scheduler.add(Request(**request))
     model, run = FakeModel(config), Run()
     while scheduler.has_unfinished():
@@ -123,8 +125,8 @@ def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, coun
             scheduler.discard(first)
             scheduler.check()
         step(scheduler, model, run)
-    for request in made:
-        assert run.outputs[request["id"]] == wanted(request, config)
+    for request in mix_of_requests:
+        assert run.outputs[request["id"]] == ids_alone(request, config)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -172,7 +174,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def wait_until_nothing_has_started(self) -> None:
-        """A pause for new requests: those that have started end, and all others stay where they are."""
+        """A pause for new requests: started requests end, and all others stay where they are."""
         self.scheduler.pause(Pause.NEW)
         waiting = [request.id for request in self.scheduler.waiting if not request.started]
         while self.scheduler.has_started():
@@ -202,7 +204,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.scheduler.resume(name)
         self._finish()
         for name, request in self.made.items():
-            ids = wanted(request, self.config)
+            ids = ids_alone(request, self.config)
             actual = self.run.outputs.get(name, [])
             assert actual == (ids[: len(actual)] if name in self.aborted else ids)
 
@@ -218,7 +220,7 @@ TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=25, deadl
 
 
 def test_the_mixes_reach_what_they_are_meant_to_reach() -> None:
-    """Preemption, eviction and hits do happen in runs like those above: the properties are not vacuous."""
+    """The properties are not vacuous: preemption, eviction and cache hits do occur in runs like those above."""
     preemptions = evictions = hits = 0
     for seed in range(40):
         rng = random.Random(seed)
