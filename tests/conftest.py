@@ -1,4 +1,5 @@
-"""Shared set-up: Triton kernels run in the interpreter unless there is a GPU; every test has its own store and cache."""
+"""Shared set-up: Triton kernels run in the interpreter unless there is a GPU; every test has its own store
+and cache."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from gristmill.kernel_registry.targets.probe import probe_devices
 
 HAS_GPU = bool(probe_devices().targets)
 if not HAS_GPU:
-    # Before anything imports triton: its decorators look at this when kernels are defined.
+    # Must come before any import of triton, whose decorators read this when kernels are defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a device."""
+    """Skips tests marked gpu where there is no device."""
     if HAS_GPU:
         return
     for item in items:
@@ -28,11 +29,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Write a policy as TOML and make it the current one; its cache and store are the test's own."""
+    """Writes a policy as TOML and makes it the current one, with a cache and a store for this test."""
 
     def write(text: str = "") -> Path:
         path = tmp_path / "policy.toml"
-        # TOML tables swallow what follows them: the paths go first.
+        # A TOML table contains everything that follows it, so the paths come first.
         path.write_text(f'cache = "{tmp_path / "cache"}"\n{text}', encoding="utf-8")
         monkeypatch.setenv("GRISTMILL_POLICY", str(path))
         return path
@@ -42,14 +43,15 @@ def policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(autouse=True)
 def _no_mode_is_left() -> Iterator[None]:
-    """A test that leaves a dispatch mode active, such as a FakeTensorMode, fails itself, not the tests that follow it."""
+    """A test that leaves a dispatch mode active, such as a FakeTensorMode, fails itself, instead of the tests
+    that follow it."""
     yield
     if "torch" not in sys.modules:
         return
     from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
-    left = []
+    active = []
     while (mode := _get_current_dispatch_mode()) is not None:
-        left.append(type(mode).__name__)
+        active.append(type(mode).__name__)
         _pop_mode()
-    assert not left, f"the test left {', '.join(left)} active"
+    assert not active, f"the test left {', '.join(active)} active"

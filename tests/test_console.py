@@ -1,4 +1,4 @@
-"""What both command lines share: exit statuses that mean one thing each, and tables that stay readable."""
+"""What both command lines share: exit statuses with one meaning each, and tables that stay readable."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no [bold]code[/bold] for x[c=1,d=2]" in printed(monkeypatch, 160)
 
 
-def left(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that does `body`, run as the command lines are; stdout: where to, a pipe by default."""
+def run_body(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command whose body is `body` as the command lines are run. stdout: where to, a pipe by default."""
     program = tmp_path / "program.py"
     program.write_text(
         "import click\nfrom gristmill import console\n\n@click.command()\ndef it():\n"
@@ -71,7 +71,7 @@ def left(body: str, tmp_path: Path, stdout: int | None = None) -> subprocess.Com
 
 
 def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
-    result = left("{}['x']", tmp_path)
+    result = run_body("{}['x']", tmp_path)
     assert result.returncode == console.CRASHED and "KeyError: 'x'" in result.stderr
 
 
@@ -85,12 +85,12 @@ def test_a_bug_is_no_verdict(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_2(tmp_path: Path, body: str, complaint: str) -> None:
-    result = left(body, tmp_path)
+    result = run_body(body, tmp_path)
     assert (result.returncode, result.stderr) == (2, complaint)
 
 
 def test_an_interrupt_says_so(tmp_path: Path) -> None:
-    result = left("raise KeyboardInterrupt", tmp_path)
+    result = run_body("raise KeyboardInterrupt", tmp_path)
     assert result.returncode == console.INTERRUPTED and result.stderr.strip() == "program: interrupted"
 
 
@@ -100,6 +100,6 @@ def test_an_interrupt_says_so(tmp_path: Path) -> None:
 def test_a_reader_that_left_is_no_verdict_either(tmp_path: Path, body: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    result = left(body, tmp_path, stdout=writer)
+    result = run_body(body, tmp_path, stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (console.READER_GONE, "")

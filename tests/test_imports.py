@@ -1,7 +1,7 @@
-"""No two modules of the package import each other, by whatever way round: inside functions, and for type checkers, too.
+"""The package has no import cycles, including imports inside functions and those for type checkers.
 
-The modules are read, not imported. A package's ``__init__`` may name its modules for type checkers, since what it offers is
-resolved when it is first used; everything else counts.
+The modules are read, not imported. A package's ``__init__`` may name its modules for type checkers, since its
+exports are resolved when they are first used; everything else counts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "gristmill"
 
 
 def modules() -> dict[str, Path]:
-    """Every module by its name; the folders under src/gristmill are links."""
+    """Returns every module by its name; the folders under src/gristmill are links."""
     roots = [SOURCE, *(folder for folder in SOURCE.iterdir() if folder.is_dir() and folder.name != "_lib")]
     files = [file for root in roots for file in (root.glob("*.py") if root == SOURCE else root.rglob("*.py"))]
-    found = {}
+    file_of_module = {}
     for file in files:
         parts = ("gristmill", *file.relative_to(SOURCE).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        file_of_module[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return file_of_module
 
 
 def imports(name: str, text: str, package: bool, known: Collection[str]) -> Iterator[str]:
-    """What a module's text imports, as dotted names: of ``from a import b`` a.b where that is a module, else a."""
+    """Returns the dotted names that a module's text imports: of ``from a import b``, a.b if that is a module,
+    else a."""
     waiting: list[ast.AST] = [ast.parse(text)]
     while waiting:
         node = waiting.pop()
@@ -46,7 +47,7 @@ def imports(name: str, text: str, package: bool, known: Collection[str]) -> Iter
 
 
 def graph(texts: Mapping[str, str], packages: frozenset[str]) -> dict[str, set[str]]:
-    """Module -> modules that it imports."""
+    """Maps each module to the modules that it imports."""
     return {
         name: {t for t in imports(name, text, name in packages, texts) if t in texts} - {name}
         for name, text in texts.items()
@@ -54,11 +55,11 @@ def graph(texts: Mapping[str, str], packages: frozenset[str]) -> dict[str, set[s
 
 
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of two modules or more (Tarjan, 1972)."""
+    """Returns the strongly connected components of two modules or more (Tarjan, 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -72,13 +73,13 @@ def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
         if low[name] == index[name]:
             at = stack.index(name)
             if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
+                components.append(sorted(stack[at:]))
             del stack[at:]
 
     for name in edges:
         if name not in index:
             visit(name)
-    return found
+    return components
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -1,6 +1,6 @@
-"""Types: mypy is strict over every package, and kernels say which of their arguments are tensors.
+"""Types: mypy is strict for every package, and kernels declare which of their arguments are tensors.
 
-Launchers are read, not imported: those of libraries that are not here are checked, too.
+Launchers are read, not imported, so that those of libraries that are not installed are checked too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REGISTRY = default_registry()
 
 
 def unchecked(config: dict[str, Any], files: list[str]) -> list[str]:
-    """What keeps `config` ([tool.mypy]) from checking all of `files` strictly."""
+    """Returns what prevents `config` ([tool.mypy]) from checking all of `files` strictly."""
     faults = [] if config.get("strict") is True else ["not strict"]
     faults += [
         key
@@ -61,7 +61,7 @@ def unchecked(config: dict[str, Any], files: list[str]) -> list[str]:
 
 
 def sources() -> list[str]:
-    """The Python files of the repository besides the tests, by the path under which mypy finds them."""
+    """Returns the Python files of the repository except the tests, by the path under which mypy finds them."""
     folders = [
         folder
         for folder in ROOT.iterdir()
@@ -77,11 +77,11 @@ def sources() -> list[str]:
 
 
 def settings() -> dict[str, Any]:
-    """[tool.mypy] of pyproject.toml."""
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    """Returns [tool.mypy] of pyproject.toml."""
+    tables: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "mypy"
     ]
-    return found
+    return tables
 
 
 def test_mypy_checks_every_file_strictly() -> None:
@@ -112,16 +112,16 @@ def test_any_is_rare_in_kernels() -> None:
     assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) < MOST
 
 
-def wanted(op: Op) -> list[tuple[str, str]]:
-    """(name, type) of the arguments of `op`, as in its schema without marks of writing."""
+def declared(op: Op) -> list[tuple[str, str]]:
+    """Returns (name, type) of the arguments of `op`, as in its schema but without marks of mutation."""
     return [(p.name, re.sub(r"\([a-z]!\)", "", p.type)) for p in op.parameters]
 
 
 def misfits(op: Op, annotations: list[tuple[str, str]]) -> Iterator[str]:
-    """Where annotations of the arguments of `op`, in order, are not what its declarations say."""
-    for (name, kind), (own, annotation) in zip(wanted(op), annotations, strict=True):
+    """Yields the arguments of `op` whose annotations, in order, differ from its declarations."""
+    for (name, kind), (parameter, annotation) in zip(declared(op), annotations, strict=True):
         if annotation not in TYPES[kind]:
-            yield f"{own}: {annotation}, where {op.name} declares {kind} {name}"
+            yield f"{parameter}: {annotation}, where {op.name} declares {kind} {name}"
 
 
 @pytest.mark.parametrize("op", list(REGISTRY.ops.values()), ids=lambda op: op.name)
@@ -131,7 +131,7 @@ def test_references_have_the_declared_types(op: Op) -> None:
 
 
 def launcher(kernel: Kernel) -> list[tuple[str, str]]:
-    """(name, annotation) of the parameters of a launcher, out of its source."""
+    """Returns (name, annotation) of the parameters of a launcher, from its source."""
     module, _, attribute = kernel.target.partition(":")
     path = ROOT / "src" / Path(*module.split(".")).with_suffix(".py")
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -142,17 +142,20 @@ def launcher(kernel: Kernel) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda kernel: kernel.name)
 def test_launchers_have_the_declared_types(kernel: Kernel) -> None:
-    op, given = REGISTRY.op(kernel.op), launcher(kernel)
+    op, parameters = REGISTRY.op(kernel.op), launcher(kernel)
     count, outputs = len(op.parameters), len(op.outputs)
-    assert given[0] == ("config", "Config")
-    assert list(misfits(op, given[1 : 1 + count])) == []
-    made = given[1 + count : 1 + count + outputs]
-    assert len(made) == outputs and {annotation for _, annotation in made} <= TYPES["Tensor"]
+    assert parameters[0] == ("config", "Config")
+    assert list(misfits(op, parameters[1 : 1 + count])) == []
+    output_parameters = parameters[1 + count : 1 + count + outputs]
+    assert (
+        len(output_parameters) == outputs
+        and {annotation for _, annotation in output_parameters} <= TYPES["Tensor"]
+    )
 
 
 def test_a_wrong_annotation_is_named() -> None:
     op = REGISTRY.op("sample")
-    right = [(name, "Tensor | None" if kind == "Tensor?" else "Tensor") for name, kind in wanted(op)]
+    right = [(name, "Tensor | None" if kind == "Tensor?" else "Tensor") for name, kind in declared(op)]
     assert list(misfits(op, right)) == []
     wrong = [("workspace", "Any") if name == "workspace" else (name, kind) for name, kind in right]
     assert list(misfits(op, wrong)) == ["workspace: Any, where sample declares Tensor? workspace"]
