@@ -47,15 +47,15 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    made = Library()
+    loaded = Library()
 
     def opened(name: str) -> Library:
         assert name == "libnvidia-ml.so.1"
-        return made
+        return loaded
 
     monkeypatch.setattr(ctypes, "CDLL", opened)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
-    return made
+    return loaded
 
 
 def test_the_clock_of_the_multiprocessors_is_read_anew_each_time(library: Library) -> None:

@@ -47,7 +47,7 @@ def arguments_of(op: Op, text: str) -> list[Any]:
     inputs = op.inputs(problem, 1, "cpu")
     dense = [[a.dequantize(problem.text("x"))] if type(a).__name__ == "QuantTensor" else a for a in inputs]
     absent = [p.mutable and "?" in p.type for p in op.parameters]
-    return [None if gone else a for gone, a in zip(absent, dense, strict=True)]
+    return [None if is_absent else a for is_absent, a in zip(absent, dense, strict=True)]
 
 
 def example(op: Op) -> list[Any]:

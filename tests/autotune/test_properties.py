@@ -40,14 +40,14 @@ def kernel(function) -> Kernel:
     )
 
 
-def seen(spec: Kernel, op=OP, problem=PROBLEM):
+def measured_properties(spec: Kernel, op=OP, problem=PROBLEM):
     return properties(op, spec, lambda p: spec.config(p, place("cpu").target), problem, "cpu")
 
 
 def test_what_is_declared_and_not_kept_is_said() -> None:
-    actual = seen(kernel(wobbles))
+    actual = measured_properties(kernel(wobbles))
     assert actual.deterministic is False and "equal arguments gave different bits" in actual.broken[0]
-    actual = seen(kernel(looks_around))
+    actual = measured_properties(kernel(looks_around))
     assert actual.deterministic and actual.batch_invariant is False
     assert actual.broken == ("declared batch invariant, but a row's bits depend on the rows around it",)
 
@@ -65,7 +65,7 @@ def test_what_real_kernels_declare_they_keep() -> None:
     ):
         op = registry.op(op_name)
         spec = registry.kernel(op_name, f"{op_name}_cpu")
-        actual = seen(spec, op, op.problem(op.examples[2]))
+        actual = measured_properties(spec, op, op.problem(op.examples[2]))
         cannot = op_name in ("combine", "grouped_linear", "paged_attention")
         assert (
             actual.broken == ()

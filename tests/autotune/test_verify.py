@@ -75,7 +75,7 @@ def test_a_kernel_that_breaks_its_device_is_wrong_all_the_same(monkeypatch: pyte
     verifier = Verifier()
     assert verifier.verify(zoo.OP, zoo.kernel(zoo.honest), {}, PROBLEM, "cpu").ok
 
-    def dead(*given):
+    def dead(*arguments):
         raise UnverifiableError("no device answers")
 
     monkeypatch.setattr(verifying, "new_trial", dead)

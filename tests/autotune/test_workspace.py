@@ -49,18 +49,18 @@ def kernel(function, size: int, zeroed: bool) -> Kernel:
     )
 
 
-def found(function, size: int, zeroed: bool):
+def outcome_of(function, size: int, zeroed: bool):
     return verify(OP, kernel(function, size, zeroed), {}, OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu")
 
 
 def test_zeros_are_given_to_those_who_ask() -> None:
-    assert found(adds_what_is_there, 3 * 16 * 4, True).ok
-    assert not found(adds_what_is_there, 3 * 16 * 4, False).ok
+    assert outcome_of(adds_what_is_there, 3 * 16 * 4, True).ok
+    assert not outcome_of(adds_what_is_there, 3 * 16 * 4, False).ok
 
 
 @pytest.mark.parametrize("zeroed", [False, True])
 def test_writing_past_the_workspace_shows(zeroed: bool) -> None:
-    outcome = found(writes_past_its_workspace, 64, zeroed)
+    outcome = outcome_of(writes_past_its_workspace, 64, zeroed)
     assert not outcome.ok and outcome.reason == "wrote outside workspace"
 
 

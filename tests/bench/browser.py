@@ -51,7 +51,7 @@ def browser() -> Iterator[Any]:
 
 
 @dataclass
-class Opened:
+class OpenPage:
     """An open page and the errors it has caused so far: messages on its console, requests to a network."""
 
     page: Any
@@ -79,11 +79,11 @@ class Opened:
 
 
 @contextmanager
-def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[Opened]:
+def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[OpenPage]:
     """Opens a page in a window `width` pixels wide. scheme: ``light`` or ``dark``."""
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:
-        actual = Opened(context.new_page())
+        actual = OpenPage(context.new_page())
         actual.page.on(
             "console",
             lambda message: message.type == "error" and actual.heard.append(f"console: {message.text}"),

@@ -35,7 +35,8 @@ def overlaps_with_its_neighbour(config, x, weight, eps, out):
     """Correct, and no cheat that reads results in advance: while a call runs, this kernel starts on the input
     of the next call.
 
-    It assumes that the content at that address stays as it is, and starts again if it changed."""
+    It assumes that the content at that address stays as it is, and starts again if it changed.
+    """
     key, version = x.data_ptr(), x._version
     ahead = DONE.pop(key, None)
     if ahead is None or ahead[0] != version:

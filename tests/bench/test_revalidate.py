@@ -50,7 +50,7 @@ def old(here: Place, m: int, **more) -> Timing:
     )
 
 
-def held(here: Place, *more: Timing) -> Store:
+def store_with(here: Place, *more: Timing) -> Store:
     store = Store()
     for timing in (*(old(here, m) for m in SIZES), *more):
         store.add(timing)
@@ -87,7 +87,7 @@ def source(store: Store, here: Place, m: int) -> str:
 
 
 def test_times_that_hold_are_carried_over_and_say_so() -> None:
-    before = held(place("cpu"))
+    before = store_with(place("cpu"))
     groups, records, after, here = run(before, outcome(10.4))
     assert [group.outcome for group in groups] == [HOLDS] and len(groups[0].again) == 8
     assert source(before, here, 64) == "near" and all(source(after, here, m) == "measured" for m in SIZES)
@@ -108,7 +108,7 @@ def test_times_that_hold_are_carried_over_and_say_so() -> None:
 
 
 def test_times_that_differ_stay_near() -> None:
-    groups, _, after, here = run(held(place("cpu")), outcome(13.0))
+    groups, _, after, here = run(store_with(place("cpu")), outcome(13.0))
     assert [group.outcome for group in groups] == [DIFFERS] and groups[0].as_dict()["ratio"] == pytest.approx(
         1.3
     )
@@ -117,13 +117,13 @@ def test_times_that_differ_stay_near() -> None:
 
 
 def test_one_outlier_in_ten_is_borne_and_two_are_not() -> None:
-    assert run(held(place("cpu")), outcome(10.0, off=1), sample=10)[0][0].outcome == HOLDS
-    assert run(held(place("cpu")), outcome(10.0, off=2), sample=10)[0][0].outcome == DIFFERS
+    assert run(store_with(place("cpu")), outcome(10.0, off=1), sample=10)[0][0].outcome == HOLDS
+    assert run(store_with(place("cpu")), outcome(10.0, off=2), sample=10)[0][0].outcome == DIFFERS
 
 
 def test_wrong_results_are_kept_out() -> None:
     groups, records, after, here = run(
-        held(place("cpu")), outcome(None, reason="error 3 is over the tolerance 0.01")
+        store_with(place("cpu")), outcome(None, reason="error 3 is over the tolerance 0.01")
     )
     assert [group.outcome for group in groups] == [WRONG] and not any(isinstance(r, Timing) for r in records)
     failed = after.verifications[records[0].key]
@@ -138,7 +138,7 @@ def test_what_cannot_be_tried_keeps_nothing_out() -> None:
     def measure(timing: Timing, here: Place) -> Remeasured:
         raise UnverifiableError("no memory for it")
 
-    groups, records, after, here = run(held(place("cpu")), measure)
+    groups, records, after, here = run(store_with(place("cpu")), measure)
     assert groups[0].outcome == DIFFERS and records == [] and not after.verifications
     assert "no memory for it" in groups[0].as_dict()["reasons"] and source(after, here, 64) == "near"
 

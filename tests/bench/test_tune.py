@@ -195,7 +195,7 @@ def test_a_problem_is_tuned_again_when_the_code_of_one_of_its_kernels_has_change
     here, one = place("cpu"), job("m=4,n=64")
     kernels = {name: default_registry().kernel("rms_norm", f"rms_norm_{name}") for name in ("cpu", "torch")}
 
-    def taken(name: str, us: float, **more: str) -> Timing:
+    def timing_of(name: str, us: float, **more: str) -> Timing:
         kernel = kernels[name]
         return Timing(
             **{
@@ -217,17 +217,17 @@ def test_a_problem_is_tuned_again_when_the_code_of_one_of_its_kernels_has_change
             filled.add(timing)
         return filled
 
-    assert tuning.known(one, here, store(taken("cpu", 1.0), taken("torch", 2.0)))
+    assert tuning.known(one, here, store(timing_of("cpu", 1.0), timing_of("torch", 2.0)))
     assert not tuning.known(one, here, store()) and not tuning.known(
-        one, here, store(taken("cpu", 1.0, timing="eager,hot"))
+        one, here, store(timing_of("cpu", 1.0, timing="eager,hot"))
     )
     before = store(
-        taken("cpu", 1.0, code="of yesterday"),
-        taken("torch", 2.0),
-        taken("cpu", 1.0, code="of yesterday", problem="m=8,n=64"),
+        timing_of("cpu", 1.0, code="of yesterday"),
+        timing_of("torch", 2.0),
+        timing_of("cpu", 1.0, code="of yesterday", problem="m=8,n=64"),
     )
     assert not tuning.known(one, here, before)
-    after = tuning.with_tuned(before, [taken("torch", 2.1)])  # the other one did not reach the final
+    after = tuning.with_tuned(before, [timing_of("torch", 2.1)])  # the other one did not reach the final
     assert tuning.known(one, here, after) and {(t.kernel, t.problem) for t in after.timings} == {
         ("rms_norm_torch", "m=4,n=64"),
         ("rms_norm_cpu", "m=8,n=64"),

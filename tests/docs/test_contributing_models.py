@@ -91,7 +91,7 @@ def tiny(folder: Path, name: str, **more: Any) -> Any:
     return model
 
 
-def theirs(model: Any) -> torch.Tensor:
+def transformers_logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([IDS])).logits[0].float()
     return logits
@@ -107,7 +107,7 @@ def test_a_model_family_is_one_file(
     install(models, Path(path).name, text)
     assert models.families()["Phi3ForCausalLM"].name == "Phi-3"
     llm = make(tmp_path / "m")
-    actual, reference = window_logits(llm.engine, IDS), theirs(model)
+    actual, reference = window_logits(llm.engine, IDS), transformers_logits(model)
     assert float((actual - reference).abs().max() / reference.abs().max()) < 2e-4
     (answer,) = llm.generate(IDS, SamplingParams(max_tokens=8))
     expected = model.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False)[0, len(IDS) :]
@@ -130,7 +130,7 @@ def test_a_fault_in_the_family_is_caught(
     )
     with pytest.raises(ValueError, match=r"gate_up_proj.weight must have shape \[96, 64\], got \[192, 64\]"):
         make(tmp_path / "m")
-    assert theirs(model).isfinite().all()
+    assert transformers_logits(model).isfinite().all()
 
 
 def in_8_bits(folder: Path) -> dict[str, torch.Tensor]:
@@ -170,7 +170,7 @@ def test_a_checkpoint_format_is_one_file(
     assert form.read(source, "lm_head", (160, 64)) is None
     for name, value in values.items():
         model.get_parameter(name).data.copy_(value)
-    actual, reference = window_logits(make(tmp_path / "m").engine, IDS), theirs(model)
+    actual, reference = window_logits(make(tmp_path / "m").engine, IDS), transformers_logits(model)
     assert float((actual - reference).abs().max() / reference.abs().max()) < 2e-4
     source.tensors["model.layers.0.mlp.up_proj.weight_format"] = torch.tensor(1, dtype=torch.uint8)
     with pytest.raises(FormatError, match="weight_format must be 0, rows in order, got 1"):

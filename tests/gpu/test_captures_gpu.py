@@ -32,7 +32,8 @@ def collect_eagerly() -> None:
     """Makes a full collection follow every few allocations.
 
     Older objects are frozen. Otherwise their number would have to grow by a quarter before a full collection
-    runs."""
+    runs.
+    """
     gc.collect()
     gc.freeze()
     gc.collect()

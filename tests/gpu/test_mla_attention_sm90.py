@@ -58,11 +58,12 @@ def workspace(config: dict[str, int]) -> torch.Tensor:
     return space
 
 
-def wrong(problem_text: str, config: dict[str, int] = CUT, seed: int = 0) -> float:
+def relative_error(problem_text: str, config: dict[str, int] = CUT, seed: int = 0) -> float:
     """Returns the error of one call relative to the tolerance.
 
     The call writes into the middle of a poisoned buffer. Everything around the result stays untouched, and a
-    second call gives the same bits."""
+    second call gives the same bits.
+    """
     problem = OP.problem(problem_text)
     arguments = OP.inputs(problem, seed, DEVICE)
     q, begin, lse = arguments[0], arguments[3], arguments[9]
@@ -93,14 +94,14 @@ def test_pages_and_heads(heads: int, block_size: int) -> None:
         problem_text = text(
             mix, heads, block_size=block_size, x="fp16" if number == 2 else "bf16", lse=number % 2 == 0
         )
-        assert wrong(problem_text, config, number) < 1, (problem_text, config)
+        assert relative_error(problem_text, config, number) < 1, (problem_text, config)
 
 
 @pytest.mark.parametrize("heads", [1, 7, 20, 65, 96, 127])
 def test_odd_numbers_of_heads(heads: int) -> None:
     for number, mix in enumerate(MIXES):
         config = CONFIGS[(number + heads) % len(CONFIGS)]
-        assert wrong(text(mix, heads, lse=True), config, number) < 1, (mix, config)
+        assert relative_error(text(mix, heads, lse=True), config, number) < 1, (mix, config)
 
 
 @pytest.mark.parametrize("max_q", [1, 2, 3, 4])
@@ -110,7 +111,7 @@ def test_new_tokens(heads: int, max_q: int) -> None:
         problem_text = text(
             (5 * max_q, 5, max_q, 900, 2500), heads, block_size=(64, 16)[number % 2], lse=True
         )
-        assert wrong(problem_text, config, number) < 1, config
+        assert relative_error(problem_text, config, number) < 1, config
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_lengths_at_edges(context: int) -> None:
             problem_text = text(
                 (1, 1, 1, context, context), heads, block_size=(64, 8, 32)[number % 3], lse=True
             )
-            assert wrong(problem_text, config, number) < 1, (heads, config)
+            assert relative_error(problem_text, config, number) < 1, (heads, config)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_lengths_at_edges(context: int) -> None:
 )
 def test_shapes(given: str) -> None:
     for config in CONFIGS[:4]:
-        assert wrong(given, config) < 1, config
+        assert relative_error(given, config) < 1, config
 
 
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 0.3])

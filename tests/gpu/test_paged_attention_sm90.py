@@ -55,13 +55,14 @@ def scratch(head_dim: int = 128) -> torch.Tensor:
     return space
 
 
-def wrong(
+def relative_error(
     problem_text: str, config: dict[str, int] = CONFIGS[0], seed: int = 0, decode: bool = False
 ) -> float:
     """Returns the error of one call relative to the tolerance.
 
     The call writes into the middle of a poisoned buffer. Everything around the result stays untouched, and a
-    second call gives the same bits."""
+    second call gives the same bits.
+    """
     problem = OP.problem(problem_text)
     arguments = OP.inputs(problem, seed, DEVICE)
     q, begin, lse = arguments[0], arguments[4], arguments[11]
@@ -112,7 +113,7 @@ def test_decode(x: str, head_dim: int, block_size: int) -> None:
             problem_text = text(mix, heads, kv_heads, **others)
             config = CONFIGS[number % 3]
             config = {**config, "ctas": max(config["ctas"], kv_heads)}  # the kernel needs one CTA per KV head
-            assert wrong(problem_text, config, number, decode=True) < 1, problem_text
+            assert relative_error(problem_text, config, number, decode=True) < 1, problem_text
 
 
 def test_decode_of_no_keys_is_zero() -> None:
@@ -141,7 +142,7 @@ def test_pages(x: str, head_dim: int, block_size: int) -> None:
                 lse=number % 2 == 0,
                 sinks=number % 2 == 1,
             )
-            assert wrong(problem_text, config, number) < 1, problem_text
+            assert relative_error(problem_text, config, number) < 1, problem_text
 
 
 @pytest.mark.parametrize("window", [1, 9, 64, 128, 130, 500])
@@ -149,7 +150,7 @@ def test_windows(window: int) -> None:
     for number, mix in enumerate((*MIXES, (300, 2, 250, 900, 1500))):
         for heads, kv_heads in ((8, 8), (4, 1), (16, 1)):
             problem_text = text(mix, heads, kv_heads, window=window, lse=True, sinks=number % 2 == 0)
-            assert wrong(problem_text, CONFIGS[number % 3], number) < 1, problem_text
+            assert relative_error(problem_text, CONFIGS[number % 3], number) < 1, problem_text
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_windows(window: int) -> None:
     ],
 )
 def test_shapes(given: str) -> None:
-    assert wrong(given) < 1
+    assert relative_error(given) < 1
 
 
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 0.3])

@@ -13,7 +13,8 @@ from pathlib import Path
 def turn(folder: Path, *, alone: bool) -> Iterator[None]:
     """Lock held by any number of processes at once, or by one process alone.
 
-    The locks are files in `folder`; the system releases those of a dead process."""
+    The locks are files in `folder`; the system releases those of a dead process.
+    """
     with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
         fcntl.flock(door, fcntl.LOCK_EX)  # while a process waits to be alone, no other one enters
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

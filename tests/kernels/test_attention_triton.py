@@ -81,7 +81,7 @@ def test_results_do_not_depend_on_the_batch(op: Op, name: str, static: str) -> N
         rows = slice(begin[i], begin[i + 1])
         if rows.start == rows.stop:
             continue
-        alone = named | {
+        single = named | {
             "q": named["q"][rows],
             "lse": named["lse"][rows],
             "block_table": named["block_table"][i : i + 1],
@@ -89,7 +89,7 @@ def test_results_do_not_depend_on_the_batch(op: Op, name: str, static: str) -> N
             "max_q": rows.stop - rows.start,
             "query_start": torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
         }
-        _, (one, stated) = run(op, name, text, a=list(alone.values()))
+        _, (one, stated) = run(op, name, text, a=list(single.values()))
         assert torch.equal(one, out[rows]) and torch.equal(stated, lse[rows])
 
 

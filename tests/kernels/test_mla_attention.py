@@ -40,11 +40,11 @@ def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as model
     from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
-    seen: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
 
     def keep(module: Any, q: Any, k: Any, v: Any, mask: Any, **rest: Any) -> Any:
         actual = model.eager_attention_forward(module, q, k, v, mask, **rest)
-        seen.update(
+        recorded.update(
             q=q[0].transpose(0, 1),
             k=k[0].transpose(0, 1),
             v=v[0].transpose(0, 1),
@@ -76,17 +76,24 @@ def deepseek(tokens: int) -> tuple[Any, Latents, dict[str, Any]]:
     mask = torch.full((tokens, tokens), -math.inf).triu(1)[None, None]
     with torch.no_grad():
         attention(hidden, places, mask, past_key_values=latents)
-    return attention, latents, seen
+    return attention, latents, recorded
 
 
 @pytest.mark.parametrize("new", [1, 5, 21])
 def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
     """For the last `new` of 21 tokens, both operations agree with transformers, which computes un-absorbed."""
-    module, latents, seen = deepseek(21)
-    expected, q = seen["out"][-new:], seen["q"][-new:].contiguous()
+    module, latents, recorded = deepseek(21)
+    expected, q = recorded["out"][-new:], recorded["q"][-new:].contiguous()
     starts, contexts = torch.tensor([0, new], dtype=torch.int32), torch.tensor([0, 21], dtype=torch.int32)
     plain = varlen_attention.reference(
-        q, seen["k"].contiguous(), seen["v"].contiguous(), starts, contexts, new, 21, seen["scale"]
+        q,
+        recorded["k"].contiguous(),
+        recorded["v"].contiguous(),
+        starts,
+        contexts,
+        new,
+        21,
+        recorded["scale"],
     )
     torch.testing.assert_close(plain, expected, rtol=1e-4, atol=1e-5)
 
@@ -100,7 +107,15 @@ def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
     table = order[None].to(torch.int32)
     for run in (mla_attention.reference, _cpp_mla):
         actual = run(
-            absorbed, cache, table, starts, torch.tensor([21], dtype=torch.int32), new, 21, seen["scale"], 64
+            absorbed,
+            cache,
+            table,
+            starts,
+            torch.tensor([21], dtype=torch.int32),
+            new,
+            21,
+            recorded["scale"],
+            64,
         )
         torch.testing.assert_close(
             torch.einsum("thl,hvl->thv", actual, up[:, 24:]), expected, rtol=1e-4, atol=2e-5
@@ -123,7 +138,7 @@ def run(op: Op, kernel: Kernel, config: dict[str, Any], arguments: dict[str, Any
     return [out] if arguments["lse"] is None else [out, arguments["lse"]]
 
 
-def given(op: Op, text: str) -> dict[str, Any]:
+def arguments_of(op: Op, text: str) -> dict[str, Any]:
     return dict(zip([p.name for p in op.parameters], op.inputs(op.problem(text), 0, "cpu"), strict=True))
 
 
@@ -169,7 +184,7 @@ FAULTS: list[tuple[Op, Kernel, Callable[[dict[str, Any]], None]]] = [
 @pytest.mark.parametrize(("op", "kernel", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
 def test_planted_fault_is_caught(op: Op, kernel: Kernel, fault: Callable[[dict[str, Any]], None]) -> None:
     for text in op.examples:
-        problem, right = op.problem(text), given(op, text)
+        problem, right = op.problem(text), arguments_of(op, text)
         if not problem.integer("q_tokens") or (fault is wrong_key_head and problem["kv_heads"] == 1):
             continue
         if fault is context_late and problem["seqs"] == 1:
@@ -187,7 +202,7 @@ def test_planted_fault_is_caught(op: Op, kernel: Kernel, fault: Callable[[dict[s
 @pytest.mark.parametrize("level", LEVELS)
 def test_cpu_results_do_not_depend_on_batch_or_threads(level: str) -> None:
     text = "q_tokens=7,seqs=4,max_q=4,max_ctx=1200,total_ctx=2500,heads=40,latent_dim=48,rope_dim=16,lse=true"
-    problem, a = mla_attention.OP.problem(text), given(mla_attention.OP, text)
+    problem, a = mla_attention.OP.problem(text), arguments_of(mla_attention.OP, text)
     before, runs = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
@@ -197,7 +212,7 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str) -> None:
         begin = a["query_start"].tolist()
         for i in range(len(begin) - 1):
             rows = slice(begin[i], begin[i + 1])
-            alone = dict(
+            single = dict(
                 a,
                 q=a["q"][rows],
                 block_table=a["block_table"][i : i + 1],
@@ -205,7 +220,7 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str) -> None:
                 query_start=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
                 lse=a["lse"][rows],
             )
-            for x, y in zip(runs[0], run(mla_attention.OP, MLA_CPP, {"level": level}, alone), strict=True):
+            for x, y in zip(runs[0], run(mla_attention.OP, MLA_CPP, {"level": level}, single), strict=True):
                 assert torch.equal(x[rows], y)
     finally:
         torch.set_num_threads(before)
@@ -217,7 +232,7 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str) -> None:
 
 
 def test_describe_refuses() -> None:
-    a = given(mla_attention.OP, mla_attention.OP.examples[1])
+    a = arguments_of(mla_attention.OP, mla_attention.OP.examples[1])
     mla_attention.OP.describe(**a)
     for change, kind, message in (
         (
@@ -235,7 +250,7 @@ def test_describe_refuses() -> None:
     ):
         with pytest.raises(kind, match=message):
             mla_attention.OP.describe(**(a | change))
-    b = given(varlen_attention.OP, varlen_attention.OP.examples[1])
+    b = arguments_of(varlen_attention.OP, varlen_attention.OP.examples[1])
     varlen_attention.OP.describe(**b)
     for change, kind, message in (
         ({"v": b["v"][:-1]}, ValueError, "v must be .*total_ctx as in k"),
@@ -248,7 +263,7 @@ def test_describe_refuses() -> None:
 
 
 def test_cpu_kernels_refuse_indices_that_do_not_exist() -> None:
-    b = given(varlen_attention.OP, varlen_attention.OP.examples[2])
+    b = arguments_of(varlen_attention.OP, varlen_attention.OP.examples[2])
     for name in ("context_start", "query_start"):
         wrong = b | {name: b[name] + 1}
         with pytest.raises(ValueError, match="varlen_attention_cpu"):

@@ -18,12 +18,12 @@ HOPPER = Target.parse("sm_90")
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_what_is_refused(kernel: Kernel) -> None:
-    for given, reason in (
+    for axes, reason in (
         ("heads=16,x=fp32", "fp32"),
         ("heads=16,latent_dim=256", "not 256 and 64"),
         ("heads=16,rope_dim=32", "not 512 and 32"),
     ):
-        refusal = kernel.accepts(OP.problem(f"{BASE},{given}"))
+        refusal = kernel.accepts(OP.problem(f"{BASE},{axes}"))
         assert refusal is not None and reason in refusal
     for heads in (1, 8, 16, 20, 128):
         for block_size in (1, 7, 16, 64, 256):
@@ -32,8 +32,8 @@ def test_what_is_refused(kernel: Kernel) -> None:
 
 def test_examples_are_accepted() -> None:
     assert len(EXAMPLES) > 3
-    for given in EXAMPLES:
-        assert CUT.accepts(OP.problem(given)) is None
+    for axes in EXAMPLES:
+        assert CUT.accepts(OP.problem(axes)) is None
 
 
 def test_workspaces() -> None:

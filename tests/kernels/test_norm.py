@@ -24,7 +24,7 @@ def _rows(m: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     )
 
 
-def _theirs(weight: torch.Tensor) -> LlamaRMSNorm:
+def _llama_norm(weight: torch.Tensor) -> LlamaRMSNorm:
     norm = LlamaRMSNorm(weight.numel(), eps=EPS).to(weight.dtype)
     norm.weight.data.copy_(weight)
     return norm
@@ -34,7 +34,7 @@ def test_rms_norm_means_what_transformers_means() -> None:
     x, weight = _rows(9, 257, torch.float32), 1 + 0.3 * torch.randn(257)
     with torch.no_grad():
         torch.testing.assert_close(
-            rms_norm.reference(x, weight, EPS), _theirs(weight)(x), rtol=1e-6, atol=1e-7
+            rms_norm.reference(x, weight, EPS), _llama_norm(weight)(x), rtol=1e-6, atol=1e-7
         )
 
 
@@ -60,7 +60,7 @@ def test_fused_add_means_what_the_decoder_layer_means() -> None:
         results = fused_add_rms_norm.reference(x, stored, weight, EPS)
         assert torch.equal(stored, residual + x), "the stored sum is the model's own, bit for bit"
         with torch.no_grad():
-            expected = _theirs(weight)(residual + x)
+            expected = _llama_norm(weight)(residual + x)
         # In bf16 the model rounds once more, before it multiplies by the weight.
         rtol = 1e-6 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(results, expected, rtol=rtol, atol=1e-7)

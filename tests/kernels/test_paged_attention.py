@@ -321,7 +321,7 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, 
         for i in range(len(begin) - 1):
             # Each token as its own decode, with the context cut after it.
             for t in range(begin[i], begin[i + 1]):
-                alone = dict(
+                single = dict(
                     a,
                     q=a["q"][t : t + 1],
                     block_table=a["block_table"][i : i + 1],
@@ -329,7 +329,7 @@ def test_cpu_results_do_not_depend_on_batch_or_threads(level: str, window: int, 
                     query_start=torch.tensor([0, 1], dtype=torch.int32),
                     seq_lens=a["seq_lens"][i : i + 1] - (begin[i + 1] - 1 - t),
                 )
-                for x, y in zip(runs[0], cpp(alone, level), strict=True):
+                for x, y in zip(runs[0], cpp(single, level), strict=True):
                     assert torch.equal(x[t], y[0])
     finally:
         torch.set_num_threads(before)

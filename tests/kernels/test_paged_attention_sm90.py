@@ -27,26 +27,26 @@ HOPPER = Target.parse("sm_90")
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_what_is_refused(kernel: object) -> None:
     accepts = ONE.accepts if kernel is ONE else SPLIT.accepts
-    for given, reason in (
+    for axes, reason in (
         ("heads=4,kv_heads=1,x=fp32", "fp32"),
         ("heads=4,kv_heads=1,head_dim=96", "96"),
         ("heads=4,kv_heads=1,head_dim=256", "256"),
         ("heads=129,kv_heads=1", "129 query heads"),
     ):
-        refusal = accepts(OP.problem(f"{BASE},{given}"))
+        refusal = accepts(OP.problem(f"{BASE},{axes}"))
         assert refusal is not None and reason in refusal
-    for given in (
+    for axes in (
         "heads=128,kv_heads=1",
         "heads=6,kv_heads=2,head_dim=64,x=fp16,window=3,sinks=true,lse=true",
     ):
         for block_size in (1, 7, 8, 16, 256):
-            assert accepts(OP.problem(f"{BASE},{given},block_size={block_size}")) is None
+            assert accepts(OP.problem(f"{BASE},{axes},block_size={block_size}")) is None
 
 
 def test_examples_are_accepted() -> None:
     assert len(EXAMPLES) > 3
-    for given in EXAMPLES:
-        assert ONE.accepts(OP.problem(given)) is None
+    for axes in EXAMPLES:
+        assert ONE.accepts(OP.problem(axes)) is None
 
 
 def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:

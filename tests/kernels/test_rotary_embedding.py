@@ -198,7 +198,7 @@ def test_neighbours_mean_what_gptj_and_deepseek_mean() -> None:
         torch.testing.assert_close(halves, other[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
-def _worst(actual: list[torch.Tensor], expected: list[torch.Tensor], problem: str) -> bool:
+def _within_tolerance(actual: list[torch.Tensor], expected: list[torch.Tensor], problem: str) -> bool:
     parsed = OP.problem(problem)
     return error(parsed, [], actual, expected) <= OP.tolerance(parsed).limit
 
@@ -218,7 +218,7 @@ def test_a_slice_of_the_heads_turns_and_nothing_else(
     expected = [q.clone(), k.clone()]
     reference(*expected, positions, table, style == "gptj")
     implementation(q, k, positions, table, style == "gptj")
-    assert _worst([q, k], expected, f"t=5,hq=3,hk=1,d=22,rot=22,style={style},x={dtype}")
+    assert _within_tolerance([q, k], expected, f"t=5,hq=3,hk=1,d=22,rot=22,style={style},x={dtype}")
     assert torch.equal(whole_q[..., :18], before_q[..., :18]) and torch.equal(
         latent[:, :38], before_latent[:, :38]
     )
@@ -234,13 +234,13 @@ def test_views_of_one_qkv_buffer_and_heads_outside_tokens(implementation: Runnab
     expected = [q.clone(), k.clone()]
     reference(*expected, positions, table)
     implementation(q, k, positions, table)
-    assert _worst([q, k], expected, "t=7,hq=4,hk=2,d=20,rot=12,x=fp32")
+    assert _within_tolerance([q, k], expected, "t=7,hq=4,hk=2,d=20,rot=12,x=fp32")
     assert torch.equal(qkv[:, 120:], value)
     by_head = torch.randn(4, 7, 20).transpose(0, 1)
     expected = [by_head.clone()]
     reference(expected[0], None, positions, table)
     implementation(by_head, None, positions, table)
-    assert _worst([by_head], expected, "t=7,hq=4,d=20,rot=12,x=fp32")
+    assert _within_tolerance([by_head], expected, "t=7,hq=4,d=20,rot=12,x=fp32")
 
 
 @pytest.mark.parametrize("implementation", runnables("rotary_embedding"), ids=str)
@@ -370,6 +370,6 @@ def test_operator(policy_file: Any) -> None:
     expected = [q.clone(), k.clone()]
     reference(*expected, positions, table, True)
     ops.rotary_embedding(q, k, positions, table, interleaved=True)
-    assert _worst([q, k], expected, "t=4,hq=2,hk=1,d=16,rot=16,style=gptj,x=fp32")
+    assert _within_tolerance([q, k], expected, "t=4,hq=2,hk=1,d=16,rot=16,style=gptj,x=fp32")
     torch.library.opcheck(torch.ops.gristmill.rotary_embedding.default, (q, k, positions, table))
     torch.library.opcheck(torch.ops.gristmill.rotary_embedding.default, (q, None, positions, table, True))

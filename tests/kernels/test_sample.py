@@ -190,10 +190,10 @@ def test_batch_invariance(implementation: Runnable) -> None:
     padded = torch.full((rows, 350), float("nan"))
     padded[:, 5:306] = arguments[0]
     for row in range(rows):
-        alone = _run(
+        single = _run(
             implementation, padded[row : row + 1, 5:306], [p[row : row + 1].clone() for p in arguments[1:7]]
         )
-        assert alone.item() == together[row].item()
+        assert single.item() == together[row].item()
 
 
 TRITON = [implementation for implementation in HERE if implementation.kernel.language == "triton"]

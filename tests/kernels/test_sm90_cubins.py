@@ -101,7 +101,8 @@ def instances(whole: bool = False) -> set[str]:
     """Returns the names of the kernels in the table, linear_<schedule>_<format>_<type of x>[_<type of
     scales>]_<shape>.
 
-    whole: include the formats that this build left out."""
+    whole: include the formats that this build left out.
+    """
     names = set()
     for name, row in table()["schedules"].items():
         for form in schedule(name).formats:

@@ -189,7 +189,7 @@ def expected(modules: tuple[str, ...]) -> frozenset[str]:
     return python | native_reach(frozenset(e for name in python for e in called(name)))
 
 
-def wrong(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON + NATIVE) -> list[str]:
+def mismatches(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON + NATIVE) -> list[str]:
     """Returns (kernel, file) pairs in which an edit of the file changes the hash although it should not, or
     the reverse."""
     plain = {path: read_file(path) for path in (str(PACKAGE / name) for name in PYTHON + NATIVE)}
@@ -218,7 +218,7 @@ def wrong(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON + NAT
 
 
 def test_an_edit_of_a_file_changes_the_hashes_of_the_kernels_that_reach_it_and_no_others() -> None:
-    assert wrong() == []
+    assert mismatches() == []
 
 
 def only_at_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,12 +250,12 @@ def test_a_closure_that_misses_something_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     some = tuple(k for k in KERNELS if k.name == kernel)
-    assert wrong(some, [file]) == []
+    assert mismatches(some, [file]) == []
     fault(monkeypatch)
     read_module.cache_clear()
     native_sources._read.cache_clear()
     try:
-        assert wrong(some, [file]) == [f"{kernel}: an edit of {file} {does} its hash"]
+        assert mismatches(some, [file]) == [f"{kernel}: an edit of {file} {does} its hash"]
     finally:
         read_module.cache_clear()
         native_sources._read.cache_clear()

@@ -80,7 +80,7 @@ def test_what_more_memory_buys_is_told_when_it_pays():
     a, b = kernel("a", layouts=("one_v1",)), kernel("b", layouts=("two_v1",))
     both = {x.name: x for x in (layout("one_v1", 1.0), layout("two_v1", 1.5))}
 
-    def told(store, policy=None):
+    def suggestion(store, policy=None):
         def peek(p, chosen):
             return select(OP, p, [a, b], H200, BUILD, store, policy or Policy(), layouts=chosen)
 
@@ -89,14 +89,14 @@ def test_what_more_memory_buys_is_told_when_it_pays():
         )
 
     faster = times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 50.0 if m > 1 else 200.0)
-    actual = told(faster)
+    actual = suggestion(faster)
     assert (
         actual.layouts == ("one_v1", "two_v1")
         and actual.memory == pytest.approx(2.5)
         and actual.faster == pytest.approx(2 ** (13 / 14))
     )
-    assert told(faster, Policy(weight_memory=3.0)) is None, "the bound keeps nothing out"
-    assert told(times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 99.9)) is None, (
+    assert suggestion(faster, Policy(weight_memory=3.0)) is None, "the bound keeps nothing out"
+    assert suggestion(times(times(verified(a, b), "a", lambda m: 100.0), "b", lambda m: 99.9)) is None, (
         "a thousandth is not worth a word"
     )
     ranked = kernel("b", layouts=("two_v1",), priority=99)

@@ -31,10 +31,10 @@ SETTINGS = settings(max_examples=60, deadline=None)
 @st.composite
 def kernels(draw: Any) -> list[Kernel]:
     """Kernels with priorities, flags and, for some, an estimate."""
-    made = []
+    kernels_drawn = []
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=7)):
         estimate = draw(st.none() | st.integers(1, 99))
-        made.append(
+        kernels_drawn.append(
             kernel(
                 name,
                 priority=draw(st.integers(-2, 3)),
@@ -44,7 +44,7 @@ def kernels(draw: Any) -> list[Kernel]:
                 estimate=None if estimate is None else lambda p, t, us=estimate: float(us),
             )
         )
-    return made
+    return kernels_drawn
 
 
 @st.composite

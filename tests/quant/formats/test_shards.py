@@ -102,7 +102,7 @@ def test_a_group_of_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     real = sharding._renumber
 
-    def wrong(index: torch.Tensor, size: int) -> Any:
+    def misnumbered(index: torch.Tensor, size: int) -> Any:
         renumbered, _ = real(index, size)
         return (
             renumbered,
@@ -111,7 +111,7 @@ def test_a_group_of_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
             else real(index, size)[1].flip(0),
         )
 
-    monkeypatch.setattr(sharding, "_renumber", wrong)
+    monkeypatch.setattr(sharding, "_renumber", misnumbered)
     with pytest.raises(AssertionError):
         check(act_order())
 
