@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 build=${1:-build/sanitize}
 
 mkdir -p "$(dirname "$build")"
-cmake -S . -B "$build" -G Ninja -DGRISTMILL_SANITIZE=ON -DGRISTMILL_CUDA=off >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
+cmake -S . -B "$build" -G Ninja -DGRISTMILL_SANITIZE=ON -DGRISTMILL_CUDA=off \
+  -DGRISTMILL_CPU_LEVELS="${GRISTMILL_CPU_LEVELS:-}" >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
 cmake --build "$build" --parallel "${JOBS:-2}" >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
 export ASAN_OPTIONS=detect_leaks=1:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1
 # A program says "runs gm_<op>__<level>" or "cannot run gm_<op>__<level>" (this processor lacks the level), and what it did.

@@ -33,6 +33,13 @@ elseif(_processor MATCHES "^(aarch64|arm64)$")
 else()
   gm_level(base -O3)
 endif()
+if(GRISTMILL_CPU_LEVELS)  # these levels only
+  set(_offered ${GM_CPU_LEVELS})
+  list(FILTER GM_CPU_LEVELS INCLUDE REGEX "^(${GRISTMILL_CPU_LEVELS})$")
+  if(NOT GM_CPU_LEVELS)
+    message(FATAL_ERROR "GRISTMILL_CPU_LEVELS=${GRISTMILL_CPU_LEVELS} matches no level; the compiler offers ${_offered}")
+  endif()
+endif()
 
 set(GM_CXX_FLAGS -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno
     -fno-trapping-math
