@@ -156,8 +156,9 @@ def markdown(text: str | None) -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, str, str | None]]:
-    """(name, signature, docstring) of the public methods and properties that a class defines, in its order."""
-    for name, value in vars(cls).items():
+    """(name, signature, docstring) of the public methods and properties of a class and its bases here, in their order."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("gristmill.")]
+    for name, value in (item for base in bases for item in vars(base).items()):
         if name.startswith("_") and name != "__call__":
             continue
         if isinstance(value, property):

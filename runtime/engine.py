@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,12 +22,12 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.cache_size import cache_blocks, make_cache
+from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.request_checks import check_integers, check_params
-from gristmill.runtime.residency import Part, Residency
+from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -41,9 +41,7 @@ from gristmill.runtime.scheduler import (
     StepPlan,
     TokenLogprobs,
 )
-from gristmill.runtime.status import EngineStatus, status_of
 from gristmill.runtime.structured_output import Grammar
-from gristmill.runtime.weight_update import WeightSource
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -61,7 +59,7 @@ class _Active:
     seed: int
 
 
-class Engine:
+class Engine(EngineMemory):
     """A model with its scheduler and paged cache: add requests, then run it step by step. Not thread-safe.
 
     Args:
@@ -274,7 +272,7 @@ class Engine:
             self._abort_at = None
             self.last_plan = None
             return self.abort()
-        if self._unready:
+        if self.residency.reason:
             self.last_plan = None
             return []
         self.last_plan = plan = self.scheduler.plan()
@@ -335,7 +333,9 @@ class Engine:
             return False
         pause = self.scheduler.paused
         return (
-            self._unready or pause is Pause.ALL or (pause is Pause.NEW and not self.scheduler.has_started())
+            bool(self.residency.reason)
+            or pause is Pause.ALL
+            or (pause is Pause.NEW and not self.scheduler.has_started())
         )
 
     def drain(self, timeout: float | None = None) -> None:
@@ -355,88 +355,6 @@ class Engine:
     def draining(self) -> bool:
         """Whether `drain` was called: `add_request` refuses."""
         return self._draining
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back to the device: cache, decode graphs, and weights. Nothing runs until `wake_up`; requests may be added, and wait.
-
-        level: 1 moves the weights to host memory (on a CPU they stay); 2 discards them, for an `update_weights` after `wake_up`.
-
-        Raises:
-            UsageError: a request has begun and not ended (`pause` or `abort` first), or the engine sleeps already.
-        """
-        if level not in (1, 2) or isinstance(level, bool):
-            raise UsageError(f"level must be 1 or 2, got {level!r}")
-        if self.residency.absent:
-            raise UsageError("the engine sleeps already: call wake_up first")
-        self._require_none_started("sleep")
-        self.reset_prefix_cache()
-        self.residency.sleep(level)
-
-    def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
-        """Allocate what `sleep` gave back. parts: one after the other, so that weights can be updated before the cache takes its memory."""
-        self.residency.wake_up(parts)
-
-    def update_weights(
-        self,
-        source: WeightSource,
-        quant: str | QuantScheme | torch.dtype | None = None,
-        staging: str | torch.device | None = None,
-    ) -> None:
-        """New weights in the memory of the old ones: plans, packed layouts and CUDA graphs stay. The prefix cache is emptied.
-
-        source: a directory or GGUF file with the configuration of the loaded model, or a mapping of all its tensors by their names in
-        the checkpoint. quant: the scheme to round them to; None = as at load. staging: where the new model is built, which takes the
-        memory of a second model; None = the engine's device.
-
-        Raises:
-            CheckpointError: a tensor is missing, superfluous or of a wrong shape, or the model would change; the old weights stay.
-            UsageError: a request has begun and not ended, or the weights sleep.
-        """
-        self._require_none_started("update_weights")
-        self.residency.update(source, self._quant if quant is None else quant, staging)
-        self.reset_prefix_cache()
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the prefixes of earlier requests."""
-        if self.scheduler.cache is not None:
-            self.scheduler.cache.clear()
-
-    def record_cache_events(self) -> None:
-        """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly. UsageError: there is
-        no prefix cache."""
-        if self.scheduler.cache is None:
-            raise UsageError(
-                "the engine has no prefix cache, and so no events of one: enable_prefix_cache is False"
-            )
-        self.scheduler.cache.events = self.scheduler.cache.events or EventLog()
-
-    def take_cache_events(self) -> list[CacheEvent]:
-        """The events of the prefix cache since the last call, in order."""
-        cache = self.scheduler.cache
-        return [] if cache is None or cache.events is None else cache.events.take()
-
-    def status(self) -> EngineStatus:
-        """Capacity and load, as values; costs no step."""
-        return status_of(self)
-
-    @property
-    def _unready(self) -> bool:
-        """Whether steps must wait for memory, or for weights."""
-        return bool(self.residency.absent or self.residency.outdated)
-
-    def why_not_running(self) -> str:
-        """What to do before a step computes anything; "" if nothing."""
-        if self.residency.absent:
-            return "the engine sleeps: call wake_up"
-        if self.residency.outdated:
-            return self.residency.outdated
-        return "the engine is paused: call resume, then generate" if self.paused else ""
-
-    def _require_none_started(self, call: str) -> None:
-        if self.scheduler.has_started():
-            raise UsageError(
-                f"{call} while requests have begun and not ended: pause('wait') or pause('abort'), and step until paused"
-            )
 
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""

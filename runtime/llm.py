@@ -208,7 +208,9 @@ class LLM:
                     first = first or name
             while outputs:
                 if engine.paused:
-                    raise UsageError(engine.why_not_running())
+                    raise UsageError(
+                        engine.residency.reason or "the engine is paused: call resume, then generate"
+                    )
                 for output in engine.step():
                     if (text_output := outputs.get(output.id)) is None:
                         continue

@@ -36,6 +36,11 @@ class Residency:
         self._sizes: dict[int, int] = {}
         self._copies: dict[int, Tensor] = {}
 
+    @property
+    def reason(self) -> str:
+        """Why no step can run; "" if one can."""
+        return "the engine sleeps: call wake_up" if self.absent else self.outdated
+
     def sleep(self, level: int) -> None:
         """Give back the cache, decode graphs, scratch memory and the weights: to host memory (level 1), or discarded (level 2).
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from gristmill.runtime.engine import Engine
+from typing import Literal
 
 State = Literal["running", "paused", "draining", "sleeping", "outdated"]
 
@@ -39,33 +36,3 @@ class EngineStatus:
     max_batch_tokens: int
     weight_bytes: int
     cache_bytes: int
-
-
-def status_of(engine: Engine) -> EngineStatus:
-    """The status of an engine."""
-    scheduler, config, pool = engine.scheduler, engine.scheduler.config, engine.scheduler.pool
-    return EngineStatus(
-        state=_state(engine),
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + len(scheduler.held),
-        waiting_tokens=scheduler.queued_tokens,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        used_blocks=pool.num_referenced,
-        cached_blocks=pool.num_cached,
-        max_request_tokens=config.capacity,
-        max_seqs=config.max_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        weight_bytes=engine.runner.model.plans.weight_bytes,
-        cache_bytes=engine.runner.cache.nbytes,
-    )
-
-
-def _state(engine: Engine) -> State:
-    if engine.residency.absent:
-        return "sleeping"
-    if engine.residency.outdated:
-        return "outdated"
-    if engine.draining:
-        return "draining"
-    return "paused" if engine.scheduler.paused is not None else "running"

@@ -1,0 +1,118 @@
+"""What an engine holds in memory, and what others learn about it: sleep, new weights, the prefix cache and its events, status."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
+from gristmill.runtime.residency import Part, Residency
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.scheduler import Scheduler
+from gristmill.runtime.status import EngineStatus, State
+
+if TYPE_CHECKING:
+    from gristmill.runtime.weight_update import WeightSource
+
+
+class EngineMemory:
+    """The part of `gristmill.Engine` that a program with an engine inside uses between its steps."""
+
+    runner: Runner
+    scheduler: Scheduler
+    residency: Residency
+    _quant: str | QuantScheme | torch.dtype | None
+    _draining: bool
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back to the device: cache, decode graphs, and weights. Nothing runs until `wake_up`; requests may be added, and wait.
+
+        level: 1 moves the weights to host memory (on a CPU they stay); 2 discards them, for an `update_weights` after `wake_up`.
+
+        Raises:
+            UsageError: a request has begun and not ended (`pause` or `abort` first), or the engine sleeps already.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise UsageError(f"level must be 1 or 2, got {level!r}")
+        if self.residency.absent:
+            raise UsageError("the engine sleeps already: call wake_up first")
+        self._require_none_started("sleep")
+        self.reset_prefix_cache()
+        self.residency.sleep(level)
+
+    def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
+        """Allocate what `sleep` gave back. parts: one after the other, so that weights can be updated before the cache takes its memory."""
+        self.residency.wake_up(parts)
+
+    def update_weights(
+        self,
+        source: WeightSource,
+        quant: str | QuantScheme | torch.dtype | None = None,
+        staging: str | torch.device | None = None,
+    ) -> None:
+        """New weights in the memory of the old ones: plans, packed layouts and CUDA graphs stay. The prefix cache is emptied.
+
+        source: a directory or GGUF file with the configuration of the loaded model, or a mapping of all its tensors by their names in
+        the checkpoint. quant: the scheme to round them to; None = as at load. staging: where the new model is built, which takes the
+        memory of a second model; None = the engine's device.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous or of a wrong shape, or the model would change; the old weights stay.
+            UsageError: a request has begun and not ended, or the weights sleep.
+        """
+        self._require_none_started("update_weights")
+        self.residency.update(source, self._quant if quant is None else quant, staging)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefixes of earlier requests."""
+        if self.scheduler.cache is not None:
+            self.scheduler.cache.clear()
+
+    def record_cache_events(self) -> None:
+        """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly. UsageError: there is
+        no prefix cache."""
+        if self.scheduler.cache is None:
+            raise UsageError(
+                "the engine has no prefix cache, and so no events of one: enable_prefix_cache is False"
+            )
+        self.scheduler.cache.events = self.scheduler.cache.events or EventLog()
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """The events of the prefix cache since the last call, in order."""
+        cache = self.scheduler.cache
+        return [] if cache is None or cache.events is None else cache.events.take()
+
+    def status(self) -> EngineStatus:
+        """Capacity and load, as values; costs no step."""
+        scheduler, config, pool = self.scheduler, self.scheduler.config, self.scheduler.pool
+        state: State = "paused" if scheduler.paused is not None else "running"
+        if self.residency.reason:
+            state = "sleeping" if self.residency.absent else "outdated"
+        elif self._draining:
+            state = "draining"
+        return EngineStatus(
+            state=state,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.held),
+            waiting_tokens=scheduler.queued_tokens,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            used_blocks=pool.num_referenced,
+            cached_blocks=pool.num_cached,
+            max_request_tokens=config.capacity,
+            max_seqs=config.max_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            weight_bytes=self.runner.model.plans.weight_bytes,
+            cache_bytes=self.runner.cache.nbytes,
+        )
+
+    def _require_none_started(self, call: str) -> None:
+        if self.scheduler.has_started():
+            raise UsageError(
+                f"{call} while requests have begun and not ended: pause('wait') or pause('abort'), and step until paused"
+            )
