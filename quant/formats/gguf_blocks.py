@@ -110,7 +110,8 @@ def _nibbles(packed: Tensor) -> Tensor:
 def _stream(packed: Tensor, run: int) -> Tensor:
     """Runs of bytes with the low nibbles' codes before the high ones', [..., B] -> those codes as a bit stream [..., B]."""
     runs = packed.unflatten(-1, (-1, run))
-    pairs = runs.clone(memory_format=torch.contiguous_format).view(torch.int16)  # aligned, unlike a part of a block
+    # The copy is aligned, unlike a part of a block.
+    pairs = runs.clone(memory_format=torch.contiguous_format).view(torch.int16)
     halves = []
     for shift in (0, 4):
         nibbles = (pairs >> shift) & 0x0F0F
