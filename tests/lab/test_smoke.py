@@ -17,6 +17,7 @@ import torch
 from gristmill.kernel_registry.target import Target
 from lab import (
     attention_timing,
+    gguf_model,
     gpu_graphs,
     linear_sanitized,
     linear_weight_only,
@@ -55,12 +56,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_memory, "SCHEMES", {"dense": ("int4_g128",)})
 
 
+def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer of 400 entries."""
+    pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf_model, "VOCABULARY", 400)
+    monkeypatch.setattr(gguf_model, "MERGES", 100)
+
+
 def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 
 MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" / "models" / "eval_tokens.u16"
 FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
+    "gguf_model": (small_vocabulary, "--kind Q4_0 --layers 1 FILE"),
     "linear_sanitized": (on_a_cpu, "--schemes nvfp4 --problems 7x200x2304"),
     "linear_weight_only": (
         on_a_cpu,
@@ -81,7 +90,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",
     ),
 }
-"""Per program, replacements for what a test cannot have, and its command line; OUT is a file."""
+"""Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 
 
 def test_every_program_has_a_smallest_form() -> None:
@@ -98,7 +107,9 @@ def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     prepare, line = FORMS[name]
     prepare(monkeypatch)
     out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", [name, *line.replace("OUT", str(out)).split()])
+    monkeypatch.setattr(
+        sys, "argv", [name, *line.replace("OUT", str(out)).replace("FILE", str(tmp_path / "file")).split()]
+    )
     threads = torch.get_num_threads()
     try:
         status = importlib.import_module(f"lab.{name}").main()
@@ -107,6 +118,8 @@ def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         torch.set_num_threads(threads)
     assert not status
+    if "FILE" in line:
+        assert (tmp_path / "file").stat().st_size
     if "OUT" in line:
         data = json.loads(out.read_text())
         assert data["rows"]
