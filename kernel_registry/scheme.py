@@ -3,7 +3,7 @@
 A name is ``<weights>[.<activations>]``. The weights part says the number format, the scale granularity and, for
 integers, whether zero points (``_zp``) or minimums (``_min``) are stored; the activations part, when present, says how the activations are
 quantized before the product. A bare name is weight-only: ``nvfp4`` is W4A16, ``nvfp4.nvfp4`` W4A4,
-``fp8_block.fp8_g128`` DeepSeek's, ``int4_g128.fp8_token`` W4A8.
+``fp8_block.fp8_g128`` DeepSeek's, ``int4_g128.fp8_token`` and ``int4_g128.int8_g128`` W4A8.
 
 =============================  ====  ==========================================  ========
 weights                        bits  scales                                      groups
@@ -46,6 +46,8 @@ ACTIVATION_FORMATS: Final[tuple[str, ...]] = (
     "fp8_token",
     "fp8_g128",
     "int8_token",
+    "int8_g32",
+    "int8_g128",
     "mxfp8",
     "mxfp4",
     "nvfp4",
@@ -205,6 +207,21 @@ class QuantScheme:
         """The same weights with activations in their own dtype."""
         return self if self.activation is None else replace(self, activation=None)
 
+    def with_int8_activation(self, act_order: bool = False) -> QuantScheme:
+        """The same weights with activations quantized to int8, in blocks like the weight's groups: of 32 columns for groups of up to
+        64, of 128 for larger ones and whole rows. Blocks are of consecutive columns: with act_order, whole rows.
+
+        The scheme itself if it has an activation format, or no code of it is an integer times the scale (fp8, other widths, dense).
+        """
+        if (
+            self.activation is not None
+            or not self.is_named
+            or self.weight not in ("int4", "int8", "mxfp4", "nvfp4")
+        ):
+            return self
+        blocks = "int8_g32" if (self.group_size or BLOCK) < BLOCK else "int8_g128"
+        return replace(self, activation="int8_token" if act_order else blocks)
+
     def groups(self, k: int) -> int:
         """Scale columns of a row of k weights: 0 when the format has no scales tensor (dense, fp8 per tensor)."""
         if self.granularity in ("dense", "tensor"):
@@ -283,7 +300,10 @@ ALL_SCHEMES: Final[tuple[str, ...]] = ALL_WEIGHT_SCHEMES + tuple(
 PAIRED_SCHEMES: Final[tuple[str, ...]] = (
     "int4_g128.fp8_token",
     "int4_g128.int8_token",
+    "int4_g128.int8_g128",
+    "int4_g32.int8_g32",
     "int8_ch.int8_token",
+    "int8_g128.int8_g128",
     "fp8.fp8",
     "fp8.fp8_token",
     "fp8_ch.fp8_token",
@@ -291,9 +311,11 @@ PAIRED_SCHEMES: Final[tuple[str, ...]] = (
     "mxfp8.mxfp8",
     "mxfp4.mxfp4",
     "mxfp4.mxfp8",
+    "mxfp4.int8_g32",
     "nvfp4.nvfp4",
+    "nvfp4.int8_g32",
 )
-"""The pairs that published checkpoints and tensor cores use: what to enumerate where ALL_SCHEMES is too many."""
+"""The pairs that published checkpoints, tensor cores and integer units of CPUs use: what to enumerate where ALL_SCHEMES is too many."""
 
 
 _INTEGER: Final = re.compile(r"int([1-8])_(?:g([1-9]\d{0,6})|ch)(_zp|_min)?")

@@ -7,14 +7,17 @@ fp8          float8_e4m3fn [..., K]                                     float32 
 fp8_token    float8_e4m3fn [..., K]                                     float32 [..., 1]: amax / 448
 fp8_g128     float8_e4m3fn [..., K]                                     float32 [..., ceil(K/128)]: max(amax, 1e-4) / 448
 int8_token   int8 [..., K]                                              float32 [..., 1]: amax / 127
+int8_g32     int8 [..., K]                                              float32 [..., ceil(K/32)]: amax / 127
+int8_g128    int8 [..., K]                                              float32 [..., ceil(K/128)]: amax / 127
 mxfp8        float8_e4m3fn [..., K]                                     uint8 E8M0 [..., K/32]: floor(log2 amax) - 8
 mxfp4        uint8 [..., K/2], low nibble = even k                      uint8 E8M0 [..., K/32]: floor(log2 amax) - 2
 nvfp4        uint8 [..., K/2], low nibble = even k                      float8_e4m3fn [..., K/16], and global_scale
 ===========  =========================================================  ==============================================
 
 Every rounding is to nearest with ties to even, after an IEEE float32 division by the scale, saturating. The amax of
-fp8, fp8_token and int8_token is at least 1e-10, so that rows of zeros have a scale. fp8_g128 is DeepSeek-V3's rule.
-A NaN in a row makes its scale NaN, and so remains visible.
+fp8, fp8_token and the int8 formats is at least 1e-10, so that rows of zeros have a scale. fp8_g128 is DeepSeek-V3's rule.
+Groups of fp8_g128, int8_g32 and int8_g128 may be partial at the end of a row. A NaN in a row makes its scale NaN, and so
+remains visible.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from gristmill.quant.tensor import scales_to_float32
 
 MIN_AMAX: Final = 1e-10
 MIN_AMAX_G128: Final = 1e-4
-_GROUP: Final = {"fp8_g128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+_GROUP: Final = {
+    "fp8_g128": 128,
+    "int8_g32": 32,
+    "int8_g128": 128,
+    "mxfp8": 32,
+    "mxfp4": 32,
+    "nvfp4": 16,
+}
+_PARTIAL: Final = ("fp8_g128", "int8_g32", "int8_g128")
+"""Formats whose last group of a row may be shorter."""
 _EMAX: Final = {"mxfp8": 8, "mxfp4": 2}
 
 
@@ -94,7 +106,7 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"activations are [..., K] with K at least 1, got {list(x.shape)}")
     k, group = x.shape[-1], _GROUP.get(format)
-    if group is not None and format != "fp8_g128" and k % group:
+    if group is not None and format not in _PARTIAL and k % group:
         raise ValueError(f"{format} has groups of {group} along K, and K = {k} is not a multiple of {group}")
     if scale is not None:
         if format not in ("fp8", "nvfp4"):
@@ -114,11 +126,14 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
         amax = w.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
         if format == "int8_token":
             scales = amax / 127
-            return QuantAct(format, (w / scales).round().clamp(-128, 127).to(torch.int8), scales, k)
+            return QuantAct(format, _int8(w / scales), scales, k)
         scales = amax / numeric.E4M3_MAX
         return QuantAct(format, _e4m3(w / scales), scales, k)
     grouped = torch.nn.functional.pad(w, (0, -k % group)).unflatten(-1, (-1, group))
     amax = grouped.abs().amax(-1)
+    if format.startswith("int8"):
+        scales = amax.clamp(min=MIN_AMAX) / 127
+        return QuantAct(format, _int8((grouped / scales[..., None]).flatten(-2)[..., :k]), scales, k)
     if format == "fp8_g128":
         scales = amax.clamp(min=MIN_AMAX_G128) / numeric.E4M3_MAX
         return QuantAct(
@@ -143,6 +158,10 @@ def _nvfp4(w: Tensor, scale: Tensor | None) -> QuantAct:
 
 def _tensor_amax(w: Tensor) -> Tensor:
     return w.abs().amax().view(1) if w.numel() else torch.zeros(1, device=w.device, dtype=torch.float32)
+
+
+def _int8(x: Tensor) -> Tensor:
+    return x.round().clamp(-128, 127).to(torch.int8).contiguous()
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -208,13 +208,16 @@ inline f16 from_float<f16>(float v) {
 // GNU vector types: + - * / & | ^ << >> comparisons and `mask ? a : b` work lane by lane on every
 // architecture.
 
+#ifndef GM_LANES  // set by tests, to run the width of another level in plain vector arithmetic
 #if GM_X86_AVX512
-constexpr int kLanes = 16;
+#define GM_LANES 16
 #elif GM_X86_AVX2
-constexpr int kLanes = 8;
+#define GM_LANES 8
 #else
-constexpr int kLanes = 4;
+#define GM_LANES 4
 #endif
+#endif
+constexpr int kLanes = GM_LANES;
 typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
@@ -368,13 +371,13 @@ inline void store(T* p, vf v, int64_t n) {
 
 // Lane i of the result is lane i + half of v (i < half); the other lanes do not matter.
 inline vf upper(vf v, int half) {
-#if GM_X86_AVX512
+#if GM_LANES == 16
   if (half == 8)
     return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
   if (half == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
   if (half == 2) return __builtin_shufflevector(v, v, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3);
   return __builtin_shufflevector(v, v, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1);
-#elif GM_X86_AVX2
+#elif GM_LANES == 8
   if (half == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 4, 5, 6, 7);
   if (half == 2) return __builtin_shufflevector(v, v, 2, 3, 2, 3, 2, 3, 2, 3);
   return __builtin_shufflevector(v, v, 1, 1, 1, 1, 1, 1, 1, 1);

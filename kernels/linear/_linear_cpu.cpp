@@ -8,6 +8,7 @@
 // threads, or the path.
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include "_linear_decode.h"
+#include "_linear_epilogue.h"
 
 #include <cstdlib>
 
@@ -69,7 +70,6 @@ __attribute__((always_inline)) inline void close_group(const Job& j, int64_t blo
     }
 }
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t whole_tiles(int64_t rows) { return (rows + kDirectRows - 1) / kDirectRows * kDirectRows; }
 
 // Rows of the tile that has `left` rows of x left: the same rule for preparing x and for reading it.
@@ -176,37 +176,6 @@ void buffered(const Job& j, int64_t block0, typename M::Operand* decoded, float*
         tile<M, S, NB, 1>(j, decoded, block0, r, c0, count, t);
     }
   }
-}
-
-template <class T>
-struct Output {
-  T* out;    // [rows, n], or null while z is collected for silu_mul
-  float* z;  // [rows, n]
-  const T *bias, *residual;
-};
-
-// Row multipliers, bias and residual; totals [rows][width] of `count` blocks from block0.
-template <class T>
-void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int64_t row0, int64_t rows,
-            const float* totals, int64_t width) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t b = 0; b < count && block0 + b < j.blocks; ++b)
-#pragma GCC unroll 4
-      for (int i = 0; i < kParts; ++i) {
-        const int64_t lane = (block0 + b) * kRows + i * gm::kLanes, left = smaller(j.n - lane, gm::kLanes);
-        if (left <= 0) continue;
-        gm::vf v = gm::load(totals + r * width + b * kRows + i * gm::kLanes);
-        if (j.row_scale) v = v * gm::load(j.row_scale + lane);
-        const int64_t at = (row0 + r) * j.n + lane;
-        if (o.bias) v = v + (left == gm::kLanes ? gm::load(o.bias + lane) : gm::load(o.bias + lane, left));
-        if (o.z) {
-          left == gm::kLanes ? gm::store(o.z + at, v) : gm::store(o.z + at, v, left);
-          continue;
-        }
-        if (o.residual)
-          v = v + (left == gm::kLanes ? gm::load(o.residual + at) : gm::load(o.residual + at, left));
-        left == gm::kLanes ? gm::store(o.out + at, v) : gm::store(o.out + at, v, left);
-      }
 }
 
 template <Format F, class M, int S, class T, int NB, int MR>
@@ -324,19 +293,7 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     else
       code = run_buffered<F, M, S, T>(j, o);
     if (!silu || code != GM_OK) continue;
-    code = gm::parallel_for(j.rows, 16384 / columns_out + 1, [=](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const float *gate = zs + r * 2 * columns_out, *up = gate + columns_out;
-        for (int64_t c = 0; c < columns_out; c += gm::kLanes) {
-          const int64_t left = smaller(columns_out - c, gm::kLanes), at = r * columns_out + c;
-          const bool full = left == gm::kLanes;
-          gm::vf v = full ? gm::silu(gm::load(gate + c)) * gm::load(up + c)
-                          : gm::silu(gm::load(gate + c, left)) * gm::load(up + c, left);
-          if (added) v = v + (full ? gm::load(added + at) : gm::load(added + at, left));
-          full ? gm::store(to + at, v) : gm::store(to + at, v, left);
-        }
-      }
-    });
+    code = silu_mul(zs, added, to, j.rows, columns_out);
   }
   std::free(scratch);
   return code;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
@@ -44,6 +44,22 @@ def launch(
     out: Tensor,
 ) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
+    arguments = native_arguments("linear_cpu", config, x, weight, bias, residual, silu_mul, out)
+    code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(*arguments)
+    check(code, "linear_cpu")
+
+
+def native_arguments(
+    kernel: str,
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+    out: Tensor,
+) -> tuple[Any, ...]:
+    """The arguments of gm_linear_rows16; ValueError, which names `kernel`, unless the tensors fit each other."""
     codes, scales, zeros, row_scale, perm = weight
     k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
     columns = codes.shape[1] * int(config["columns"])
@@ -51,17 +67,17 @@ def launch(
     blocks, ordered = cdiv(rows, 16), perm.numel()
     if codes.shape[0] != blocks or columns < k * (not ordered) or (ordered and ordered != columns):
         raise ValueError(
-            f"linear_cpu: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
+            f"{kernel}: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
         )
-    need_slots("linear_cpu", weight, blocks)
+    need_slots(kernel, weight, blocks)
     scaled, zeroed = scales.numel(), zeros.numel()
     if (scaled and scaled != blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
         raise ValueError(
-            f"linear_cpu: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
+            f"{kernel}: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
             f"in groups of {group}"
         )
     scale_type = NONE if not scaled else E8M0 if config["e8m0"] else DTYPE_CODES[dtype_name(scales.dtype)]
-    code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(
+    return (
         x.data_ptr(),
         row_stride(x),
         codes.data_ptr(),
@@ -84,7 +100,6 @@ def launch(
         int(silu_mul),
         DTYPE_CODES[dtype_name(x.dtype)],
     )
-    check(code, "linear_cpu")
 
 
 def need_slots(op: str, weight: list[Tensor], blocks: int) -> None:
@@ -117,10 +132,13 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """The code level, and what the scheme determines of a packed weight: columns per line, group (0 = row), zero, format."""
-    scheme = QuantScheme.parse(problem.text("w"))
+    """The code level, and what the scheme determines of a packed weight."""
+    return {**_LEVEL(problem, target), **packing(QuantScheme.parse(problem.text("w")))}
+
+
+def packing(scheme: QuantScheme) -> Config:
+    """What a scheme determines of a packed weight: format, columns per line, group (0 = row), zero."""
     return {
-        **_LEVEL(problem, target),
         "format": FORMATS[scheme.weight],
         "columns": 32 // scheme.bits,
         "group": scheme.group_size or 0,

@@ -145,7 +145,17 @@ def test_act_order_gptq_and_activations() -> None:
     start, hessian = gristmill.quantize(weight, "int4_g128"), torch.eye(256) + 0.1
     assert_independent(lambda: gptq(weight, hessian, start))
     assert_independent(lambda: search_scales(weight, hessian, start))
-    for format in ("fp8", "fp8_token", "fp8_g128", "int8_token", "mxfp8", "mxfp4", "nvfp4"):
+    for format in (
+        "fp8",
+        "fp8_token",
+        "fp8_g128",
+        "int8_token",
+        "int8_g32",
+        "int8_g128",
+        "mxfp8",
+        "mxfp4",
+        "nvfp4",
+    ):
         assert_independent(quantize_activation, weight, format)
 
 

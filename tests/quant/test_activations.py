@@ -28,7 +28,9 @@ def expected(x: np.ndarray, name: str) -> np.ndarray:
         scale = np.abs(x).max() / F32(448)
         return oracle.e4m3(x / scale) * scale
     top = np.abs(x).max() / F32(6 * 448)
-    size = {"fp8_g128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(name, x.shape[1])
+    size = {"fp8_g128": 128, "int8_g32": 32, "int8_g128": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(
+        name, x.shape[1]
+    )
     floor = F32(1e-4 if name == "fp8_g128" else 1e-10)
     for i in range(x.shape[0]):
         for j in range(0, x.shape[1], size):
@@ -38,10 +40,10 @@ def expected(x: np.ndarray, name: str) -> np.ndarray:
             elif name.startswith("mx"):
                 r = oracle.mx(v, 8, oracle.e4m3) if name == "mxfp8" else oracle.mx(v, 2, oracle.e2m1)
             else:
-                scale = max(np.abs(v).max(), floor) / F32(127 if name == "int8_token" else 448)
+                scale = max(np.abs(v).max(), floor) / F32(127 if name.startswith("int8") else 448)
                 r = (
                     np.clip(np.rint(v / scale), -128, 127) * scale
-                    if name == "int8_token"
+                    if name.startswith("int8")
                     else oracle.e4m3(v / scale) * scale
                 )
             out[i, j : j + size] = r
@@ -72,6 +74,8 @@ def test_a_doubled_scale_is_seen(name: str) -> None:
         ("fp8_token", torch.float8_e4m3fn, torch.float32, (2, 3, 1)),
         ("fp8_g128", torch.float8_e4m3fn, torch.float32, (2, 3, 2)),
         ("int8_token", torch.int8, torch.float32, (2, 3, 1)),
+        ("int8_g32", torch.int8, torch.float32, (2, 3, 8)),
+        ("int8_g128", torch.int8, torch.float32, (2, 3, 2)),
         ("mxfp8", torch.float8_e4m3fn, torch.uint8, (2, 3, 8)),
         ("mxfp4", torch.uint8, torch.uint8, (2, 3, 8)),
         ("nvfp4", torch.uint8, torch.float8_e4m3fn, (2, 3, 16)),
@@ -86,11 +90,12 @@ def test_dtypes_and_shapes(name, values, scales, shape) -> None:
     assert quantize_activation(x[:0], name).dequantize().shape == (0, 3, 256)
 
 
-def test_partial_group_of_128() -> None:
+@pytest.mark.parametrize("name, groups", [("fp8_g128", 2), ("int8_g128", 2), ("int8_g32", 7)])
+def test_partial_groups(name: str, groups: int) -> None:
     x = tokens(4, 200)
-    q = quantize_activation(x, "fp8_g128")
-    assert q.scales.shape == (4, 2) and q.values.shape == (4, 200)
-    assert np.array_equal(q.dequantize().numpy(), expected(x.numpy(), "fp8_g128"))
+    q = quantize_activation(x, name)
+    assert q.scales.shape == (4, groups) and q.values.shape == (4, 200)
+    assert np.array_equal(q.dequantize().numpy(), expected(x.numpy(), name))
 
 
 def test_static_scales() -> None:

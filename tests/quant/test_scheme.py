@@ -142,3 +142,21 @@ def test_specs_import_no_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "name, act_order, expected",
+    [
+        ("int4_g128", False, "int4_g128.int8_g128"),
+        ("int4_g64_zp", False, "int4_g64_zp.int8_g32"),
+        ("int4_ch", False, "int4_ch.int8_g128"),
+        ("int4_g128", True, "int4_g128.int8_token"),
+        ("nvfp4", False, "nvfp4.int8_g32"),
+        ("int4_g128.fp8_token", False, "int4_g128.fp8_token"),
+        ("fp8_block", False, "fp8_block"),
+        ("int3_g128", False, "int3_g128"),
+        ("bf16", False, "bf16"),
+    ],
+)
+def test_int8_activations_follow_the_groups(name: str, act_order: bool, expected: str) -> None:
+    assert str(QuantScheme.parse(name).with_int8_activation(act_order)) == expected

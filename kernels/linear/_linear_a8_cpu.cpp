@@ -1,0 +1,376 @@
+// Linear over weights packed as cpu_rows16_v1 with activations quantized to int8: 4-bit and 8-bit integers,
+// and e2m1 (its doubled values are integers). The products of a unit, columns that share the scales of weight
+// and activation (256 at most), are summed in integers, exactly; units are added in float32:
+//   y += (sum of code * x - zero * sum of x) * (scale of the weight * scale of x)
+//
+// Few rows of x: lines are decoded in registers and used at once. Many rows: a block's columns are decoded
+// into a buffer that stays in cache and multiplied by tiles of x. Both add in the same order, so a row's
+// result does not depend on other rows, threads, or the path.
+// gm-levels: base avx2 avx512 avx512_vnni neon
+#include "_linear_a8_math.h"
+#include "_linear_epilogue.h"
+
+#include <cstdlib>
+
+namespace {
+using namespace a8;
+using lin::kNone;
+using lin::smaller;
+
+constexpr int kTileRows = 12 / kParts;  // rows of x whose accumulators fit the registers
+constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
+constexpr int64_t kAhead = 2048;  // bytes of a block fetched before they are needed
+constexpr int64_t kUnit = 256;    // most columns of a unit: sums of 255 * 127 * 256 are exact in float32
+constexpr int64_t kChunkColumns = 256;  // columns decoded at a time
+constexpr int64_t kChunkRows = 256;     // rows of x at a time: their chunk of columns stays in the L2 cache
+constexpr int64_t kChunkBlocks = 8;     // blocks that use a chunk of x before the next one
+constexpr float kMinAmax = 1e-10f;      // of quant/activations.py
+
+struct Job {
+  const uint8_t* codes;
+  const void *scales, *zeros;
+  const float* row_scale;
+  int scale_type, zero_type, implicit_zero;
+  int64_t n, k, columns, group, groups, blocks, block_bytes;
+  int64_t act_block;  // columns of x that share a scale
+  int64_t unit, units, units_per_group;
+  int64_t rows;  // of x
+  // Of x, tile by tile of rows, rows of a tile interleaved: the words of each step, and per unit its scale,
+  // and its sum times minus the implicit zero (int32) or, with stored zeros, times -1 (float32).
+  const uint32_t* words;
+  const float* x_scales;
+  const int32_t* x_sums;
+};
+
+// Rows of the tile that begins where `left` rows are left: tiles of even size.
+inline int tile_rows(int64_t left) {
+  const int64_t tiles = (left + kTileRows - 1) / kTileRows;
+  return int((left + tiles - 1) / tiles);
+}
+
+// Scale (or zero) of the rows of a block for a unit.
+inline lin::V of_unit(const Job& j, const void* base, int type, int64_t block, int64_t unit) {
+  const int64_t g = j.units_per_group == 1 ? unit : unit / j.units_per_group;
+  return lin::load16(base, type, block * j.groups + g);
+}
+
+// A block's decoded columns: steps, and per unit the scales and zeros.
+struct Decoded {
+  Int* steps;
+  lin::V *scales, *zeros;
+};
+
+template <Format F>
+void decode_units(const Job& j, int64_t block, int64_t u0, int64_t u1, const Decoded& to) {
+  using M = Math<F>;
+  constexpr int steps = M::template kSteps<F>, per_line = 32 / lin::kBits<F>;
+  const int64_t first = u0 * j.unit, end = smaller(u1 * j.unit, j.columns);
+  const uint8_t* p = j.codes + block * j.block_bytes + first / per_line * 64;
+  Int* out = to.steps;
+  for (int64_t line = 0; line < (end - first) / per_line; ++line, p += 64) {
+    const W w = lin::load_line(p);
+    __builtin_prefetch(p + kAhead);
+#pragma GCC unroll 2
+    for (int s = 0; s < steps; ++s) *out++ = M::template decode<F>(w, s);
+  }
+  for (int64_t u = u0; u < u1; ++u) {
+    to.scales[u - u0] = of_unit(j, j.scales, j.scale_type, block, u);
+    if (j.zero_type != kNone) to.zeros[u - u0] = of_unit(j, j.zeros, j.zero_type, block, u);
+  }
+}
+
+// totals += (sum + zero * x_sum) * (scale * x_scale); without zeros, sum * (scale * x_scale).
+inline void add_unit(const Int& sum, const lin::V* zero, float x_sum, const lin::V& scale, float x_scale,
+                     float* totals) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    float* to = totals + i * gm::kLanes;
+    gm::vf v = __builtin_convertvector(sum.p[i], gm::vf);
+    if (zero) v = gm::fma(zero->p[i], gm::splat(x_sum), v);
+    gm::store(to, gm::fma(v, scale.p[i] * x_scale, gm::load(to)));
+  }
+}
+
+// totals[row * 16 ...] += units [u0, u1) of a block by MR rows of x from row0; steps come from the packed
+// lines, or from `decoded` where that is given.
+template <Format F, int MR, bool kPacked>
+void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0, int64_t u1,
+          float* totals) {
+  using M = Math<F>;
+  constexpr int steps = M::template kSteps<F>, per_line = 32 / lin::kBits<F>;
+  constexpr int64_t run = M::template kRun<F>;
+  const uint32_t* x = j.words + row0 * (j.columns / M::kColumns) + u0 * j.unit / M::kColumns * MR;
+  const uint8_t* p = j.codes + block * j.block_bytes + u0 * j.unit / per_line * 64;
+  const Int* step = kPacked ? nullptr : decoded->steps;
+  const auto add_line = [&](Int* acc) __attribute__((always_inline)) {
+    W w;
+    if constexpr (kPacked) {
+      w = lin::load_line(p);
+      __builtin_prefetch(p + kAhead);
+      p += 64;
+    }
+#pragma GCC unroll 2
+    for (int s = 0; s < steps; ++s) {
+      const Int operand = kPacked ? M::template decode<F>(w, s) : load_step(step++);
+#pragma GCC unroll 12
+      for (int r = 0; r < MR; ++r) M::mac(acc[r], operand, x[s * MR + r]);
+    }
+    x += steps * MR;
+  };
+  for (int64_t u = u0; u < u1; ++u) {
+    const int64_t lines = smaller(j.unit, j.columns - u * j.unit) / per_line;
+    const int64_t at = row0 * j.units + u * MR;
+    Int sum[MR];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kParts; ++i)
+        sum[r].p[i] = j.zero_type == kNone ? gm::vi{} + j.x_sums[at + r] : gm::vi{};
+    if constexpr (M::kExact) {
+      for (int64_t line = 0; line < lines; ++line) add_line(sum);
+    } else {
+      for (int64_t line = 0; line < lines; line += run) {
+        Int acc[MR] = {};
+        for (int64_t end = smaller(line + run, lines), i = line; i < end; ++i) add_line(acc);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; ++r) M::widen(sum[r], acc[r]);
+      }
+    }
+    const lin::V scale = kPacked ? of_unit(j, j.scales, j.scale_type, block, u) : decoded->scales[u - u0];
+    if (j.zero_type != kNone) {
+      const lin::V zero = kPacked ? of_unit(j, j.zeros, j.zero_type, block, u) : decoded->zeros[u - u0];
+#pragma GCC unroll 12
+      for (int r = 0; r < MR; ++r)
+        add_unit(sum[r], &zero, gm::bit_cast<float>(j.x_sums[at + r]), scale, j.x_scales[at + r],
+                 totals + r * kRows);
+    } else {
+#pragma GCC unroll 12
+      for (int r = 0; r < MR; ++r)
+        add_unit(sum[r], nullptr, 0.0f, scale, j.x_scales[at + r], totals + r * kRows);
+    }
+  }
+}
+
+// tile() for a number of rows that is known when the kernel runs.
+template <Format F, bool kPacked, int MR = kPacked ? kDirectRows : kTileRows>
+void any_tile(int rows, const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0,
+              int64_t u1, float* totals) {
+  if constexpr (MR > 1)
+    if (rows < MR) return any_tile<F, kPacked, MR - 1>(rows, j, block, decoded, row0, u0, u1, totals);
+  tile<F, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
+}
+
+template <Format F, class T>
+int run_direct(const Job& j, const lin::Output<T>& o) {
+  const int64_t grain = (1 << 19) / (j.columns * kRows) + 1;
+  return gm::parallel_for(j.blocks, grain, [&](int64_t begin, int64_t end) {
+    alignas(64) float totals[kDirectRows * kRows];
+    for (int64_t block = begin; block < end; ++block) {
+      std::memset(totals, 0, sizeof totals);
+      any_tile<F, true>(int(j.rows), j, block, nullptr, 0, 0, j.units, totals);
+      lin::finish(j, o, block, 1, 0, j.rows, totals, kRows);
+    }
+  });
+}
+
+template <Format F, class T>
+int run_buffered(const Job& j, const lin::Output<T>& o) {
+  const int64_t chunk = kChunkColumns / j.unit;  // units decoded at a time
+  int failed = 0;
+  const int code = gm::parallel_for(j.blocks, 1, [&](int64_t begin, int64_t end) {
+    const size_t steps = sizeof(Int) * size_t(kChunkColumns / Math<F>::kColumns);
+    const size_t scales = sizeof(lin::V) * size_t(chunk);
+    const int64_t block_totals = j.rows * kRows;
+    const size_t totals_bytes = sizeof(float) * size_t(block_totals * kChunkBlocks);
+    char* scratch = static_cast<char*>(std::aligned_alloc(64, steps + 2 * scales + totals_bytes));
+    if (!scratch) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    const Decoded decoded{reinterpret_cast<Int*>(scratch), reinterpret_cast<lin::V*>(scratch + steps),
+                          reinterpret_cast<lin::V*>(scratch + steps + scales)};
+    float* totals = reinterpret_cast<float*>(scratch + steps + 2 * scales);
+    for (int64_t first = begin; first < end; first += kChunkBlocks) {
+      const int64_t blocks = smaller(kChunkBlocks, end - first);
+      std::memset(totals, 0, totals_bytes);
+      for (int64_t u = 0; u < j.units; u += chunk)
+        for (int64_t b = 0; b < blocks; ++b) {
+          const int64_t stop = smaller(u + chunk, j.units);
+          decode_units<F>(j, first + b, u, stop, decoded);
+          for (int64_t row = 0; row < j.rows;) {
+            const int rows = tile_rows(j.rows - row);
+            any_tile<F, false>(rows, j, first + b, &decoded, row, u, stop,
+                               totals + b * block_totals + row * kRows);
+            row += rows;
+          }
+        }
+      for (int64_t b = 0; b < blocks; ++b)
+        lin::finish(j, o, first + b, 1, 0, j.rows, totals + b * block_totals, kRows);
+    }
+    std::free(scratch);
+  });
+  return failed ? int(GM_E_NOMEM) : code;
+}
+
+// A row of x as int8 codes in the packed order of columns, and its scales and sums by units, `gap` apart.
+// values: float32 [columns], scratch. A block that is not finite gets the scale NaN.
+template <class T>
+void quantize_row(const Job& j, float code_scale, const T* x, const int32_t* perm, float* values,
+                  int8_t* codes, float* scales, int32_t* sums, int64_t gap) {
+  if (perm) {
+    for (int64_t c = 0; c < j.columns; ++c) values[c] = perm[c] < 0 ? 0.0f : gm::to_float(x[perm[c]]);
+  } else {
+    int64_t c = 0;
+    for (; c + gm::kLanes <= j.k; c += gm::kLanes) gm::store(values + c, gm::load(x + c));
+    for (; c < j.columns; ++c) values[c] = c < j.k ? gm::to_float(x[c]) : 0.0f;
+  }
+  constexpr int lanes = gm::kLanes;
+  for (int64_t c0 = 0; c0 < j.columns; c0 += j.act_block) {
+    const int64_t end = smaller(c0 + j.act_block, j.columns);  // a multiple of 16, as c0
+    gm::vf amax{}, not_finite{};
+    for (int64_t c = c0; c < end; c += lanes) {
+      const gm::vf v = gm::load(values + c);
+      amax = gm::max(gm::abs(v), amax);
+      not_finite = not_finite + v * 0.0f;
+    }
+    const float most = gm::max(amax),
+                scale = (most > kMinAmax ? most : kMinAmax) / 127.0f + gm::sum(not_finite);
+    const gm::vf magic = gm::splat(12582912.0f);  // rounds to nearest, ties to even
+    typedef int8_t bytes __attribute__((vector_size(lanes)));
+    for (int64_t c = c0; c < end; c += lanes) {
+      const gm::vi code = (gm::vi)(gm::load(values + c) / scale + magic) - 0x4b400000;
+      const bytes narrow = __builtin_convertvector(code, bytes);
+      std::memcpy(codes + c, &narrow, sizeof narrow);
+    }
+    for (int64_t c = c0; c < end; c += j.unit, scales += gap, sums += gap) {
+      int32_t sum = 0;
+      for (int64_t i = c; i < smaller(c + j.unit, end); ++i) sum += codes[i];
+      *scales = scale * code_scale;
+      *sums = j.zero_type == kNone ? -j.implicit_zero * sum : gm::bit_cast<int32_t>(-float(sum));
+    }
+  }
+}
+
+template <Format F, class T>
+int quantize(const Job& j, const T* x, int64_t stride, const int32_t* perm, uint32_t* words, float* scales,
+             int32_t* sums) {
+  using M = Math<F>;
+  int failed = 0;
+  int64_t tiles = 0;
+  for (int64_t row = 0; row < j.rows; row += tile_rows(j.rows - row)) ++tiles;
+  const int code =
+      gm::parallel_for(tiles, 65536 / (j.columns * kTileRows) + 1, [&](int64_t begin, int64_t end) {
+        const size_t row_bytes = size_t(j.columns) * 4;
+        char* scratch =
+            static_cast<char*>(std::aligned_alloc(64, (row_bytes + size_t(j.columns) + 63) / 64 * 64));
+        if (!scratch) {
+          __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+          return;
+        }
+        float* values = reinterpret_cast<float*>(scratch);
+        int8_t* codes = reinterpret_cast<int8_t*>(scratch + row_bytes);
+        int64_t row0 = 0;
+        for (int64_t i = 0; i < end; ++i) {
+          const int rows = tile_rows(j.rows - row0);
+          for (int r = 0; r < rows && i >= begin; ++r) {
+            quantize_row(j, F == Format::e2m1 ? 0.5f : 1.0f, x + (row0 + r) * stride, perm, values, codes,
+                         scales + row0 * j.units + r, sums + row0 * j.units + r, rows);
+            step_words<M>(codes, j.columns, words + row0 * (j.columns / M::kColumns) + r, rows);
+          }
+          row0 += rows;
+        }
+        std::free(scratch);
+      });
+  return failed ? int(GM_E_NOMEM) : code;
+}
+
+template <Format F, class T>
+int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual,
+        T* out, bool silu) {
+  const auto rounded = [](int64_t bytes) { return size_t(bytes + 63) / 64 * 64; };
+  const int64_t most = smaller(m, kChunkRows), columns_out = silu ? j.n / 2 : j.n;
+  const size_t words = rounded(most * (j.columns / Math<F>::kColumns) * 4),
+               per_unit = rounded(most * j.units * 4);
+  char* scratch =
+      static_cast<char*>(std::aligned_alloc(64, words + 2 * per_unit + (silu ? rounded(most * j.n * 4) : 0)));
+  if (!scratch) return GM_E_NOMEM;
+  auto* x_words = reinterpret_cast<uint32_t*>(scratch);
+  auto* x_scales = reinterpret_cast<float*>(scratch + words);
+  auto* x_sums = reinterpret_cast<int32_t*>(scratch + words + per_unit);
+  float* z = silu ? reinterpret_cast<float*>(scratch + words + 2 * per_unit) : nullptr;
+  j.words = x_words;
+  j.x_scales = x_scales;
+  j.x_sums = x_sums;
+  int code = GM_OK;
+  for (int64_t row = 0; row < m && code == GM_OK; row += kChunkRows) {
+    j.rows = smaller(kChunkRows, m - row);
+    code = quantize<F, T>(j, x + row * stride, stride, perm, x_words, x_scales, x_sums);
+    if (code != GM_OK) break;
+    const T* added = residual ? residual + row * columns_out : nullptr;
+    T* to = out + row * columns_out;
+    const lin::Output<T> o{to, z, bias, silu ? nullptr : added};
+    code = j.rows <= kDirectRows ? run_direct<F>(j, o) : run_buffered<F>(j, o);
+    if (silu && code == GM_OK) code = lin::silu_mul(z, added, to, j.rows, columns_out);
+  }
+  std::free(scratch);
+  return code;
+}
+
+inline int64_t gcd(int64_t a, int64_t b) { return b ? gcd(b, a % b) : a; }
+
+}  // namespace
+
+// As gm_linear_rows16 (_linear_cpu.cpp), with formats 0 int4, 1 e2m1, 2 int8, and x quantized to int8 in
+// blocks of act_block columns, a multiple of 16 (columns or more: the whole row).
+GM_KERNEL(gm_linear_a8_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
+                               const void* zeros, const void* row_scale, const void* perm, const void* bias,
+                               const void* residual, void* out, int64_t m, int64_t n, int64_t k,
+                               int64_t columns, int64_t group, int format, int scale_type, int zero_type,
+                               int implicit_zero, int silu, int dtype, int64_t act_block) {
+  if (m < 0 || n < 1 || k < 1 || columns < k * (perm == nullptr) || columns % 16 || group < 8 || group % 8 ||
+      columns % group || act_block < 16 || act_block % 16)
+    return GM_E_SHAPE;
+  if (perm && act_block < columns) return GM_E_SHAPE;  // blocks are of consecutive columns of x
+  if (silu && n % 2) return GM_E_SHAPE;
+  if (m == 0) return GM_OK;
+  if (format < 0 || format > 2 || scale_type == kNone) return GM_E_ARG;
+  Job j{};
+  j.codes = static_cast<const uint8_t*>(codes);
+  j.scales = scales;
+  j.zeros = zeros;
+  j.row_scale = static_cast<const float*>(row_scale);
+  j.scale_type = scale_type;
+  j.zero_type = zero_type;
+  j.implicit_zero = format == int(Format::e2m1) ? kCodeZero<Format::e2m1> : implicit_zero;
+  j.n = n;
+  j.k = k;
+  j.columns = columns;
+  j.group = group;
+  j.groups = columns / group;
+  j.blocks = (n + kRows - 1) / kRows;
+  j.block_bytes = columns * (format == int(Format::int8) ? 8 : 4) * 2;
+  j.act_block = smaller(act_block, columns);
+  const bool one_scale = group == columns && j.act_block == columns;
+  j.unit = one_scale ? smaller(kUnit, columns) : gcd(group, j.act_block);
+  if (j.unit > kUnit) {
+    if (j.unit % kUnit) return GM_E_SHAPE;
+    j.unit = kUnit;
+  }
+  if (j.unit % 8) return GM_E_SHAPE;
+  j.units = (columns + j.unit - 1) / j.unit;
+  j.units_per_group = (group + j.unit - 1) / j.unit;
+  const auto* order = static_cast<const int32_t*>(perm);
+#define LINEAR_A8_FORMAT(F)                                                                \
+  case int(Format::F):                                                                     \
+    return run<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m,          \
+                             static_cast<const T*>(bias), static_cast<const T*>(residual), \
+                             static_cast<T*>(out), silu != 0)
+  GM_DISPATCH_FLOAT(dtype, T, {
+    switch (format) {
+      LINEAR_A8_FORMAT(int4);
+      LINEAR_A8_FORMAT(e2m1);
+      LINEAR_A8_FORMAT(int8);
+    }
+  })
+  return GM_E_ARG;
+}

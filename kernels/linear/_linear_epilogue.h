@@ -1,0 +1,63 @@
+// What follows the sums of linear: the multiplier of each output row of the weight, bias, silu(gate) * up,
+// residual.
+#pragma once
+#include "_linear_decode.h"
+
+namespace {
+namespace lin {
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+struct Output {
+  T* out;    // [rows, n], or null while z is collected for silu_mul
+  float* z;  // [rows, n]
+  const T *bias, *residual;
+};
+
+// Row multipliers, bias and residual; totals [rows][width] of `count` blocks from block0. Job: any struct
+// with the n, blocks and row_scale of the weight.
+template <class T, class Job>
+void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int64_t row0, int64_t rows,
+            const float* totals, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t b = 0; b < count && block0 + b < j.blocks; ++b)
+#pragma GCC unroll 4
+      for (int i = 0; i < kParts; ++i) {
+        const int64_t lane = (block0 + b) * kRows + i * gm::kLanes, left = smaller(j.n - lane, gm::kLanes);
+        if (left <= 0) continue;
+        gm::vf v = gm::load(totals + r * width + b * kRows + i * gm::kLanes);
+        if (j.row_scale) v = v * gm::load(j.row_scale + lane);
+        const int64_t at = (row0 + r) * j.n + lane;
+        if (o.bias) v = v + (left == gm::kLanes ? gm::load(o.bias + lane) : gm::load(o.bias + lane, left));
+        if (o.z) {
+          left == gm::kLanes ? gm::store(o.z + at, v) : gm::store(o.z + at, v, left);
+          continue;
+        }
+        if (o.residual)
+          v = v + (left == gm::kLanes ? gm::load(o.residual + at) : gm::load(o.residual + at, left));
+        left == gm::kLanes ? gm::store(o.out + at, v) : gm::store(o.out + at, v, left);
+      }
+}
+
+// silu(gate) * up + added of z [rows][2 * columns], gate first -> out [rows][columns]; added like out, or
+// null.
+template <class T>
+int silu_mul(const float* z, const T* added, T* out, int64_t rows, int64_t columns) {
+  return gm::parallel_for(rows, 16384 / columns + 1, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float *gate = z + r * 2 * columns, *up = gate + columns;
+      for (int64_t c = 0; c < columns; c += gm::kLanes) {
+        const int64_t left = smaller(columns - c, gm::kLanes), at = r * columns + c;
+        const bool full = left == gm::kLanes;
+        gm::vf v = full ? gm::silu(gm::load(gate + c)) * gm::load(up + c)
+                        : gm::silu(gm::load(gate + c, left)) * gm::load(up + c, left);
+        if (added) v = v + (full ? gm::load(added + at) : gm::load(added + at, left));
+        full ? gm::store(out + at, v) : gm::store(out + at, v, left);
+      }
+    }
+  });
+}
+
+}  // namespace lin
+}  // namespace

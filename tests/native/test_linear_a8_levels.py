@@ -1,0 +1,111 @@
+"""Levels of linear_a8 that this processor may lack: the instructions that they are compiled to, and their algorithm at 512 bits.
+
+The algorithm is compiled for 16 lanes in plain vector arithmetic, with products of four bytes per lane as vpdpbusd has them, and must give
+the same bits as the base level, which has neither FMA nor 512 bits. What remains unproven is the instruction itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from ctypes import c_int64
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import linear_a8_cpu
+from gristmill.kernels.linear.linear import OP
+from gristmill.kernels.linear.linear_cpu import ARGUMENTS, native_arguments
+from gristmill.kernels.native import cpu_function
+from gristmill.quant import pack, quantize
+
+from .test_primitives import flags_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LINEAR = ROOT / "kernels" / "linear"
+ENTRY = "gm_linear_a8_rows16"
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def compiled(out: Path, flags: list[str], folder: Path = LINEAR) -> Path:
+    """The kernel of a folder of sources, with serial threads, as a library."""
+    command = ["g++", "-std=c++20", "-O1", "-Wno-psabi", "-ffp-contract=off", "-fPIC", "-shared", *flags]
+    command += ["-I", str(ROOT / "kernels" / "_native"), str(folder / "_linear_a8_cpu.cpp")]
+    subprocess.run(
+        [*command, str(ROOT / "tests" / "native" / "serial_threads.cpp"), "-o", str(out)], check=True
+    )
+    return out
+
+
+def product(entry: Any, scheme: str, m: int) -> torch.Tensor:
+    """A product of random numbers by an entry, with the output poisoned."""
+    n, k = 35, 320
+    generator = torch.Generator().manual_seed(m)
+    weight = quantize(torch.randn(n, k, generator=generator), scheme.partition(".")[0])
+    problem = OP.problem(f"m={m},n={n},k={k},x=fp32,w={scheme}")
+    config = linear_a8_cpu.config(problem, Target.parse("cpu:base"))
+    x, out = torch.randn(m, k, generator=generator), torch.full((m, n), float("nan"))
+    packed = pack(weight, "cpu_rows16_v1").tensors
+    arguments = native_arguments("test", config, x, packed, None, None, False, out)
+    assert entry(*arguments, config["block"] or packed[0].shape[1] * config["columns"]) == 0
+    return out
+
+
+def results(entry: Any) -> list[torch.Tensor]:
+    """Products of all formats, by few rows and by many."""
+    entry.argtypes = (*ARGUMENTS, c_int64)
+    schemes = (
+        "int4_g32_zp.int8_g32",
+        "int4_g64.int8_token",
+        "int8_ch.int8_token",
+        "mxfp4.int8_g32",
+        "nvfp4.int8_g32",
+    )
+    return [product(entry, scheme, m) for scheme in schemes for m in (1, 2, 4, 7, 13, 25)]
+
+
+def emulated(tmp_path: Path, folder: Path = LINEAR) -> Any:
+    """The entry at 16 lanes without instructions of a level."""
+    flags = ["-march=x86-64", "-DGM_LANES=16", "-DGM_LEVEL=emulated", "-I", str(LINEAR)]
+    return ctypes.CDLL(str(compiled(tmp_path / "emulated.so", flags, folder)))[f"{ENTRY}__emulated"]
+
+
+def test_the_algorithm_at_512_bits_gives_the_bits_of_the_base_level(tmp_path: Path) -> None:
+    base = results(cpu_function(ENTRY, "base", (*ARGUMENTS, c_int64)))
+    for expected, actual in zip(base, results(emulated(tmp_path)), strict=True):
+        assert not expected.isnan().any() and torch.equal(actual, expected)
+
+
+def test_a_wrong_lane_is_seen(tmp_path: Path) -> None:
+    """Planted: the second byte of a weight is multiplied by the first byte of x."""
+    for name in ("_linear_a8_cpu.cpp", "_linear_a8_math.h"):
+        shutil.copy(LINEAR / name, tmp_path / name)
+    header = tmp_path / "_linear_a8_math.h"
+    right = "((x << (24 - b)) >> 24)"
+    assert header.read_text().count(right) == 1
+    header.write_text(header.read_text().replace(right, "((x << (24 - (b == 8 ? 0 : b))) >> 24)"))
+    base = results(cpu_function(ENTRY, "base", (*ARGUMENTS, c_int64)))
+    assert not any(map(torch.equal, base, results(emulated(tmp_path, tmp_path))))
+
+
+@pytest.mark.parametrize(
+    "level, present, absent",
+    [
+        ("avx512_vnni", "vpdpbusd", "vpmaddubsw"),
+        ("avx512", "vpmaddubsw", "vpdpbusd"),
+        ("avx2", "vpmaddubsw", "vpdpbusd"),
+    ],
+)
+def test_instructions_of_a_level(level: str, present: str, absent: str, tmp_path: Path) -> None:
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed")
+    library = compiled(tmp_path / f"{level}.so", [*flags_of(level), f"-DGM_LEVEL={level}"])
+    command = ["objdump", "-d", "--no-show-raw-insn", str(library)]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert code.count(present) > 100 and absent not in code
+    assert ("zmm" in code) == level.startswith("avx512")
