@@ -34,6 +34,8 @@ class Policy:
     deterministic / batch_invariant: only kernels that declare it.
     weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of
         those with its rows rounded up to 16).
+    activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized
+        to int8 (QuantScheme.with_int8_activation); this changes results. None: with activations in their own dtype.
     cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
     store, cache: paths; None = under the user's cache folder.
     """
@@ -44,6 +46,7 @@ class Policy:
     deterministic: bool = False
     batch_invariant: bool = False
     weight_memory: float = 1.05
+    activations: str | None = None
     cpu_level: str | None = None
     store: str | None = None
     cache: str | None = None
@@ -144,4 +147,6 @@ def _checked(name: str, value: Any, origin: str) -> Any:
         return float(value)
     if not isinstance(value, str):
         raise wrong("text")
+    if name == "activations" and value != "int8":
+        raise wrong("int8")
     return value

@@ -28,6 +28,7 @@ class Linear:
         silu_mul: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
+        weight = plans.with_activations(weight)
         epilogue = [name for name, on in (("bias", bias is not None), ("silu_mul", silu_mul)) if on]
         problem = plans.problem(
             "linear",

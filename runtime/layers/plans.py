@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.common import dtype_name
+from gristmill.quant import QuantTensor
 from gristmill.runtime.cache_format import AUTO, CacheFormat
 from gristmill.runtime.workspace import Arenas
 
@@ -65,6 +68,12 @@ class Plans:
     def problem(self, op: str, /, **axes: AxisValue) -> Problem:
         """The static problem of an operation; AxisError for invalid axes."""
         return default_registry().op(op).problem(axes)
+
+    def with_activations(self, weight: QuantTensor) -> QuantTensor:
+        """The weight in the scheme that the policy's `activations` asks for on this device; no tensor changes."""
+        if self.policy.activations != "int8" or self.device.type != "cpu":
+            return weight
+        return replace(weight, scheme=weight.scheme.with_int8_activation(weight.g_idx is not None))
 
     def bind(self, op: str, /, **axes: AxisValue) -> BoundPlan:
         """The plan of an operation without packed weights."""
