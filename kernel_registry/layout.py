@@ -32,6 +32,8 @@ class Layout:
         any_integer: it also holds integer schemes of any width and group, with zero points or minimums.
         pack: ``"module:attr"`` of ``pack(QuantTensor) -> Packed``.
         unpack: ``"module:attr"`` of ``unpack(Packed) -> QuantTensor``, the exact inverse.
+        rows: ``"module:attr"`` of ``rows(Packed, index) -> Tensor``, the rows [T, K] that an int64 tensor [T] names, as the scheme's
+            dtype or, of quantized schemes, float32; "" where rows cannot be read singly.
         size: ``size(scheme, n, k)`` -> bytes of all slots for an [n, k] weight without act-order.
         module: where it was declared; set when it is discovered.
     """
@@ -44,13 +46,14 @@ class Layout:
     unpack: str
     size: Callable[[QuantScheme, int, int], int] = field(repr=False)
     any_integer: bool = False
+    rows: str = ""
     module: str = ""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.schemes) - set(ALL_WEIGHT_SCHEMES))
         if unknown:
             raise ValueError(f"layout {self.name}: no weight scheme called {', '.join(unknown)}")
-        for target in (self.pack, self.unpack):
+        for target in (self.pack, self.unpack, *([self.rows] if self.rows else [])):
             if target.count(":") != 1:
                 raise ValueError(f"layout {self.name}: a target is 'module:attr', got {target!r}")
 
@@ -85,8 +88,12 @@ class Layout:
         """The inverse, imported now."""
         return _load(self.unpack)
 
+    def load_rows(self) -> Callable[[Any, Any], Any] | None:
+        """The function that reads single rows, imported now; None where the layout has none."""
+        return _load(self.rows) if self.rows else None
 
-def _load(target: str) -> Callable[[Any], Any]:
+
+def _load(target: str) -> Callable[..., Any]:
     module, _, attribute = target.partition(":")
-    function: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return function

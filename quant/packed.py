@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,6 +84,15 @@ def unpack(packed: Packed) -> QuantTensor:
     """
     weight: QuantTensor = _spec(packed.layout).load_unpack()(packed)
     return weight
+
+
+def row_reader(packed: Packed) -> Callable[[Tensor], Tensor] | None:
+    """A function from an int64 tensor [T] to the rows [T, K] that it names, in the dtype of a dense scheme, else float32.
+
+    None: the layout does not read single rows.
+    """
+    function = _spec(packed.layout).load_rows()
+    return None if function is None else partial(function, packed)
 
 
 def _spec(layout: Layout | str) -> Layout:

@@ -9,6 +9,7 @@ words otherwise and are refused by name.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from gristmill.quant.formats.contract import (
     new_codes,
     zero_biases,
 )
+from gristmill.quant.native import packing_function
 
 COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, within its eight, that nibble i of a word holds."""
@@ -106,7 +108,13 @@ def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
     Words of k and k + 1 become two words: of their even nibbles, and of their odd ones, each byte a row's pair of codes.
     """
     k, columns = packed.shape
-    out: Tensor = place((columns * 8, cdiv(k, 2))).unflatten(0, (columns, 8))
+    codes = place((columns * 8, cdiv(k, 2)))
+    native = packing_function("gm_awq_rows", (c_void_p, c_int64, c_int64, c_void_p)) if k % 8 == 0 else None
+    if native is not None and packed.device.type == "cpu" and codes.is_contiguous():
+        packed = packed.contiguous()
+        native(packed.data_ptr(), k, columns, codes.data_ptr())
+        return codes
+    out: Tensor = codes.unflatten(0, (columns, 8))
     for start in range(0, k, _CHUNK):
         words_of = packed[start : start + _CHUNK].t().contiguous()
         if words_of.shape[1] % 2:

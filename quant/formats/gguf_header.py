@@ -13,13 +13,17 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from ctypes import POINTER, byref, c_char, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.quant.formats.contract import FormatError
+from gristmill.quant.native import packing_function
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -82,6 +86,8 @@ MAX_TENSORS: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 21
 """Of an array: vocabularies and merges have some hundred thousand."""
 MAX_DIMENSIONS: Final = 4
+_STRINGS: Final = (c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64))
+"""Arguments of `_gguf_strings_cpu.cpp`."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class _ArrayEntry:
-    """An array in the header. element: its value type. start: of the first element."""
+    """An array in the header. element: its value type. start: of the first element. size: of all in bytes."""
 
     element: int
     length: int
     start: int
+    size: int
 
 
 class GgufHeader:
@@ -149,16 +156,32 @@ class GgufHeader:
             return list(
                 struct.unpack_from(f"<{entry.length}{SCALARS[entry.element]}", self.data, entry.start)
             )
-        data, position, lengths = self.data, entry.start, struct.Struct("<Q")
-        values = []
         try:
-            for _ in range(entry.length):
-                begin = position + 8
-                position = begin + lengths.unpack_from(data, position)[0]
-                values.append(data[begin:position].decode())
+            return self._strings(entry)
         except UnicodeDecodeError as error:
             raise self._corrupt(f"{key}: {error}") from error
+
+    def _strings(self, entry: _ArrayEntry) -> list[str]:
+        """The strings of an array: decoded as one text with a 0 between them, or singly if one of them has a 0."""
+        walk = packing_function("gm_gguf_strings", _STRINGS)
+        if walk is not None and entry.length:
+            text = bytearray(entry.size - 7 * entry.length)
+            out, end = (c_char * len(text)).from_buffer(text), c_int64()
+            walk(self._address(), len(self.data), entry.start, entry.length, out, byref(end))
+            values = text[:-1].decode().split("\0")
+            if len(values) == entry.length:
+                return values
+        data, position, lengths = self.data, entry.start, struct.Struct("<Q")
+        values = []
+        for _ in range(entry.length):
+            begin = position + 8
+            position = begin + lengths.unpack_from(data, position)[0]
+            values.append(data[begin:position].decode())
         return values
+
+    def _address(self) -> int:
+        """Of the first byte of the file in memory."""
+        return torch.frombuffer(self.data, dtype=torch.uint8).data_ptr()
 
     def _read_pair(self) -> None:
         key = self._text("a key")
@@ -184,20 +207,34 @@ class GgufHeader:
         element, length = self._number("I"), self._number("Q")
         if length > MAX_ELEMENTS:
             raise self._corrupt(f"key {key!r} is an array of {length}")
-        entry = _ArrayEntry(element, length, self._position)
+        start = self._position
         if element in SCALARS:
             self._skip(struct.calcsize(f"<{SCALARS[element]}") * length)
         elif element == STRING:
-            data, position, size, lengths = self.data, self._position, len(self.data), struct.Struct("<Q")
-            for _ in range(length):
-                if position + 8 > size:
-                    raise self._corrupt(f"it ends inside the strings of {key!r}")
-                position += 8 + lengths.unpack_from(data, position)[0]
-            self._position = position
-            self._skip(0)
+            self._skip_strings(key, length)
         else:
             raise self._corrupt(f"key {key!r} is an array of type {element}")
-        return entry
+        return _ArrayEntry(element, length, start, self._position - start)
+
+    def _skip_strings(self, key: str, count: int) -> None:
+        data, position, size = self.data, self._position, len(self.data)
+        walk = packing_function("gm_gguf_strings", _STRINGS)
+        if walk is not None:
+            end = c_int64()
+            try:
+                walk(self._address(), size, position, count, None, byref(end))
+            except ValueError as error:
+                raise self._corrupt(f"it ends inside the strings of {key!r}") from error
+            self._position = end.value
+            return
+        lengths = struct.Struct("<Q")
+        for _ in range(count):
+            if position + 8 > size:
+                raise self._corrupt(f"it ends inside the strings of {key!r}")
+            position += 8 + lengths.unpack_from(data, position)[0]
+        if position > size:
+            raise self._corrupt(f"it ends inside the strings of {key!r}")
+        self._position = position
 
     def _read_tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type, and offset in the data."""

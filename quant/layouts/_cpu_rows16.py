@@ -25,7 +25,7 @@ from gristmill.quant.layouts.cpu_rows16_v1 import ROWS, padded_k
 from gristmill.quant.native import packing_function
 from gristmill.quant.packed import Packed
 from gristmill.quant.sharding import select
-from gristmill.quant.tensor import QuantTensor
+from gristmill.quant.tensor import DENSE_DTYPES, QuantTensor, scales_to_float32
 
 NAME = "cpu_rows16_v1"
 _UNIT_SCALE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
@@ -82,7 +82,7 @@ def _pack_native(weight: QuantTensor, pack_codes: Callable[..., None]) -> Packed
     """`pack` of a weight whose columns are in order and need no padding, without unpacking its codes."""
     scheme, (n, k) = weight.scheme, weight.shape[-2:]
     source, words = weight.codes.contiguous(), k * scheme.bits // 32
-    codes = memory.empty((*weight.lead, cdiv(n, ROWS), words, 4 * ROWS), torch.uint8)
+    codes = memory.parameter((*weight.lead, cdiv(n, ROWS), words, 4 * ROWS), torch.uint8)
     padding = (
         0 if scheme.is_dense else scheme.implicit_zero * (0x11111111 if scheme.bits == 4 else 0x01010101)
     )
@@ -158,6 +158,46 @@ def unpack(packed: Packed) -> QuantTensor:
     )
 
 
+def rows(packed: Packed, index: Tensor) -> Tensor:
+    """The rows of an [N, K] weight that an int64 tensor [T] names, [T, K]: in the dtype of a dense scheme, else float32.
+
+    Raises:
+        ValueError: a weight of experts, or one whose columns are sorted.
+    """
+    slots, scheme, k = packed.slots, packed.scheme, packed.shape[-1]
+    if len(packed.shape) != 2 or slots["perm"].numel():
+        raise ValueError(f"{NAME} reads rows of a matrix with columns in order, not of {list(packed.shape)}")
+    block, lane = index // ROWS, index % ROWS
+    words = slots["codes"].view(torch.int32)[block, :, lane].view(torch.uint8)
+    if scheme.is_dense:
+        return words.view(DENSE_DTYPES[scheme.weight])[:, :k]
+    if scheme.bits == 4:
+        quads = words.unflatten(-1, (-1, 4))
+        words = torch.stack((quads & 0xF, quads >> 4), -2).flatten(-3)
+    if scheme.is_integer:
+        values = words.to(torch.float32)
+    else:
+        values = numeric.e2m1_decode(words) if scheme.bits == 4 else numeric.e4m3_decode(words)
+    group = scheme.group_size or words.shape[-1]
+    values = values.unflatten(-1, (-1, group))
+    zero: Tensor | int = scheme.implicit_zero
+    if slots["zeros"].numel():
+        zero = slots["zeros"][block, :, lane].to(torch.float32)[..., None]
+    values = (values - zero) * scales_to_float32(_lanes(slots["scales"], block, lane))[..., None]
+    if slots["row_scale"].numel():
+        values *= slots["row_scale"][block, lane][:, None, None]
+    return values.flatten(-2)[:, :k]
+
+
+def _lanes(blocks: Tensor, block: Tensor, lane: Tensor) -> Tensor:
+    """[B, G, 16] -> [T, G]; float8 is indexed as bytes."""
+    return (
+        blocks.view(torch.uint8)[block, :, lane].view(blocks.dtype)
+        if blocks.itemsize == 1
+        else blocks[block, :, lane]
+    )
+
+
 def _pad_columns(weight: QuantTensor, columns: Columns) -> Tensor:
     """Codes [..., N, K'] with padding columns that decode to 0, if a code does."""
     missing = padded_k(weight.scheme, columns.codes.shape[-1]) - columns.codes.shape[-1]
@@ -198,7 +238,7 @@ def _by_block(per_row: Tensor, fill: float) -> Tensor:
     if native is not None:
         n, groups = per_row.shape[-2:]
         padding = int.from_bytes(_bytes(torch.tensor([fill]).to(dtype)).numpy().tobytes(), "little")
-        packed = torch.empty((*per_row.shape[:-2], cdiv(n, ROWS), groups, ROWS), dtype=dtype)
+        packed = memory.parameter((*per_row.shape[:-2], cdiv(n, ROWS), groups, ROWS), dtype)
         values = per_row.contiguous().view(-1, n, groups)
         for rows, lines in zip(values, packed.view(-1, *packed.shape[-3:]), strict=True):
             native(rows.data_ptr(), groups, n, groups, dtype.itemsize, padding, lines.data_ptr())

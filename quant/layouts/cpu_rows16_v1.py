@@ -57,5 +57,6 @@ LAYOUT = Layout(
     schemes=ALL_WEIGHT_SCHEMES,
     pack="gristmill.quant.layouts._cpu_rows16:pack",
     unpack="gristmill.quant.layouts._cpu_rows16:unpack",
+    rows="gristmill.quant.layouts._cpu_rows16:rows",
     size=size,
 )

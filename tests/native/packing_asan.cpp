@@ -1,10 +1,13 @@
-// gm_rows16_codes, gm_rows16_values and gm_gguf_blocks under the sanitizers, against their orders as they are
-// documented: rows and words that are no multiple of a tile, rows apart in memory.
+// gm_rows16_codes, gm_rows16_values, gm_awq_rows, gm_gguf_blocks and gm_gguf_strings under the sanitizers,
+// against their orders as they are documented: rows and words that are no multiple of a tile, rows apart in
+// memory.
 #include "asan.h"
 #include "asan_values.h"
 
 GM_LEVELS(gm_rows16_codes, (const void*, int64_t, int64_t, int64_t, int, uint32_t, void*));
 GM_LEVELS(gm_rows16_values, (const void*, int64_t, int64_t, int64_t, int, uint32_t, void*));
+GM_LEVELS(gm_gguf_strings, (const void*, int64_t, int64_t, int64_t, void*, int64_t*));
+GM_LEVELS(gm_awq_rows, (const void*, int64_t, int64_t, void*));
 GM_LEVELS(gm_gguf_blocks, (const void*, int64_t, int, void*, void*));
 
 static uint8_t byte_at(int64_t i) { return static_cast<uint8_t>(i * 37 + (i >> 8) * 11 + 5); }
@@ -64,6 +67,38 @@ void blocks_of(decltype(gm_gguf_blocks_levels[0].call) call, int type, int64_t b
   }
 }
 
+void awq(decltype(gm_awq_rows_levels[0].call) call, int64_t k, int64_t columns) {
+  static const int row_of[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+  Buffer<uint32_t> in(k * columns);
+  for (int64_t i = 0; i < k * columns; ++i) in(0, i) = static_cast<uint32_t>(i * 2654435761u + 12345u);
+  Buffer<uint8_t> out(8 * columns * (k / 2));
+  CHECK(call(in.data(), k, columns, out.data()) == 0);
+  for (int64_t at = 0; at < k; ++at)
+    for (int64_t c = 0; c < columns; ++c)
+      for (int i = 0; i < 8; ++i) {
+        const int code = in(0, at * columns + c) >> (4 * i) & 15;
+        CHECK(nibble(out(0, (8 * c + row_of[i]) * (k / 2) + at / 2), at) == code);
+      }
+}
+
+// Strings of 0, 3 and 6 bytes after a byte of something else; every truncation is refused, and so is a length
+// past all memory.
+void strings(decltype(gm_gguf_strings_levels[0].call) call) {
+  constexpr int64_t kSize = 1 + 3 * 8 + 9;
+  Buffer<uint8_t> in(kSize), out(9 + 3);
+  for (int64_t i = 0; i < kSize; ++i) in(0, i) = 0;
+  in(0, 9) = 3, in(0, 20) = 6;
+  for (int i = 0; i < 3; ++i) in(0, 17 + i) = static_cast<uint8_t>('a' + i);
+  for (int i = 0; i < 6; ++i) in(0, 28 + i) = static_cast<uint8_t>('A' + i);
+  int64_t end = 0;
+  CHECK(call(in.data(), kSize, 1, 3, nullptr, &end) == 0 && end == kSize);
+  CHECK(call(in.data(), kSize, 1, 3, out.data(), &end) == 0 && end == kSize);
+  CHECK(std::memcmp(out.data(), "\0abc\0ABCDEF", 12) == 0);
+  for (int64_t size = 1; size < kSize; ++size) CHECK(call(in.data(), size, 1, 3, nullptr, &end) == -2);
+  in(0, 27) = 0xFF;
+  CHECK(call(in.data(), kSize, 1, 3, nullptr, &end) == -2);
+}
+
 int main() {
   int ran = 0;
   for (const auto& level : gm_rows16_codes_levels) {
@@ -96,6 +131,18 @@ int main() {
     }
     CHECK(level.call(nullptr, 1, 12, nullptr, nullptr) == -1 &&
           level.call(nullptr, 0, 2, nullptr, nullptr) == -2);
+    ++ran;
+  }
+  for (const auto& level : gm_gguf_strings_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    strings(level.call);
+    ++ran;
+  }
+  for (const auto& level : gm_awq_rows_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (int64_t k : {8, 128, 136, 264})
+      for (int64_t columns : {1, 15, 16, 33}) awq(level.call, k, columns);
+    CHECK(level.call(nullptr, 12, 1, nullptr) == -2 && level.call(nullptr, 8, 0, nullptr) == -2);
     ++ran;
   }
   CHECK(ran > 0);

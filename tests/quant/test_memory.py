@@ -52,3 +52,21 @@ def test_a_system_without_the_call_is_served(monkeypatch: pytest.MonkeyPatch) ->
         assert memory.empty((5, PAGE), torch.uint8).shape == (5, PAGE)
     finally:
         memory._madvise.cache_clear()
+
+
+def test_parameters_share_blocks() -> None:
+    """Tensors in a block are apart, aligned and writable; large ones, and those outside, are alone."""
+    alone = memory.parameter((3, 5), torch.float16)
+    assert alone.untyped_storage().nbytes() == 30
+    with memory.shared_blocks():
+        small = [memory.parameter((n, 7), torch.float32) for n in (1, 100, 0, 257)]
+        large = memory.parameter((memory.BLOCK,), torch.uint8)
+        last = memory.parameter((memory.BLOCK // 2,), torch.uint8)
+        after = memory.parameter((memory.BLOCK // 2,), torch.uint8)
+    assert len({t.untyped_storage().data_ptr() for t in (*small, last)}) == 1
+    assert len({t.untyped_storage().data_ptr() for t in (small[0], large, after)}) == 3
+    assert all(t.data_ptr() % memory.ALIGNMENT == 0 and t.is_contiguous() for t in (*small, last, after))
+    for i, t in enumerate(small):
+        t.fill_(i)
+    assert all(bool((t == i).all()) for i, t in enumerate(small))
+    assert memory.parameter((2,), torch.uint8).untyped_storage().nbytes() == 2

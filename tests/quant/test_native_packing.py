@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES
 from gristmill.quant import QuantTensor, native, pack, unpack
-from gristmill.quant.formats import gguf_blocks
+from gristmill.quant.formats import awq, gguf_blocks
 from gristmill.quant.formats.gguf_blocks import read_blocks
 from gristmill.quant.layouts import _cpu_rows16
 from gristmill.quant.tensor import same_bits
@@ -19,12 +20,13 @@ from tests.quant.formats.test_gguf import random_blocks
 from tests.quant.oracle import variants
 
 CODES = native.packing_function("gm_rows16_codes", _cpu_rows16._CODES)
+AWQ = native.packing_function("gm_awq_rows", (c_void_p, c_int64, c_int64, c_void_p))
 BLOCKS = native.packing_function("gm_gguf_blocks", gguf_blocks._ARGUMENTS)
 
 
 @pytest.fixture(autouse=True)
 def built() -> None:
-    assert CODES is not None and BLOCKS is not None, "the C++ library is not built: run `make build`"
+    assert None not in (CODES, BLOCKS, AWQ), "the C++ library is not built: run `make build`"
 
 
 def without(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
@@ -106,6 +108,23 @@ def test_blocks_are_what_torch_reads(
     without(monkeypatch, gguf_blocks)
     expected = read_blocks("w", kind, data, shape)
     assert all(weight.identical(expected) for weight in mine)
+
+
+@pytest.mark.parametrize(
+    ("k", "columns"), [(8, 1), (64, 3), (128, 16), (136, 17), (1032, 40), (12, 2), (7, 1)]
+)
+def test_awq_is_what_torch_reads(k: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A K that is no multiple of 8 is left to torch."""
+    words = torch.randint(-(1 << 31), 1 << 31, (k, columns), generator=torch.Generator().manual_seed(k))
+    words = words.to(torch.int32)
+    memory = torch.full((columns * 8 * ((k + 1) // 2) + 128,), 0xA5, dtype=torch.uint8)
+    mine = awq.rows(words, lambda size: memory[64:-64].view(size))
+    strided = awq.rows(words.t().contiguous().t())
+    assert bool((memory[:64] == 0xA5).all() and (memory[-64:] == 0xA5).all())
+    without(monkeypatch, awq)
+    expected = awq.rows(words)
+    assert torch.equal(mine, expected) and torch.equal(strided, expected)
+    assert not torch.equal(awq.rows(words ^ 1), expected)  # planted fault: one code of each word is another
 
 
 def test_an_installation_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

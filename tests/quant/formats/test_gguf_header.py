@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill.quant.formats import FormatError
+from gristmill.quant.formats import FormatError, gguf_header
 from gristmill.quant.formats.gguf_header import ARRAY, BLOCKS, STRING, GgufHeader
 
 U32 = 4
@@ -127,7 +127,7 @@ BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a string past the end": (
         lambda: file([pair(b"k", ARRAY, struct.pack("<IQ", STRING, 1) + HUGE)], []),
-        "ends inside its header",
+        "ends inside the strings of 'k'",
     ),
     "dimensions": (lambda: file([], [tensor(b"t", (1,) * 5)], 32), "tensor 't' has 5 dimensions"),
     "no dimension": (lambda: file([], [tensor(b"t", ())], 32), "tensor 't' has 0 dimensions"),
@@ -155,6 +155,29 @@ BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@pytest.fixture(params=["C++", "Python"])
+def strings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of strings by the native library, and without it."""
+    if request.param == "Python":
+        monkeypatch.setattr(gguf_header, "packing_function", lambda *_: None)
+    else:
+        assert gguf_header.packing_function("gm_gguf_strings", gguf_header._STRINGS) is not None
+
+
+@pytest.mark.usefixtures("strings")
+@pytest.mark.parametrize(
+    "words", [[], [""], ["", "", ""], ["a"], ["\0", "é\0", ""], ["☕" * 99, "", "x\n"] * 257], ids=range(6)
+)
+def test_arrays_of_strings(words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    data = b"".join(text(word.encode()) for word in words)
+    after = pair(b"after", U32, struct.pack("<I", 5))
+    path.write_bytes(file([pair(b"words", ARRAY, struct.pack("<IQ", STRING, len(words)) + data), after], []))
+    header = GgufHeader(path)
+    assert header.value("words") == words and header.value("after") == 5
+
+
+@pytest.mark.usefixtures("strings")
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_headers(name: str, tmp_path: Path) -> None:
     make, message = BROKEN[name]
@@ -165,6 +188,7 @@ def test_broken_headers(name: str, tmp_path: Path) -> None:
     assert str(path) in str(raised.value)
 
 
+@pytest.mark.usefixtures("strings")
 def test_every_truncation_is_an_error(tmp_path: Path) -> None:
     whole = file(
         [pair(b"words", ARRAY, struct.pack("<IQ", STRING, 2) + text(b"a") + text(b"bc"))],
@@ -180,6 +204,7 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
             GgufHeader(path)
 
 
+@pytest.mark.usefixtures("strings")
 def test_strings_that_are_not_text(tmp_path: Path) -> None:
     """They are found when the array is decoded."""
     path = tmp_path / "m.gguf"
