@@ -56,6 +56,12 @@ def model_options(function: F) -> F:
                 "dequantizes the weights; schemes such as fp8_block.fp8_g128 also quantize activations.",
             ),
             click.option(
+                "--quant-head",
+                metavar="SCHEME",
+                help="Quantize the embedding and the logits head at load, tied or not: int8 (groups of 128), int8_ch, ... "
+                "Default: in floats.",
+            ),
+            click.option(
                 "--dtype",
                 default="auto",
                 show_default=True,

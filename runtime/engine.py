@@ -67,6 +67,8 @@ class Engine(EngineMemory):
         dtype: of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
             ``bfloat16``, or a torch.dtype.
         quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
+        quant_head: a scheme for the embedding and the logits head, tied or not, such as ``int8``: in groups of 128, or by row where 128
+            does not divide the hidden size. None = in floats.
         kv_dtype: of the KV cache. ``auto``: that of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor or per head
             (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per token
             and head, which is computed when they are written. MLA models take ``auto`` only.
@@ -104,6 +106,7 @@ class Engine(EngineMemory):
         *,
         dtype: str | torch.dtype = "auto",
         quant: str | QuantScheme | torch.dtype | None = None,
+        quant_head: str | QuantScheme | None = None,
         kv_dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
         policy: Policy | str | Path | None = None,
@@ -130,7 +133,7 @@ class Engine(EngineMemory):
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
         check_integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
-        loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype)
+        loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
         limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
         if num_blocks is None:
             num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit)

@@ -61,9 +61,12 @@ class Plans:
 
     @property
     def weight_bytes(self) -> int:
-        """Resident bytes of all parameters, as packed; shared memory counts once."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.owned}
-        return sum(storages.values())
+        """Bytes of all parameters, as packed; shared memory counts once."""
+        total = end = 0
+        for start, size in sorted((t.data_ptr(), t.numel() * t.element_size()) for t in self.owned):
+            total += max(0, start + size - max(start, end))
+            end = max(end, start + size)
+        return total
 
     def problem(self, op: str, /, **axes: AxisValue) -> Problem:
         """The static problem of an operation; AxisError for invalid axes."""

@@ -11,6 +11,7 @@ from gristmill.kernel_registry.dtypes import canonical_dtype
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, torch_dtype
+from gristmill.quant import memory
 from gristmill.quant.formats import open_format
 from gristmill.runtime.cache_format import parse_cache_format
 from gristmill.runtime.config import ModelConfig
@@ -31,6 +32,7 @@ def load_model(
     policy: Policy | None = None,
     block_size: int = BLOCK_SIZE,
     kv_dtype: str | torch.dtype = "auto",
+    quant_head: str | QuantScheme | None = None,
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
@@ -40,7 +42,7 @@ def load_model(
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
     quantized checkpoint it can name the stored scheme, with an activation format to multiply with
     (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized. kv_dtype: of the KV cache, as
-    in `Engine`; a warning says where ``fp8`` finds no scales in the checkpoint.
+    in `Engine`; quant_head: likewise. A warning says where ``fp8`` finds no scales in the checkpoint.
 
     Raises:
         ConfigError, CheckpointError: an invalid checkpoint. UsageError: an unknown dtype, scheme or device.
@@ -51,8 +53,10 @@ def load_model(
     stored = None if config.quantization is None else open_format(config.quantization)
     form = parse_cache_format(kv_dtype)
     plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, form)
-    weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored)
-    model = build_model(config, weights, plans)
+    head_scheme = parse_head_scheme(quant_head, config)
+    weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored, head_scheme)
+    with memory.shared_blocks():
+        model = build_model(config, weights, plans)
     if weights.without_cache_scales:
         warnings.warn(
             f"{checkpoint.path}: kv_dtype {form.name!r}, and the checkpoint has no scales of the KV cache for "
@@ -71,6 +75,16 @@ def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | 
         return QuantScheme.parse(name)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+
+
+def parse_head_scheme(name: str | QuantScheme | None, config: ModelConfig) -> QuantScheme | None:
+    """The scheme of embedding and logits head. ``int8`` is int8 in groups of 128, or by row where 128 does not divide the hidden size."""
+    if name == "int8":
+        name = "int8_ch" if config.hidden_size % 128 else "int8_g128"
+    scheme = parse_scheme(name)
+    if scheme is not None and (scheme.is_dense or scheme.activation is not None):
+        raise UsageError(f"quant_head must be int8 or a weight-only scheme such as int8_ch, got {scheme}")
+    return scheme
 
 
 def parse_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:

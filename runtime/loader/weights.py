@@ -117,11 +117,16 @@ class Joined:
         return self.codes[self._start : self._start + shape[0]] if self.codes.shape[1:] == shape[1:] else None
 
 
+HEAD_ROWS = 16384
+"""Rows of an embedding that are quantized at a time, which limits temporaries."""
+
+
 class Weights:
     """Hands out the parameters of a table from a checkpoint.
 
     dtype: of kept and unquantized weights. scheme: quantize linear weights to it at load; None = as stored.
-    stored: the format of a quantized checkpoint; None = unquantized. device: of the parameters.
+    stored: the format of a quantized checkpoint; None = unquantized. device: of the parameters. head_scheme: of the embedding and
+    the logits head; None = the model's dtype.
 
     Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
     are dequantized. Parameters that the model keeps in floats (embedding, logits head, router) are dequantized to their dtype
@@ -138,6 +143,7 @@ class Weights:
         device: torch.device,
         scheme: QuantScheme | None = None,
         stored: Format | None = None,
+        head_scheme: QuantScheme | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.table = table
@@ -145,6 +151,7 @@ class Weights:
         self.device = device
         self.scheme = scheme
         self.stored = stored
+        self.head_scheme = head_scheme
         self._pending = {weight.target: weight for weight in table.weights}
         self._read: set[str] = set()
         self.without_cache_scales: list[str] = []
@@ -162,6 +169,27 @@ class Weights:
         return (
             placed if placed.untyped_storage().resizable() else placed.clone()
         )  # otherwise it is the mapped file
+
+    def vocabulary(self, target: str) -> QuantTensor:
+        """The embedding or the logits head [vocab, hidden], on the device: in the model's dtype, or in `head_scheme`.
+
+        One that the checkpoint stores in that scheme is not rounded again. Its memory may be a mapped file.
+        """
+        weight = self._take(target)
+        (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
+        if columns is None:
+            raise KeyError(f"weight {target} of the model's table is a matrix and has no columns")
+        scheme = self.head_scheme
+        if scheme is not None:
+            part = self._stored_matrix(name, (rows, columns))
+            if part is not None and part.weight.scheme == scheme:
+                return part.weight.to(self.device)
+            matrix = self._source(name, (rows, columns), weight) if part is None else part.weight.dequantize()
+            pieces = [quantize_part(name, piece, scheme) for piece in matrix.split(HEAD_ROWS)]
+            return concat(pieces, -2).to(self.device)
+        return QuantTensor.from_dense(
+            self._float_tensor(name, (rows, columns), weight).to(self.device, self.dtype)
+        )
 
     def optional(self, target: str) -> Tensor | None:
         """A kept parameter that may be missing in the table, such as a bias."""
@@ -291,13 +319,18 @@ class Weights:
 
     def _float_tensor(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
         """A float tensor, dequantized if the checkpoint stores it quantized."""
-        module = name.removesuffix(".weight")
-        if self.stored is not None and len(shape) == 2 and module != name:
-            plain = name in self.checkpoint and self.checkpoint.spec(name)[0] in FLOATS
-            stored = None if plain else self._stored(module, shape)
-            if stored is not None:
-                return stored.weight.dequantize(torch.float32 if weight.kind == "fp32" else self.dtype)
+        stored = self._stored_matrix(name, shape)
+        if stored is not None:
+            return stored.weight.dequantize(torch.float32 if weight.kind == "fp32" else self.dtype)
         return self._source(name, shape, weight)
+
+    def _stored_matrix(self, name: str, shape: tuple[int, ...]) -> Part | None:
+        """The stored weight of a tensor's name; None if the checkpoint stores it in floats."""
+        module = name.removesuffix(".weight")
+        if self.stored is None or len(shape) != 2 or module == name:
+            return None
+        plain = name in self.checkpoint and self.checkpoint.spec(name)[0] in FLOATS
+        return None if plain else self._stored(module, shape)
 
     def _source(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
         if name not in self.checkpoint:

@@ -12,7 +12,7 @@ from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.attention import Attention
-from gristmill.runtime.layers.embedding import Embedding, LogitsHead
+from gristmill.runtime.layers.embedding import embedding_and_head
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
@@ -105,14 +105,11 @@ class Llama:
         self.config = config
         self.plans = plans
         rope = Rope(plans, config)
-        self.embedding = Embedding(plans, weights.tensor("embedding"))
         self.layers = [
             type(self).make_layer(config, weights, plans, i, rope) for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
-        self.head = LogitsHead(
-            plans, self.embedding.weight if config.tie_embeddings else weights.tensor("head")
-        )
+        self.embedding, self.head = embedding_and_head(plans, weights, config.tie_embeddings)
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""
