@@ -1,12 +1,12 @@
 """Time from the start of a process to the first token of a model, by phases, beside the time of `import torch` alone.
 
-    python -m lab.gguf_model --kind BF16 --layers 20 /tmp/bf16.gguf
-    python -m lab.first_token --rounds 5 --out bench/results/cpu/first_token.json /tmp/bf16.gguf
+    python -m lab.first_token --rounds 5 --out bench/results/cpu/first_token.json
 
-Every run is a new process with a warm store and a warm page cache, of compiled bytecode as an installation has; the first of each
-model does not count. Phases: ``start`` of the interpreter; ``torch`` and ``gristmill``, their imports; ``header`` and ``tokenizer``;
-``plans``, the resolution of kernels; ``packing`` in the layouts of kernels; ``weights``, the rest of loading; ``step``, which ends
-with the first token. ``command`` is `gristmill generate` with one token, as a user runs it, from its start to its end.
+The models are GGUF files of random weights (`lab.gguf_model`). Every run is a new process with a warm store and a warm page cache,
+of compiled bytecode as an installation has; the first of each model does not count. Phases: ``start`` of the interpreter; ``torch``
+and ``gristmill``, their imports; ``header`` and ``tokenizer``; ``plans``, the resolution of kernels; ``packing`` in the layouts of
+kernels; ``weights``, the rest of loading; ``step``, which ends with the first token. ``command`` is `gristmill generate` with one
+token, as a user runs it, from its start to its end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ import click
 from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
+from lab import gguf_model
 
 PHASES = ("start", "torch", "gristmill", "header", "tokenizer", "plans", "packing", "weights", "step")
+CASES: dict[str, tuple[str, str | None, int]] = {"Q4_0": ("Q4_0", "BF16", 28), "BF16": ("BF16", None, 20)}
+"""Name -> ggml's type of the matrices, that of the embedding if it is another, and layers."""
+CHILD = "from lab.first_token_child import main; main()"
 PROMPT = "hello there"
 
 
@@ -40,7 +44,7 @@ def child_environment(cache: Path) -> dict[str, str]:
 def run(model: Path, env: dict[str, str], options: tuple[str, ...]) -> dict[str, float]:
     """One sample: seconds of the phases, their sum ``total``, ``command``, and ``peak_mb`` and ``weights_mb``."""
     begin = time.clock_gettime(time.CLOCK_MONOTONIC)
-    child = [sys.executable, "-m", "lab.first_token_child", str(model), repr(begin), *options]
+    child = [sys.executable, "-c", CHILD, str(model), repr(begin), *options]
     text = subprocess.run(child, env=env, capture_output=True, text=True, check=True).stdout
     sample: dict[str, float] = json.loads(text.splitlines()[-1])
     command = [sys.executable, "-m", "gristmill.runtime.cli", "generate", "--model", str(model)]
@@ -65,17 +69,23 @@ def measure(model: Path, rounds: int, cache: Path, options: tuple[str, ...] = ()
 
 
 @click.command()
-@click.argument(
-    "models", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False)
-)
+@click.option("--case", "only", metavar="TEXT", default="", help="Only cases whose name contains this text.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Samples of each model.")
 @click.option("--quant-head", metavar="SCHEME", help="As of gristmill generate.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the samples to this JSON file.")
-def main(models: tuple[Path, ...], rounds: int, quant_head: str | None, out: Path | None) -> None:
+def main(only: str, rounds: int, quant_head: str | None, out: Path | None) -> None:
     """Time from process start to the first token of GGUF files."""
+    cases = {name: case for name, case in CASES.items() if only in name}
+    if not cases:
+        raise click.UsageError(f"no case contains {only!r}; known: {', '.join(CASES)}")
     options = () if quant_head is None else ("--quant-head", quant_head)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(model, rounds, Path(folder), options) for model in models]
+        for name, (kind, embedding, layers) in cases.items():
+            model = Path(folder) / f"{name}.gguf"
+            gguf_model.write_model(model, kind, layers, embedding, gguf_model.VOCABULARY, gguf_model.MERGES)
+            rows.append(measure(model, rounds, Path(folder) / "bytecode", options))
+            model.unlink()
     columns = ("model", "MB", *PHASES, "total", "less torch", "command", "peak MB", "weights MB")
     console.table(
         "Seconds to the first token, medians",

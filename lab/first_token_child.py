@@ -1,4 +1,4 @@
-"""One run of `lab.first_token`, in its own process: MODEL BEGIN [--quant-head SCHEME]; prints a sample as JSON.
+"""One run of `lab.first_token`, in its own process: MODEL BEGIN [--quant-head SCHEME]; `main` prints a sample as JSON.
 
 BEGIN: the monotonic clock of the system when the process was started.
 """
@@ -69,7 +69,3 @@ def main() -> None:
     sample["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     sample["weights_mb"] = llm.weight_bytes / 1e6
     print(json.dumps(sample))
-
-
-if __name__ == "__main__":
-    main()

@@ -66,10 +66,10 @@ def blocks(shape: tuple[int, int], kind: str, generator: np.random.Generator) ->
 def write_model(
     path: Path,
     kind: str,
-    layers: int = LAYERS,
-    embedding: str | None = None,
-    entries: int = VOCABULARY,
-    merges: int = MERGES,
+    layers: int,
+    embedding: str | None,
+    entries: int,
+    merges: int,
 ) -> Path:
     """Write a file. kind: ggml's type of the matrices. embedding: that of the embedding, which is also the logits head; None = kind."""
     import gguf
@@ -133,7 +133,7 @@ def write_model(
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 def main(kind: str, embedding: str | None, layers: int, path: Path) -> None:
     """Write a GGUF file of random weights."""
-    write_model(path, kind, layers, embedding)
+    write_model(path, kind, layers, embedding, VOCABULARY, MERGES)
     click.echo(f"{path}: {path.stat().st_size / 1e6:.0f} MB")
 
 

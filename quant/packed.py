@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,13 +85,11 @@ def unpack(packed: Packed) -> QuantTensor:
     return weight
 
 
-def row_reader(packed: Packed) -> Callable[[Tensor], Tensor] | None:
-    """A function from an int64 tensor [T] to the rows [T, K] that it names, in the dtype of a dense scheme, else float32.
-
-    None: the layout does not read single rows.
+def row_reader(layout: Layout | str) -> Callable[[Packed, Tensor], Tensor] | None:
+    """A function from a packed weight and an int64 tensor [T] to the rows [T, K] that it names, in the dtype of a dense scheme, else
+    float32. None: the layout does not read single rows.
     """
-    function = _spec(packed.layout).load_rows()
-    return None if function is None else partial(function, packed)
+    return _spec(layout).load_rows()
 
 
 def _spec(layout: Layout | str) -> Layout:

@@ -174,6 +174,7 @@ def rows(packed: Packed, index: Tensor) -> Tensor:
     if scheme.bits == 4:
         quads = words.unflatten(-1, (-1, 4))
         words = torch.stack((quads & 0xF, quads >> 4), -2).flatten(-3)
+    values: Tensor
     if scheme.is_integer:
         values = words.to(torch.float32)
     else:

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from gristmill.quant import QuantTensor
 from gristmill.quant.formats.contract import owned
-from gristmill.quant.packed import row_reader
+from gristmill.quant.packed import Packed, row_reader
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
 
 class Embedding:
-    """Rows of a [vocab, hidden] matrix.
+    """Rows of a [vocab, hidden] matrix, dense or quantized, or of a packed one whose layout reads single rows."""
 
-    rows: int64 [tokens] -> the rows of these tokens. held: the tensors that it reads.
-    """
-
-    def __init__(self, plans: Plans, rows: Callable[[Tensor], Tensor], held: list[Tensor]) -> None:
-        self._rows = rows
+    def __init__(self, plans: Plans, weight: QuantTensor | Packed) -> None:
+        self.weight: Tensor | QuantTensor | Packed = weight
+        if isinstance(weight, QuantTensor) and weight.scheme.is_dense:
+            self.weight = weight.dense()
+        self._read_rows = row_reader(weight.layout) if isinstance(weight, Packed) else None
         self._dtype = plans.dtype
-        plans.own(*held)
-
-    @classmethod
-    def of(cls, plans: Plans, weight: QuantTensor) -> Embedding:
-        """The embedding of a matrix, dense or quantized."""
-        if not weight.scheme.is_dense:
-            return cls(plans, weight.decode_rows, list(weight.tensors().values()))
-        matrix = weight.dense()
-        return cls(plans, lambda tokens: torch.nn.functional.embedding(tokens, matrix), [matrix])
+        if isinstance(self.weight, Tensor):
+            plans.own(self.weight)
+        elif isinstance(self.weight, QuantTensor):
+            plans.own(*self.weight.tensors().values())
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
-        return self._rows(tokens).to(self._dtype)
+        if isinstance(self.weight, Tensor):
+            return torch.nn.functional.embedding(tokens, self.weight)
+        if isinstance(self.weight, QuantTensor):
+            return self.weight.decode_rows(tokens).to(self._dtype)
+        if self._read_rows is None:
+            raise ValueError(f"layout {self.weight.layout} does not read single rows")
+        return self._read_rows(self.weight, tokens).to(self._dtype)
 
 
 class LogitsHead(Linear):
@@ -50,14 +49,13 @@ def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embe
     """
     matrix = weights.vocabulary("embedding")
     if not tied:
-        embedding = Embedding.of(plans, owned(matrix))
+        embedding = Embedding(plans, owned(matrix))
         return embedding, LogitsHead(plans, owned(weights.vocabulary("head")))
     head = LogitsHead(plans, matrix)
     for packed in head.weight.packed.values():
-        rows = row_reader(packed)
-        if rows is not None:
-            return Embedding(plans, rows, []), head
+        if row_reader(packed.layout) is not None:
+            return Embedding(plans, packed), head
     if not all(tensor.untyped_storage().resizable() for tensor in matrix.tensors().values()):
         matrix = owned(matrix)  # the mapped file is not kept
         head = LogitsHead(plans, matrix)
-    return Embedding.of(plans, matrix), head
+    return Embedding(plans, matrix), head

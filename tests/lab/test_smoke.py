@@ -17,8 +17,10 @@ import torch
 from gristmill.kernel_registry.target import Target
 from lab import (
     attention_timing,
+    first_token,
     gguf_model,
     gpu_graphs,
+    linear_a8,
     linear_sanitized,
     linear_weight_only,
     loading_cases,
@@ -56,11 +58,24 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_memory, "SCHEMES", {"dense": ("int4_g128",)})
 
 
-def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer of 400 entries."""
+def small_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes GGUF files of one layer and a short vocabulary."""
     pytest.importorskip("gguf")
-    monkeypatch.setattr(gguf_model, "VOCABULARY", 400)
-    monkeypatch.setattr(gguf_model, "MERGES", 100)
+    for name, size in {
+        "HIDDEN": 256,
+        "HEADS": 2,
+        "KV_HEADS": 1,
+        "FFN": 256,
+        "VOCABULARY": 640,
+        "MERGES": 300,
+    }.items():
+        monkeypatch.setattr(gguf_model, name, size)
+    monkeypatch.setattr(first_token, "CASES", {"Q4_0": ("Q4_0", "BF16", 1)})
+
+
+def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read bandwidth of a megabyte."""
+    monkeypatch.setattr(linear_a8, "FLOOR_BYTES", 1 << 20)
 
 
 def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
@@ -69,7 +84,9 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
 MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" / "models" / "eval_tokens.u16"
 FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
-    "gguf_model": (small_vocabulary, "--kind Q4_0 --layers 1 FILE"),
+    "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
+    "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
+    "linear_a8": (short_reads, "--shape 64x256 --scheme int4_g128 --m 2 --seconds 0 --out OUT"),
     "linear_sanitized": (on_a_cpu, "--schemes nvfp4 --problems 7x200x2304"),
     "linear_weight_only": (
         on_a_cpu,

@@ -22,18 +22,21 @@ def test_rows_are_the_weights(name: str, k: int) -> None:
     dense = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     w = weight(37, k)
     q = QuantTensor.from_dense(w.to(dense[name])) if name in dense else quantize(w, name)
-    read = row_reader(pack(q, "cpu_rows16_v1"))
+    read, packed = row_reader("cpu_rows16_v1"), pack(q, "cpu_rows16_v1")
     assert read is not None
-    rows = read(INDEX)
+    rows = read(packed, INDEX)
     assert same_bits(rows, q.dense()[INDEX] if name in dense else q.dequantize()[INDEX])
-    assert read(INDEX[:0]).shape == (0, k)
-    assert not torch.equal(read(INDEX + (INDEX == 5)), rows)  # planted fault: one row is another
+    assert read(packed, INDEX[:0]).shape == (0, k)
+    assert not torch.equal(read(packed, INDEX + (INDEX == 5)), rows)  # planted fault: one row is another
 
 
 def test_what_is_not_read() -> None:
-    assert row_reader(pack(quantize(weight(16, 128), "int4_g128"), "plain_v1")) is None
+    assert row_reader("plain_v1") is None
     q = quantize(weight(16, 256), "int4_g128")
-    read = row_reader(pack(replace(q, g_idx=act_order("int4_g128", 256)), "cpu_rows16_v1"))
+    read, packed = (
+        row_reader("cpu_rows16_v1"),
+        pack(replace(q, g_idx=act_order("int4_g128", 256)), "cpu_rows16_v1"),
+    )
     assert read is not None
     with pytest.raises(ValueError, match="columns in order"):
-        read(INDEX[:1])
+        read(packed, INDEX[:1])
