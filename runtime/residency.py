@@ -100,11 +100,12 @@ class Residency:
         for key, size in self._sizes.items():
             filled = memory.empty((size,), torch.uint8, self.runner.device)
             if key in self._copies:
-                filled.copy_(self._copies.pop(key))
+                filled.copy_(self._copies[key])
             storages[key] = filled.untyped_storage()
         for tensor, key, offset, shape, strides in self._places:
             tensor.set_(storages[key], offset, shape, strides)
-        self._places, self._sizes = [], {}
+        # Only now: where memory was too short, wake_up can be called again.
+        self._places, self._sizes, self._copies = [], {}, {}
 
     def update(self, source: WeightSource, quant: object, staging: str | torch.device | None) -> None:
         """Write new weights into the memory of the old ones; see `gristmill.runtime.weight_update`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gristmill.runtime import residency
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
@@ -69,14 +70,35 @@ def test_weights_in_host_memory(make: Callable[..., LLM]) -> None:
     llm = make(DEEPSEEK, quant="int4_g128")
     expected, before = answer(llm), [tensor.clone() for tensor in model_tensors(llm.model)]
     shared = len({tensor.untyped_storage().data_ptr() for tensor in model_tensors(llm.model)})
-    residency = llm.engine.residency
-    residency._release_weights(keep=True)
-    residency.absent.add("weights")
+    llm.engine.residency._release_weights(keep=True)
+    llm.engine.residency.absent.add("weights")
     assert llm.engine.status().weight_bytes == 0 and llm.engine.paused
     llm.engine.wake_up()
     after = model_tensors(llm.model)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert len({tensor.untyped_storage().data_ptr() for tensor in after}) == shared
+    assert answer(llm) == expected
+
+
+def test_waking_without_memory_can_be_repeated(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(LLAMA)
+    expected, empty, calls = answer(llm), residency.memory.empty, []
+
+    def short(*arguments: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*arguments)  # type: ignore[arg-type]
+
+    llm.engine.residency._release_weights(keep=True)
+    llm.engine.residency.absent.add("weights")
+    monkeypatch.setattr(residency.memory, "empty", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        llm.engine.wake_up()
+    assert llm.engine.status().state == "sleeping"
+    llm.engine.wake_up()
     assert answer(llm) == expected
 
 
