@@ -96,7 +96,8 @@ def test_a_build_that_fails_makes_a_commit_unknown(repository: Path) -> None:
         ],
     )
     output = json.loads(result.stdout)
-    # 2 was too noisy, 3 and 4 do not build, 5 is on another branch: the first bad commit is one of 2 to 6.
+    # 2 was too noisy, 3 and 4 do not build, 5 ran in another environment: the first bad commit is one of 2 to
+    # 6.
     assert len(output["suspects"]) == 5
     assert {t["status"] for t in output["tried"] if t["said"] == UNKNOWN} == {None, 3, 4}
 

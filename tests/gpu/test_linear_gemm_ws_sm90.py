@@ -48,8 +48,8 @@ def packed(q: QuantTensor) -> list[torch.Tensor]:
 
 
 def every_config(scheme: str, m: int, k: int, grid: int = 132) -> list[Config]:
-    """Returns each instance with each split-K, with stream-K over `grid` and `grid` + 1 CTAs, and with
-    warpgroups that take turns on half tiles."""
+    """Returns each instance with each split-K, with stream-K over `grid` and `grid` + 1 CTAs, and with each lag
+    between the halves of a CTA's warpgroups."""
     form, configs, groups = gemm_ws.SCHEDULE.format_of(QuantScheme.parse(scheme)), [], -(-k // 128)
     assert form is not None
     for shape in gemm_ws.shapes_of(form):

@@ -127,7 +127,7 @@ def test_lengths_at_edges(context: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "problem_text",
     [
         *EXAMPLES,
         text((0, 1, 1, 1, 0), 16),
@@ -142,9 +142,9 @@ def test_lengths_at_edges(context: int) -> None:
         text((67, 67, 1, 640, 30000), 128, lse=True),
     ],
 )
-def test_shapes(given: str) -> None:
+def test_shapes(problem_text: str) -> None:
     for config in CONFIGS[:4]:
-        assert relative_error(given, config) < 1, config
+        assert relative_error(problem_text, config) < 1, config
 
 
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 0.3])

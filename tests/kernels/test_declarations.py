@@ -262,7 +262,7 @@ def test_every_declared_property_is_checked(op: Op) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "forgotten", "said"),
+    ("name", "argument", "forgotten", "message"),
     [
         ("rms_norm", "weight", {"shape": "anything"}, "describe weight: n longer: accepted"),
         ("rms_norm", "x", {"strides": VECTORS}, "describe x: rows of two strides: accepted"),
@@ -281,12 +281,12 @@ def test_every_declared_property_is_checked(op: Op) -> None:
     ],
 )
 def test_a_forgotten_property_is_found(
-    name: str, argument: str, forgotten: dict[str, Any], said: str
+    name: str, argument: str, forgotten: dict[str, Any], message: str
 ) -> None:
     """Planted fault: the sweep fails on an operation that checks all but one of the properties."""
     op = REGISTRY.op(name)
     arguments = tuple(replace(a, **forgotten) if a.name == argument else a for a in op.arguments)
-    assert any(said in line for line in findings(op, replace(op, arguments=arguments)))
+    assert any(message in line for line in findings(op, replace(op, arguments=arguments)))
 
 
 def test_the_source_is_shown() -> None:

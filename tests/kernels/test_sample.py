@@ -344,7 +344,7 @@ def test_tails_are_drawn_as_often_as_they_should() -> None:
     for tail in (2.0**-8, 2.0**-14, 2.0**-18):
         for count in (int((u < tail).sum()), int((u > 1 - tail).sum())):
             assert stats.binomtest(count, u.numel(), tail).pvalue > 1e-4
-    # A token of probability 1/1000 beside one of 1: about 20 of 20000. Noise also exists far below 2^-24.
+    # The noise also resolves tails far below 2^-24: its largest value exceeds 36.
     assert float(-(-torch.tensor((2**52 - 0.5) / 2**52, dtype=torch.float64).log()).log()) > 36
 
 

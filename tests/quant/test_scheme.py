@@ -83,7 +83,7 @@ def test_fields(name, weight_format, bits, group, symmetric, scales, activation)
 
 
 @pytest.mark.parametrize(
-    "bad, says",
+    "bad, message",
     [
         ("int4", "no weight format 'int4'"),
         ("int4_g128.int4", "no activation format 'int4'"),
@@ -94,11 +94,11 @@ def test_fields(name, weight_format, bits, group, symmetric, scales, activation)
         ("INT4_G128", "no weight format"),
     ],
 )
-def test_unknown_names(bad: str, says: str) -> None:
+def test_unknown_names(bad: str, message: str) -> None:
     with pytest.raises(ValueError, match="scheme") as error:
         QuantScheme.parse(bad)
-    assert says in str(error.value)
-    if "not quantized" not in says:
+    assert message in str(error.value)
+    if "not quantized" not in message:
         assert all(name in str(error.value) for name in WEIGHTS)
 
 

@@ -136,11 +136,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("name, field, change, says", FAULTS)
-def test_contradictions_are_named(name: str, field: str, change, says: str) -> None:
+@pytest.mark.parametrize("name, field, change, message", FAULTS)
+def test_contradictions_are_named(name: str, field: str, change, message: str) -> None:
     q = quantize(weight(20, 128), name)
     with pytest.raises(
-        (ValueError, TypeError), match=rf"QuantTensor\({name} \[20, 128\]\)\.{field}: .*{says}"
+        (ValueError, TypeError), match=rf"QuantTensor\({name} \[20, 128\]\)\.{field}: .*{message}"
     ):
         dataclasses.replace(q, **change(q))
 

@@ -108,7 +108,7 @@ def test_edits_are_canonical() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("sm_122", "near: .*sm_12"),
         ("gfx94", "gfx942"),
@@ -120,8 +120,8 @@ def test_edits_are_canonical() -> None:
         ("sm_90++x", "edits"),
     ],
 )
-def test_parse_errors(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_parse_errors(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Target.parse(text)
 
 

@@ -92,17 +92,19 @@ def test_a_folded_model_says_what_it_said(name: str, make: Callable[..., LLM], t
     assert float((window_logits(make(tmp_path / "out").engine, IDS) - expected).abs().max()) < 2e-4 * scale
 
 
-@pytest.mark.parametrize("left", ["kept", "rows", "columns"])
-def test_a_rule_that_forgets_something_is_seen(left: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+@pytest.mark.parametrize("omitted", ["kept", "rows", "columns"])
+def test_a_rule_that_forgets_something_is_seen(
+    omitted: str, make: Callable[..., LLM], tmp_path: Path
+) -> None:
     """Planted faults: the router is not scaled, values are divided in the wrong rows, heads share the wrong
     channels."""
-    name = {"kept": "mixtral", "rows": "deepseek", "columns": "qwen3"}[left]
+    name = {"kept": "mixtral", "rows": "deepseek", "columns": "qwen3"}[omitted]
     model = build(name, tmp_path / "plain")
 
     def spoil(fold: rules.Fold) -> rules.Fold:
-        if left == "kept" or getattr(fold, left) is None:
-            return replace(fold, kept=()) if left == "kept" else fold
-        return replace(fold, **{left: getattr(fold, left).roll(1)})
+        if omitted == "kept" or getattr(fold, omitted) is None:
+            return replace(fold, kept=()) if omitted == "kept" else fold
+        return replace(fold, **{omitted: getattr(fold, omitted).roll(1)})
 
     folded(tmp_path / "plain", tmp_path / "out", spoil)
     expected = oracle.logits(model, IDS)

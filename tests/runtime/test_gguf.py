@@ -183,7 +183,7 @@ def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "says"),
+    ("family", "more", "message"),
     [
         ("mixtral", {"llama__expert_shared_count": 2}, "expert_shared_count = 2 is not supported"),
         ("qwen3moe", {"qwen3moe__expert_weights_scale": 2.5}, "expert_weights_scale = 2.5 is not supported"),
@@ -201,10 +201,10 @@ def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_is_refused(family: str, more: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_is_refused(family: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
     random_model(tmp_path / "hf", family)
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", family, **more)
-    with pytest.raises((ConfigError, CheckpointError), match=says):
+    with pytest.raises((ConfigError, CheckpointError), match=message):
         GgufCheckpoint(path).config()
 
 
@@ -406,7 +406,7 @@ def test_sentence_piece_ids_are_those_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             {"tokenizer__ggml__model": None},
@@ -425,8 +425,8 @@ def test_sentence_piece_ids_are_those_of_the_definition() -> None:
         ({"tokenizer__ggml__model": "llama"}, "scores must have 4096 entries"),
     ],
 )
-def test_tokenizers_that_are_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_tokenizers_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         gguf_tokenizer(fields(**changes), "m.gguf")
 
 

@@ -323,7 +323,7 @@ def test_groups_that_disagree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"format": "marlin-24"}, "'marlin-24' is not read; known: pack-quantized"),
         ({"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
@@ -353,12 +353,12 @@ def test_groups_that_disagree() -> None:
         ({"ignore": [1]}, "list of strings"),
     ],
 )
-def test_refusals(change: dict[str, Any], says: str) -> None:
+def test_refusals(change: dict[str, Any], message: str) -> None:
     config = {
         "format": "pack-quantized",
         "config_groups": {"a": {"targets": ["Linear"], "weights": integers(4, "channel", True)}},
     }
-    with pytest.raises(FormatError, match=says.replace("(", r"\(")):
+    with pytest.raises(FormatError, match=message.replace("(", r"\(")):
         CompressedTensors(config | change)
 
 

@@ -168,7 +168,7 @@ def test_dynamic_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"bits": 5}, "one of 2, 3, 4, 8, got 5"),
         ({"bits": "4"}, "must be int, got '4'"),
@@ -178,8 +178,8 @@ def test_dynamic_rules() -> None:
         ({"bits": None}, "'bits' is missing"),
     ],
 )
-def test_refusals(change: dict[str, object], says: str) -> None:
-    with pytest.raises(FormatError, match=says):
+def test_refusals(change: dict[str, object], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
         Gptq(config(4) | change)
 
 

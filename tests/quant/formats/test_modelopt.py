@@ -151,7 +151,7 @@ def test_which_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ({"quant_algo": "NVFP4_SVD"}, "NVFP4_SVD is not read; known: NVFP4"),
         ({"quant_algo": "W4A16_AWQ"}, "W4A16_AWQ is not read"),
@@ -165,11 +165,11 @@ def test_which_modules() -> None:
         ({}, "'quant_algo' is missing"),
     ],
 )
-def test_refusals(config: dict[str, Any], says: str | None) -> None:
-    if says is None:
+def test_refusals(config: dict[str, Any], message: str | None) -> None:
+    if message is None:
         ModelOpt(config)
         return
-    with pytest.raises(FormatError, match=says):
+    with pytest.raises(FormatError, match=message):
         ModelOpt(config)
 
 

@@ -96,11 +96,11 @@ def test_drafts_are_given_up_before_anyone_is_preempted() -> None:
     assert not plan.preempted and [entry.drafts for entry in plan.entries] == [0, 0]
 
 
-@pytest.mark.parametrize(("left", "drafts"), [(1, 0), (2, 1), (5, 4), (9, 6)])
-def test_no_more_drafts_than_outputs_still_wanted(left: int, drafts: int) -> None:
+@pytest.mark.parametrize(("remaining", "drafts"), [(1, 0), (2, 1), (5, 4), (9, 6)])
+def test_no_more_drafts_than_outputs_still_wanted(remaining: int, drafts: int) -> None:
     """The last requested token is sampled after the drafts, so there is one draft fewer."""
     scheduler, model, run = make(40)
-    scheduler.add(Request("a", prompt(6), 1 + left))
+    scheduler.add(Request("a", prompt(6), 1 + remaining))
     step(scheduler, model, run)
     scheduler.propose("a", [1] * 6)
     assert scheduler.plan().entries[0].drafts == drafts
