@@ -2,335 +2,248 @@
 // shared by the attention cores: paged or dense keys and values, grouped query heads, separate widths of keys
 // and values.
 //
-// A task is (sequence, KV head, up to kRows rows: query heads of that KV head times queries); for a sequence
-// of one query it is all KV heads, which lie side by side in memory and are read at twice the speed of one
-// head alone. It reads keys in tiles of kTile tokens, widened to float32 once for all its rows. Contexts are
-// cut into chunks of kChunk tokens, at positions that depend on nothing else; each chunk has its own softmax
-// and chunks are merged in order. Hence chunks may run on several threads or on one and a row's result is
-// bitwise the same: it depends on neither threads nor the rest of the batch.
+// A task is (sequence, KV head, rows: query heads of that KV head times queries); for a sequence of one query
+// it is all KV heads, which lie side by side in memory. It takes keys in tiles of kTile tokens. Tasks of few
+// rows read keys and values where they lie, each once, in the order of the addresses: memory delivers that
+// fastest. Tasks of many rows widen each tile to float32 once for all rows.
+//
+// Contexts are cut into chunks of kChunk tokens, at positions that depend on nothing else; each chunk has its
+// own softmax and chunks are merged in order. Hence chunks may run on several threads or on one and a row's
+// result is bitwise the same: it depends on neither threads nor the rest of the batch.
 //
 // Keys and values may be e4m3 codes. A scale of a head multiplies its queries and its results; scales of
 // tokens and heads multiply scores and weights.
 #pragma once
 #include <cstdlib>
 
-#include "_flash_rows_cpu.h"
+#include "_flash_softmax_cpu.h"
 
 namespace gm {
 namespace {
 
-constexpr int64_t kChunk = 512, kRows = 32;
-constexpr int64_t kFewRows = 8;             // with at most this many rows keys and values are read in place
+constexpr int64_t kFewRows = 8;  // with at most this many rows keys and values are read in place
+// Tokens of which all KV heads are read before the next ones. While they are, the next ones are fetched.
+constexpr int64_t kRun = most(8, kLanes);
+constexpr int64_t kKeyFloats = 4096;        // widened keys that all rows are multiplied with before the next
 constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
 
-struct Attention {
-  const void *q, *k, *v;
-  void* out;
-  float* lse;                  // [tokens, heads] or null
-  const float* sinks;          // [heads] or null
-  const int32_t* query_start;  // [seqs + 1]
-  const int32_t* table;        // block numbers, [seqs, table_width]; null: dense keys
-  const int32_t* starts;       // paged: contexts' lengths [seqs]; dense: where each begins [seqs + 1]
-  int64_t context(int64_t i) const { return table ? starts[i] : starts[i + 1] - starts[i]; }
-  int64_t table_stride, q_token, q_head, out_token, out_head;
-  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
-  int64_t tokens, blocks, table_width;  // bounds that the index tensors are checked against
-  int64_t seqs, heads, kv_heads, dk, dv, block_size, window;
-  float scale;
-  const float *k_scale, *v_scale;  // of codes; null: keys and values are of q's type
-  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
-  int64_t token_scales;  // they are of tokens and heads; else of heads, or one with strides of 0
-};
+template <class Code>
+constexpr float kPieceScale = 1.0f;  // load_piece gives elements divided by this
+template <>
+constexpr float kPieceScale<f8e4m3> = 256.0f;
 
-// One task's place in the problem, and its rows: row r is query `first + r / heads` and query head `head + r
-// % heads`.
-struct Tile {
-  int64_t sequence, kv_head, kv_heads, token, first, queries, head, heads, context;
-  int64_t rows() const { return queries * heads; }
-};  // with kv_heads > 1 the same again for the KV heads that follow
-
-// Running softmax of `rows` rows: m_i is the maximum score, l_i the sum of exp(score - m_i), acc the weighted
-// sum of values.
-struct State {
-  float *m_i, *l_i, *acc;
-};
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
 
 template <class T, class Code>  // of queries and results, of keys and values
 struct Core {
   const Attention& a;
-  const int64_t dk = padded(a.dk), dv = padded(a.dv), group = a.heads / a.kv_heads;
-  const int64_t head_tile = least(group, kRows), head_tiles = (group + head_tile - 1) / head_tile;
-  const int64_t query_tile = most(1, kRows / head_tile);
+  Cut cut{a};
+  const int64_t dk = padded(a.dk), dv = padded(a.dv);
   const bool shared = a.k == a.v;  // values are the first dv elements of the keys (MLA)
-  int64_t together = 1;            // KV heads of a one-query task
+  int64_t rows = cut.row_bound();
 
-  int64_t head_floats() const { return kRows * (2 + dv); }
-  int64_t state_floats() const { return together * head_floats(); }
-  int64_t query_floats() const { return together * kRows * dk; }
-  int64_t scratch_floats() const { return kRows * (kTile + 1) + kTile * (dk + dv); }
-  State state(float* p) const { return {p, p + kRows, p + 2 * kRows}; }
+  int64_t state_floats() const { return State::floats(rows, dv); }
+  int64_t scratch_floats() const { return rows * (kTile + 1) + cut.together * 2 * kTile + kTile * (dk + dv); }
 
-  int64_t queries(int64_t sequence) const { return a.query_start[sequence + 1] - a.query_start[sequence]; }
-  int64_t span(int64_t sequence) const { return queries(sequence) == 1 ? together : 1; }
-  int64_t tasks(int64_t sequence) const {
-    return (queries(sequence) + query_tile - 1) / query_tile * (a.kv_heads / span(sequence)) * head_tiles;
-  }
-  int64_t chunks(int64_t sequence) const { return most(1, (a.context(sequence) + kChunk - 1) / kChunk); }
-
-  Tile tile(int64_t sequence, int64_t task) const {
-    Tile t;
-    t.sequence = sequence;
-    t.head = task % head_tiles * head_tile;
-    task /= head_tiles;
-    t.kv_heads = span(sequence);
-    t.kv_head = task % (a.kv_heads / t.kv_heads) * t.kv_heads;
-    const int64_t begin = a.query_start[sequence], count = queries(sequence);
-    const int64_t offset = task / (a.kv_heads / t.kv_heads) * query_tile;
-    t.context = a.context(sequence);
-    t.token = begin + offset;
-    t.first = t.context - count + offset;
-    t.queries = least(query_tile, count - offset);
-    t.heads = least(head_tile, group - t.head);
-    t.head += t.kv_head * group;
-    return t;
-  }
-
-  // The part of a task that belongs to its KV head number n.
-  Tile head_of(Tile t, int64_t n) const {
-    t.kv_head += n;
-    t.head += n * group;
-    return t;
-  }
-
-  // Where the keys at .. at + kTile - 1 and their values begin, in elements from the first KV head's: found
-  // once for all KV heads.
+  // Where the keys at .. at + tokens - 1 and their values begin, in elements from KV head 0's; those before
+  // `skip` are not known.
   struct Places {
+    int64_t tokens, skip;
     int64_t k[kTile], v[kTile], k_scale[kTile], v_scale[kTile];
   };
   // Of keys low .. end - 1 only: the others' blocks may not exist.
-  void find_places(const Tile& t, int64_t at, int64_t low, int64_t end, Places& places) const {
-    int64_t i = most(0, low - at);
-    int64_t block = a.table ? (at + i) / a.block_size : 0,
-            slot = a.table ? (at + i) % a.block_size : a.starts[t.sequence] + at + i;
-    for (; i < kTile && at + i < end; ++i, ++slot) {
-      if (a.table && slot == a.block_size) slot = 0, ++block;
-      const int64_t from = a.table ? a.table[t.sequence * a.table_stride + block] : 0;
-      places.k[i] = from * a.k_block + slot * a.k_slot;
-      places.v[i] = from * a.v_block + slot * a.v_slot;
+  void find_places(const Task& t, int64_t at, int64_t low, int64_t end, Places& places) const {
+    places.tokens = most(0, least(kTile, end - at)), places.skip = most(0, low - at);
+    for (int64_t i = places.skip, run; i < places.tokens; i += run) {
+      // `run` neighbours in one block.
+      const int64_t slot = a.table ? (at + i) % a.block_size : a.starts[t.sequence] + at + i;
+      const int64_t block = a.table ? a.table[t.sequence * a.table_stride + (at + i) / a.block_size] : 0;
+      run = a.table ? least(a.block_size - slot, places.tokens - i) : places.tokens - i;
+      const int64_t k = block * a.k_block + slot * a.k_slot, v = block * a.v_block + slot * a.v_slot;
+      for (int64_t n = 0; n < run; ++n)
+        places.k[i + n] = k + n * a.k_slot, places.v[i + n] = v + n * a.v_slot;
       if (!a.token_scales) continue;
-      places.k_scale[i] = from * a.k_scale_block + slot * a.k_scale_slot;
-      places.v_scale[i] = from * a.v_scale_block + slot * a.v_scale_slot;
+      for (int64_t n = 0; n < run; ++n) {
+        places.k_scale[i + n] = block * a.k_scale_block + (slot + n) * a.k_scale_slot;
+        places.v_scale[i + n] = block * a.v_scale_block + (slot + n) * a.v_scale_slot;
+      }
     }
   }
+
+  // Fetches the KV heads of a run of tokens one by one, in the order of the addresses.
+  struct Fetch {
+    const Code* base;
+    const int64_t* places;
+    int64_t tokens, heads, stride, width, head = 0;
+    void next() {
+      if (tokens <= 0) return;
+      const Code* p = base + *places + head * stride;
+      for (int64_t d = 0; d < width; d += int64_t(64 / sizeof(Code))) __builtin_prefetch(p + d);
+      if (++head == heads) head = 0, ++places, --tokens;
+    }
+  };
 
   template <class From>
   static void widen_row(const From* from, float* to, int64_t n, float scale) {
     int64_t d = 0;
-    for (; d + kLanes <= n; d += kLanes) store(to + d, load(from + d) * scale);
-    if (d < n) store(to + d, load(from + d, n - d) * scale);
-  }
-  static void prefetch(const Code* p, int64_t n) {
-    for (int64_t d = 0; d < n; d += int64_t(64 / sizeof(Code))) __builtin_prefetch(p + d, 0, 2);
+    for (; d + kPiece <= n; d += kPiece) store_piece(to + d, load_piece(from + d) * scale);
+    if (d < n) store_piece(to + d, load_piece(from + d, n - d) * scale);
   }
 
-  void clear(const Tile& t, float* states) const {
+  // In the order of a piece of keys.
+  void load_queries(const Task& t, float* q) const {
     for (int64_t n = 0; n < t.kv_heads; ++n) {
-      const State s = state(states + n * head_floats());
-      for (int64_t r = 0; r < t.rows(); ++r) s.m_i[r] = minus_infinity(), s.l_i[r] = 0;
-      std::memset(s.acc, 0, sizeof(float) * size_t(t.rows() * dv));
-    }
-  }
-
-  void load_queries(const Tile& whole, float* q) const {
-    for (int64_t n = 0; n < whole.kv_heads; ++n) {
-      const Tile t = head_of(whole, n);
       const bool scaled = a.k_scale && !a.token_scales;
-      const float scale = scaled ? a.scale * a.k_scale[t.kv_head * a.k_scale_head] : a.scale;
-      for (int64_t r = 0; r < t.rows(); ++r) {
-        const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
-        widen_row(static_cast<const T*>(a.q) + token * a.q_token + head * a.q_head, q + (n * kRows + r) * dk,
-                  a.dk, scale);
+      const float scale =
+          kPieceScale<Code> * (scaled ? a.scale * a.k_scale[(t.kv_head + n) * a.k_scale_head] : a.scale);
+      for (int64_t r = 0; r < t.rows(); ++r, q += dk) {
+        const T* from = static_cast<const T*>(a.q) + (t.token + r / t.heads) * a.q_token +
+                        (t.head + n * cut.group + r % t.heads) * a.q_head;
+        if constexpr (kSame<T, Code>) {
+          widen_row(from, q, a.dk, scale);
+        } else {
+          int64_t d = 0;
+          for (; d + kLanes <= a.dk; d += kLanes) store(q + d, load(from + d) * scale);
+          std::memset(q + d, 0, sizeof(float) * size_t(dk - d));
+          if (d < a.dk) store(q + d, load(from + d, a.dk - d) * scale);
+        }
       }
     }
   }
 
-  // Softmax of chunk `chunk` alone, into `states`.
-  void run_chunk(const Tile& t, int64_t chunk, const float* q, float* states, float* scratch) const {
-    clear(t, states);
-    const int64_t last = t.first + t.queries - 1;
+  // Softmax of chunk `chunk` alone, into `s`.
+  void run_chunk(const Task& t, int64_t chunk, const float* q, State s, float* scratch) const {
+    s.clear((t.all_rows() + kLanes - 1) / kLanes * kLanes, dv);
     const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
-    const int64_t reach = least(t.context, last + 1), end = least((chunk + 1) * kChunk, reach);
-    Places here, next;
+    const int64_t end = least((chunk + 1) * kChunk, least(t.context, t.first + t.queries));
+    const int64_t reach =
+        least(t.context, t.first + t.queries);  // of the task, which goes on to the next chunk
+    Places memory[2], *here = memory, *next = memory + 1;
     int64_t at = most(chunk * kChunk, low / kTile * kTile);
-    find_places(t, at, low, reach, here);
+    find_places(t, at, low, end, *here);
     for (; at < end; at += kTile) {
-      find_places(t, at + kTile, low, reach, next);
-      for (int64_t n = 0; n < t.kv_heads; ++n)
-        run_tile(t, n, at, end, reach, low, here, next, q + n * kRows * dk, state(states + n * head_floats()),
-                 scratch);
-      here = next;
+      find_places(t, at + kTile, low, reach, *next);
+      run_tile(t, at, *here, *next, q, s, scratch);
+      Places* last = here;
+      here = next, next = last;
     }
   }
 
-  // Keys at .. min(at + kTile, end) of KV head number n; those under `low` no row sees, and they are not
-  // read. The task goes on to `reach`.
-  void run_tile(const Tile& all, int64_t n, int64_t at, int64_t end, int64_t reach, int64_t low,
-                const Places& here, const Places& next, const float* q, State s, float* scratch) const {
-    const Tile t = head_of(all, n);
-    const Code *first_k = static_cast<const Code*>(a.k) + all.kv_head * a.k_head, *k = first_k + n * a.k_head;
-    const Code *first_v = static_cast<const Code*>(a.v) + all.kv_head * a.v_head, *v = first_v + n * a.v_head;
-    float* buffer = scratch + kRows * (kTile + 1);
-    const int64_t rows = t.rows(), tokens = least(kTile, end - at), whole = padded(tokens),
-                  skip = most(0, low - at);
-    float token_scales[2 * kTile];  // of the tile's keys, then of its values; 0 where there are none
-    const float* scales = nullptr;
+  // Keys at .. at + here.tokens; those before here.skip no row sees, and they are not read.
+  void run_tile(const Task& t, int64_t at, Places& here, const Places& next, const float* q, State s,
+                float* scratch) const {
+    float *p = scratch, *alpha = p + rows * kTile, *scales = alpha + rows,
+          *buffer = scales + cut.together * 2 * kTile;
     if (a.token_scales) {
-      std::memset(token_scales, 0, sizeof token_scales);
-      for (int64_t i = skip; i < tokens; ++i) {
-        token_scales[i] = a.k_scale[here.k_scale[i] + t.kv_head * a.k_scale_head];
-        token_scales[kTile + i] = a.v_scale[here.v_scale[i] + t.kv_head * a.v_scale_head];
-      }
-      scales = token_scales;
+      std::memset(scales, 0, sizeof(float) * size_t(t.kv_heads * 2 * kTile));
+      for (int64_t n = 0; n < t.kv_heads; ++n)
+        for (int64_t i = here.skip; i < here.tokens; ++i) {
+          scales[2 * n * kTile + i] = a.k_scale[here.k_scale[i] + (t.kv_head + n) * a.k_scale_head];
+          scales[(2 * n + 1) * kTile + i] = a.v_scale[here.v_scale[i] + (t.kv_head + n) * a.v_scale_head];
+        }
+    } else {
+      scales = nullptr;
     }
-    if (rows <= kFewRows && dk == a.dk && dv == a.dv) {
-      // Few rows: each key and value is used so seldom that a buffer costs more than it saves.
-      InPlace<Code> keys, values;
-      const Code* nothing = reinterpret_cast<const Code*>(buffer);
-      std::memset(buffer, 0, sizeof(Code) * size_t(most(dk, dv)));
-      for (int64_t i = 0; i < whole; ++i) {
-        const bool in_tile = i >= skip && i < tokens;
-        keys.rows[i] = in_tile ? k + here.k[i] : nothing;
-        values.rows[i] = in_tile ? v + here.v[i] : nothing;
-        // Each KV head fetches its share of the following tile, in the order of the addresses.
-        const int64_t piece = n * kTile + i, token = piece / all.kv_heads, head = piece % all.kv_heads;
-        const bool follows = at + kTile + token < reach;
-        keys.next[i] = follows ? first_k + next.k[token] + head * a.k_head : nothing;
-        values.next[i] = follows && !shared ? first_v + next.v[token] + head * a.v_head : nothing;
-      }
-      attend(t, at, tokens, whole, q, keys, values, scales, s, scratch);
-      return;
-    }
-    float *keys = buffer, *values = keys + kTile * dk;
-    std::memset(keys, 0, sizeof(float) * size_t(skip * dk));
-    std::memset(keys + tokens * dk, 0, sizeof(float) * size_t((whole - tokens) * dk));
-    std::memset(values, 0, sizeof(float) * size_t(skip * dv));
-    for (int64_t i = skip; i < tokens; ++i) {
-      if (!shared) prefetch(v + here.v[i], a.dv);
-      widen_row(k + here.k[i], keys + i * dk, a.dk, 1.0f);
-    }
-    for (int64_t i = skip; i < tokens; ++i) {
-      if (at + kTile + i < reach) prefetch(k + next.k[i], a.dk);
-      if (!shared) widen_row(v + here.v[i], values + i * dv, a.dv, 1.0f);
-    }
-    if (shared)
-      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{keys, dk}, scales, s, scratch);
+    if (t.rows() <= kFewRows && dk == a.dk && dv == a.dv)
+      few_rows(t, at, here, next, q, scales, s, p, alpha);
     else
-      attend(t, at, tokens, whole, q, Widened{keys, dk}, Widened{values, dv}, scales, s, scratch);
+      many_rows(t, at, here, q, scales, s, p, alpha, buffer);
   }
 
-  // All rows of a tile: the arithmetic of a row is the same whatever rows it is computed with.
-  template <class Rows>
-  void attend(const Tile& t, int64_t at, int64_t tokens, int64_t whole, const float* q, const Rows& keys,
-              const Rows& values, const float* scales, State s, float* scratch) const {
-    float *p = scratch, *alpha = p + kRows * kTile;
-    const int64_t rows = t.rows();
-    int64_t r = 0;
-    if (rows >= 4)
-      attend_rows<4, true>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha), r = 4;
-    else if (rows >= 2)
-      attend_rows<2, true>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha), r = 2;
-    else
-      attend_rows<1, true>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha), r = 1;
-    for (; r + 4 <= rows; r += 4)
-      attend_rows<4, false>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha);
-    for (; r + 2 <= rows; r += 2)
-      attend_rows<2, false>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha);
-    if (r < rows) attend_rows<1, false>(t, r, at, tokens, whole, q, keys, values, scales, s, p, alpha);
-  }
-  template <int R, bool Ahead, class Rows>  // Ahead: fetch the following tile on the way
-  void attend_rows(const Tile& t, int64_t r, int64_t at, int64_t tokens, int64_t whole, const float* q,
-                   const Rows& keys, const Rows& values, const float* scales, State s, float* p,
-                   float* alpha) const {
-    constexpr int B = kLanes / R;
-    for (int64_t i = 0; i < whole; i += B) {
-      if constexpr (Ahead)
-        for (int64_t b = 0; b < B; ++b) keys.fetch(i + b, 0, dk);
-      const vf score = dot_rows<R>(q + r * dk, keys, i, dk);
-      float lanes[kLanes];
-      store(lanes, score);
-      for (int n = 0; n < R; ++n) std::memcpy(p + (r + n) * kTile + i, lanes + n * B, sizeof(float) * B);
-    }
-    for (int n = 0; n < R; ++n)
-      softmax_row(t, r + n, at, whole, scales, s, p + (r + n) * kTile, alpha + r + n);
-    accumulate_rows<R, Ahead>(s.acc + r * dv, alpha + r, p + r * kTile, values, tokens, dv);
-  }
+  static int64_t whole(const Places& places) { return (places.tokens + kLanes - 1) / kLanes * kLanes; }
 
-  // Scores of one row for a tile of keys become weights; keys that the row does not see have weight
-  // exactly 0, and a tile without visible keys changes nothing. Scales, of keys and of values, are not part
-  // of the softmax's sum.
-  void softmax_row(const Tile& t, int64_t r, int64_t at, int64_t whole, const float* scales, State s,
-                   float* p, float* alpha) const {
-    const int64_t position = t.first + r / t.heads;
-    const int32_t high = int32_t(most(-1, least(position - at, kTile)));
-    const int32_t low = a.window > 0 ? int32_t(most(0, least(position - a.window + 1 - at, kTile))) : 0;
-    vf score[kTile / kLanes], best = splat(minus_infinity());
-    vi lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      const vi place = lane + int32_t(i);
-      const vi visible = (place <= high) & (place >= low);
-      const vf product = scales ? load(p + i) * load(scales + i) : load(p + i);
-      score[i / kLanes] = visible ? product : splat(minus_infinity());
-      best = max(best, score[i / kLanes]);
-    }
-    const float m_i = s.m_i[r], m_tile = gm::max(best), m_new = m_i > m_tile ? m_i : m_tile;
-    *alpha = 1;
-    if (m_new == minus_infinity()) {
-      std::memset(p, 0, sizeof(float) * kTile);
-      return;
-    }
-    if (m_new != m_i) {
-      *alpha = exp(m_i - m_new);
-      s.m_i[r] = m_new;
-    }
-    vf l_tile = zero();
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      const vf weight = exp(score[i / kLanes] - m_new);
-      store(p + i, scales ? weight * load(scales + kTile + i) : weight);
-      l_tile += weight;
-    }
-    s.l_i[r] = s.l_i[r] * *alpha + sum(l_tile);
-  }
-
-  // Combine two partial softmaxes into one.
-  void merge(const Tile& t, float* whole, float* added) const {
-    for (int64_t n = 0; n < t.kv_heads; ++n)
-      merge(state(whole + n * head_floats()), state(added + n * head_floats()), t.rows());
-  }
-  void merge(State into, State part, int64_t rows) const {
-    for (int64_t r = 0; r < rows; ++r) {
-      if (part.m_i[r] == minus_infinity()) continue;
-      float *x = into.acc + r * dv, *y = part.acc + r * dv;
-      if (into.m_i[r] == minus_infinity()) {
-        into.m_i[r] = part.m_i[r], into.l_i[r] = part.l_i[r];
-        std::memcpy(x, y, sizeof(float) * size_t(dv));
-        continue;
+  void few_rows(const Task& t, int64_t at, Places& here, const Places& next, const float* q,
+                const float* scales, State s, float* p, float* alpha) const {
+    const int64_t count = t.rows(), skip = here.skip, tokens = here.tokens, first = skip / kRun * kRun;
+    const Code* k = static_cast<const Code*>(a.k) + t.kv_head * a.k_head;
+    const Code* v = static_cast<const Code*>(a.v) + t.kv_head * a.v_head;
+    const auto fetch_keys = [&](const Places& places, int64_t i) {
+      return Fetch{k, places.k + i, least(kRun, places.tokens - i), t.kv_heads, a.k_head, dk};
+    };
+    const auto fetch_values = [&](int64_t i) {
+      return Fetch{v, here.v + i, shared ? 0 : least(kRun, tokens - i), t.kv_heads, a.v_head, dv};
+    };
+    // Keys that are not read count as their neighbours: the softmax leaves them out.
+    for (int64_t i = first; i < skip; ++i) here.k[i] = here.k[skip];
+    for (int64_t i = tokens; i < (tokens + kRun - 1) / kRun * kRun; ++i) here.k[i] = here.k[tokens - 1];
+    for (int64_t i = first; i < tokens; i += kRun) {
+      Fetch ahead = i + kRun < tokens ? fetch_keys(here, i + kRun) : fetch_values(skip);
+      for (int64_t n = 0; n < t.kv_heads; ++n) {
+        const InPlace<Code> keys{k + n * a.k_head, here.k};
+        for_groups<4>(count, [&](auto group, int64_t r) {
+          constexpr int R = group.value;
+          for (int64_t b = i; b < i + kRun; b += keys_of<R>) {
+            if (r == 0)
+              for (int n = 0; n < keys_of<R>; ++n) ahead.next();
+            dot_rows<R>(q + (n * count + r) * dk, keys, b, dk, p + (n * count + r) * kTile);
+          }
+        });
       }
-      const float m_new = into.m_i[r] > part.m_i[r] ? into.m_i[r] : part.m_i[r];
-      const float alpha = exp(into.m_i[r] - m_new), added = exp(part.m_i[r] - m_new);
-      into.m_i[r] = m_new;
-      into.l_i[r] = into.l_i[r] * alpha + part.l_i[r] * added;
-      for (int64_t d = 0; d < dv; d += kLanes) store(x + d, load(x + d) * alpha + load(y + d) * added);
+    }
+    softmax(a, t, at, whole(here), scales, s, p, alpha);
+    for (int64_t i = skip; i < tokens; i += kRun) {
+      Fetch ahead = i + kRun < tokens ? fetch_values(i + kRun) : fetch_keys(next, next.skip);
+      for (int64_t n = 0; n < t.kv_heads; ++n) {
+        const InPlace<Code> values{v + n * a.v_head, here.v};
+        for (int x = 0; x < kRun; ++x) ahead.next();
+        for_groups<4>(count, [&](auto group, int64_t r) {
+          constexpr int R = group.value;
+          const int64_t row = n * count + r;
+          accumulate_row<R>(s.acc + row * dv, i == skip ? alpha + row : nullptr, p + row * kTile, values, i,
+                            least(i + kRun, tokens), dv);
+        });
+      }
     }
   }
 
-  void finish(const Tile& t, float* states) const {
-    for (int64_t n = 0; n < t.kv_heads; ++n) finish_head(head_of(t, n), state(states + n * head_floats()));
+  void many_rows(const Task& t, int64_t at, const Places& here, const float* q, const float* scales, State s,
+                 float* p, float* alpha, float* buffer) const {
+    const int64_t count = t.rows(), skip = here.skip, tokens = here.tokens, whole = this->whole(here);
+    float *keys = buffer, *values = shared ? keys : keys + kTile * dk;
+    const int64_t width = shared ? dk : dv;
+    const auto widen = [&](const void* from, const int64_t* place, float* to, int64_t n, int64_t stride) {
+      const int64_t first = skip / kLanes * kLanes;
+      std::memset(to + first * stride, 0, sizeof(float) * size_t((skip - first) * stride));
+      for (int64_t i = skip; i < tokens; ++i)
+        widen_row(static_cast<const Code*>(from) + place[i], to + i * stride, n, 1.0f);
+      std::memset(to + tokens * stride, 0, sizeof(float) * size_t((whole - tokens) * stride));
+    };
+    // Of the rows of a group, the keys that some of them sees.
+    const auto from = [&](int64_t r) { return int64_t(visible(a, t.first + r / t.heads, at).low); };
+    const auto to = [&](int64_t r) { return least(tokens, visible(a, t.first + r / t.heads, at).high + 1); };
+    const int64_t run = most(kLanes, kKeyFloats / dk / kLanes * kLanes);
+    for (int64_t n = 0; n < t.kv_heads; ++n) {
+      widen(static_cast<const Code*>(a.k) + (t.kv_head + n) * a.k_head, here.k, keys, a.dk, dk);
+      for (int64_t i = skip / kLanes * kLanes; i < tokens; i += run)
+        for_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
+          constexpr int R = group.value, B = keys_of<R>;
+          const int64_t last = least(least(i + run, whole), to(r + R - 1));
+          for (int64_t b = most(i, from(r) / B * B); b < last; b += B)
+            dot_rows<R>(q + (n * count + r) * dk, Widened{keys, dk}, b, dk, p + (n * count + r) * kTile);
+        });
+      if (n + 1 == t.kv_heads) softmax(a, t, at, whole, scales, s, p, alpha);
+    }
+    for (int64_t n = 0; n < t.kv_heads; ++n) {
+      if (!shared || t.kv_heads > 1)
+        widen(static_cast<const Code*>(a.v) + (t.kv_head + n) * a.v_head, here.v, values, a.dv, width);
+      for (int64_t d = 0; d < dv; d += kPiece)
+        for_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
+          constexpr int R = group.value;
+          const int64_t row = n * count + r;
+          accumulate<R, 1>(s.acc + row * dv, alpha + row, p + row * kTile, Widened{values, width},
+                           most(skip, from(r)), to(r + R - 1), dv, d);
+        });
+    }
   }
-  void finish_head(const Tile& t, State s) const {
-    for (int64_t r = 0; r < t.rows(); ++r) {
-      const int64_t token = t.token + r / t.heads, head = t.head + r % t.heads;
-      float m_i = s.m_i[r], l_i = s.l_i[r], scale = 1;
+
+  void finish(const Task& t, State s) const {
+    for (int64_t row = 0; row < t.all_rows(); ++row) {
+      const int64_t n = row / t.rows(), r = row % t.rows();
+      const int64_t token = t.token + r / t.heads, head = t.head + n * cut.group + r % t.heads;
+      float m_i = s.m_i[row], l_i = s.l_i[row], scale = 1;
       if (a.sinks) {
         const float sink = a.sinks[head];
         const float m_new = m_i > sink ? m_i : sink;
@@ -340,140 +253,108 @@ struct Core {
           m_i = m_new;
         }
       }
-      scale = l_i > 0 ? scale / l_i : 0;
-      if (a.v_scale && !a.token_scales) scale *= a.v_scale[t.kv_head * a.v_scale_head];
+      scale = kPieceScale<Code> * (l_i > 0 ? scale / l_i : 0);
+      if (a.v_scale && !a.token_scales) scale *= a.v_scale[(t.kv_head + n) * a.v_scale_head];
       T* out = static_cast<T*>(a.out) + token * a.out_token + head * a.out_head;
-      const float* acc = s.acc + r * dv;
-      int64_t d = 0;
-      for (; d + kLanes <= a.dv; d += kLanes) store(out + d, load(acc + d) * scale);
-      if (d < a.dv) store(out + d, load(acc + d) * scale, a.dv - d);
+      const float* acc = s.acc + row * dv;
+      if constexpr (kSame<T, Code>) {
+        int64_t d = 0;
+        for (; d + kPiece <= a.dv; d += kPiece) store_piece(out + d, load_piece(acc + d) * scale);
+        if (d < a.dv) store_piece(out + d, load_piece(acc + d) * scale, a.dv - d);
+      } else {
+        int64_t d = 0;
+        for (; d + kLanes <= a.dv; d += kLanes) store(out + d, load(acc + d) * scale);
+        if (d < a.dv) store(out + d, load(acc + d) * scale, a.dv - d);
+      }
       if (a.lse) a.lse[token * a.heads + head] = l_i > 0 ? m_i + __builtin_logf(l_i) : minus_infinity();
     }
   }
 
-  // Index of the last start[i] <= n, with start[0..count] ascending and n < start[count].
-  static int64_t find(const int64_t* start, int64_t count, int64_t n) {
-    int64_t low = 0, high = count;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (start[middle] <= n ? low : high) = middle;
-    }
-    return low;
-  }
-
   int run() {
-    int64_t* start = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * size_t(2 * (a.seqs + 1))));
-    if (!start) return GM_E_NOMEM;
-    int64_t* split = start + a.seqs + 1;  // the same in units of (task, chunk)
+    int64_t* tasks = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * size_t(2 * (a.seqs + 1))));
+    if (!tasks) return GM_E_NOMEM;
+    int64_t* parts = tasks + a.seqs + 1;
     const int64_t threads = gm_num_threads();
-    together = a.kv_heads;
-    count(start, split);
-    if (split[a.seqs] < 2 * threads) together = 1, count(start, split);
-    const int64_t whole = start[a.seqs], parts = split[a.seqs];
+    cut.together = a.kv_heads;
+    cut.count(tasks, parts);
+    if (parts[a.seqs] < 2 * threads) cut.together = 1, cut.count(tasks, parts);
+    rows = cut.row_bound();
+    const int64_t whole = tasks[a.seqs], pieces = parts[a.seqs];
     // Few tasks and long contexts (decode of a small batch): let the chunks of a task run at once.
     const bool apart =
-        threads > 1 && whole < 4 * threads && parts > whole && parts * state_floats() <= kSplitFloats;
-    const int code = apart ? run_split(start, split) : run_whole(start);
-    std::free(start);
+        threads > 1 && whole < 4 * threads && pieces > whole && pieces * state_floats() <= kSplitFloats;
+    const int code = apart ? run_split(tasks, parts) : run_whole(tasks);
+    std::free(tasks);
     return code;
   }
 
-  void count(int64_t* start, int64_t* split) const {
-    start[0] = split[0] = 0;
-    for (int64_t i = 0; i < a.seqs; ++i) {
-      start[i + 1] = start[i] + tasks(i);
-      split[i + 1] = split[i] + tasks(i) * chunks(i);
-    }
+  static float* allocate(int64_t floats) {
+    return static_cast<float*>(std::aligned_alloc(64, (sizeof(float) * size_t(floats) + 63) / 64 * 64));
   }
 
-  static float* allocate(int64_t floats) {
-    return static_cast<float*>(std::malloc(sizeof(float) * size_t(floats)));
+  // body(n, memory) for n < count, each thread taking the next one, with `floats` of memory of its own.
+  template <class Body>
+  static int for_each(int64_t count, int64_t floats, const Body& body) {
+    int64_t next = 0;
+    bool failed = false;
+    const int code = parallel_for(least(count, gm_num_threads()), 1, [&](int64_t, int64_t) {
+      float* memory = allocate(floats);
+      if (!memory) {
+        __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+        return;
+      }
+      for (int64_t n; (n = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) body(n, memory);
+      std::free(memory);
+    });
+    return failed ? GM_E_NOMEM : code;
   }
 
   // Each task runs its chunks one after another.
-  int run_whole(const int64_t* start) const {
-    bool failed = false;
-    const int code = parallel_for(start[a.seqs], 1, [&](int64_t begin, int64_t end) {
-      float* memory = allocate(2 * state_floats() + query_floats() + scratch_floats());
-      if (!memory) {
-        __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
-        return;
+  int run_whole(const int64_t* tasks) const {
+    const int64_t each = state_floats();
+    return for_each(tasks[a.seqs], 2 * each + rows * dk + scratch_floats(), [&](int64_t n, float* memory) {
+      const State all(memory, rows), part(memory + each, rows);
+      float *q = memory + 2 * each, *scratch = q + rows * dk;
+      const int64_t sequence = find(tasks, a.seqs, n);
+      const Task t = cut.task(sequence, n - tasks[sequence]);
+      load_queries(t, q);
+      run_chunk(t, 0, q, all, scratch);
+      for (int64_t chunk = 1; chunk * kChunk < t.first + t.queries; ++chunk) {
+        run_chunk(t, chunk, q, part, scratch);
+        merge(all, part, t.all_rows(), dv);
       }
-      float *all = memory, *part = all + state_floats(), *q = part + state_floats(),
-            *scratch = q + query_floats();
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t sequence = find(start, a.seqs, n);
-        const Tile t = tile(sequence, n - start[sequence]);
-        load_queries(t, q);
-        clear(t, all);
-        for (int64_t chunk = 0; chunk < chunks(sequence); ++chunk) {
-          run_chunk(t, chunk, q, part, scratch);
-          merge(t, all, part);
-        }
-        finish(t, all);
-      }
-      std::free(memory);
+      finish(t, all);
     });
-    return failed ? GM_E_NOMEM : code;
   }
 
   // Chunks run in any order and are merged in sequence.
-  int run_split(const int64_t* start, const int64_t* split) const {
-    const int64_t each = state_floats(), parts = split[a.seqs];
-    float* states = allocate(parts * each);
+  int run_split(const int64_t* tasks, const int64_t* parts) const {
+    const int64_t each = state_floats();
+    float* states = allocate(parts[a.seqs] * each);
     if (!states) return GM_E_NOMEM;
-    bool failed = false;
-    int code = parallel_for(parts, 1, [&](int64_t begin, int64_t end) {
-      float* memory = allocate(query_floats() + scratch_floats());
-      if (!memory) {
-        __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
-        return;
-      }
-      float *q = memory, *scratch = q + query_floats();
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t sequence = find(split, a.seqs, n), count = chunks(sequence),
-                      place = n - split[sequence];
-        const Tile t = tile(sequence, place / count);
-        load_queries(t, q);
-        run_chunk(t, place % count, q, states + n * each, scratch);
-      }
-      std::free(memory);
+    int code = for_each(parts[a.seqs], rows * dk + scratch_floats(), [&](int64_t n, float* q) {
+      const int64_t sequence = find(parts, a.seqs, n), count = cut.chunks(sequence),
+                    place = n - parts[sequence];
+      const Task t = cut.task(sequence, place / count);
+      load_queries(t, q);
+      run_chunk(t, place % count, q, State(states + n * each, rows), q + rows * dk);
     });
-    if (!failed && code == GM_OK)
-      code = parallel_for(start[a.seqs], 1, [&](int64_t begin, int64_t end) {
+    if (code == GM_OK)
+      code = parallel_for(tasks[a.seqs], 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
-          const int64_t sequence = find(start, a.seqs, n), count = chunks(sequence),
-                        task = n - start[sequence];
-          const Tile t = tile(sequence, task);
-          float* first = states + (split[sequence] + task * count) * each;
-          for (int64_t chunk = 1; chunk < count; ++chunk) merge(t, first, first + chunk * each);
-          finish(t, first);
+          const int64_t sequence = find(tasks, a.seqs, n), count = cut.chunks(sequence),
+                        number = n - tasks[sequence];
+          const Task t = cut.task(sequence, number);
+          float* first = states + (parts[sequence] + number * count) * each;
+          for (int64_t chunk = 1; chunk < count; ++chunk)
+            merge(State(first, rows), State(first + chunk * each, rows), t.all_rows(), dv);
+          finish(t, State(first, rows));
         }
       });
     std::free(states);
-    return failed ? GM_E_NOMEM : code;
+    return code;
   }
 };
-
-// Whether every token, block and context that the index tensors name exists.
-inline bool inside(const Attention& a) {
-  for (int64_t i = 0; i < a.seqs; ++i) {
-    const int64_t begin = a.query_start[i], end = a.query_start[i + 1], context = a.context(i);
-    if (begin < 0 || end < begin || end > a.tokens || context < 0) return false;
-    if (!a.table) {
-      if (a.starts[i] < 0 || a.starts[i] + context > a.blocks) return false;
-      continue;
-    }
-    if (context > a.table_width * a.block_size) return false;
-    for (int64_t b = 0; b * a.block_size < context; ++b) {
-      const int64_t block = a.table[i * a.table_stride + b];
-      // Blocks that precede the window may be freed.
-      const bool read = a.window <= 0 || (b + 1) * a.block_size > context - (end - begin) - a.window + 1;
-      if (read && end > begin && (block < 0 || block >= a.blocks)) return false;
-    }
-  }
-  return true;
-}
 
 template <class T, class Code>
 int attend(const Attention& a) {

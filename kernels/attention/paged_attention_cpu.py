@@ -59,7 +59,7 @@ KERNEL = Kernel(
     language="cpp",
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
-    summary="online softmax over tiles of 32 keys, a KV head's queries together, float32 inside",
+    summary="tiles of 64 keys, read in place for few rows, widened once for many; float32 inside",
     config=best_config("gm_attention"),
     batch_invariant=True,
     priority=100,

@@ -1,0 +1,106 @@
+// The softmax of _flash_cpu.h: running maxima and sums of rows, over tiles of keys and over parts of a
+// context.
+#pragma once
+#include "_flash_problem_cpu.h"
+
+namespace gm {
+namespace {
+
+// Running softmax of rows: m_i is the maximum score, l_i the sum of exp(score - m_i), acc the weighted sum of
+// values. `rows` is a multiple of kLanes.
+struct State {
+  float *m_i, *l_i, *acc;
+  State(float* memory, int64_t rows) : m_i(memory), l_i(memory + rows), acc(memory + 2 * rows) {}
+  static int64_t floats(int64_t rows, int64_t dv) { return rows * (2 + dv); }
+  void clear(int64_t rows, int64_t dv) const {
+    for (int64_t r = 0; r < rows; ++r) m_i[r] = minus_infinity(), l_i[r] = 0;
+    std::memset(acc, 0, sizeof(float) * size_t(rows * dv));
+  }
+};
+
+// Keys of a tile that a row sees: low .. high, of the tile's first `whole` keys, whole vectors of them.
+struct Visible {
+  int32_t low, high;
+  bool all(int64_t whole) const { return low <= 0 && high >= whole - 1; }
+};
+inline Visible visible(const Attention& a, int64_t position, int64_t at) {
+  return {a.window > 0 ? int32_t(most(0, least(position - a.window + 1 - at, kTile))) : 0,
+          int32_t(most(-1, least(position - at, kTile)))};
+}
+
+inline float top_of(float* p, int64_t whole, Visible seen, const float* scales) {
+  vf best = splat(minus_infinity());
+  if (seen.all(whole) && !scales) {
+    for (int64_t i = 0; i < whole; i += kLanes) best = max(best, load(p + i));
+    return max(best);
+  }
+  vi lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const vi place = lane + int32_t(i);
+    const vf product = scales ? load(p + i) * load(scales + i) : load(p + i);
+    const vf score = (place <= seen.high) & (place >= seen.low) ? product : splat(minus_infinity());
+    store(p + i, score);
+    best = max(best, score);
+  }
+  return max(best);
+}
+
+// Scores p [rows, kTile] of a tile become weights; keys that a row does not see have weight exactly 0, and a
+// tile without visible keys changes nothing. alpha [rows]: what the sums so far are multiplied with. scales
+// of keys and values, [kv_heads, 2, kTile] or null, are not part of the softmax's sum.
+inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole, const float* scales,
+                    State s, float* p, float* alpha) {
+  const int64_t rows = t.all_rows();
+  int64_t row = 0;
+  for (int64_t n = 0; n < t.kv_heads; ++n)
+    for (int64_t query = 0; query < t.queries; ++query) {
+      const Visible seen = visible(a, t.first + query, at);
+      for (int64_t head = 0; head < t.heads; ++head, ++row)
+        alpha[row] = top_of(p + row * kTile, whole, seen, scales ? scales + n * 2 * kTile : nullptr);
+    }
+  for (int64_t r = rows; r % kLanes; ++r) alpha[r] = minus_infinity();
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const vf m_i = load(s.m_i + r), m_tile = load(alpha + r), m_new = m_i > m_tile ? m_i : m_tile;
+    store(s.m_i + r, m_new);
+    store(alpha + r, m_new == m_i ? splat(1.0f) : exp(m_i - m_new));  // also where both are -infinity
+  }
+  row = 0;
+  for (int64_t n = 0; n < t.kv_heads; ++n)
+    for (int64_t r = 0; r < t.rows(); ++r, ++row) {
+      float* weights = p + row * kTile;
+      const float m_i = s.m_i[row];
+      if (m_i == minus_infinity()) {
+        std::memset(weights, 0, sizeof(float) * size_t(whole));
+        continue;
+      }
+      vf l_tile = zero();
+      for (int64_t i = 0; i < whole; i += kLanes) {
+        const vf weight = exp(load(weights + i) - m_i);
+        store(weights + i, scales ? weight * load(scales + (n * 2 + 1) * kTile + i) : weight);
+        l_tile += weight;
+      }
+      s.l_i[row] = s.l_i[row] * alpha[row] + sum(l_tile);
+    }
+}
+
+// Add a part that follows to a softmax.
+inline void merge(State into, State part, int64_t rows, int64_t dv) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (part.m_i[r] == minus_infinity()) continue;
+    float *x = into.acc + r * dv, *y = part.acc + r * dv;
+    if (into.m_i[r] == minus_infinity()) {
+      into.m_i[r] = part.m_i[r], into.l_i[r] = part.l_i[r];
+      std::memcpy(x, y, sizeof(float) * size_t(dv));
+      continue;
+    }
+    const float m_new = into.m_i[r] > part.m_i[r] ? into.m_i[r] : part.m_i[r];
+    const float alpha = exp(into.m_i[r] - m_new), added = exp(part.m_i[r] - m_new);
+    into.m_i[r] = m_new;
+    into.l_i[r] = into.l_i[r] * alpha + part.l_i[r] * added;
+    for (int64_t d = 0; d < dv; d += kLanes) store(x + d, load(x + d) * alpha + load(y + d) * added);
+  }
+}
+
+}  // namespace
+}  // namespace gm
