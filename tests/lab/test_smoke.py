@@ -83,6 +83,7 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
 
 MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" / "models" / "eval_tokens.u16"
 FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "attention_cpu": (as_it_is, "--cases smallest --rounds 1 --out OUT"),
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
