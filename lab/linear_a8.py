@@ -1,11 +1,12 @@
 """Linear with int8 activations on a CPU beside onnxruntime, ggml, torch and our weight-only kernels, interleaved, with raw samples.
 
-    python -m lab.linear_a8 --ggml build/ggml/src --out linear_a8.json
+    python -m lab.linear_a8 --threads 1 --ggml build/ggml/src --out linear_a8.json
 
-Each round reads 256 MiB (a float32 sum), then times every candidate of every case in turn, with cold weights: as many copies of each weight
-as four times the last-level cache holds are used in rotation. x is float32, as onnxruntime and ggml take it. All of onnxruntime, ggml and our
-a8 kernels quantize x to int8 in the call. The error is relative (2-norm), against the product in float64 of x, before it is quantized, and the
-weight as the candidate has it. A peer that is not installed is left out, with its reason.
+With one thread, time is thread CPU time, so that descheduling on a shared machine does not count. Each round reads 256 MiB (a float32 sum),
+then times every candidate of every case in turn, with cold weights: as many copies of each weight as four times the last-level cache holds are
+used in rotation. x is float32, as onnxruntime and ggml take it. onnxruntime, ggml and our a8 kernels all quantize x to int8 in the call. The
+error is relative (2-norm), against the product in float64 of x, before it is quantized, and the weight as the candidate has it. A peer that is
+not installed is left out, with its reason.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import dtype_name
 from gristmill.kernels.linear.linear import OP
 from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack, quantize
@@ -59,19 +61,22 @@ class Candidate:
     calls: list[Callable[[], torch.Tensor]]
     bytes: int
     error: float
+    clock: Callable[[], float]
     us: list[float] = field(default_factory=list)
     next_copy: int = 0
 
     def sample(self) -> None:
-        """Time a few calls, after one that wakes the threads."""
-        calls = 2 if self.us and self.us[-1] > 20e3 else 6
-        for index in range(calls):
+        """Time five calls, after one that wakes the threads; of calls over 20 ms, only one."""
+        for index in range(6):
             call = self.calls[self.next_copy % len(self.calls)]
             self.next_copy += 1
-            start = time.perf_counter()
+            start = self.clock()
             call()
-            if index or calls == 2:
-                self.us.append(round((time.perf_counter() - start) * 1e6, 2))
+            us = (self.clock() - start) * 1e6
+            if index or us > 20e3:
+                self.us.append(round(us, 2))
+            if us > 20e3:
+                break
 
 
 class Case:
@@ -80,6 +85,7 @@ class Case:
     def __init__(self, scheme: str, n: int, k: int, m: int, target: Target, ggml: Ggml | None) -> None:
         self.scheme, self.n, self.k, self.m = scheme, n, k, m
         self.x = torch.randn(m, k, generator=torch.Generator().manual_seed(1))
+        self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self.candidates: list[Candidate] = []
         self.refused: dict[str, str] = {}
         for name in OURS[scheme]:
@@ -87,14 +93,13 @@ class Case:
         self._try("onnxruntime", self._onnxruntime)
         for kind, buffer in GGML[scheme]:
             self._try(f"ggml {kind} {buffer}", partial(self._ggml, ggml, kind, buffer))
-        wide, rows = weight_of(None, n, k).bfloat16(), self.x.bfloat16()
+        dtype = (
+            torch.bfloat16 if m <= 16 else torch.float32
+        )  # the faster one on a CPU without bf16 instructions
+        wide, rows = weight_of(None, n, k).to(dtype), self.x.to(dtype)
         copies = [wide.clone() for _ in range(copies_of(wide.nbytes, m))]
-        self._add(
-            "torch bf16",
-            [partial(torch.nn.functional.linear, rows, copy) for copy in copies],
-            wide.nbytes,
-            wide.float(),
-        )
+        calls = [partial(torch.nn.functional.linear, rows, copy) for copy in copies]
+        self._add(f"torch {dtype_name(dtype)}", calls, wide.nbytes, wide.float())
 
     def _try(self, name: str, add: Callable[[], None]) -> None:
         try:
@@ -107,7 +112,7 @@ class Case:
     ) -> None:
         expected = self.x.double() @ weight.double().T
         error = float((calls[0]().double() - expected).norm() / expected.norm())
-        self.candidates.append(Candidate(name, calls, bytes, error))
+        self.candidates.append(Candidate(name, calls, bytes, error, self.clock))
 
     def _ours(self, scheme: str, target: Target) -> None:
         kernel = default_registry().kernel("linear", "linear_a8_cpu" if "." in scheme else "linear_cpu")
@@ -191,6 +196,9 @@ def copies_of(bytes: int, m: int) -> int:
 @click.option("--scheme", "schemes", multiple=True, type=click.Choice(SCHEMES), default=SCHEMES)
 @click.option("--m", "rows", multiple=True, type=int, default=(1, 8, 64, 512), show_default=True)
 @click.option(
+    "--threads", type=click.IntRange(1), help="Threads of every candidate. Default: OMP_NUM_THREADS."
+)
+@click.option(
     "--seconds", type=float, default=4.0, show_default=True, help="Of each case; at least 3 rounds."
 )
 @click.option(
@@ -201,15 +209,26 @@ def main(
     shapes: tuple[str, ...],
     schemes: tuple[str, ...],
     rows: tuple[int, ...],
+    threads: int | None,
     seconds: float,
     directory: Path | None,
     out: Path | None,
 ) -> None:
     """Time linear with int8 activations beside its peers."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     target = place("cpu").target
     ggml = Ggml(directory) if directory else None
     data = torch.ones(FLOOR_BYTES // 4)
     results: list[dict[str, Any]] = []
+    about = {
+        **environment(target, command_of(sys.argv[1:])),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "clock": "thread_time" if torch.get_num_threads() == 1 else "perf_counter",
+        "system": f"{platform.system()} {platform.machine()}",
+        "peers": {"ggml": ggml.version if ggml else None, "onnxruntime": installed("onnxruntime")},
+    }
     for shape in shapes:
         n, k = (int(size) for size in shape.split("x"))
         for scheme in schemes:
@@ -219,26 +238,25 @@ def main(
                 began = time.monotonic()
                 while len(floor) < 3 or time.monotonic() - began < seconds:
                     time.sleep(PAUSE)
-                    start = time.perf_counter()
+                    start = case.clock()
                     data.sum()
-                    floor.append(FLOOR_BYTES / (time.perf_counter() - start) / 1e9)
+                    floor.append(FLOOR_BYTES / (case.clock() - start) / 1e9)
                     first = len(floor) % len(case.candidates)
                     for candidate in case.candidates[first:] + case.candidates[:first]:
                         time.sleep(PAUSE)
                         candidate.sample()
                 results.append({"read_gbs": [round(gbs, 2) for gbs in floor], **case.row()})
                 show(results[-1])
-    command = "python -m lab.linear_a8 " + " ".join(sys.argv[1:])
-    about = {
-        **environment(target, command),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "peers": {"ggml": ggml.version if ggml else None, "onnxruntime": installed("onnxruntime")},
-    }
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"about": about, "rows": results}) + "\n")
+                if out:
+                    out.parent.mkdir(parents=True, exist_ok=True)
+                    out.write_text(json.dumps({"about": about, "rows": results}) + "\n")
+
+
+def command_of(arguments: list[str]) -> str:
+    """The command line, without the folders of this machine."""
+    names = [word.replace("--ggml=", "--ggml ") for word in arguments if word != "--out"]
+    shown = ["DIR" if os.sep in word else word for word in names if not word.endswith(".json")]
+    return " ".join(["python -m lab.linear_a8", *shown])
 
 
 def installed(package: str) -> str | None:
@@ -253,7 +271,7 @@ def installed(package: str) -> str | None:
 
 def show(row: dict[str, Any]) -> None:
     """A case on the screen."""
-    read = statistics.median(row["read_gbs"])
+    read = max(row["read_gbs"])
     operations = 2 * row["m"] * row["n"] * row["k"]
     console.table(
         f"{row['scheme']} {row['n']}x{row['k']}, {row['m']} row(s); reads {read:.1f} GB/s",
@@ -263,8 +281,8 @@ def show(row: dict[str, Any]) -> None:
                 c["name"],
                 console.number(c["median_us"]),
                 console.number(c["least_us"]),
-                f"{c['bytes'] / c['median_us'] / 1e3 / read:.0%}",
-                console.number(operations / c["median_us"] / 1e3),
+                f"{c['bytes'] / c['least_us'] / 1e3 / read:.0%}",
+                console.number(operations / c["least_us"] / 1e3),
                 f"{c['error']:.2e}",
             ]
             for c in row["candidates"]
