@@ -1,6 +1,6 @@
 """Time from the start of a process to the first token of a model, by phases, beside the time of `import torch` alone.
 
-    python -m lab.first_token --rounds 5 --out bench/results/cpu/first_token.json
+    python -m lab.first_token --rounds 5 --out first_token.json
 
 The models are GGUF files of random weights (`lab.gguf_model`). Every run is a new process with a warm store and a warm page cache,
 of compiled bytecode as an installation has; the first of each model does not count. Phases: ``start`` of the interpreter; ``torch``
@@ -72,20 +72,32 @@ def measure(model: Path, rounds: int, cache: Path, options: tuple[str, ...] = ()
 @click.option("--case", "only", metavar="TEXT", default="", help="Only cases whose name contains this text.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Samples of each model.")
 @click.option("--quant-head", metavar="SCHEME", help="As of gristmill generate.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="The folder for models; those that are there are used. Default: a temporary one.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the samples to this JSON file.")
-def main(only: str, rounds: int, quant_head: str | None, out: Path | None) -> None:
+def main(only: str, rounds: int, quant_head: str | None, folder: Path | None, out: Path | None) -> None:
     """Time from process start to the first token of GGUF files."""
     cases = {name: case for name, case in CASES.items() if only in name}
     if not cases:
         raise click.UsageError(f"no case contains {only!r}; known: {', '.join(CASES)}")
     options = () if quant_head is None else ("--quant-head", quant_head)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    rows: list[dict[str, Any]] = []
+    command = f"python -m lab.first_token --rounds {rounds} {' '.join(options)}".strip()
+    with tempfile.TemporaryDirectory() as temporary:
         for name, (kind, embedding, layers) in cases.items():
-            model = Path(folder) / f"{name}.gguf"
-            gguf_model.write_model(model, kind, layers, embedding, gguf_model.VOCABULARY, gguf_model.MERGES)
-            rows.append(measure(model, rounds, Path(folder) / "bytecode", options))
-            model.unlink()
+            model = (folder or Path(temporary)) / f"{name}.gguf"
+            if not model.exists():
+                gguf_model.write_model(
+                    model, kind, layers, embedding, gguf_model.VOCABULARY, gguf_model.MERGES
+                )
+            rows.append(measure(model, rounds, Path(temporary) / "bytecode", options))
+            if out is not None:  # after every case, so that an interrupted run keeps its results
+                about = environment(place("cpu").target, command)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
     columns = ("model", "MB", *PHASES, "total", "less torch", "command", "peak MB", "weights MB")
     console.table(
         "Seconds to the first token, medians",
@@ -104,10 +116,6 @@ def main(only: str, rounds: int, quant_head: str | None, out: Path | None) -> No
         ],
         right=columns[1:],
     )
-    if out is not None:
-        command = f"python -m lab.first_token --rounds {rounds} {' '.join(options)}".strip()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def measure(folder: Path, scheme: str, policy: Policy) -> dict[str, Any]:
         model = load_model(folder, quant=scheme, policy=policy)
     checkpoint = SafetensorsCheckpoint(folder)
     sizes = [e.dtype.itemsize * torch.Size(e.shape).numel() for e in checkpoint.entries.values()]
-    sizes += [t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in model.plans.owned}.values()]
+    sizes += [t.nbytes for t in {t.data_ptr(): t for t in model.plans.owned}.values()]
     final, largest, used = model.plans.weight_bytes, sum(sorted(sizes)[-2:]), peak.most - peak.start
     return {
         "scheme": scheme,

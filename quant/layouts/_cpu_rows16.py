@@ -187,7 +187,8 @@ def rows(packed: Packed, index: Tensor) -> Tensor:
     values = (values - zero) * scales_to_float32(_lanes(slots["scales"], block, lane))[..., None]
     if slots["row_scale"].numel():
         values *= slots["row_scale"][block, lane][:, None, None]
-    return values.flatten(-2)[:, :k]
+    matrix: Tensor = values.flatten(-2)
+    return matrix[:, :k]
 
 
 def _lanes(blocks: Tensor, block: Tensor, lane: Tensor) -> Tensor:
