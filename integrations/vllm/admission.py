@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from gristmill.integrations.vllm.sampling import check
+
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
+except ModuleNotFoundError:  # in vLLM 0.24 both runners have one interface
+    V2LogitsProcessor = object
 
 ADMISSION = "gristmill.integrations.vllm:Admission"
 """The class as vLLM's option ``--logits-processors`` names it."""

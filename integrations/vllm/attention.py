@@ -1,7 +1,7 @@
 """``--attention-backend CUSTOM``: vLLM's attention layers on gristmill's kernels, over vLLM's paged cache.
 
-vLLM's cache of a layer is [blocks, kv_heads, block_size, 2 head_dim], K and V of a head side by side. Our operations read and write it
-through two strided views.
+vLLM's cache of a layer is [blocks, kv_heads, block_size, 2 head_dim], K and V of a head side by side; in vLLM 0.24 it has the shape that
+the backend chooses, [blocks, 2, block_size, kv_heads, head_dim]. Our operations read and write it through two strided views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from gristmill import ops
 from gristmill.integrations.vllm.warm_up import powers
@@ -56,8 +55,22 @@ class GristmillAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Every memory order in which the numbers of a head are contiguous: ours first."""
+        """Every memory order in which the numbers of a head are contiguous: ours first. Not called by vLLM 0.24."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
         return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Of the cache of a layer. Called by vLLM 0.24 alone."""
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The shape's dimensions in memory, as they are; with layers, blocks come first. Called by vLLM 0.24 alone."""
+        return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -158,6 +171,8 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
 
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [blocks, block_size, kv_heads, head_dim] of the cache."""
+        if kv_cache.dim() == 5:  # vLLM 0.24
+            return kv_cache[:, 0], kv_cache[:, 1]
         cache = kv_cache.transpose(1, 2)
         return cache[..., : self.head_size], cache[..., self.head_size :]
 

@@ -24,12 +24,13 @@ from gristmill.runtime.cache_size import make_cache
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.loader.load import load_model, parse_scheme
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner, StepResult
 from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.weight_update import build_like, copy_weights
 
 # Below "vllm", whose handlers print.
 logger = init_logger(f"vllm.{__name__}")
@@ -171,6 +172,17 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         """The kernels that run, for ``llm.collective_rpc("explain")``: {"op", "kernel", "formats", "reason", "plans"}."""
         return summarize(explain_plans(_loaded(self.model).plans))
 
+    def gristmill_update_weights(self, path: str) -> None:
+        """New weights in the memory of the old ones: ``llm.collective_rpc("gristmill_update_weights", args=(path,))``, and then
+        ``llm.reset_prefix_cache()``, because vLLM keeps the prefixes of the old ones. Unfinished requests would go on with keys and
+        values of the old weights: let them end first.
+
+        Raises:
+            CheckpointError: a tensor is missing or of a wrong shape, or the model would change; the old weights stay.
+        """
+        model = _loaded(self.model)
+        copy_weights(model, build_like(model, path, parse_scheme(self.options.quant), None))
+
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         """Compute a step; `sample_tokens` returns its ids."""
         requests = _loaded(self.requests)
@@ -208,7 +220,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
             sampled_token_ids=[[ids[name]] if name in ids else [] for name in names],
             logprobs=logprobs.sampled(names, result.logprobs),
             prompt_logprobs_dict={
-                name: logprobs.of_prompt(prompt.found, min(prompt.top, config.vocab_size))
+                name: logprobs.of_prompt(prompt.logprobs, min(prompt.top, config.vocab_size))
                 for name, prompt in requests.complete_prompts(entries).items()
             },
             num_nans_in_logits=dict.fromkeys(failed, config.vocab_size) if failed else None,

@@ -6,12 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from gristmill.autotune.resolve import Resolver
 from gristmill.integrations.vllm import register
-from gristmill.integrations.vllm.attention import GristmillAttention, GristmillAttentionBackend
+from gristmill.integrations.vllm.attention import (
+    GristmillAttention,
+    GristmillAttentionBackend,
+    MetadataBuilder,
+)
 from tests.integrations.vllm.test_quantization import PARAMS, of_vllm, runtime
 from tests.integrations.vllm.test_worker import generated, prompts, texts
 
@@ -74,6 +81,60 @@ def test_the_ids_are_those_of_the_runtime(
     views = GristmillAttention._views
     monkeypatch.setattr(GristmillAttention, "_views", lambda self, cache: views(self, cache)[::-1])
     assert generated(llm.generate(prompts(ids), PARAMS)) != expected
+
+
+@pytest.mark.parametrize("version", ["0.24", "0.32"])
+def test_the_cache_of_each_version(
+    version: str, policy_file: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk, a decode and padding over a cache of vLLM's shape, with vLLM's own metadata, against attention written out."""
+    policy_file()
+    monkeypatch.setattr(Resolver, "resolve", Resolver.select)
+    heads, kv_heads, d, size, blocks = 4, 2, 64, 16, 9
+    layer = GristmillAttention(heads, d, d**-0.5, kv_heads)
+    layer.prepare(size, torch.float32, torch.device("cpu"), [8])
+    if version == "0.24":
+        shape = GristmillAttentionBackend.get_kv_cache_shape(blocks, size, kv_heads, d)
+        order = GristmillAttentionBackend.get_kv_cache_stride_order()
+        assert sorted(order) == [*range(len(shape))]
+        cache = torch.full([shape[i] for i in order], torch.nan).permute([order.index(i) for i in range(5)])
+    else:
+        cache = torch.full((blocks, size, kv_heads, 2 * d), torch.nan).transpose(1, 2)
+    lengths, new = [20, 33], [5, 1]
+    table = torch.tensor([[7, 2, 0], [4, 8, 1]], dtype=torch.int32)
+    keys, values = ([torch.randn(n, kv_heads, d) for n in lengths] for _ in range(2))
+    slots = [
+        [int(table[row, position // size]) * size + position % size for position in range(length)]
+        for row, length in enumerate(lengths)
+    ]
+    every = torch.tensor([*slots[0], *slots[1], -1])
+    padded = [torch.cat([*both, torch.zeros(1, kv_heads, d)]) for both in (keys, values)]
+    layer.do_kv_cache_update(None, *padded, cache, every)
+    common = CommonAttentionMetadata(
+        query_start_loc=torch.tensor([0, 5, 6], dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor([0, 5, 6], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=2,
+        num_actual_tokens=6,
+        max_query_len=5,
+        max_seq_len=33,
+        block_table_tensor=table,
+        slot_mapping=torch.tensor([*slots[0][-5:], slots[1][-1]]),
+        causal=True,
+    )
+    metadata = MetadataBuilder.build(object.__new__(MetadataBuilder), 0, common)
+    query, output = torch.randn(8, heads, d), torch.full((8, heads, d), 7.0)
+    layer.forward(None, query, padded[0], padded[1], cache, metadata, output)
+    rows = iter(range(6))
+    for k, v, count in zip(keys, values, new, strict=True):
+        for position in range(len(k) - count, len(k)):
+            row, seen = next(rows), slice(0, position + 1)
+            for head in range(heads):
+                scores = (k[seen, head // 2] @ query[row, head]) * d**-0.5
+                expected = torch.softmax(scores, 0) @ v[seen, head // 2]
+                torch.testing.assert_close(output[row, head], expected, atol=1e-5, rtol=1e-4)
+    assert (output[6:] == 7.0).all()  # padding is left alone
+    assert (layer.forward(None, query, padded[0], padded[1], cache, None, output) == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""The worker, the attention backend and the registration inside vLLM 0.24: the tests of the newest version, which this file names."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill.integrations.vllm.attention import GristmillAttentionBackend
+from gristmill.integrations.vllm.experts import GristmillExpertsMethod
+from gristmill.integrations.vllm.linear import GristmillLinearMethod
+from gristmill.integrations.vllm.quantization import GristmillConfig
+from tests.integrations.vllm.test_attention import (  # noqa: F401  # collected here
+    test_another_plugins_backend_stays,
+    test_the_backend_is_registered_under_the_name_for_plugins,
+    test_the_cache_of_each_version,
+    test_what_is_not_served_is_refused_by_name,
+)
+from tests.integrations.vllm.test_requests import *  # noqa: F403  # collected here
+from tests.integrations.vllm.test_worker import *  # noqa: F403  # collected here
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        GristmillAttentionBackend,
+        GristmillAttentionBackend.get_impl_cls(),
+        GristmillAttentionBackend.get_builder_cls(),
+        GristmillConfig,
+        GristmillExpertsMethod,
+        GristmillLinearMethod,
+    ],
+)
+def test_nothing_abstract_is_left(name: type) -> None:
+    assert not name.__abstractmethods__
