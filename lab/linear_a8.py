@@ -93,12 +93,13 @@ class Case:
         self._try("onnxruntime", self._onnxruntime)
         for kind, buffer in GGML[scheme]:
             self._try(f"ggml {kind} {buffer}", partial(self._ggml, ggml, kind, buffer))
-        dtype = (
-            torch.bfloat16 if m <= 16 else torch.float32
-        )  # the faster one on a CPU without bf16 instructions
+        # The faster one on a CPU without bf16 instructions: bfloat16 where reading the weight takes longest.
+        dtype = torch.bfloat16 if m <= 16 else torch.float32
         wide, rows = weight_of(None, n, k).to(dtype), self.x.to(dtype)
         copies = [wide.clone() for _ in range(copies_of(wide.nbytes, m))]
-        calls = [partial(torch.nn.functional.linear, rows, copy) for copy in copies]
+        calls: list[Callable[[], torch.Tensor]] = [
+            partial(torch.nn.functional.linear, rows, copy) for copy in copies
+        ]
         self._add(f"torch {dtype_name(dtype)}", calls, wide.nbytes, wide.float())
 
     def _try(self, name: str, add: Callable[[], None]) -> None:
