@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from gristmill.kernel_registry.build import version_key
+
+LOG = logging.getLogger("gristmill")
 
 
 class HostError(RuntimeError):
@@ -21,12 +24,14 @@ class Host:
         distributions: the names under which it is installed; the first that is here counts.
         minimum: the oldest version that is served.
         below: the first version that is not served any more.
+        tested: prefixes of the versions that tests run; another version in the range is served with a warning. (): every version.
     """
 
     name: str
     distributions: tuple[str, ...]
     minimum: str
     below: str
+    tested: tuple[str, ...] = ()
 
     def require(self) -> str:
         """The installed version.
@@ -42,6 +47,13 @@ class Host:
             except PackageNotFoundError:
                 continue
             if version_key(self.minimum) <= version_key(installed) < version_key(self.below):
+                if self.tested and not installed.startswith(self.tested):
+                    LOG.warning(
+                        "%s %s is installed; gristmill was tested with %s",
+                        name,
+                        installed,
+                        ", ".join(f"{prefix}*" for prefix in self.tested),
+                    )
                 return installed
             raise HostError(
                 f"{served}, and {name} {installed} is installed: pip install '{name}>={self.minimum},<{self.below}'"

@@ -34,3 +34,10 @@ def test_another_version_is_refused_with_both(minimum: str, below: str) -> None:
 def test_a_host_that_is_not_installed() -> None:
     with pytest.raises(HostError, match="and it is not installed: pip install 'no-such-distribution>=1,<2'"):
         host("1", "2", "no-such-distribution").require()
+
+
+def test_a_version_that_no_test_runs_is_served_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tested = TORCH.rpartition(".")[0]
+    assert Host("PyTorch", ("torch",), "1", "99", (tested,)).require() == TORCH and not caplog.records
+    assert Host("PyTorch", ("torch",), "1", "99", ("1.0.", "98.")).require() == TORCH
+    assert caplog.messages == [f"torch {TORCH} is installed; gristmill was tested with 1.0.*, 98.*"]

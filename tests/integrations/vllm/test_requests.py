@@ -147,7 +147,7 @@ def test_every_other_parameter_is_refused(field: Any) -> None:
     params = SamplingParams(temperature=0.5, top_k=3, stop=["a"], n=2, seed=1)
     check(params)
     setattr(params, field.name, SAMPLES.get(field.name, 3))
-    assert len(fields()) > 4
+    assert len(fields()) > (4 if HOST.require().startswith("0.24.") else 8)
     assert [text.partition("=")[0] for text in unserved(params)] == [field.name]
     with pytest.raises(UsageError, match=f"does not serve {field.name}="):
         check(params)
