@@ -328,7 +328,12 @@ def test_bench_and_compare_take_a_model(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     arguments = ("--model", str(path), "--tp", "2", "--decode", "2x16", "--kernels", "*_cpu")
     rows = answer("bench", *arguments, "--seconds", "0.02", "--quick")
-    assert all(row["us"] > 0 and row["weight"] >= 1 for row in rows) and len({row["op"] for row in rows}) > 5
+    refused = {row["kernel"] for row in rows if row["us"] is None}
+    assert refused == {"linear_a8_cpu"}, "this one alone needs quantized activations"
+    timed = [row for row in rows if row["kernel"] not in refused]
+    assert (
+        all(row["us"] > 0 and row["weight"] >= 1 for row in timed) and len({row["op"] for row in timed}) > 5
+    )
     verdicts = answer("compare", "rms_norm", *arguments, "--baseline", "*_torch", "--seconds", "0.5")
     assert [(row["kernel"], row["baseline"]) for row in verdicts] == [("rms_norm_cpu", "rms_norm_torch")]
 
