@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from gristmill._lazy import lazy_names
 from gristmill.kernel_registry.build import version_key
 
 LOG = logging.getLogger("gristmill")
@@ -61,3 +64,20 @@ class Host:
         raise HostError(
             f"{served}, and it is not installed: pip install '{distribution}>={self.minimum},<{self.below}'"
         )
+
+
+def host_names(
+    package: str, file: str, unchecked: Collection[str] = ("HOST",)
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`lazy_names` of the package of a host. Before a name is imported, `Host.require` of the package's ``HOST`` is called.
+
+    unchecked: names that are imported without it.
+    """
+    get, names, public = lazy_names(package, file)
+
+    def get_checked(name: str) -> Any:
+        if name in public and name not in unchecked:
+            get("HOST").require()
+        return get(name)
+
+    return get_checked, names, public

@@ -8,9 +8,9 @@ Ray is imported with the first name that needs it, after its version was checked
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gristmill._lazy import lazy_names
+from gristmill.integrations.host import host_names
 
 if TYPE_CHECKING:
     from gristmill.integrations.ray.batch import Generate as Generate
@@ -18,9 +18,4 @@ if TYPE_CHECKING:
     from gristmill.integrations.ray.serve import build as build
     from gristmill.integrations.ray.version import HOST as HOST
 else:
-    _get, __dir__, __all__ = lazy_names(__name__, __file__)
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__ and name != "HOST":
-            _get("HOST").require()
-        return _get(name)
+    __getattr__, __dir__, __all__ = host_names(__name__, __file__)

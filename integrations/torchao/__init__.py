@@ -9,9 +9,9 @@ torchao is imported with the first name that needs it, after its version was che
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gristmill._lazy import lazy_names
+from gristmill.integrations.host import host_names
 
 if TYPE_CHECKING:
     from gristmill.integrations.torchao.config import GristmillConfig as GristmillConfig
@@ -19,9 +19,4 @@ if TYPE_CHECKING:
     from gristmill.integrations.torchao.config import enable as enable
     from gristmill.integrations.torchao.version import HOST as HOST
 else:
-    _get, __dir__, __all__ = lazy_names(__name__, __file__)
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__ and name != "HOST":
-            _get("HOST").require()
-        return _get(name)
+    __getattr__, __dir__, __all__ = host_names(__name__, __file__)

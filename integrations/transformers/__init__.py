@@ -10,9 +10,9 @@ and their output.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gristmill._lazy import lazy_names
+from gristmill.integrations.host import host_names
 
 if TYPE_CHECKING:
     from gristmill.integrations.transformers.norms import use_norms as use_norms
@@ -22,9 +22,4 @@ if TYPE_CHECKING:
     from gristmill.integrations.transformers.register import explain as explain
     from gristmill.integrations.transformers.version import HOST as HOST
 else:
-    _get, __dir__, __all__ = lazy_names(__name__, __file__)
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__ and name != "HOST":
-            _get("HOST").require()
-        return _get(name)
+    __getattr__, __dir__, __all__ = host_names(__name__, __file__)

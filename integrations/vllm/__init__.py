@@ -7,9 +7,9 @@ vLLM is imported with the first name that needs it, after its version was checke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gristmill._lazy import lazy_names
+from gristmill.integrations.host import host_names
 
 if TYPE_CHECKING:
     from gristmill.integrations.vllm.admission import Admission as Admission
@@ -20,9 +20,4 @@ if TYPE_CHECKING:
     from gristmill.integrations.vllm.version import HOST as HOST
     from gristmill.integrations.vllm.worker import Worker as Worker
 else:
-    _get, __dir__, __all__ = lazy_names(__name__, __file__)
-
-    def __getattr__(name: str) -> Any:
-        if name in ("Admission", "Explain", "GristmillConfig", "Worker", "explain"):
-            _get("HOST").require()
-        return _get(name)
+    __getattr__, __dir__, __all__ = host_names(__name__, __file__, unchecked=("HOST", "register"))
