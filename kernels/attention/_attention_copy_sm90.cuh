@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
   }
 }
 
-// Copies 32 rows of a tile of keys or values, 16 bytes a lane at a time. id, slot: of the row of this lane,
+// Copies 32 rows of a tile of keys or values, 16 bytes per lane at a time. id, slot: of the row of this lane,
 // id < 0 where it does not count. By one warp, whose rows begin at row0.
 template <int D>
 __device__ __forceinline__ void copy_rows(const char* cache, int64_t block, int64_t slot_bytes, int id,
