@@ -1,6 +1,6 @@
 #!/bin/bash
 # Run the C++ cores under AddressSanitizer and UBSan: tests/native/*_asan.cpp, each a small program with its own main, built together
-# with the cores at every ISA level. Torch is not involved: a serial stub stands for its thread pool. Every entry that was built must
+# with the cores at every ISA level, or at those that GRISTMILL_CPU_LEVELS and GRISTMILL_CPU_HIGHEST leave (cmake/cpu.cmake). Torch is not involved: a serial stub stands for its thread pool. Every entry that was built must
 # have been run, at every level that this processor has.
 #   ci/sanitize.sh [build directory]
 set -euo pipefail
@@ -9,7 +9,7 @@ build=${1:-build/sanitize}
 
 mkdir -p "$(dirname "$build")"
 cmake -S . -B "$build" -G Ninja -DGRISTMILL_SANITIZE=ON -DGRISTMILL_CUDA=off \
-  -DGRISTMILL_CPU_LEVELS="${GRISTMILL_CPU_LEVELS:-}" >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
+  -DGRISTMILL_CPU_LEVELS="${GRISTMILL_CPU_LEVELS:-}" -DGRISTMILL_CPU_HIGHEST="${GRISTMILL_CPU_HIGHEST:-OFF}" >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
 cmake --build "$build" --parallel "${JOBS:-2}" >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
 export ASAN_OPTIONS=detect_leaks=1:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1
 # A program says "runs gm_<op>__<level>" or "cannot run gm_<op>__<level>" (this processor lacks the level), and what it did.

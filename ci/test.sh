@@ -26,11 +26,11 @@ step "lint, types, import contracts" bash ci/lint.sh
 step "time of the native build" python ci/budget.py
 step "symbols of the library" python ci/check_symbols.py
 levels=""
-if [ -z "$full" ]; then  # what this processor cannot run is not built
+if [ -z "$full" ]; then  # each core for the highest level that it has and this processor runs
   levels=$(python -c 'from gristmill.kernel_registry.targets.probe import probe_cpu
 print("|".join(level.partition(":")[2] for level in probe_cpu().levels))')
 fi
-step "sanitizers" env GRISTMILL_CPU_LEVELS="$levels" bash ci/sanitize.sh
+step "sanitizers" env GRISTMILL_CPU_LEVELS="$levels" GRISTMILL_CPU_HIGHEST="${levels:+ON}" bash ci/sanitize.sh
 if [ -n "$full" ]; then
   step "a browser" bash ci/browser.sh
 fi

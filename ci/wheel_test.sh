@@ -14,7 +14,8 @@ if [ -n "${GRISTMILL_FULL:-}" ]; then
 fi
 mkdir "$work/unpacked"
 tar -xzf "$work"/sdist/gristmill-*.tar.gz -C "$work/unpacked" --strip-components=1
-quiet python -m build --no-isolation --wheel --outdir "$work/wheel" "$work/unpacked"
+# A build folder as deep below the sources as the tree's own: ccache then knows the sources.
+quiet python -m build --no-isolation --wheel -C build-dir=build --outdir "$work/wheel" "$work/unpacked"
 python ci/check_wheel.py "$work"/sdist/gristmill-*.tar.gz "$work"/wheel/*.whl ${GRISTMILL_FULL:+"$work"/tree/*.whl}
 
 python -m venv --without-pip "$work/venv"

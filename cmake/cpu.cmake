@@ -1,6 +1,7 @@
 # libgristmill_cpu.so: every _*_cpu.cpp under kernels/ and quant/, compiled once per ISA level with -DGM_LEVEL=<level>.
 include(CheckCXXCompilerFlag)
 option(GRISTMILL_SANITIZE "Build the CPU cores and tests/native/*_asan.cpp with AddressSanitizer and UBSan" OFF)
+option(GRISTMILL_CPU_HIGHEST "Build each core only for the highest level that it has" OFF)
 
 # gm_level(name flags...) offers a level; it is built if the compiler takes every flag.
 set(GM_CPU_LEVELS "")
@@ -55,19 +56,26 @@ if(GRISTMILL_CPU_SOURCES)  # for tests of the build itself: only these
   set(GM_CPU_SOURCES ${GRISTMILL_CPU_SOURCES})
 endif()
 
-foreach(level IN LISTS GM_CPU_LEVELS)
-  set(_sources "")
-  foreach(source IN LISTS GM_CPU_SOURCES)
-    # A source may name its levels in a comment: "// gm-levels: base avx2 avx512". amx is built only for those that name it.
-    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source}")
-    file(STRINGS "${source}" _line REGEX "^// gm-levels:" LIMIT_COUNT 1)
-    string(REGEX MATCHALL "[a-z0-9_]+" _levels "${_line}")
+# A source may name its levels in a comment: "// gm-levels: base avx2 avx512". amx is built only for those that name it.
+foreach(source IN LISTS GM_CPU_SOURCES)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${source}")
+  file(STRINGS "${source}" _line REGEX "^// gm-levels:" LIMIT_COUNT 1)
+  string(REGEX MATCHALL "[a-z0-9_]+" _levels "${_line}")
+  set(_last "")
+  foreach(level IN LISTS GM_CPU_LEVELS)
     if((_line STREQUAL "" AND NOT level STREQUAL "amx") OR level IN_LIST _levels)
-      list(APPEND _sources "${source}")
+      if(_last AND GRISTMILL_CPU_HIGHEST)
+        list(REMOVE_ITEM GM_CPU_SOURCES_${_last} "${source}")
+      endif()
+      list(APPEND GM_CPU_SOURCES_${level} "${source}")
+      set(_last ${level})
     endif()
   endforeach()
-  if(_sources)
-    add_library(gm_cpu_${level} OBJECT ${_sources})
+endforeach()
+
+foreach(level IN LISTS GM_CPU_LEVELS)
+  if(GM_CPU_SOURCES_${level})
+    add_library(gm_cpu_${level} OBJECT ${GM_CPU_SOURCES_${level}})
     target_include_directories(gm_cpu_${level} PRIVATE kernels/_native)
     target_compile_definitions(gm_cpu_${level} PRIVATE GM_LEVEL=${level})
     target_compile_options(gm_cpu_${level} PRIVATE ${GM_CXX_FLAGS} ${GM_FLAGS_${level}})

@@ -81,6 +81,7 @@ def test_the_algorithm_at_512_bits_gives_the_bits_of_the_base_level(tmp_path: Pa
         assert not expected.isnan().any() and torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_wrong_lane_is_seen(tmp_path: Path) -> None:
     """Planted: the second byte of a weight is multiplied by the first byte of x."""
     for name in ("_linear_a8_cpu.cpp", "_linear_a8_math.h"):
@@ -97,7 +98,7 @@ def test_a_wrong_lane_is_seen(tmp_path: Path) -> None:
     "level, present, absent",
     [
         ("avx512_vnni", "vpdpbusd", "vpmaddubsw"),
-        ("avx512", "vpmaddubsw", "vpdpbusd"),
+        pytest.param("avx512", "vpmaddubsw", "vpdpbusd", marks=pytest.mark.slow),
         ("avx2", "vpmaddubsw", "vpdpbusd"),
     ],
 )

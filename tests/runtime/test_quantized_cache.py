@@ -156,7 +156,7 @@ def test_logits_are_those_of_the_rounded_cache(
             assert part_of_rounding(llm, scale_of) > 0.3
 
 
-@pytest.mark.parametrize("kernel_set", kernel_sets.KERNEL_SETS)
+@pytest.mark.parametrize("kernel_set", [*kernel_sets.FAST, pytest.param("triton", marks=pytest.mark.slow)])
 def test_every_set_of_kernels(kernel_set: str, make_strict: Callable[..., LLM]) -> None:
     """Without scales, 1.0 is used, with a warning."""
     with pytest.warns(UserWarning, match="no scales of the KV cache for 6 of 6 layers: 1.0 is used"):
