@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear import linear_a8_cpu
+from gristmill.kernels.linear_a8 import linear_a8_cpu
 from gristmill.kernels.linear.linear import OP
 from gristmill.kernels.linear.linear_cpu import ARGUMENTS, native_arguments
 from gristmill.kernels.native import cpu_function
@@ -26,7 +26,7 @@ from gristmill.quant import pack, quantize
 from .test_primitives import flags_of
 
 ROOT = Path(__file__).resolve().parents[2]
-LINEAR = ROOT / "kernels" / "linear"
+LINEAR = ROOT / "kernels" / "linear_a8"
 ENTRY = "gm_linear_a8_rows16"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

@@ -1,0 +1,1 @@
+"""Operation family: linear with activations of 8 bits. Specs are found by walking this package."""
