@@ -22,7 +22,17 @@ step() {
   echo "== $name: $((SECONDS - start)) s"
 }
 
-step "lint, types, import contracts" bash ci/lint.sh
+lint_log=$(mktemp)
+bash ci/lint.sh >"$lint_log" 2>&1 &  # mypy keeps one core busy: what follows uses the other
+lint=$!
+trap 'kill "$lint" 2>/dev/null || true; rm -f "$lint_log"' EXIT
+lint_result() {
+  local status=0
+  wait "$lint" || status=$?
+  cat "$lint_log"
+  return "$status"
+}
+
 step "time of the native build" python ci/budget.py
 step "symbols of the library" python ci/check_symbols.py
 levels=""
@@ -31,6 +41,7 @@ if [ -z "$full" ]; then  # each core for the highest level that it has and this 
 print("|".join(level.partition(":")[2] for level in probe_cpu().levels))')
 fi
 step "sanitizers" env GRISTMILL_CPU_LEVELS="$levels" GRISTMILL_CPU_HIGHEST="${levels:+ON}" bash ci/sanitize.sh
+step "lint, types, import contracts" lint_result
 if [ -n "$full" ]; then
   step "a browser" bash ci/browser.sh
 fi

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear_a8 import linear_a8_cpu
 from gristmill.kernels.linear.linear import OP
 from gristmill.kernels.linear.linear_cpu import ARGUMENTS, native_arguments
+from gristmill.kernels.linear_a8 import linear_a8_cpu
 from gristmill.kernels.native import cpu_function
 from gristmill.quant import pack, quantize
 
