@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +28,8 @@ class BoundPlan:
     Buckets are resolved on first use, or in advance by `prepare`; during CUDA-graph capture an unprepared bucket raises.
     `layouts` are the layouts of the packed weights; None for operations without packed weights. Where they are several, a weight
     is the list of the tensors of all of them, in the order of their names, and each bucket's kernel gets those of its own.
-    `sealed`: nothing is verified any more (see `gristmill.ops.seal`). `binds`: how often it was bound.
+    `sealed`: nothing is verified any more (see `gristmill.ops.seal`). `is_warm`: a kernel that is selected from now on is reported by a
+    warning. `binds`: how often it was bound.
     """
 
     __slots__ = (
@@ -38,6 +41,7 @@ class BoundPlan:
         "binds",
         "entries",
         "handle",
+        "is_warm",
         "layouts",
         "op",
         "resolver",
@@ -65,6 +69,7 @@ class BoundPlan:
         self.handle = 0
         self.binds = 0
         self.sealed = False
+        self.is_warm = False
 
     def __call__(self, *arguments: Any) -> None:
         """Run with `arguments` followed by the outputs; weights are the tensors of the plan's layouts.
@@ -110,7 +115,7 @@ class BoundPlan:
         """Scratch memory that calls of this size need."""
         index = bucket_index(size)
         if self.entries[index] is None:
-            self._bind(index)
+            self._first(size)
         entry = self.entries[index]
         if entry is None:
             raise UnpreparedError(f"{self.op.name}: bucket of size {size} has no kernel")
@@ -121,7 +126,7 @@ class BoundPlan:
         """The kernel for calls of this size; resolves the bucket if necessary."""
         index = bucket_index(size)
         if self.entries[index] is None:
-            self._bind(index)
+            self._first(size)
         plan_entry = self.entries[index]
         if plan_entry is None:
             raise UnpreparedError(f"{self.op.name}: bucket of size {size} has no kernel")
@@ -132,7 +137,20 @@ class BoundPlan:
             raise UnpreparedError(
                 f"{self.op.name} {self.static} was not prepared for size {size}; call prepare([{size}]) before capture"
             )
-        return self._bind(bucket_index(size))
+        return self._first(size)
+
+    def _first(self, size: int) -> Runner:
+        """Resolve the bucket of a call that needs it."""
+        begin = time.perf_counter()
+        runner = self._bind(bucket_index(size))
+        if self.is_warm:
+            warnings.warn(
+                f"{self.op.name} {self.static}: the kernel for size {size} was selected while serving, in "
+                f"{time.perf_counter() - begin:.2f} s: the warm-up did not cover it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return runner
 
     def _bind(self, index: int) -> Runner:
         size = bucket_sizes()[index]

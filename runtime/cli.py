@@ -35,6 +35,7 @@ def cli() -> None:
     gristmill generate --model examples/models/docs-llama --prompt "The index" --quant int4_g128 --explain
     gristmill eval --model DIR --tokens ids.u16 --window 1024 --windows 16
     gristmill quantize --model DIR --quant nvfp4 --out DIR-nvfp4
+    gristmill warm --model DIR --device cuda
 
     The first run of a model verifies the kernels it needs and records the results; later runs start immediately.
     GRISTMILL_POLICY names a policy file (TOML) as --policy does: pins, exclude, strict, deterministic, batch_invariant.
@@ -374,6 +375,34 @@ def quantize(
         f"{out}: {report['tensors']} weights in {scheme}; tensors {report['bytes_before'] / 1e6:.1f} MB -> "
         f"{report['bytes_after'] / 1e6:.1f} MB in {seconds:.1f} s"
     )
+
+
+@cli.command()
+@model_options
+@click.option("--max-seqs", type=int, default=64, show_default=True, metavar="N", help="Requests per step.")
+@click.option(
+    "--max-batch-tokens", type=int, default=2048, show_default=True, metavar="N", help="Tokens per step."
+)
+@click.option(
+    "--max-model-len", type=int, metavar="N", help="Tokens of a request. Default: the model's limit."
+)
+@click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
+def warm(as_json: bool, **options: Any) -> None:
+    """Select, verify and compile ahead of time every kernel that a model calls, so that later processes start from the store.
+
+    For the image of a container, or after an update. The cache of Triton and the store of the policy keep the results.
+
+    With --json: "seconds" by stage, "graphs" (decode graphs captured), "kernels" (plan entries resolved).
+    """
+    llm = _load(options, as_json)
+    with _bar("warming up", as_json) as bar:
+        report = llm.engine.warm_up(lambda stage, done, total: bar(done, total))
+    if as_json:
+        console.emit(asdict(report))
+        return
+    rows = [[stage, f"{seconds:.1f}"] for stage, seconds in report.seconds.items()]
+    console.table("Warm-up", ["stage", "seconds"], rows, right=("seconds",))
+    console.err().print(f"{report.kernels} kernels resolved, {report.graphs} decode graphs", highlight=False)
 
 
 @cli.command()

@@ -193,10 +193,13 @@ class DecodeGraphs:
             return "a sequence is inside its prompt"
         return f"over {LARGEST} sequences" if len(entries) > LARGEST else ""
 
+    def bound(self, context: int) -> int:
+        """The longest context of the graph for contexts up to `context`."""
+        return min(max(SHORTEST, 1 << (context - 1).bit_length()), max(self._limit, context))
+
     def graph(self, seqs: int, context: int, samples: bool = True) -> DecodeGraph:
         """The graph for steps of `seqs` sequences and contexts up to `context`; made if there is none."""
-        bound = min(max(SHORTEST, 1 << (context - 1).bit_length()), max(self._limit, context))
-        key = (1 << (seqs - 1).bit_length(), bound, samples)
+        key = (1 << (seqs - 1).bit_length(), self.bound(context), samples)
         if key not in self.graphs:
             self.graphs[key] = self._make(*key)
         return self.graphs[key]

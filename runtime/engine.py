@@ -42,6 +42,7 @@ from gristmill.runtime.scheduler import (
     TokenLogprobs,
 )
 from gristmill.runtime.structured_output import Grammar
+from gristmill.runtime.warm_up import Progress, WarmUp, warm_up
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -201,6 +202,24 @@ class Engine(EngineMemory):
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
+
+    def warm_up(self, progress: Progress | None = None) -> WarmUp:
+        """Select, verify, compile and load every kernel that steps within the limits call, and capture the decode graphs.
+
+        From then on no request waits for any of it. On a GPU this takes from seconds (with a filled store) to a minute; on a CPU
+        kernels are verified, which the store records for later processes.
+
+        progress: called with a stage, its steps done, and its steps in all.
+
+        Raises:
+            UsageError: a request has begun and not ended, or the engine sleeps.
+            NoKernelError: no kernel can run a size of an operation here under the policy.
+        """
+        self._require_none_started("warm_up")
+        if self.residency.reason:
+            raise UsageError(f"warm_up needs weights and cache: {self.residency.reason}")
+        self.reset_prefix_cache()
+        return warm_up(self.runner, self.scheduler.config, progress)
 
     def add_request(
         self,

@@ -29,7 +29,7 @@ class Plans:
 
     dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
     their plans when they are made, and call them in each step; `explain` reports `bound`, all plans so far. owned: the
-    parameters, as packed.
+    parameters, as packed. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Plans:
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
+        self.is_warm = False
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
 
@@ -86,8 +87,15 @@ class Plans:
         """The plan of a static problem over weights that are packed in these layouts."""
         key = (problem, layouts)
         if key not in self.bound:
-            self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)
+            plan = self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)
+            plan.is_warm = self.is_warm
         return self.bound[key]
+
+    def set_warm(self, warm: bool) -> None:
+        """Whether kernels that are selected from now on are reported as late. A plan that two models share follows the last."""
+        self.is_warm = warm
+        for plan in self.bound.values():
+            plan.is_warm = warm
 
     @property
     def resolver(self) -> Resolver:

@@ -174,6 +174,16 @@ def test_generate(gristmill: Command) -> None:
     ]
 
 
+def test_warm(gristmill: Command) -> None:
+    options = ("--max-seqs", "2", "--max-batch-tokens", "16", "--max-model-len", "32", "--dtype", "fp32")
+    warmed = gristmill("warm", "--model", MODEL, *options, "--json")
+    assert warmed.returncode == 0, warmed.stderr
+    report = json.loads(warmed.stdout)
+    assert report["seconds"].keys() == {"prompts", "decode steps", "sampling"} and report["kernels"] > 20
+    shown = gristmill("warm", "--model", MODEL, *options)
+    assert "prompts" in shown.stdout and f"{report['kernels']} kernels resolved" in shown.stderr
+
+
 def test_eval_and_quantize(gristmill: Command, tmp_path: Path) -> None:
     options = ("--tokens", TOKENS, "--window", "64", "--windows", "3", "--dtype", "fp32", "--json")
     rounded = gristmill("eval", "--model", MODEL, "--quant", "int4_g128", *options)

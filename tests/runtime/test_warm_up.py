@@ -1,0 +1,133 @@
+"""Warm-up: afterwards no step within the engine's limits selects a kernel or makes a decode graph, and outputs are those without it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from gristmill.autotune.bound import BoundPlan
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.decode_graphs import DecodeGraphs
+from gristmill.runtime.engine import Engine
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime.oracle import DEEPSEEK, LLAMA
+
+LIMITS = {"num_blocks": 40, "max_batch_tokens": 90, "max_seqs": 6, "max_model_len": 600}
+
+
+@contextmanager
+def nothing_is_made() -> Iterator[list[str]]:
+    """Collects the kernels that are selected and the decode graphs that are made."""
+    made: list[str] = []
+    bind, make = BoundPlan._bind, DecodeGraphs._make
+
+    def counted_bind(plan: BoundPlan, index: int) -> object:
+        made.append(f"{plan.static} bucket {index}")
+        return bind(plan, index)
+
+    def counted_make(graphs: DecodeGraphs, seqs: int, bound: int, samples: bool) -> object:
+        made.append(f"graph {seqs} {bound} {samples}")
+        return make(graphs, seqs, bound, samples)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundPlan, "_bind", counted_bind)
+        patch.setattr(DecodeGraphs, "_make", counted_make)
+        yield made
+
+
+def serve(engine: Engine, seed: int) -> dict[str, list[int]]:
+    """Requests of random lengths that arrive while others run; returns their outputs by id."""
+    outputs: dict[str, list[int]] = {}
+    draw, left = random.Random(seed), 14
+    while left or engine.has_unfinished():
+        if left and draw.random() < 0.4:
+            name, left = f"r{left}", left - 1
+            prompt = [draw.randrange(5, 200) for _ in range(draw.choice((1, 3, 17, 40, 120, 300, 560)))]
+            greedy = draw.random() < 0.5
+            params = SamplingParams(
+                max_tokens=draw.randrange(1, 20),
+                temperature=0 if greedy else 0.9,
+                seed=left,
+                repetition_penalty=1.0 if draw.random() < 0.8 else 1.2,
+                ignore_eos=True,
+            )
+            engine.add_request(name, prompt, params)
+            outputs[name] = []
+        for output in engine.step():
+            outputs[output.id] += output.new_ids
+    return outputs
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
+def test_nothing_is_selected_while_serving(model: str, graphs: bool, make: Callable[..., LLM]) -> None:
+    engine = make(model, decode_graphs=graphs, **LIMITS).engine
+    stages: list[tuple[str, int, int]] = []
+    report = engine.warm_up(lambda *progress: stages.append(progress))
+    assert list(report.seconds) == ["prompts", "decode steps", "sampling"] and report.kernels > 20
+    assert (report.graphs > 3) == graphs
+    assert {stage for stage, done, total in stages if done == total > 0} == set(report.seconds)
+    with nothing_is_made() as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served = [serve(engine, seed) for seed in range(3)]
+    # Steps with processed logits have graphs of their own, which end with the logits: captured when one is needed.
+    assert [one for one in made if not one.endswith("False")] == []
+    cold = make(model, decode_graphs=graphs, **LIMITS).engine
+    assert [serve(cold, seed) for seed in range(3)] == served
+
+
+@pytest.mark.parametrize("stage", ["prompts", "decode_steps", "samples"])
+def test_each_stage_is_needed(
+    stage: str, make: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault: a stage is left out, and what it covers is selected or captured while serving, with a warning for kernels."""
+    from gristmill.runtime import warm_up
+
+    monkeypatch.setattr(warm_up, f"_{stage}", lambda runner, config: iter(()))
+    own = replace(policy, weight_memory=1.06 + 0.01 * len(stage))  # whose plans no other engine has used
+    engine = make(LLAMA, dtype="bf16", decode_graphs=True, policy=own, **LIMITS).engine
+    engine.warm_up()
+    with nothing_is_made() as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        serve(engine, 0)
+    late = [one for one in made if not one.endswith("False")]
+    assert late
+    selected = [one for one in late if not one.startswith("graph")]
+    messages = [str(one.message) for one in caught if "was selected while serving" in str(one.message)]
+    assert len(messages) == len(selected)
+    assert all("the warm-up did not cover it" in message for message in messages)
+
+
+def test_it_needs_an_idle_engine(make: Callable[..., LLM]) -> None:
+    engine = make(LLAMA, **LIMITS).engine
+    engine.add_request("a", [7, 8, 9], SamplingParams(max_tokens=4))
+    engine.step()
+    with pytest.raises(UsageError, match="warm_up while requests have begun"):
+        engine.warm_up()
+    engine.abort()
+    engine.sleep()
+    with pytest.raises(UsageError, match="the engine sleeps: call wake_up"):
+        engine.warm_up()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"num_blocks": 1, "block_size": 4, "max_batch_tokens": 1, "max_seqs": 1},
+        {"num_blocks": 3, "block_size": 1, "max_batch_tokens": 300, "max_seqs": 300},
+        {"num_blocks": 8, "max_chunk": 5, "max_batch_tokens": 33, "max_seqs": 7, "max_model_len": 9},
+    ],
+    ids=["one token", "tiny cache", "chunks"],
+)
+def test_small_limits(limits: dict[str, int], make: Callable[..., LLM]) -> None:
+    llm = make(LLAMA, **limits)
+    assert llm.engine.warm_up().kernels > 0
+    llm.engine.scheduler.check()
+    assert len(llm.generate([[7]], SamplingParams(max_tokens=1))[0].token_ids) == 1
