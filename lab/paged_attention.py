@@ -30,13 +30,15 @@ KERNELS = "paged_attention_sm90,paged_attention_triton_split"
 
 @dataclass(frozen=True)
 class Case:
-    """New tokens and contexts of each sequence; (query heads, KV heads, elements of a head); a page's tokens; the window."""
+    """New tokens and contexts of each sequence; (query heads, KV heads, elements of a head); a page's tokens; the window; the axis
+    kv_scale, where the caches hold e4m3 codes."""
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
     heads: tuple[int, int, int] = (32, 8, 128)
     page: int = 16
     window: int = 0
+    kv_scale: str = "none"
 
     @property
     def flops(self) -> int:
@@ -81,6 +83,22 @@ CASES = {
     "decode_b64_4k": Case((1,) * 64, (4096,) * 64),
     "decode_b256_1k": Case((1,) * 256, (1024,) * 256),
     "decode_b32_ragged": Case((1,) * 32, tuple(100 + 250 * i for i in range(32)), heads=(64, 8, 128)),
+    "decode_b1_1k_fp8": Case((1,), (1024,), kv_scale="head"),
+    "decode_b1_4k_fp8": Case((1,), (4096,), kv_scale="head"),
+    "decode_b1_32k_fp8": Case((1,), (32768,), kv_scale="head"),
+    "decode_b1_32k_fp8_token": Case((1,), (32768,), kv_scale="token"),
+    "decode_b8_4k_fp8": Case((1,) * 8, (4096,) * 8, kv_scale="head"),
+    "decode_b8_32k_fp8": Case((1,) * 8, (32768,) * 8, kv_scale="head"),
+    "decode_b64_4k_fp8": Case((1,) * 64, (4096,) * 64, kv_scale="head"),
+    "decode_b128_2k_fp8": Case((1,) * 128, (2048,) * 128, heads=(64, 8, 128), kv_scale="head"),
+    "decode_b128_2k_fp8_token": Case((1,) * 128, (2048,) * 128, heads=(64, 8, 128), kv_scale="token"),
+    "decode_b1_4k_d96": Case((1,), (4096,), heads=(32, 8, 96)),
+    "decode_b1_4k_d256": Case((1,), (4096,), heads=(16, 8, 256)),
+    "decode_b16_4k_d256": Case((1,) * 16, (4096,) * 16, heads=(16, 8, 256)),
+    "prefill_2k_fp8": prefill(2048, kv_scale="head"),
+    "prefill_8k_fp8": prefill(8192, kv_scale="head"),
+    "chunk_2k_at_16k_fp8": Case((2048,), (16384,), kv_scale="head"),
+    "mixed_2k_31_fp8": Case((2048, *(1,) * 31), (2048, *(3000,) * 31), kv_scale="head"),
     "smallest": Case((3, 1), (5, 9), heads=(2, 1, 64)),
 }
 
@@ -91,7 +109,8 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         heads, kv_heads, dim = case.heads
         blocks = [-(-context // case.page) for context in case.contexts]
-        size = 2 * sum(blocks) * case.page * kv_heads * dim * 2
+        codes = case.kv_scale != "none"
+        size = 2 * sum(blocks) * case.page * kv_heads * dim * (1 if codes else 2)
         ends = torch.tensor([0, *case.queries]).cumsum(0)
         self.begin = ends.to(DEVICE, torch.int32)
         self.contexts = torch.tensor(case.contexts, dtype=torch.int32, device=DEVICE)
@@ -100,10 +119,15 @@ class Inputs:
             caches = torch.randn(
                 2, sum(blocks), case.page, kv_heads, dim, device=DEVICE, dtype=torch.bfloat16
             )
+            scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+            if codes:
+                shape = caches.shape[1:4] if case.kv_scale == "token" else (1, 1, kv_heads)
+                scales = (torch.rand(shape, device=DEVICE) + 0.5, torch.rand(shape, device=DEVICE) + 0.5)
+                caches = caches.to(torch.float8_e4m3fn)
             table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
             for row, part in zip(table, torch.split(torch.randperm(sum(blocks)).int(), blocks), strict=True):
                 row[: len(part)] = part
-            self.sets.append((torch.randn_like(self.out), caches[0], caches[1], table.to(DEVICE)))
+            self.sets.append(((torch.randn_like(self.out), caches[0], caches[1], table.to(DEVICE)), scales))
         self.rest = (
             self.begin,
             self.contexts,
@@ -117,7 +141,7 @@ class Inputs:
         self.problem = OP.problem(
             f"q_tokens={int(ends[-1])},seqs={len(blocks)},max_q={max(case.queries)},max_ctx={max(case.contexts)},"
             f"total_ctx={sum(case.contexts)},heads={heads},kv_heads={kv_heads},head_dim={dim},block_size={case.page},"
-            f"window={case.window}"
+            f"window={case.window},kv={'fp8' if codes else 'x'},kv_scale={case.kv_scale}"
         )
 
 
@@ -133,14 +157,20 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callabl
     )
     launch = kernel.load()
     return [
-        partial(launch, config, *arguments, *inputs.rest, space, None, None, inputs.out)
-        for arguments in inputs.sets
+        partial(launch, config, *arguments, *inputs.rest, space, *scales, inputs.out)
+        for arguments, scales in inputs.sets
     ]
 
 
 def cudnn_calls(case: Case) -> list[Callable[[], Any]] | None:
     """torch's cuDNN attention over contiguous tensors, for sequences of equal length without cached tokens."""
-    if len(set(case.queries)) > 1 or case.queries != case.contexts or case.window or DEVICE == "cpu":
+    if (
+        len(set(case.queries)) > 1
+        or case.queries != case.contexts
+        or case.window
+        or DEVICE == "cpu"
+        or case.kv_scale != "none"
+    ):
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention

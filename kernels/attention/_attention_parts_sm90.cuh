@@ -51,8 +51,10 @@ __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_hea
   const float by = sum > 0.f ? factor / sum : 0.f;
   if (p.lse != nullptr && element == 0)
     p.lse[token * p.heads + head] = sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
-  *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + token * p.out_token + head * p.out_head + element) =
-      make_uint2(packed<T>(part.o.x * by, part.o.y * by), packed<T>(part.o.z * by, part.o.w * by));
+  using Element = typename Stored<T>::type;
+  *reinterpret_cast<uint2*>(static_cast<Element*>(p.out) + token * p.out_token + head * p.out_head +
+                            element) = make_uint2(packed_as<T>(p, part.o.x * by, part.o.y * by),
+                                                  packed_as<T>(p, part.o.z * by, part.o.w * by));
 }
 
 // Adds `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is

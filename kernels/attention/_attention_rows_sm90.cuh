@@ -156,10 +156,10 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
   for (int i = 0; i < D / 16; ++i)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4)),
-                 "r"(packed<T>(rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0])),
-                 "r"(packed<T>(rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1])),
-                 "r"(packed<T>(rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0])),
-                 "r"(packed<T>(rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1]))
+                 "r"(packed_as<T>(p, rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0])),
+                 "r"(packed_as<T>(p, rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1])),
+                 "r"(packed_as<T>(p, rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0])),
+                 "r"(packed_as<T>(p, rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1]))
                  : "memory");
   __syncwarp();
   constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
@@ -174,8 +174,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
                    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                    : "r"(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4))
                    : "memory");
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + (work.token + token) * p.out_token +
-                                head * p.out_head + chunk * 8) = value;
+      *reinterpret_cast<uint4*>(static_cast<typename Stored<T>::type*>(p.out) +
+                                (work.token + token) * p.out_token + head * p.out_head + chunk * 8) = value;
     }
   }
 }

@@ -39,6 +39,11 @@ struct AttentionParams {
   int reading;     // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;
+  // Of caches of e4m3 codes, whose sums are in units of log 2 (scale_log2 is 1):
+  const float *k_scale, *v_scale;      // of each head
+  int64_t k_scale_head, v_scale_head;  // in elements, 0 for a scale in common
+  float score_scale;
+  int bf16;  // q and out are bf16, else fp16
 };
 
 // n / d for 0 <= n < 2^31 by reciprocal(d).
@@ -55,9 +60,14 @@ struct AttentionShape {
   static constexpr int kUnits = kWeights + kSorted * 4;   // first unit of the sequences in the order of work
   static constexpr int kWork =
       kUnits + kSorted * 4;  // for the multiplying warps, and two for the copying ones
-  static constexpr int kShare = kWork + 3 * 48, kBars = kShare + 32;
+  static constexpr int kShare = kWork + 3 * 48;
+  static constexpr int kRowScales =
+      kShare + 32;  // of caches of codes: what gives a row's scores in units of log 2
+  static constexpr int kBars = kRowScales + kRows * 4;
   static constexpr int kUnit = (D / 8 + 1) * 128;  // floats of a unit of the workspace
   static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
+  // Codes of a row lie where its second half, or its last 64 bytes, will be as fp16.
+  static constexpr int kCodes = D == 64 ? 64 : kKeys * 128;
   static constexpr int kCopying = D / 32;  // warps: one for each 64 elements of keys and of values
 };
 

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace gm {
 
@@ -55,9 +56,26 @@ __device__ __forceinline__ void tensor_load_4d(uint32_t dst, const void* map, in
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(bar)
       : "memory");
 }
+__device__ __forceinline__ void copy_16(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
 // 16 bytes, or as many zeros if `bytes` is 0.
 __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+__device__ __forceinline__ void store_16(uint32_t dst, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// 4 bytes, or as many zeros.
+__device__ __forceinline__ void copy_4(uint32_t dst, const void* src, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(there ? 4 : 0)
+               : "memory");
 }
 
 template <int REGISTERS>
@@ -161,6 +179,49 @@ __device__ __forceinline__ uint32_t packed<__half>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+
+// The same to the dtype of the output, where that is known only at run time: fp16 or bf16, by p.bf16.
+struct EitherHalf {};
+template <typename T, typename P>
+__device__ __forceinline__ uint32_t packed_as(const P& p, float low, float high) {
+  if constexpr (std::is_same_v<T, EitherHalf>)
+    return p.bf16 ? packed<__nv_bfloat16>(low, high) : packed<__half>(low, high);
+  else
+    return packed<T>(low, high);
+}
+template <typename T>
+struct Stored {
+  using type = T;
+};
+template <>
+struct Stored<EitherHalf> {
+  using type = uint16_t;
+};
+
+// Two e4m3 codes each in the low and in the high half of a word -> pairs of fp16, exactly.
+__device__ __forceinline__ uint2 decoded(uint32_t codes) {
+  uint2 r;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(r.x), "=r"(r.y)
+      : "r"(codes));
+  return r;
+}
+
+// Two elements of q as float32.
+__device__ __forceinline__ float2 unpacked(uint32_t pair, bool bf16) {
+  return bf16 ? make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u))
+              : __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+// Queries over codes become fp16. A row is multiplied by a power of two first that brings its largest element
+// to 2^14 .. 2^15, as far as float32 has one, so that all of bf16's range that counts is kept.
+struct RowPower {
+  float factor, back;
+  explicit __device__ __forceinline__ RowPower(float largest) {
+    const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+    const uint32_t field = static_cast<uint32_t>(min(127 + 14 - exponent, 253));
+    factor = __uint_as_float(field << 23), back = __uint_as_float((254 - field) << 23);
+  }
+};
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

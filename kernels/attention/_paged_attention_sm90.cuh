@@ -22,8 +22,14 @@
 namespace gm {
 
 // Tile of scores -> weights 2^(scale_log2 (s - m)), in place; factor: what the sums so far are multiplied by.
-template <int D>
-__device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&factor)[2], float scale_log2) {
+// scale_log2: by row.
+struct SameScale {
+  float value;
+  __device__ __forceinline__ float operator[](int) const { return value; }
+};
+template <int D, typename Scale>
+__device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&factor)[2],
+                                        const Scale& scale_log2) {
   float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
   for (int i = 0; i < 64; ++i) most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], s[i]);
@@ -33,13 +39,13 @@ __device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&f
     most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
     most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
     const float m = fmaxf(most[r], rows.m[r]);
-    base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-    factor[r] = most[r] > rows.m[r] ? exp2_fast(__fmul_rn(rows.m[r], scale_log2) - base[r]) : 1.f;
+    base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2[r]);
+    factor[r] = most[r] > rows.m[r] ? exp2_fast(__fmul_rn(rows.m[r], scale_log2[r]) - base[r]) : 1.f;
     rows.m[r] = m;
   }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    s[i] = exp2_fast(fmaf(s[i], scale_log2, -base[i >> 1 & 1]));
+    s[i] = exp2_fast(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
 #pragma unroll
@@ -82,10 +88,54 @@ __device__ __forceinline__ void start_values(float (&o)[D / 2], const uint32_t (
   wgmma_commit();
 }
 
-// A multiplying warpgroup, 0 or 1.
-template <typename T, int D, bool BOXES>
+// 64 rows of Q, as fp16 for codes: in place, and what gives scores in units of log 2 again. By a warpgroup.
+template <int D>
+__device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_t* smem, int row0,
+                                                float k_scale) {
+  using S = AttentionShape<D>;
+  constexpr int kChunks = D / 16;  // 16-byte pieces of a thread: half a row
+  const int tid = threadIdx.x & 127, row = row0 + tid / 2, side = tid & 1;
+  uint8_t* const half = smem + row * 128 + (kChunks == 8 ? side * (S::kRows * 128) : side * (kChunks * 16));
+  uint4 raw[kChunks];
+  float most = 0.f;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    raw[j] = reinterpret_cast<const uint4*>(half)[j ^ (row & (kChunks - 1))];
+    const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+#pragma unroll
+    for (const uint32_t word : words) {
+      const float2 pair = unpacked(word, p.bf16);
+      most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+  }
+  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+  const RowPower power(most);
+  const float by = copysignf(power.factor, k_scale);  // the largest score stays the largest one
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+#pragma unroll
+    for (uint32_t& word : words) {
+      const float2 pair = unpacked(word, p.bf16);
+      word = packed<__half>(pair.x * by, pair.y * by);
+    }
+    reinterpret_cast<uint4*>(half)[j ^ (row & (kChunks - 1))] =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  if (side == 0)
+    reinterpret_cast<float*>(smem + S::kRowScales)[row] = power.back * p.score_scale * fabsf(k_scale);
+  fence_proxy();
+}
+
+// How keys and values come to shared memory. Codes become fp16 there.
+enum Copies : int { kRowCopies, kBoxCopies, kCodeCopies };
+
+// A multiplying warpgroup, 0 or 1. T: of the products.
+template <typename T, int D, Copies COPIES>
 __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem, uint32_t base, int group) {
   using S = AttentionShape<D>;
+  using Out = std::conditional_t<COPIES == kCodeCopies, EitherHalf, T>;
+  constexpr bool BOXES = COPIES == kBoxCopies, CODES = COPIES == kCodeCopies;
   const Bars<D> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tid = threadIdx.x & 127;
   const auto free_slot = [&](uint32_t bar) {
@@ -102,6 +152,18 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
     const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
+    std::conditional_t<CODES, float[2], SameScale> scale_log2;
+    if constexpr (CODES) {
+      if (!shared || group == 0) convert_queries<D>(p, smem, row0, p.k_scale[work.head * p.k_scale_head]);
+      if (shared)
+        bar_sync(kBarBoth, 256);
+      else
+        bar_sync(kBarGroup + group, 128);
+      const float* const scales = reinterpret_cast<const float*>(smem + S::kRowScales) + mine;
+      scale_log2[0] = scales[0], scale_log2[1] = scales[8];
+    } else {
+      scale_log2.value = p.scale_log2;
+    }
     int limit[2];  // of the keys that the thread's rows see, less its first column
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -128,11 +190,11 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     };
     const auto wait_keys = [&](int i) {
       mbar_wait(bars.k_full(tile + i), Bars<D>::parity(tile + i));
-      if constexpr (!BOXES) fence_proxy();
+      if constexpr (COPIES == kRowCopies) fence_proxy();
     };
     const auto wait_values = [&](int i) {
       mbar_wait(bars.v_full(tile + i), Bars<D>::parity(tile + i));
-      if constexpr (!BOXES) fence_proxy();
+      if constexpr (COPIES == kRowCopies) fence_proxy();
       if (BOXES && i == 0 && work.last_part() && (work.end & (p.box - 1)) != 0) {
         // What follows the last key in its box may be anything, and 0 times that would not be 0.
         const int from = work.end % S::kKeys, rest = p.box - (work.end & (p.box - 1));
@@ -182,7 +244,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
       hold(s);
       free_slot(bars.k_empty(tile + i));
       mask(i);
-      softmax<D>(s, rows, factor, p.scale_log2);
+      softmax<D>(s, rows, factor, scale_log2);
       round_weights<T>(s, weights);
       int add = 0;
       if (shared && group == 1) skip_values(0);
@@ -202,7 +264,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
         hold(s);
         free_slot(bars.k_empty(tile + i));
         mask(i);
-        softmax<D>(s, rows, factor, p.scale_log2);
+        softmax<D>(s, rows, factor, scale_log2);
         hold(s);
         // Never true: ptxas, which would put the wait before the exponentials, moves it across no such
         // branch.
@@ -241,21 +303,30 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
       for (int j = 0; j < D / 2; ++j) rows.o[j] = 0.f;
     }
     tile += work.count;
+    if constexpr (CODES) {
+      const float by = p.v_scale[work.head * p.v_scale_head];
+#pragma unroll
+      for (int j = 0; j < D / 2; ++j) rows.o[j] *= by;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (rows.m[r] > -INFINITY) rows.m[r] = __fmul_rn(rows.m[r], scale_log2[r]);
+    }
     const bool some = row0 + warp * 16 < work.rows;
     if (shared) join<D>(rows, smem, group, some, p.scale_log2);
     if (work.parts() > 1 && work.unit >= 0) {
-      add_shared<T, D>(p, work, rows, smem, group, warp);
+      add_shared<Out, D>(p, work, rows, smem, group, warp);
     } else if (some && !(shared && group == 1)) {
       if (work.parts() == 1 || add_in_turn<D>(p, work, rows, warp))
-        write_rows<T, D>(p, work, rows, smem, base, row0 + warp * 16);
+        write_rows<Out, D>(p, work, rows, smem, base, row0 + warp * 16);
     }
   }
 }
 
-template <typename T, int D, bool BOXES>
+template <typename T, int D, Copies COPIES>
 __device__ __forceinline__ void paged_attention(const AttentionParams& p, const CUtensorMap& q_map,
                                                 const CUtensorMap& k_map, const CUtensorMap& v_map) {
   using S = AttentionShape<D>;
+  constexpr bool BOXES = COPIES == kBoxCopies;
   extern __shared__ __align__(1024) uint8_t smem[];
   uint32_t base;  // volatile: computed once
   asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
@@ -274,17 +345,19 @@ __device__ __forceinline__ void paged_attention(const AttentionParams& p, const 
   after_previous_kernel();
   sort_sequences<D>(p, smem);  // begins with a barrier of all threads
   if (warp >= 8) {
-    registers_down<56>();
+    registers_down<COPIES == kCodeCopies ? 72 : 56>();
     if constexpr (BOXES) {
       if (warp - 8 < S::kCopying) produce_boxes<D>(p, q_map, k_map, v_map, smem, base, warp - 8);
-    } else {
+    } else if constexpr (COPIES == kRowCopies) {
       produce_rows<D>(p, q_map, smem, base);
+    } else {
+      produce_codes<D>(p, q_map, smem, base);
     }
     if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
       p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has asked for the last time
   } else {
-    registers_up<224>();
-    multiply<T, D, BOXES>(p, smem, base, warp >> 2);
+    registers_up<COPIES == kCodeCopies ? 216 : 224>();
+    multiply<T, D, COPIES>(p, smem, base, warp >> 2);
   }
 }
 

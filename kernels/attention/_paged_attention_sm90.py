@@ -18,10 +18,11 @@ from gristmill.kernels.attention.paged_attention_sm90 import (
 )
 from gristmill.kernels.attention.paged_attention_triton import launch_split as launch_triton
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
+from gristmill.kernels.kv_cache.quantized import by_token, scale_strides
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (*(c_void_p,) * 11, c_int64 * 11, *(c_int,) * 10, c_float, *(c_int,) * 4, c_void_p)
-DECODE_ARGUMENTS = (*(c_void_p,) * 11, c_int64 * 11, *(c_int,) * 10, c_float, *(c_int,) * 2, c_void_p)
+ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 13, *(c_int,) * 10, c_float, *(c_int,) * 4, c_void_p)
+DECODE_ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, *(c_int,) * 2, c_void_p)
 
 
 def launch(
@@ -44,7 +45,8 @@ def launch(
     out: Tensor,
     decode: bool = False,
 ) -> None:
-    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. decode: in the kernel for few rows.
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. decode: in the kernel for few rows, which alone
+    takes a scale per token and head.
 
     ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """
@@ -67,7 +69,7 @@ def launch(
         counters = workspace.data_ptr()
         parts = counters + COUNTER_BYTES
     device = q.get_device()
-    strides = (c_int64 * 11)(
+    strides = (
         *q.stride()[:2],
         *out.stride()[:2],
         *k_cache.stride()[:3],
@@ -84,7 +86,13 @@ def launch(
         query_start.data_ptr(),
         seq_lens.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        None if k_scale is None else k_scale.data_ptr(),
+        None if v_scale is None else v_scale.data_ptr(),
     )
+    token_scales = k_scale is not None and by_token(k_scale)
+    if token_scales and not decode:
+        raise ValueError("paged_attention_sm90: scales per token and head are for decodes alone")
+    k_steps, v_steps = scale_strides(k_scale), scale_strides(v_scale)
     shape = (tokens, seq_lens.shape[0], heads, kv_heads, dim)
     dtype, window = DTYPE_CODES[dtype_name(q.dtype)], max(0, window)
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -93,10 +101,11 @@ def launch(
             *tensors,
             counters + DECODE_COUNTERS_AT,
             parts,
-            strides,
+            (c_int64 * 17)(*strides, *k_steps, *v_steps),
             *shape,
             block_size,
             dtype,
+            token_scales,
             max_q,
             max_ctx,
             window,
@@ -110,7 +119,7 @@ def launch(
             *tensors,
             counters,
             parts,
-            strides,
+            (c_int64 * 13)(*strides, k_steps[2], v_steps[2]),
             UNITS,
             *shape,
             blocks,
@@ -164,7 +173,10 @@ def launch_split(
         sinks,
         lse,
     )
-    kernel = route(max_q, seq_lens.shape[0], q.shape[1], k_cache.shape[2], int(config["ctas"]))
+    scales = "none" if k_scale is None else "token" if by_token(k_scale) else "head"
+    kernel = route(
+        max_q, seq_lens.shape[0], q.shape[1], k_cache.shape[2], int(config["ctas"]), q.shape[2], scales
+    )
     if kernel == "triton":
         behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]
         launch_triton(config, *arguments, behind, k_scale, v_scale, out)

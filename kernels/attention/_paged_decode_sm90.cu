@@ -3,17 +3,33 @@
 #include "_paged_decode_sm90.cuh"
 #include "gm_cuda.h"
 
-#define GM_EACH(K)                 \
-  K(bf16, 2, __nv_bfloat16, 64, 8) \
-  K(bf16, 2, __nv_bfloat16, 128, 8) K(fp16, 1, __half, 64, 8) K(fp16, 1, __half, 128, 8)
+#define GM_EACH(K)                           \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 80)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 96)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128) \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 192) \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 256) \
+  K(fp16, 1, gm::Floats<__half>, 64)         \
+  K(fp16, 1, gm::Floats<__half>, 80)         \
+  K(fp16, 1, gm::Floats<__half>, 96)         \
+  K(fp16, 1, gm::Floats<__half>, 128)        \
+  K(fp16, 1, gm::Floats<__half>, 192)        \
+  K(fp16, 1, gm::Floats<__half>, 256)        \
+  K(codes, 0, gm::Codes, 64)                 \
+  K(codes, 0, gm::Codes, 80)                 \
+  K(codes, 0, gm::Codes, 96)                 \
+  K(codes, 0, gm::Codes, 128)                \
+  K(codes, 0, gm::Codes, 192)                \
+  K(codes, 0, gm::Codes, 256)
 
 #ifdef __CUDACC__
 
-#define GM_ONE(type, code, T, d, n)                                                   \
-  extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, n>::kThreads,       \
-                                               gm::DecodeShape<d, n>::kResident)      \
-      paged_decode_##type##_d##d##_n##n(const __grid_constant__ gm::DecodeParams p) { \
-    gm::paged_decode<T, d, n>(p);                                                     \
+#define GM_ONE(type, code, C, d)                                                            \
+  extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, 8, C::kBytes>::kThreads,  \
+                                               gm::DecodeShape<d, 8, C::kBytes>::kResident) \
+      paged_decode_##type##_d##d(const __grid_constant__ gm::DecodeParams p) {              \
+    gm::paged_decode<C, d, 8>(p);                                                           \
   }
 GM_EACH(GM_ONE)
 
@@ -22,51 +38,65 @@ GM_EACH(GM_ONE)
 namespace {
 
 struct Instance {
-  int dtype, head_dim, rows, resident;
+  int dtype, head_dim;  // dtype: of q, out and the caches; 0 where the caches hold codes
+  int resident, step;
   unsigned smem;
   gm::CudaKernel kernel;
 };
 
-#define GM_ONE(type, code, T, d, n)  \
-  {code,                             \
-   d,                                \
-   n,                                \
-   gm::DecodeShape<d, n>::kResident, \
-   gm::DecodeShape<d, n>::kBytes,    \
-   {GM_CUBIN, "paged_decode_" #type "_d" #d "_n" #n}},
+#define GM_ONE(type, code, C, d)    \
+  {code,                            \
+   d,                               \
+   gm::DecodeShape < d,             \
+   8,                               \
+   code == 0 ? 1 : 2 > ::kResident, \
+   gm::DecodeShape < d,             \
+   8,                               \
+   code == 0 ? 1 : 2 > ::kStep,     \
+   gm::DecodeShape < d,             \
+   8,                               \
+   code == 0 ? 1 : 2 > ::kBytes,    \
+   {GM_CUBIN, "paged_decode_" #type "_d" #d}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
-bool aligned(const void* base, const int64_t* strides, int count) {
+// Strides are multiples of 16 bytes, and so is the address.
+bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
   bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  for (int i = 0; i < count; ++i) fits = fits && strides[i] % 8 == 0;
+  for (int i = 0; i < count; ++i) fits = fits && strides[i] * bytes % 16 == 0;
   return fits;
 }
 
 }  // namespace
 
-// strides as those of gm_paged_attention_sm90. No sequence has more than max_q new tokens and max_ctx keys;
-// max_q times the query heads of a KV head is at most 8, and KV heads are at most the processors. dtype 1 is
-// fp16, 2 bf16. lse and sinks may be null. counters: 2 processors integers that are zero, and are zero again
-// after the launch. parts: 4 processors (head_dim + 2) 32 bytes. scale > 0. device < 0 asks for the bytes of
-// shared memory.
+// strides as those of gm_paged_attention_sm90, then of k_scale and v_scale by block, slot and head, 0 where
+// that has no scale of its own. k_scale and v_scale null: caches of q's dtype; else of e4m3 codes, by_token
+// with a scale per token and head. No sequence has more than max_q new tokens and max_ctx keys;
+// max_q times the query heads of a KV head is at most 8, and KV heads are at most the processors. dtype: of q
+// and out, 1 is fp16, 2 bf16. lse and sinks may be null. counters: 2 processors integers that are zero, and
+// are zero again after the launch. parts: 4 processors (head_dim + 2) 32 bytes. scale > 0. device < 0 asks
+// for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_decode_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
- const void* query_start, const void* seq_lens, const void* sinks, void* counters, void* parts,
- const int64_t* strides, int tokens, int seqs, int heads, int kv_heads, int head_dim, int page, int dtype,
- int max_q, int max_ctx, int window, float scale, int processors, int device, void* stream) {
+ const void* query_start, const void* seq_lens, const void* sinks, const void* k_scale, const void* v_scale,
+ void* counters, void* parts, const int64_t* strides, int tokens, int seqs, int heads, int kv_heads,
+ int head_dim, int page, int dtype, int by_token, int max_q, int max_ctx, int window, float scale,
+ int processors, int device, void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || max_q < 1)
     return GM_E_SHAPE;
   const int group = heads / kv_heads;
   if (int64_t(max_q) * group > 8 || !(scale > 0.f) || processors < 1 || max_ctx < 1) return GM_E_ARG;
+  const bool codes = k_scale != nullptr;
+  if (codes != (v_scale != nullptr)) return GM_E_ARG;
+  const int bytes = codes ? 1 : 2;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == dtype && i.head_dim == head_dim && i.rows >= max_q * group) instance = &i;
+    if (i.dtype == (codes ? 0 : dtype) && i.head_dim == head_dim) instance = &i;
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (tokens == 0) return GM_OK;
-  if (!aligned(q, strides, 2) || !aligned(out, strides + 2, 2) || !aligned(k, strides + 4, 3) ||
-      !aligned(v, strides + 7, 3) || strides[5] >= 1 << 30 || strides[8] >= 1 << 30)
+  if (!aligned(q, strides, 2, 2) || !aligned(out, strides + 2, 2, 2) || !aligned(k, strides + 4, 3, bytes) ||
+      !aligned(v, strides + 7, 3, bytes) || strides[5] >= 1 << 30 || strides[8] >= 1 << 30)
     return GM_E_SHAPE;
 
   gm::DecodeParams p{};
@@ -75,16 +105,21 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   p.seq_lens = static_cast<const int*>(seq_lens), p.counters = static_cast<unsigned*>(counters);
   p.parts = static_cast<float*>(parts), p.q = q, p.k = k, p.v = v;
   p.q_token = strides[0] * 2, p.q_head = strides[1] * 2, p.out_token = strides[2], p.out_head = strides[3];
-  p.k_block = strides[4] * 2, p.k_slot = int(strides[5] * 2), p.k_head = strides[6] * 2;
-  p.v_block = strides[7] * 2, p.v_slot = int(strides[8] * 2), p.v_head = strides[9] * 2,
+  p.k_block = strides[4] * bytes, p.k_slot = int(strides[5] * bytes), p.k_head = strides[6] * bytes;
+  p.v_block = strides[7] * bytes, p.v_slot = int(strides[8] * bytes), p.v_head = strides[9] * bytes,
   p.table_row = strides[10];
   p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.group = group, p.window = window, p.page = page;
   p.pieces = processors * instance->resident / kv_heads;
   if (p.pieces < 1) return GM_E_ARG;
   p.by_page = 0xffffffffu / unsigned(page), p.by_group = (65536 + group - 1) / group;
-  p.scale_log2 = scale * 1.4426950408889634f;
-  // A piece has at least a step of 16 keys for each of four warps.
-  const int64_t most = (int64_t(seqs) * ((int64_t(max_ctx) + 31) / 16) + 3) / 4;
+  p.score_scale = scale * 1.4426950408889634f, p.scale_log2 = codes ? 1.f : p.score_scale;
+  p.k_scale = static_cast<const float*>(k_scale), p.v_scale = static_cast<const float*>(v_scale);
+  p.k_scale_block = strides[11], p.k_scale_slot = strides[12], p.k_scale_head = strides[13];
+  p.v_scale_block = strides[14], p.v_scale_slot = strides[15], p.v_scale_head = strides[16];
+  p.by_token = by_token != 0, p.bf16 = dtype == 2;
+  // A piece has at least a step of keys for each of four warps.
+  const int step = instance->step;
+  const int64_t most = (int64_t(seqs) * ((int64_t(max_ctx) + 2 * step - 1) / step) + 3) / 4;
   void* args[] = {&p};
   return instance->kernel.launch(device, stream,
                                  {.grid_x = unsigned((most < p.pieces ? most : p.pieces) * kv_heads),

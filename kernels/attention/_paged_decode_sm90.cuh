@@ -13,134 +13,35 @@
 // lengths change.
 #pragma once
 #include "_attention_parts_sm90.cuh"
-#include "_paged_decode_copy_sm90.cuh"
+#include "_paged_decode_step_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
+// What the caches hold: elements of T, the dtype of q and out, or e4m3 codes.
 template <typename T>
-__device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                             uint32_t a3, uint32_t b0, uint32_t b1);
-#define GM_MMA(T, TYPE)                                                                                 \
-  template <>                                                                                           \
-  __device__ __forceinline__ void multiply_add<T>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, \
-                                                  uint32_t a3, uint32_t b0, uint32_t b1) {              \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                          \
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                          \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                        \
-  }
-GM_MMA(__nv_bfloat16, "bf16")
-GM_MMA(__half, "f16")
-#undef GM_MMA
-
-// An 8 by 8 matrix of 16-bit elements, a row in four lanes, transposed.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  uint32_t r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
-  return r;
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-// Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
-template <int D, int N>
-struct DecodeSums {
-  float o[D / 16][N / 8][4], m[N / 8][2], l[N / 8][2];
+struct Floats {
+  using Out = T;
+  static constexpr int kBytes = 2;
 };
-
-// One step: weights of 16 keys, then their values. tile: of this step, keys before values. key: of this
-// lane's first row; limit: keys that the first query sees.
-template <typename T, int D, int N>
-__device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, uint32_t tile,
-                                            float scale_log2, bool whole, int key, int limit, int window,
-                                            uint32_t by_group) {
-  constexpr int kRow = D * 2 + 16;
-  const int lane = threadIdx.x & 31, t = lane & 3;
-  const uint32_t keys = tile + (lane & 15) * kRow + (lane >> 4) * 16,
-                 values = tile + (16 + (lane & 7) + (lane >> 4) * 8) * kRow + (lane >> 3 & 1) * 16;
-  uint32_t weights[N / 8][2];
-  float factor[N / 8][2];
-  bool grown = false;
-  float s[N / 8][2][4] = {};  // summed over even and odd pieces of 16 elements, for two chains
-#pragma unroll
-  for (int j = 0; j < D / 16; ++j) {
-    uint32_t a[4];
-    load_matrices(a, keys + j * 32);
-#pragma unroll
-    for (int n = 0; n < N / 8; n += 2) {
-      uint32_t b[4];  // of 8 rows in the first lanes, of the next 8 in the others; N = 8: the same ones
-      load_matrices(
-          b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
-      multiply_add<T>(s[n][j & 1], a[0], a[1], a[2], a[3], b[0], b[1]);
-      if constexpr (N > 8) multiply_add<T>(s[n + 1][j & 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n) {
-    float (&c)[4] = s[n][0];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += s[n][1][i];
-    if (!whole) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int seen = limit + static_cast<int>((n * 8 + t * 2 + (i & 1)) * by_group >> 16);
-        const int at = key + (i >> 1) * 8;
-        if (at >= seen || (window > 0 && at < seen - window)) c[i] = -INFINITY;
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(c[r], c[r + 2]);
-#pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-      const float m = fmaxf(most, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-      factor[n][r] = most > sums.m[n][r] ? exp2_fast(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
-      grown = grown || most > sums.m[n][r];
-      sums.m[n][r] = m;
-      c[r] = exp2_fast(fmaf(c[r], scale_log2, -base));
-      c[r + 2] = exp2_fast(fmaf(c[r + 2], scale_log2, -base));
-      sums.l[n][r] = fmaf(sums.l[n][r], factor[n][r], c[r] + c[r + 2]);
-    }
-    weights[n][0] = transposed(packed<T>(c[0], c[1]));
-    weights[n][1] = transposed(packed<T>(c[2], c[3]));
-  }
-  if (__any_sync(0xffffffffu, grown)) {
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums.o[i][n][c] *= factor[n][c & 1];
-  }
-#pragma unroll
-  for (int i = 0; i < D / 16; ++i) {
-    uint32_t a[4];
-    load_transposed(a, values + i * 32);
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-      multiply_add<T>(sums.o[i][n], a[0], a[1], a[2], a[3], weights[n][0], weights[n][1]);
-  }
-}
+struct Codes {
+  using Out = EitherHalf;
+  static constexpr int kBytes = 1;
+};
 
 // The sums of the warps to one, and that to the output or, where the context goes on in other CTAs, to the
 // workspace; the CTA that is the last one to do so adds what all have left there.
-template <typename T, int D, int N>
+template <typename C, int D, int N>
 __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
                                        const Stretch& at, int start, int piece_steps, bool worked) {
-  using S = DecodeShape<D, N>;
+  using S = DecodeShape<D, N, C::kBytes>;
+  using T = typename C::Out;
+  constexpr bool kCodes = C::kBytes == 1;
   const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+  float by = 1.f;
+  if constexpr (kCodes) {
+    if (!p.by_token) by = p.v_scale[at.head * p.v_scale_head];
+  }
   float* o = reinterpret_cast<float*>(smem + S::kSums);
   float2* ends = reinterpret_cast<float2*>(smem + S::kEnds);
   __shared__ bool last;
@@ -156,7 +57,10 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
       if (g == 0) ends[row] = make_float2(sums.m[n][r], sums.l[n][r]);
       if (worked) {
 #pragma unroll
-        for (int i = 0; i < D / 8; ++i) o[row * S::kPitch + i * 8 + g] = sums.o[i / 2][n][r + i % 2 * 2];
+        for (int i = 0; i < D / 8; ++i) {
+          const float sum = sums.o[i / 2][n][r + i % 2 * 2];
+          o[row * S::kPitch + (kCodes ? i / 2 * 16 + g * 2 + i % 2 : i * 8 + g)] = kCodes ? sum * by : sum;
+        }
       }
     }
   __syncthreads();
@@ -204,33 +108,38 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
       });
 }
 
-template <typename T, int D, int N>
+template <typename C, int D, int N>
 __device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem, const Stretch& at,
                                             int start, int piece_steps) {
-  using S = DecodeShape<D, N>;
+  using S = DecodeShape<D, N, C::kBytes>;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
   const DecodeSequence& seq = at.seq;
   const int* row = p.table + at.index * p.table_row;
   const char* k = static_cast<const char*>(p.k) + at.head * p.k_head;
   const char* v = static_cast<const char*>(p.v) + at.head * p.v_head;
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  const uint32_t ring = base + S::kRing + warp * (S::kStages * 2 * S::kTile);
+  const uint32_t ring = base + S::kRing + warp * (S::kStages * S::kStage);
   int step = seq.first + at.from + warp;
   const int stop = seq.context > 0 ? seq.first + at.from + at.count : step;
-  KeyPlaces places[S::kStages];
+  KeyPlaces<S::kStep> places[S::kStages];
+  const auto copy = [&](int of, const KeyPlaces<S::kStep>& from, uint32_t to) {
+    copy_step<S>(p, seq, of, k, v, from, to);
+    if constexpr (S::kScales > 0) {
+      if (p.by_token) copy_scales<S>(p, seq, of, at.head, from, to + 2 * S::kTile);
+    }
+  };
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i)
-    places[i] = find_keys(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
+    places[i] = find_keys<S::kStep>(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
   __syncthreads();  // what the stretch before left in shared memory has been read
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i) {
-    if (step + i * S::kWarps < stop)
-      copy_step<D>(p, seq, step + i * S::kWarps, k, v, places[i], ring + i * (2 * S::kTile));
-    if (i == 0) copy_queries<D, N>(p, base + S::kQ, at);
+    if (step + i * S::kWarps < stop) copy(step + i * S::kWarps, places[i], ring + i * S::kStage);
+    if (i == 0) copy_queries<S, D, N>(p, base + S::kQ, at);
     copies_commit();
   }
   int ahead = step + S::kStages * S::kWarps;  // the next step to be copied
-  KeyPlaces next = find_keys(p, row, seq, ahead, ahead < stop);
+  KeyPlaces<S::kStep> next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
   DecodeSums<D, N> sums;
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
@@ -244,6 +153,8 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem
   const int limit = seq.context - seq.queries + 1;
   copies_wait<S::kStages - 1>();
   __syncthreads();  // Q is there
+  CodeQueries<D> queries;
+  if constexpr (C::kBytes == 1) queries.load(p, smem + S::kQ, at.head);
   uint32_t tile = ring;
 #pragma unroll 1
   for (; step < stop; step += S::kWarps) {
@@ -251,16 +162,22 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem
     const bool whole = key + S::kStep <= limit && (p.window <= 0 || key >= seq.context - p.window);
     copies_wait<S::kStages - 1>();
     __syncwarp();
-    decode_step<T, D, N>(sums, base + S::kQ, tile, p.scale_log2, whole, key + g, limit, p.window, p.by_group);
+    if constexpr (C::kBytes == 1)
+      decode_step_codes<D>(sums, queries, tile,
+                           reinterpret_cast<const float*>(smem + (tile - base) + 2 * S::kTile), p.by_token,
+                           whole, key + g, limit, p.window, p.by_group);
+    else
+      decode_step<typename C::Out, D, N>(sums, base + S::kQ, tile, p.scale_log2, whole, key + g, limit,
+                                         p.window, p.by_group);
     __syncwarp();
-    if (ahead < stop) copy_step<D>(p, seq, ahead, k, v, next, tile);
+    if (ahead < stop) copy(ahead, next, tile);
     copies_commit();
     ahead += S::kWarps;
-    next = find_keys(p, row, seq, ahead, ahead < stop);
-    tile = tile + 2 * S::kTile == ring + S::kStages * 2 * S::kTile ? ring : tile + 2 * S::kTile;
+    next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
+    tile = tile + S::kStage == ring + S::kStages * S::kStage ? ring : tile + S::kStage;
   }
   copies_wait<0>();
-  finish<T, D, N>(p, smem, sums, at, start, piece_steps, works);
+  finish<C, D, N>(p, smem, sums, at, start, piece_steps, works);
 }
 
 // The steps of a KV head before, of and in the sequences of this thread, 0 .. seqs by blocks of `chunk`.
@@ -287,9 +204,9 @@ __device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) 
   return sums;
 }
 
-template <typename T, int D, int N>
+template <typename C, int D, int N>
 __device__ __forceinline__ void paged_decode(const DecodeParams& p) {
-  using S = DecodeShape<D, N>;
+  using S = DecodeShape<D, N, C::kBytes>;
   extern __shared__ __align__(16) uint8_t smem[];
   __shared__ int totals[S::kWarps], found[2];
   const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
@@ -298,7 +215,8 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p) {
   after_previous_kernel();
   const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
   int mine = 0;
-  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i) mine += decode_sequence(p, i).steps;
+  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)
+    mine += decode_sequence<S::kStep>(p, i).steps;
   const StepSums sums = sum_steps(mine, totals, S::kWarps);
   const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, S::kWarps);
   int step = piece * piece_steps;
@@ -308,18 +226,18 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p) {
   __syncthreads();
   at.index = found[0];
   int start = found[1];  // steps before the sequence
-  at.seq = decode_sequence(p, at.index);
+  at.seq = decode_sequence<S::kStep>(p, at.index);
   while (start + at.seq.steps <= step) {
     start += at.seq.steps;
-    at.seq = decode_sequence(p, ++at.index);
+    at.seq = decode_sequence<S::kStep>(p, ++at.index);
   }
   while (true) {
     at.from = step - start, at.count = min(stop, start + at.seq.steps) - step;
-    run_stretch<T, D, N>(p, smem, at, start, piece_steps);
+    run_stretch<C, D, N>(p, smem, at, start, piece_steps);
     step += at.count;
     if (step >= stop) return;
     start = step;
-    do at.seq = decode_sequence(p, ++at.index);
+    do at.seq = decode_sequence<S::kStep>(p, ++at.index);
     while (at.seq.steps == 0);
   }
 }

@@ -17,6 +17,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import paged_attention_triton as triton
 
 HEAD_DIMS = (64, 128)
+DECODE_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
 DECODE_ROWS = 8
@@ -42,18 +43,40 @@ EXAMPLES = (
     "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,block_size=7,sinks=true",
     "q_tokens=80,seqs=4,max_q=64,max_ctx=140,total_ctx=333,heads=16,kv_heads=1,block_size=256,x=fp16",
     "q_tokens=70,seqs=2,max_q=65,max_ctx=300,total_ctx=450,heads=5,kv_heads=1,head_dim=64,block_size=24,window=130",
+    "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,kv=fp8,kv_scale=head,lse=true",
+    "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=head,window=33,sinks=true",
 )
 
+SPLIT_EXAMPLES = (
+    "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,kv=fp8,kv_scale=head,lse=true",
+    "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=6,kv_heads=2,x=fp16,kv=fp8,kv_scale=token,window=33,sinks=true",
+    "q_tokens=9,seqs=5,max_q=2,max_ctx=300,total_ctx=800,heads=4,kv_heads=1,head_dim=96,block_size=7,kv=fp8,kv_scale=token,lse=true",
+    "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,head_dim=256,sinks=true",
+    "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=80,window=33",
+)
+"""Also of what decodes alone take: codes, and other head sizes."""
 
-def route(max_q: int, seqs: int, heads: int, kv_heads: int, ctas: int = MULTIPROCESSORS) -> str:
-    """The kernel for a batch of these host-known bounds: ``decode``, ``triton`` (both for decodes alone) or ``any``.
 
-    ctas: of the configuration. The kernel for decode needs one per KV head.
+def route(
+    max_q: int,
+    seqs: int,
+    heads: int,
+    kv_heads: int,
+    ctas: int = MULTIPROCESSORS,
+    head_dim: int = 128,
+    scales: str = "none",
+) -> str:
+    """The kernel for a batch of these host-known bounds: ``decode`` (for decodes alone), ``triton`` or ``any``.
+
+    ctas: of the configuration. The kernel for decode needs one per KV head. scales: the axis kv_scale. Scales of tokens, and head sizes that
+    the kernel for any batch does not take, go to Triton's.
     """
     rows = max_q * (heads // kv_heads)
-    if rows <= DECODE_ROWS and seqs * kv_heads <= FEW_CONTEXTS and kv_heads <= ctas:
+    few = scales != "none" or seqs * kv_heads <= FEW_CONTEXTS
+    if rows <= DECODE_ROWS and few and kv_heads <= ctas:
         return "decode"
-    return "triton" if max_q == 1 or rows <= SPLIT_ROWS else "any"
+    any_batch = scales != "token" and head_dim in HEAD_DIMS
+    return "any" if any_batch and max_q > 1 and rows > SPLIT_ROWS else "triton"
 
 
 def parts_bytes(head_dim: int, ctas: int) -> int:
@@ -65,13 +88,20 @@ def parts_bytes(head_dim: int, ctas: int) -> int:
 
 
 def accepts(problem: Problem) -> str | None:
-    """Half precision, heads of 64 or 128."""
-    if problem["x"] == "fp32":
-        return "takes fp16 or bf16, not fp32"
-    if problem["kv"] != "x":
-        return f"reads caches of q's dtype, not {problem['kv']}"
+    """Half precision, heads of 64 or 128, no scale per token."""
+    if problem["kv_scale"] == "token":
+        return "made for e4m3 caches with a scale per tensor or head, not per token"
     if problem.integer("head_dim") not in HEAD_DIMS:
         return f"made for a head_dim of 64 or 128, not {problem['head_dim']}"
+    return accepts_split(problem)
+
+
+def accepts_split(problem: Problem) -> str | None:
+    """Half precision, head sizes of DECODE_HEAD_DIMS."""
+    if problem["x"] == "fp32":
+        return "takes fp16 or bf16, not fp32"
+    if problem.integer("head_dim") not in DECODE_HEAD_DIMS:
+        return f"made for a head_dim of {', '.join(map(str, DECODE_HEAD_DIMS))}, not {problem['head_dim']}"
     group = problem.integer("heads") // problem.integer("kv_heads")
     return f"{group} query heads per KV head are over {LARGEST_GROUP}" if group > LARGEST_GROUP else None
 
@@ -139,12 +169,12 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention._paged_attention_sm90:launch_split",
         requires=REQUIRES,
-        summary="as paged_attention_sm90; batches of decodes alone run in a kernel of their own, or in paged_attention_triton_split",
-        accepts=accepts,
+        summary="as paged_attention_sm90; decodes alone, of e4m3 caches too, run in a kernel of their own or in paged_attention_triton_split",
+        accepts=accepts_split,
         config=split_config,
         space=split_space,
         workspace=split_workspace,
-        examples=EXAMPLES,
+        examples=(*EXAMPLES, *SPLIT_EXAMPLES),
         waits=True,
         triggers=True,
         priority=70,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import paged_attention_triton as triton
 from gristmill.kernels.attention.paged_attention_sm90 import (
     COUNTER_BYTES,
-    EXAMPLES,
     KERNELS,
     parts_bytes,
     route,
@@ -25,28 +25,42 @@ HOPPER = Target.parse("sm_90")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_what_is_refused(kernel: object) -> None:
-    accepts = ONE.accepts if kernel is ONE else SPLIT.accepts
+def test_what_is_refused(kernel: Kernel) -> None:
+    assert kernel.accepts is not None
     for axes, reason in (
         ("heads=4,kv_heads=1,x=fp32", "fp32"),
-        ("heads=4,kv_heads=1,head_dim=96", "96"),
-        ("heads=4,kv_heads=1,head_dim=256", "256"),
+        ("heads=4,kv_heads=1,head_dim=72", "72"),
+        ("heads=4,kv_heads=1,head_dim=320", "320"),
         ("heads=129,kv_heads=1", "129 query heads"),
     ):
-        refusal = accepts(OP.problem(f"{BASE},{axes}"))
+        refusal = kernel.accepts(OP.problem(f"{BASE},{axes}"))
         assert refusal is not None and reason in refusal
     for axes in (
         "heads=128,kv_heads=1",
         "heads=6,kv_heads=2,head_dim=64,x=fp16,window=3,sinks=true,lse=true",
     ):
         for block_size in (1, 7, 8, 16, 256):
-            assert accepts(OP.problem(f"{BASE},{axes},block_size={block_size}")) is None
+            assert kernel.accepts(OP.problem(f"{BASE},{axes},block_size={block_size}")) is None
+
+
+def test_only_decodes_alone_take_scales_of_tokens_and_other_head_sizes() -> None:
+    assert ONE.accepts is not None and SPLIT.accepts is not None
+    for axes, reason in (
+        ("head_dim=80", "80"),
+        ("head_dim=256", "256"),
+        ("kv=fp8,kv_scale=token", "per token"),
+    ):
+        problem = OP.problem(f"{BASE},heads=4,kv_heads=1,{axes}")
+        refusal = ONE.accepts(problem)
+        assert refusal is not None and reason in refusal
+        assert SPLIT.accepts(problem) is None
 
 
 def test_examples_are_accepted() -> None:
-    assert len(EXAMPLES) > 3
-    for axes in EXAMPLES:
-        assert ONE.accepts(OP.problem(axes)) is None
+    for kernel in KERNELS:
+        assert kernel.accepts is not None and len(kernel.examples) > 3
+        for axes in kernel.examples:
+            assert kernel.accepts(OP.problem(axes)) is None
 
 
 def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
@@ -58,6 +72,9 @@ def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
     assert route(1, 1, 132, 132) == "decode" and route(1, 1, 133, 133) == "triton"  # more KV heads than CTAs
     assert route(1, 1, 32, 8, ctas=7) == "triton"
     assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
+    assert route(5, 1, 32, 8, scales="head") == "any"
+    assert route(1, 300, 64, 8, scales="head") == route(1, 8, 16, 8, head_dim=256) == "decode"
+    assert route(5, 1, 32, 8, scales="token") == route(5, 1, 32, 8, head_dim=96) == "triton"
 
 
 def test_the_counters_come_before_what_the_kernels_share() -> None:
