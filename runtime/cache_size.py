@@ -16,6 +16,18 @@ CPU_CACHE_BYTES = 1 << 30
 CUDA_MEMORY = 0.85
 """The default cache on a GPU, as a fraction of the memory that is free after the weights are loaded."""
 
+SMALL, BIG = (64, 2048), (256, 8192)
+"""Default requests and tokens per step: of a CPU and of a GPU with less memory than `BIG_MEMORY`; of other GPUs."""
+BIG_MEMORY = 40 << 30
+
+
+def step_limits(device: torch.device, max_seqs: int | None, max_batch_tokens: int | None) -> tuple[int, int]:
+    """Requests and tokens per step: the given ones, or for None those that suit the device."""
+    is_big = device.type == "cuda" and torch.cuda.mem_get_info(device)[1] >= BIG_MEMORY
+    seqs, tokens = BIG if is_big else SMALL
+    seqs = seqs if max_seqs is None else max_seqs
+    return seqs, max(tokens, seqs) if max_batch_tokens is None else max_batch_tokens
+
 
 def cache_blocks(
     model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_model_len: int

@@ -379,10 +379,8 @@ def quantize(
 
 @cli.command()
 @model_options
-@click.option("--max-seqs", type=int, default=64, show_default=True, metavar="N", help="Requests per step.")
-@click.option(
-    "--max-batch-tokens", type=int, default=2048, show_default=True, metavar="N", help="Tokens per step."
-)
+@click.option("--max-seqs", type=int, metavar="N", help="Requests per step. Default: by the device.")
+@click.option("--max-batch-tokens", type=int, metavar="N", help="Tokens per step. Default: by the device.")
 @click.option(
     "--max-model-len", type=int, metavar="N", help="Tokens of a request. Default: the model's limit."
 )

@@ -21,7 +21,7 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.runtime.cache_size import cache_blocks, make_cache
+from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint
@@ -79,8 +79,8 @@ class Engine(EngineMemory):
         num_blocks: number of blocks in the cache; None = as many as fit in `memory`.
         memory: of the cache: bytes (an int), or a fraction of the device's free memory (a float up to 1). None = 85 % of a GPU's
             free memory; on a CPU the memory of max_seqs full sequences, at most 1 GiB.
-        max_batch_tokens: tokens per step.
-        max_seqs: requests per step.
+        max_batch_tokens: tokens per step; None = 8192 on a GPU with at least 40 GiB, else 2048, and at least max_seqs.
+        max_seqs: requests per step; None = 256 on such a GPU, else 64.
         max_model_len: tokens of prompt and output of one request; None = the model's own limit.
         max_chunk: prompt tokens of one request per step; None = max_batch_tokens.
         enable_prefix_cache: requests with a common prefix share blocks.
@@ -114,8 +114,8 @@ class Engine(EngineMemory):
         block_size: int = 16,
         num_blocks: int | None = None,
         memory: int | float | None = None,
-        max_batch_tokens: int = 2048,
-        max_seqs: int = 64,
+        max_batch_tokens: int | None = None,
+        max_seqs: int | None = None,
         max_model_len: int | None = None,
         max_chunk: int | None = None,
         enable_prefix_cache: bool = True,
@@ -136,6 +136,7 @@ class Engine(EngineMemory):
         check_integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
         loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
         limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
+        max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
         if num_blocks is None:
             num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit)
         try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.runtime.cache_size import step_limits
 from gristmill.runtime.loader.config import load_config
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -40,3 +41,25 @@ def test_unused_blocks_take_no_memory() -> None:
     cache = PagedCache(load_config(MODELS / LLAMA), 10_000, 16, torch.float32, torch.device("cpu"))
     assert cache.nbytes > 900 << 20
     assert resident() - before < 50 << 20
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "given", "expected"),
+    [
+        ("cpu", 0, (None, None), (64, 2048)),
+        ("cpu", 0, (3000, None), (3000, 3000)),
+        ("cpu", 0, (None, 70), (64, 70)),
+        ("cuda", 24 << 30, (None, None), (64, 2048)),
+        ("cuda", 141 << 30, (None, None), (256, 8192)),
+        ("cuda", 141 << 30, (4, 512), (4, 512)),
+    ],
+)
+def test_step_limits_suit_the_device(
+    device: str,
+    memory: int,
+    given: tuple[int | None, int | None],
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory // 2, memory))
+    assert step_limits(torch.device(device), *given) == expected
