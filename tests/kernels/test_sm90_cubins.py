@@ -15,6 +15,7 @@ import pytest
 
 from gristmill.kernel_registry import Build, default_registry
 from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
+from gristmill.kernels.linear_a8.w8a8_sm90.shapes import OPERANDS, SHAPES
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
@@ -26,6 +27,7 @@ STACK_ON_RECORD = {
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }
 """Bytes of stack allowed, by the start of a kernel's name; 0 for all others."""
+WEIGHT_ONLY = re.compile("linear_(decode|gemm)_")
 
 
 def _cuobjdump() -> Path | None:
@@ -125,7 +127,7 @@ def instances(whole: bool = False) -> set[str]:
 
 
 def test_registers_and_stack() -> None:
-    linear = [row for rows in resources().values() for row in rows if row[0].startswith("linear_")]
+    linear = [row for rows in resources().values() for row in rows if WEIGHT_ONLY.match(row[0])]
     assert {name for name, _, _ in linear} == instances()
     assert len(instances(whole=True)) == 508 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
     for name, registers, stack in linear:
@@ -143,7 +145,7 @@ def test_registers_and_stack() -> None:
     ids=["quick", "others"],
 )
 def test_promised_instructions(formats: tuple[str, ...]) -> None:
-    functions = {name: text for name, text in bodies(formats).items() if name.startswith("linear_")}
+    functions = {name: text for name, text in bodies(formats).items() if WEIGHT_ONLY.match(name)}
     expected = {
         name
         for name in instances()
@@ -168,6 +170,29 @@ def test_promised_instructions(formats: tuple[str, ...]) -> None:
         if "gemm_ws" not in name and ("fp4" in name or "fp8" in name):
             multiply = "HMUL2.BF16" if "_bf16_" in name else "HMUL2"
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"
+
+
+def test_8_bit_products() -> None:
+    """Every instance is present; sums of e4m3 are added while the next products run."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("linear_w8a8_")]
+    names = {
+        f"linear_w8a8_{operands.format}_{shape.rows}x{shape.columns}x{shape.plain}"
+        for operands in OPERANDS
+        for shape in SHAPES
+    }
+    assert {name for name, _, _ in usage} == names
+    for name, registers, stack in usage:
+        assert registers <= 168 and stack == 0, (name, registers, stack)
+        text, integers = bodies(())[name], "int8" in name
+        products = re.findall(r"(QGMMA|IGMMA)\S*", text)
+        assert set(products) == {"IGMMA" if integers else "QGMMA"}, name
+        assert "UTMALDG.2D" in text and "ACQBULK" in text, name
+        assert ("USETMAXREG" in text) == ("x128x" in name), name
+        # With two sets of sums, or integers that are never added, the next products run during a wait.
+        large = "256x" in name
+        assert (f"gsb0, 0x{1 + large}" in text) == (integers or not large), name
+        inner = text[text.index("GMMA") : text.rindex("GMMA")]
+        assert integers or len(re.findall("FFMA|FADD", inner)) >= int(name.split("x")[1]) // 2, name
 
 
 def test_attention() -> None:
@@ -245,6 +270,7 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "linear_w8a16_decode_ws_sm90": r"linear_decode_ws_(int8|fp8)",
         "linear_w4a16_gemm_ws_sm90": r"linear_gemm_ws_(int4|nvfp4|mxfp4)",
         "linear_w8a16_gemm_ws_sm90": r"linear_gemm_ws_(int8|fp8)",
+        "linear_w8a8_sm90": r"(linear_w8a8|quantize_rows)_",
         "paged_attention_sm90": r"paged_attention_",
         "paged_attention_sm90_split": r"paged_(attention|decode)_",
         "mla_attention_sm90": r"mla_attention_",

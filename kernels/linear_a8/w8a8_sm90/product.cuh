@@ -1,0 +1,326 @@
+// y[M, N] = x[M, K] · W[N, K]^T of 8-bit values: a warp-specialised, persistent product.
+//
+// One thread fills a ring of slots of 128 k by the tensor copy engine; warpgroups multiply 64 rows of operand
+// A, or twice 64, by all rows of operand B. For few tokens the product is transposed, Y^T = W X^T: W's rows
+// are wgmma's M, so that tokens pad to 8 and not to 64. e4m3 products keep about 14 bits of a sum: after each
+// 128 k they are added to float32 sums, times the scales of their blocks where there are some (the two-level
+// accumulation of DeepSeek-V3). With one block of 64 rows a warpgroup has two sets of registers, and adds one
+// while the other is multiplied; with two it has one, and the other warpgroup's products run meanwhile. int8
+// sums are exact and need no second level. Few tiles are cut along K over the CTAs of a cluster, which add
+// their sums in the order of ranks.
+#pragma once
+#include "store.cuh"
+#include "wgmma.cuh"
+
+#ifdef __CUDACC__
+#include <type_traits>
+
+namespace gm::w8a8 {
+
+template <int REGISTERS>
+__device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// W's scales by blocks of k. The rows of W that a warp multiplies mostly share a block: lanes then hold its
+// scales of 64 successive k, which are handed around. They are immutable, and loaded before the tile begins:
+// at the same time as block rows, which mostly are n / 128.
+template <class S>
+struct BlockScales {
+  static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;   // rows of W that a lane looks at
+  float now = 0.f, ahead = 0.f, next_now = 0.f, next_ahead = 0.f;  // of 32 blocks of k, of 32 more
+  int next = 0,
+      guess = 0;  // block row of the lane's rows of W in the next tile, -1: they differ; and what it may be
+  bool same = true;
+  // Loads for the next tile, in which the warp's rows of W begin at n.
+  __device__ __forceinline__ void load(const Params& p, int n, int first) {
+    const int row = n + (S::kPlain ? (threadIdx.x & 31) * kEach : threadIdx.x & 15);
+    guess = min(n, p.n - 1) / 128;
+    next = __ldg(p.row_block + min(row, p.n - 1));
+    next_now = lane_scale(p, guess, first), next_ahead = lane_scale(p, guess, first + 32);
+#pragma unroll
+    for (int i = 1; i < kEach; ++i)
+      if (__ldg(p.row_block + min(row + i, p.n - 1)) != next) next = -1;
+  }
+  __device__ __forceinline__ void begin(const Params& p, int first) {
+    const int block = __shfl_sync(0xffffffffu, next, 0);
+    same = __all_sync(0xffffffffu, next >= 0 && next == block);
+    now = next_now, ahead = next_ahead;
+    if (same && block != guess) {
+      guess = block;
+      now = lane_scale(p, guess, first), ahead = lane_scale(p, guess, first + 32);
+    }
+    block_row = guess;
+  }
+  int block_row = 0;
+  __device__ __forceinline__ float lane_scale(const Params& p, int block, int k) const {
+    const int mine = k + (threadIdx.x & 31);
+    return mine < p.k_blocks ? scale_at(p, block * p.k_blocks + mine) : 0.f;
+  }
+  // Once for each k, in order: the scale of all rows, if they are the same.
+  __device__ __forceinline__ float at(const Params& p, int k, int first) {
+    const int place = (k - first) & 31;
+    if (place == 0 && k > first) now = ahead, ahead = lane_scale(p, block_row, k + 32);
+    return __shfl_sync(0xffffffffu, now, place);
+  }
+  // The scale of row n, if they are not.
+  __device__ __forceinline__ float of_row(const Params& p, int n, int k) const {
+    return scale_at(p, __ldg(p.row_block + min(n, p.n - 1)) * p.k_blocks + k);
+  }
+};
+
+__device__ __forceinline__ float2 shared_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ float shared_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+
+// What the products of a block of k with 64 rows of A are multiplied by.
+template <class S>
+struct Factors {
+  float w = 1.f,
+        of[2] = {};  // W's scale if its rows share one; PLAIN: times those of the thread's two tokens
+  // row: the thread's first row of A, counted from the tile's; x_scales: the slot's.
+  __device__ __forceinline__ void load(float scale, int row, uint32_t x_scales) {
+    w = scale;
+    if constexpr (S::kPlain)
+      of[0] = shared_float(x_scales + row * 4), of[1] = shared_float(x_scales + (row + 8) * 4);
+  }
+};
+
+// Adds the products of block k with 64 rows of A to the sums. n: the first row of W that the warp multiplies.
+template <class S>
+__device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
+                                        const float (&part)[S::kSums], const BlockScales<S>& scales,
+                                        const Factors<S>& factors, int k, int n, uint32_t x_scales) {
+  if constexpr (!S::kBlocks) {
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i) sum[i] += part[i];
+  } else {
+    const int low = (threadIdx.x & 31) >> 2, pair = (threadIdx.x & 3) * 2;
+    const float w = factors.w;
+    const auto add = [&](auto scale_of) {
+#pragma unroll
+      for (int j = 0; j < S::kColumns / 8; ++j) {
+        const float4 by = scale_of(j);
+        sum[j * 4] += part[j * 4] * by.x, sum[j * 4 + 1] += part[j * 4 + 1] * by.y;
+        sum[j * 4 + 2] += part[j * 4 + 2] * by.z, sum[j * 4 + 3] += part[j * 4 + 3] * by.w;
+        // So that scales are not loaded far ahead, into registers that do not exist.
+#pragma unroll
+        for (int i = j * 4; i < j * 4 + 4; ++i) asm volatile("" : "+f"(sum[i]));
+      }
+    };
+    if constexpr (S::kPlain) {
+      const float x[2] = {factors.of[0], factors.of[1]}, of[2] = {x[0] * w, x[1] * w};
+      if (scales.same)
+        add([&](int) { return make_float4(of[0], of[0], of[1], of[1]); });
+      else
+        add([&](int j) {
+          const float c[2] = {scales.of_row(p, n + j * 8 + pair, k),
+                              scales.of_row(p, n + j * 8 + pair + 1, k)};
+          return make_float4(x[0] * c[0], x[0] * c[1], x[1] * c[0], x[1] * c[1]);
+        });
+    } else {
+      const uint32_t mine = x_scales + pair * 4;
+      if (scales.same) {
+        add([&](int j) {
+          const float2 x = shared_pair(mine + j * 32);
+          return make_float4(x.x * w, x.y * w, x.x * w, x.y * w);
+        });
+      } else {
+        const float c[2] = {scales.of_row(p, n + low, k), scales.of_row(p, n + low + 8, k)};
+        add([&](int j) {
+          const float2 x = shared_pair(mine + j * 32);
+          return make_float4(x.x * c[0], x.y * c[0], x.x * c[1], x.y * c[1]);
+        });
+      }
+    }
+  }
+}
+
+template <typename T, class S>
+__device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+  using Sum = typename T::Sum;
+  using Operands = std::conditional_t<S::kPlain, typename T::Plain, T>;
+  constexpr int kSums = S::kSums;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const uint32_t base = smem_u32(smem);
+  const int split = 1 << p.log_split, rank = p.log_split > 0 ? int(cluster_rank()) : 0;
+  if (threadIdx.x == 0) {
+    const Ring<S> ring(base, p.slots);
+#pragma unroll 1
+    for (int i = 0; i < p.slots; ++i) {
+      mbar_init(ring.full + i * 8, 1);
+      mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const int first_tile = blockIdx.x / split, step = gridDim.x / split;
+  const int first = p.k_blocks * rank >> p.log_split, last = p.k_blocks * (rank + 1) >> p.log_split;
+
+  if (warp >= S::kWarpgroups * 4) {
+    if constexpr (S::kGives) registers_down<40>();
+    if (threadIdx.x == S::kMathThreads) produce<S>(p, &w_map, &x_map, base, first_tile, step, first, last);
+    __syncwarp();
+    if (p.log_split > 0) {
+      cluster_barrier();
+      cluster_barrier();
+    }
+  } else {
+    if constexpr (S::kGives) registers_up<232>();
+    const int warpgroup = warp >> 2, all = p.n_tiles * p.m_tiles;
+    const int rows = warpgroup * 64 * S::kHalves,
+              my_rows = (warp & 3) * 16;  // of A: the warpgroup's, the warp's in 64
+    const uint32_t end_at = S::rings(p.slots) + warpgroup * S::kEnd, table = base + end_at;
+    const uint8_t* shared = smem + end_at;
+    Ring<S> ring(base, p.slots);
+    BlockScales<S> scales[S::kPlain ? 1 : S::kHalves];
+    constexpr int kScales = sizeof scales / sizeof *scales;
+    const auto w_row = [&](const Tile& tile, int h) {
+      return tile.n + (S::kPlain ? 0 : rows + h * 64 + my_rows);
+    };
+    if (S::kBlocks && first_tile < all) {
+      const Tile tile = tile_at<S>(p, first_tile);
+#pragma unroll
+      for (int h = 0; h < kScales; ++h) scales[h].load(p, w_row(tile, h), first);
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const auto release = [&](uint32_t empty) {
+      __syncwarp();
+      if (lane == 0) mbar_arrive(empty);
+    };
+#pragma unroll 1
+    for (int index = first_tile; index < all; index += step) {
+      const Tile tile = tile_at<S>(p, index);
+      const int n0 = tile.n + (S::kPlain ? 0 : rows), m0 = tile.m + (S::kPlain ? rows : 0);
+      const End<S, Sum> end(p, n0, m0);
+      if constexpr (S::kBlocks) {
+        const Tile next = tile_at<S>(p, min(index + step, all - 1));
+#pragma unroll
+        for (int h = 0; h < kScales; ++h) scales[h].begin(p, first), scales[h].load(p, w_row(next, h), first);
+      }
+      Sum sums[S::kHalves][kSums] = {};
+      // The products of one slot with 64 rows of A, as a group of their own.
+      const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
+        const uint64_t a = swizzled_rows(r.a + (rows + h * 64) * kBlockK), b = swizzled_rows(r.b);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+          Product<Operands, S::kColumns>::run(d, a + s * 2, b + s * 2, s > 0 ? 1 : add);
+        wgmma_commit();
+      };
+      if constexpr (kIntegers<Sum>) {
+        uint32_t behind = 0;
+#pragma unroll 1
+        for (int k = first; k < last; ++k) {
+          mbar_wait(ring.full, ring.parity);
+#pragma unroll
+          for (int h = 0; h < S::kHalves; ++h) multiply(sums[h], ring, h, k > first);
+          wgmma_wait<S::kHalves>();
+          if (k > first) release(behind);
+          behind = ring.empty();
+          ring.next();
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int h = 0; h < S::kHalves; ++h) hold(sums[h]);
+        release(behind);
+      } else if constexpr (S::kHalves > 1) {
+        float part[kSums];
+#pragma unroll 1
+        for (int k = first; k < last; ++k) {
+          mbar_wait(ring.full, ring.parity);
+          Factors<S> factors;
+          float w = 1.f;
+#pragma unroll
+          for (int h = 0; h < S::kHalves; ++h) {
+            multiply(part, ring, h, 0);
+            if constexpr (S::kBlocks) {
+              if (h < kScales) w = scales[h].at(p, k, first);
+              factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
+            }
+            wgmma_wait<0>();
+            hold(part);
+            promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, w_row(tile, h), ring.scales);
+            hold(sums[h]);
+          }
+          release(ring.empty());
+          ring.next();
+        }
+      } else {
+        float part[2][kSums];
+        Factors<S> factors[2];
+        uint32_t behind = ring.empty(), x_scales = ring.scales;  // of the slot whose sums are added next
+        const uint32_t end_of_empty = behind + (p.slots - ring.index) * 8;
+        int k = first;
+        int issued = first;
+        const auto issue = [&](int set) {
+          mbar_wait(ring.full, ring.parity);
+          multiply(part[set], ring, 0, 0);
+          if constexpr (S::kBlocks)
+            factors[set].load(scales[0].at(p, issued++, first), rows + my_rows + (lane >> 2), ring.scales);
+          ring.next();
+        };
+        const auto add = [&](int set) {
+          hold(part[set]);
+          promote<S>(p, sums[0], part[set], scales[0], factors[set], k, w_row(tile, 0), x_scales);
+          hold(sums[0]);  // before the next products change d
+          release(behind);
+          behind += 8, x_scales += S::kScales;
+          if (behind == end_of_empty) behind -= p.slots * 8, x_scales -= p.slots * S::kScales;
+          ++k;
+        };
+        issue(0);
+        int left = last - first - 1;
+#pragma unroll 1
+        for (; left >= 2; left -= 2) {
+          issue(1);
+          wgmma_wait<1>();
+          add(0);
+          issue(0);
+          wgmma_wait<1>();
+          add(1);
+        }
+        if (left > 0) {
+          issue(1);
+          wgmma_wait<1>();
+          add(0);
+          wgmma_wait<0>();
+          add(1);
+        } else {
+          wgmma_wait<0>();
+          add(0);
+        }
+      }
+      end.keep(table, warpgroup);
+      if (p.log_split == 0) {
+        constexpr int kTogether = S::kColumns < 64 ? S::kColumns : 64;
+#pragma unroll
+        for (int h = 0; h < S::kHalves; ++h)
+#pragma unroll
+          for (int column = 0; column < S::kColumns; column += kTogether)
+            store_fragments<S, kTogether / 8>(p, sums[h] + column / 2, table, shared, warpgroup, n0, m0, h,
+                                              column);
+      } else if constexpr (!S::kPlain) {
+        __syncwarp();
+        cluster_barrier();  // every CTA of the cluster has used up its rings
+        reduce<S>(p, sums, base, smem, table, shared, warpgroup, rank, n0, m0);
+      }
+    }
+  }
+}
+
+}  // namespace gm::w8a8
+#endif

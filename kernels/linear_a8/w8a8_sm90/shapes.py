@@ -1,0 +1,178 @@
+"""Which CTA shapes of `product.cuh` fit a problem, and a model of their time on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from gristmill.kernel_registry.scheme import BLOCK, cdiv
+
+SHARED_BYTES, CTA_BYTES = 228 << 10, 1 << 10
+"""Shared memory of a multiprocessor, and what each CTA takes of it besides its own."""
+MOST_SHARED, MOST_SLOTS = 227 << 10, 32
+BAND_ROWS = 1024
+"""Rows of y whose tiles follow each other in time, so that the rows of x that they read stay in L2."""
+
+
+class Operands(NamedTuple):
+    """What is multiplied. format: of the entry; schemes: weights and activations; code: of the format of x, for the quantizer;
+    blocks: scales of 128 x 128 weights and 128 columns of x; sums: sums of x's codes, for weights with an offset of 128."""
+
+    format: str
+    schemes: tuple[str, ...]
+    code: int
+    blocks: bool = False
+    sums: bool = False
+
+
+OPERANDS = (
+    Operands("fp8", ("fp8.fp8_token", "fp8_ch.fp8_token"), 0),
+    Operands("fp8_block", ("fp8_block.fp8_g128",), 1, blocks=True),
+    Operands("int8", ("int8_ch.int8_token",), 2, sums=True),
+)
+SCHEMES = tuple(scheme for operands in OPERANDS for scheme in operands.schemes)
+
+
+def operands_of(name: str) -> Operands:
+    """The operands of a format or scheme; KeyError if there are none."""
+    for operands in OPERANDS:
+        if name == operands.format or name in operands.schemes:
+            return operands
+    raise KeyError(name)
+
+
+def workspace_bytes(operands: Operands, m: int, k: int) -> int:
+    """Bytes of M rows of codes, their scales, and their sums."""
+    pitch = cdiv(m, 4) * 4
+    scales = cdiv(k, BLOCK) if operands.blocks else 2 if operands.sums else 1
+    return cdiv(m * k, 16) * 16 + 4 * pitch * scales
+
+
+class Shape(NamedTuple):
+    """A CTA: rows of operand A and of B, whether A is x and not W, warpgroups, CTAs of a multiprocessor at most."""
+
+    rows: int
+    columns: int
+    plain: int
+    warpgroups: int
+    ctas: int
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of y in a tile."""
+        return self.rows if self.plain else self.columns
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of y in a tile."""
+        return self.columns if self.plain else self.rows
+
+    @property
+    def end_bytes(self) -> int:
+        """Shared memory of the end of a tile: at most 64 rows of y for each warpgroup, scales of x and of W."""
+        tokens = self.rows // self.warpgroups if self.plain else self.columns
+        return self.warpgroups * (min(tokens, 64) * 128 + self.columns * 8) + self.rows * 8
+
+
+SHAPES = (
+    Shape(64, 8, 0, 1, 4),
+    Shape(64, 16, 0, 1, 4),
+    Shape(64, 32, 0, 1, 4),
+    Shape(64, 64, 0, 1, 2),
+    Shape(128, 16, 0, 2, 2),
+    Shape(128, 32, 0, 2, 2),
+    Shape(128, 64, 0, 2, 1),
+    Shape(128, 128, 1, 2, 1),
+    Shape(256, 128, 1, 2, 1),
+)
+"""The instances: GM_SHAPES of entry.h."""
+
+
+class Choice(NamedTuple):
+    """How a shape is used. split: CTAs of a cluster that share a tile along K; ctas: CTAs of a multiprocessor."""
+
+    shape: Shape
+    split: int = 1
+    ctas: int = 1
+
+
+def slots_of(operands: Operands, shape: Shape, ctas: int) -> int:
+    """Slots of 128 columns of W and x that fit beside what the end of a tile needs, `ctas` CTAs to a multiprocessor."""
+    slot = (shape.rows + shape.columns) * BLOCK + (4 * shape.tile_m if operands.blocks else 0) + 16
+    room = min(MOST_SHARED, SHARED_BYTES // ctas - CTA_BYTES) - shape.end_bytes
+    return min(MOST_SLOTS, room // slot)
+
+
+def config_of(operands: Operands, choice: Choice, processors: int) -> dict[str, int]:
+    """The configuration of a choice."""
+    shape, split, ctas = choice
+    return {
+        "rows": shape.rows,
+        "columns": shape.columns,
+        "plain": shape.plain,
+        "slots": slots_of(operands, shape, ctas),
+        "split": split,
+        "ctas": ctas,
+        "band": BAND_ROWS // shape.tile_m,
+        "grid": processors * ctas,
+    }
+
+
+def candidates(operands: Operands, m: int, n: int, k: int, processors: int) -> Iterator[Choice]:
+    """The choices that suit a problem."""
+    blocks = cdiv(k, BLOCK)
+    for shape in SHAPES:
+        if shape.tile_m > 8 and shape.tile_m // 2 >= m and (shape.plain or shape.columns > 8):
+            continue  # half the rows suffice
+        if shape.tile_m < 128 and shape.tile_m * 4 < m:
+            continue  # weights would be read too often
+        tiles = cdiv(n, shape.tile_n) * cdiv(m, shape.tile_m)
+        for split in (1,) if shape.plain else (1, 2, 4, 8):
+            if split > 1 and (split > blocks or tiles * split > 2 * shape.ctas * processors):
+                continue
+            for ctas in range(1, shape.ctas + 1):
+                slots = slots_of(operands, shape, ctas)
+                sums = split * max(1, shape.columns // 8 // split) * shape.rows * 32
+                if slots < 2 or (split > 1 and slots * (shape.rows + shape.columns) * BLOCK < sums):
+                    continue
+                yield Choice(shape, split, ctas)
+
+
+_COSTS = {
+    (64, 8): (0.16, 1.0),
+    (64, 16): (0.16, 1.0),
+    (64, 32): (0.18, 1.1),
+    (64, 64): (0.24, 1.3),
+    (128, 16): (0.2, 1.2),
+    (128, 32): (0.24, 1.3),
+    (128, 64): (0.32, 1.6),
+    (128, 128): (0.42, 2.0),
+    (256, 128): (0.8, 3.0),
+}
+"""Microseconds of 128 columns of a tile, and of its end."""
+START, CLUSTER, DOUBLING = 3.0, 1.0, 0.5
+
+
+def microseconds(operands: Operands, choice: Choice, m: int, n: int, k: int, processors: int) -> float:
+    """Expected time: the busiest multiprocessor or memory, and what begins and ends a launch."""
+    shape, split, ctas = choice
+    column, end = _COSTS[shape[:2]]
+    tiles, blocks = cdiv(n, shape.tile_n) * cdiv(m, shape.tile_m), cdiv(k, BLOCK)
+    waves = cdiv(tiles * split, processors * ctas)
+    chain = waves * (cdiv(blocks, split) * column * (1.15 if operands.blocks else 1.0) + end)
+    memory = (n * k + m * k + 2 * m * n) / 4.3e6
+    sums = CLUSTER + DOUBLING * split.bit_length() if split > 1 else 0.0
+    return float((chain**4 + memory**4) ** 0.25 + START + sums)
+
+
+@lru_cache(maxsize=4096)
+def ranked(
+    operands: Operands, m: int, n: int, k: int, processors: int
+) -> tuple[tuple[float, dict[str, int]], ...]:
+    """(microseconds, configuration) of the candidates, best first; ties in the order of `candidates`."""
+    costs = [
+        (microseconds(operands, choice, m, n, k, processors), config_of(operands, choice, processors))
+        for choice in candidates(operands, m, n, k, processors)
+    ]
+    return tuple(sorted(costs, key=lambda pair: pair[0]))

@@ -1,0 +1,199 @@
+// The end of a tile: sums times their scales, bias and residual, rounded once, transposed by way of shared
+// memory.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "pipeline.cuh"
+
+#ifdef __CUDACC__
+
+namespace gm::w8a8 {
+
+template <typename Sum>
+constexpr bool kIntegers = static_cast<Sum>(0.5f) == 0;
+
+__device__ __forceinline__ uint32_t rounded(float low, float high, int half) {
+  uint32_t r;
+  if (half)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ float widened(const void* from, int64_t index, int half) {
+  return half ? __half2float(static_cast<const __half*>(from)[index])
+              : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[index]);
+}
+
+// A scale of W, of any float type.
+__device__ __forceinline__ float scale_at(const Params& p, int64_t index) {
+  return p.w_type == 0 ? __ldg(static_cast<const float*>(p.w_scale) + index)
+                       : widened(p.w_scale, index, p.w_type == 1);
+}
+
+// What the end of a tile multiplies and adds, a row of x and one of W for each thread of a warpgroup. It is
+// loaded when the tile begins, and used when its sums are complete.
+template <class S, typename Sum>
+struct End {
+  float x_scale = 1.f, w_scale = 1.f, bias = 0.f;
+  int offset = 0;
+  // n0, m0: first column and row of y of the warpgroup.
+  __device__ __forceinline__ End(const Params& p, int n0, int m0) {
+    const int thread = threadIdx.x & 127, m = m0 + thread, n = n0 + thread;
+    if (!S::kBlocks && thread < S::kTokens && m < p.m) {
+      x_scale = p.x_scale[m];
+      if constexpr (kIntegers<Sum>) offset = 128 * p.x_sum[m];  // codes of W are 128 too large
+    }
+    if (thread < S::kFeatures && n < p.n) {
+      if constexpr (!S::kBlocks) w_scale = scale_at(p, n);
+      if (p.bias != nullptr) bias = widened(p.bias, n, p.half);
+    }
+  }
+  // Into the warpgroup's table.
+  __device__ __forceinline__ void keep(uint32_t table, int warpgroup) const {
+    const int thread = threadIdx.x & 127;
+    if (thread < S::kTokens)
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table + S::kTable + thread * 8), "f"(x_scale),
+                   "r"(offset)
+                   : "memory");
+    if (thread < S::kFeatures)
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table + S::kTable + S::kOfTokens + thread * 8),
+                   "f"(w_scale), "f"(bias)
+                   : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+  }
+};
+
+// COUNT fragments of 64 rows of A by 8 rows of B, no more than a chunk: the thread's values of fragment j are
+// sums[4 j
+// ..], of A's rows lane / 4 and 8 more, and of B's rows 2 (lane % 4) and the next. half: which 64 rows of A;
+// column: the first row of B, counted from the tile's. n0, m0: first column and row of y of the warpgroup.
+template <class S, int COUNT, typename Sum>
+__device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums, uint32_t table,
+                                                const uint8_t* shared, int warpgroup, int n0, int m0,
+                                                int half, int column) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, thread = threadIdx.x & 127;
+  const int a = half * 64 + warp * 16 + (lane >> 2);
+  const int2* tokens = reinterpret_cast<const int2*>(shared + S::kTable);  // scale and offset
+  const float2* features =
+      reinterpret_cast<const float2*>(shared + S::kTable + S::kOfTokens);  // scale and bias
+  float v[COUNT][4];
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int in_a = a + (i >> 1) * 8, in_b = column + j * 8 + (lane & 3) * 2 + (i & 1);
+      const int2 of_x = tokens[S::kPlain ? in_a : in_b];
+      const float2 of_w = features[S::kPlain ? in_b : in_a];
+      const float value =
+          kIntegers<Sum> ? static_cast<float>(sums[j * 4 + i] - static_cast<Sum>(of_x.y)) : sums[j * 4 + i];
+      v[j][i] = (S::kBlocks ? value : value * (__int_as_float(of_x.x) * of_w.x)) + of_w.y;
+    }
+  if (p.residual != nullptr) {
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int in_a = a + (i >> 1) * 8, in_b = column + j * 8 + (lane & 3) * 2 + (i & 1);
+        const int m = m0 + (S::kPlain ? in_a : in_b), n = n0 + (S::kPlain ? in_b : in_a);
+        if (m < p.m && n < p.n) v[j][i] += widened(p.residual, static_cast<int64_t>(m) * p.n + n, p.half);
+      }
+  }
+  uint32_t packed[COUNT][2];
+  const auto pack = [&](int half) {
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) packed[j][h] = rounded(v[j][h * 2], v[j][h * 2 + 1], half);
+  };
+  if (p.half)
+    pack(1);
+  else
+    pack(0);
+  // A row of the table is a token's, with 8 pieces of 16 bytes. Matrices of 8 x 8 of W's rows are transposed
+  // on the way.
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    const int matrix = lane >> 3 & 1;
+    const int row = (S::kPlain ? warp * 16 + matrix * 8 : j * 8) + (lane & 7);
+    const uint32_t to = table + row * 128 + (((S::kPlain ? j : warp * 2 + matrix) ^ (row & 7)) << 4);
+    if constexpr (S::kPlain)
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(packed[j][0]),
+                   "r"(packed[j][1])
+                   : "memory");
+    else
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
+                   "r"(packed[j][0]), "r"(packed[j][1])
+                   : "memory");
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+  constexpr int kStored = S::kPlain ? 64 : COUNT * 8;  // tokens
+  const int piece = thread & 7, n = n0 + (S::kPlain ? column : half * 64) + piece * 8;
+  const int m = m0 + (S::kPlain ? half * 64 : column);
+  uint16_t* y = static_cast<uint16_t*>(p.y);
+#pragma unroll
+  for (int step = 0; step < (kStored + 15) / 16; ++step) {
+    const int row = step * 16 + (thread >> 3);
+    if (row >= kStored || m + row >= p.m) break;
+    const uint4 words = *reinterpret_cast<const uint4*>(shared + row * 128 + ((piece ^ (row & 7)) << 4));
+    uint16_t* to = y + static_cast<int64_t>(m + row) * p.n + n;
+    if (p.vector) {
+      if (n < p.n) *reinterpret_cast<uint4*>(to) = words;
+    } else {
+      const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (n + i < p.n) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
+    }
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");  // before the table is written again
+}
+
+// Sums of a tile whose k is cut over the CTAs of a cluster: each CTA owns a share of the fragments, and adds
+// the others' to it in the order of ranks. They lie where the rings were.
+template <class S, typename Sum>
+__device__ __forceinline__ void reduce(const Params& p, Sum (&sums)[S::kHalves][S::kSums], uint32_t base,
+                                       const uint8_t* rings, uint32_t table, const uint8_t* shared,
+                                       int warpgroup, int rank, int n0, int m0) {
+  constexpr int kFragments = S::kColumns / 8;
+  const int split = 1 << p.log_split, share = max(1, kFragments >> p.log_split);
+  const auto place = [&](int from, int h, int f) {
+    return (((from * S::kHalves + h) * share + f) * S::kMathThreads + threadIdx.x) * 16;
+  };
+#pragma unroll
+  for (int h = 0; h < S::kHalves; ++h)
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+      const int owner = f / share;
+      uint32_t to = base + place(rank, h, f - owner * share);
+      asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
+      uint32_t bits[4];
+      memcpy(bits, sums[h] + f * 4, 16);
+      asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits[0]), "r"(bits[1]),
+                   "r"(bits[2]), "r"(bits[3])
+                   : "memory");
+    }
+  cluster_barrier();
+  if (rank * share >= kFragments) return;
+#pragma unroll 1
+  for (int h = 0; h < S::kHalves; ++h)
+#pragma unroll 1
+    for (int f = 0; f < share; ++f) {
+      Sum all[4] = {};
+#pragma unroll 1
+      for (int r = 0; r < split; ++r) {
+        const uint4 words = *reinterpret_cast<const uint4*>(rings + place(r, h, f));
+        Sum part[4];
+        memcpy(part, &words, 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) all[i] += part[i];
+      }
+      const int row = (rank * share + f) * 8;
+      if (m0 + row < p.m) store_fragments<S, 1>(p, all, table, shared, warpgroup, n0, m0, h, row);
+    }
+}
+
+}  // namespace gm::w8a8
+#endif
