@@ -22,6 +22,7 @@ from lab import (
     gpu_graphs,
     linear_a8,
     linear_sanitized,
+    linear_w8a8,
     linear_weight_only,
     loading_cases,
     loading_memory,
@@ -39,14 +40,22 @@ PROGRAMS = [name for name in MODULES if '__name__ == "__main__"' in (ROOT / "lab
 
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the programs for GPUs on the CPU: calls instead of graphs."""
-    for module in (gpu_graphs, linear_weight_only, linear_sanitized, mla_attention, paged_attention):
+    for module in (
+        gpu_graphs,
+        linear_weight_only,
+        linear_w8a8,
+        linear_sanitized,
+        mla_attention,
+        paged_attention,
+    ):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(attention_timing, "Graphs", Calls)
     for module in (mla_attention, paged_attention):
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
-    monkeypatch.setattr(linear_weight_only, "Graphs", Calls)
-    monkeypatch.setattr(linear_weight_only, "environment", dict)
+    for module in (linear_weight_only, linear_w8a8):
+        monkeypatch.setattr(module, "Graphs", Calls)
+        monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(linear_sanitized, "device_target", lambda device, policy: Target.parse("h200"))
     monkeypatch.setattr(linear_sanitized, "run", lambda kernel, config, x, q, tensors: 0.0)
 
@@ -89,6 +98,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "linear_a8": (short_reads, "--shape 64x256 --scheme int4_g128 --m 2 --seconds 0 --out OUT"),
     "linear_sanitized": (on_a_cpu, "--schemes nvfp4 --problems 7x200x2304"),
+    "linear_w8a8": (
+        on_a_cpu,
+        "--shapes 96x256 --m 2 --rounds 2 --kernels linear_dequant_torch --out OUT --store FILE",
+    ),
     "linear_weight_only": (
         on_a_cpu,
         "--schemes int4_g128 --shapes 96x256 --m 1 --rounds 2 --kernels linear_cpu --out OUT",
