@@ -199,7 +199,10 @@ def _activation(fields: Fields, weights: QuantScheme) -> str | None:
         )
     if kind == "float" and bits == 4:
         return "nvfp4" if size == 16 else "mxfp4"
-    return "int8_token" if (kind, bits, strategy) == ("int", 8, "token") else f"{kind}{bits} by {strategy}"
+    asymmetric = "" if fields.get("symmetric", bool, True) else ", asymmetric"
+    if (kind, bits, strategy, asymmetric) == ("int", 8, "token", ""):
+        return "int8_token"
+    return f"{kind}{bits} by {strategy}{asymmetric}"
 
 
 def _is_expression(target: str) -> bool:

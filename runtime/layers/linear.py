@@ -15,8 +15,8 @@ from gristmill.runtime.loader.weights import Part, Weights
 class Linear:
     """y = x · Wᵀ (+ bias); with silu_mul W holds gate and up, and y = silu(gate) · up.
 
-    weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's. `target` is the
-    parameter's name in the model's table, if it has one.
+    weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's. declared: the activation
+    format of the checkpoint (`Plans.with_activations`). `target` is the parameter's name in the model's table, if it has one.
     """
 
     def __init__(
@@ -27,8 +27,9 @@ class Linear:
         *,
         silu_mul: bool = False,
         dtype: torch.dtype | None = None,
+        declared: str | None = None,
     ) -> None:
-        weight = plans.with_activations(weight)
+        weight = plans.with_activations(weight, declared)
         epilogue = [name for name, on in (("bias", bias is not None), ("silu_mul", silu_mul)) if on]
         problem = plans.problem(
             "linear",
@@ -75,7 +76,10 @@ class SplitLinear:
         self.scales = [part.pre_scale for part in parts]
         plans.own(*self.scales)
         gated = silu_mul and len(parts) == 1
-        self.parts = [Linear(plans, p.weight, b, silu_mul=gated) for p, b in zip(parts, biases, strict=True)]
+        self.parts = [
+            Linear(plans, p.weight, b, silu_mul=gated, declared=p.declared)
+            for p, b in zip(parts, biases, strict=True)
+        ]
         self.gating = None
         if silu_mul and not gated:
             self.gating = plans.bind("silu_and_mul", n=sum(rows) // 2, x=plans.x)
@@ -102,7 +106,7 @@ def load_linear(
     parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
     made: Linear | SplitLinear
     if len(parts) == 1 and parts[0].pre_scale is None:
-        made = Linear(plans, parts[0].weight, bias, silu_mul=silu_mul)
+        made = Linear(plans, parts[0].weight, bias, silu_mul=silu_mul, declared=parts[0].declared)
     else:
         made = SplitLinear(plans, parts, bias, silu_mul=silu_mul)
     made.target = target

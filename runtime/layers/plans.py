@@ -15,6 +15,7 @@ from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor
 from gristmill.runtime.cache_format import AUTO, CacheFormat
@@ -73,11 +74,26 @@ class Plans:
         """The static problem of an operation; AxisError for invalid axes."""
         return default_registry().op(op).problem(axes)
 
-    def with_activations(self, weight: QuantTensor) -> QuantTensor:
-        """The weight in the scheme that the policy's `activations` asks for on this device; no tensor changes."""
-        if self.policy.activations != "int8" or self.device.type != "cpu":
+    def with_activations(self, weight: QuantTensor, declared: str | None = None) -> QuantTensor:
+        """The weight in the scheme that this device multiplies it in; no tensor changes.
+
+        On a CPU, the scheme that the policy's `activations` asks for. On an accelerator, the scheme with the activation format that
+        the checkpoint declares, if a kernel there multiplies it.
+        """
+        if self.policy.activations == "int8" and self.device.type == "cpu":
+            return replace(weight, scheme=weight.scheme.with_int8_activation(weight.g_idx is not None))
+        if declared not in ACTIVATION_FORMATS or self.device.type == "cpu" or weight.scheme.is_dense:
             return weight
-        return replace(weight, scheme=weight.scheme.with_int8_activation(weight.g_idx is not None))
+        scheme = replace(weight.scheme, activation=declared)
+        problem = self.problem("linear", n=weight.n, k=weight.k, x=self.x, w=str(scheme))
+        resolver = self.resolver
+        multiplied = weight.g_idx is None and any(
+            kernel.auto
+            and kernel.language != "python"
+            and not kernel.why_not(problem, resolver.target, resolver.build)
+            for kernel in resolver.registry.kernels_of("linear")
+        )
+        return replace(weight, scheme=scheme) if multiplied else weight
 
     def bind(self, op: str, /, **axes: AxisValue) -> BoundPlan:
         """The plan of an operation without packed weights."""

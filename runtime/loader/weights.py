@@ -75,10 +75,14 @@ class WeightTable:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A linear weight [N, K] on the device, and the pre_scale of x, [K] in the model's dtype, or None."""
+    """A linear weight [N, K] on the device, and the pre_scale of x, [K] in the model's dtype, or None.
+
+    declared: the activation format that the checkpoint declares for it; None if there is none, or a scheme was requested.
+    """
 
     weight: QuantTensor
     pre_scale: Tensor | None = None
+    declared: str | None = None
 
 
 class Joined:
@@ -234,7 +238,9 @@ class Weights:
         )
         if alike:
             try:
-                return [self._on_device(Part(concat([p.weight for p in made], -2, codes), first))]
+                formats = {p.declared for p in made}
+                declared = formats.pop() if len(formats) == 1 else None
+                return [self._on_device(Part(concat([p.weight for p in made], -2, codes), first, declared))]
             except ValueError:
                 pass  # concat cannot be exact; separate parts always are
         return [
@@ -351,7 +357,8 @@ class Weights:
         if weight is None:
             return None
         self._read.update(weight.names)
-        return Part(weight.weight, None if weight.pre_scale is None else weight.pre_scale.to(self.dtype))
+        pre_scale = None if weight.pre_scale is None else weight.pre_scale.to(self.dtype)
+        return Part(weight.weight, pre_scale, weight.activation)
 
     def _part(self, name: str, rows: int, weight: Weight, place: Place) -> Part:
         columns = weight.columns
@@ -395,7 +402,7 @@ class Weights:
                 f"{self.checkpoint.path} is quantized to {weight.scheme} already ({name}): it cannot be quantized to "
                 f"{scheme} at load"
             )
-        return replace(part, weight=replace(weight, scheme=scheme))
+        return replace(part, weight=replace(weight, scheme=scheme), declared=None)
 
     def _gathered(self, names: Sequence[str], weight: Weight) -> tuple[list[Part], Tensor | None]:
         """The parts of one matrix on the device, with their codes in one tensor if there are several of equal width.
@@ -436,7 +443,7 @@ class Weights:
     def _on_device(self, part: Part) -> Part:
         """The part on the device, in separate memory."""
         scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
-        return Part(owned(part.weight.to(self.device)), scale)
+        return Part(owned(part.weight.to(self.device)), scale, part.declared)
 
 
 def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor:

@@ -1,0 +1,97 @@
+"""Activation formats that a checkpoint declares: where layers multiply in them, and where activations keep their dtype."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.native import library_dir
+from gristmill.quant import QuantTensor, Tensors, open_format, quantize
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+
+needs_library = pytest.mark.skipif(
+    not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(),
+    reason="the CUDA library is not built: needs nvcc",
+)
+
+
+def plans_on(name: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.bfloat16) -> Plans:
+    """Plans of a device that this machine need not have, as selection sees it."""
+    resolver = SimpleNamespace(target=Target.parse(name), build=Build.probe(), registry=default_registry())
+    monkeypatch.setattr(Plans, "resolver", resolver)
+    return Plans(torch.device("cpu" if name.startswith("cpu") else "cuda"), dtype, Policy())
+
+
+def weight_of(scheme: str, n: int = 96, k: int = 272) -> QuantTensor:
+    return quantize(torch.randn(n, k), scheme)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("scheme", "declared", "multiplied"),
+    [
+        ("fp8_block", "fp8_g128", True),
+        ("fp8_ch", "fp8_token", True),
+        ("fp8", "fp8_token", True),
+        ("int8_ch", "int8_token", True),
+        ("fp8", "fp8", False),  # one scale for all tokens: no kernel
+        ("int8_ch", "int8 by token, asymmetric", False),
+        ("fp8_ch", None, False),
+        ("int4_g16", "int8_token", False),
+    ],
+)
+def test_a_hopper_multiplies_in_the_declared_format_that_it_has_a_kernel_for(
+    scheme: str, declared: str | None, multiplied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = weight_of(scheme)
+    made = plans_on("h200", monkeypatch).with_activations(weight, declared)
+    assert str(made.scheme) == (f"{scheme}.{declared}" if multiplied else scheme)
+    assert made.codes is weight.codes
+
+
+@needs_library
+def test_other_devices_dtypes_and_shapes_keep_activations_in_their_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = weight_of("fp8_block")
+    for name in ("cpu:avx2", "sm_80", "sm_100"):
+        assert plans_on(name, monkeypatch).with_activations(weight, "fp8_g128") is weight
+    assert plans_on("h200", monkeypatch, torch.float32).with_activations(weight, "fp8_g128") is weight
+    odd = weight_of("fp8_block", k=264)
+    assert plans_on("h200", monkeypatch).with_activations(odd, "fp8_g128") is odd
+
+
+def parts(scheme: QuantScheme | None, *, second: bool = True) -> list[str | None]:
+    """The declared formats of the parts of gate and up, of which the second may be stored in floats."""
+    codes = torch.zeros(128, 256, dtype=torch.float8_e4m3fn)
+    tensors = {"gate.weight": codes, "gate.weight_scale_inv": torch.ones(1, 2)}
+    if second:
+        tensors |= {"up.weight": codes.clone(), "up.weight_scale_inv": torch.ones(1, 2)}
+    else:
+        tensors["up.weight"] = torch.zeros(128, 256, dtype=torch.bfloat16)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if not second:
+        config["modules_to_not_convert"] = ["up"]
+    table = WeightTable((Weight("gate_up", ("gate", "up"), (128, 128), 256, "linear"),))
+    source = Tensors(tensors)
+    source.path = "a checkpoint"  # what errors name
+    weights = Weights(source, table, torch.bfloat16, torch.device("cpu"), scheme, open_format(config))
+    return [part.declared for part in weights.parts("gate_up")]
+
+
+def test_the_loader_passes_on_what_the_checkpoint_declares() -> None:
+    assert parts(None) == ["fp8_g128"]
+    assert parts(None, second=False) == ["fp8_g128", None]
+
+
+def test_a_requested_scheme_overrides_what_is_declared() -> None:
+    assert parts(QuantScheme.parse("fp8_block")) == [None]
+    assert parts(QuantScheme.parse("bf16")) == [None]
