@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gristmill.kernel_registry.kernel import Config, Workspace
 from gristmill.kernel_registry.problem import Problem
@@ -67,6 +67,34 @@ def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tens
     return views
 
 
+class Views(NamedTuple):
+    """The intermediate tensors of a call: offsets [experts + 1], permutation and inverse [T * K], all int32; activations [T * K, I] and
+    rows [T * K, H] in x's dtype."""
+
+    offsets: Tensor
+    permutation: Tensor
+    inverse: Tensor
+    activations: Tensor
+    rows: Tensor
+
+
+def views(space: Tensor | None, x: Tensor, entries: int, experts: int, inner: int) -> Views:
+    """The intermediate tensors in a workspace, or in a new allocation when it is None."""
+    import torch
+
+    hidden = x.shape[1]
+    offsets, permutation, inverse, acts, rows = carve(
+        space, x, pieces(entries, experts, hidden, inner, x.element_size())
+    )
+    return Views(
+        offsets.view(torch.int32),
+        permutation.view(torch.int32),
+        inverse.view(torch.int32),
+        acts.view(x.dtype).view(entries, inner),
+        rows.view(x.dtype).view(entries, hidden),
+    )
+
+
 def sizes_of(w13: list[Tensor], inter: int) -> tuple[int, int]:
     """Inner size and experts of packed weights: every layout has the experts first; dense and plain ones have the rows second.
 
@@ -92,16 +120,10 @@ def run(
     out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the parts."""
-    import torch
-
-    tokens, hidden = x.shape
-    top_k, entries = ids.shape[1], ids.numel()
-    if not tokens:
+    hidden, top_k = x.shape[1], ids.shape[1]
+    if not x.shape[0]:
         return
-    sizes = pieces(entries, experts, hidden, inner, x.element_size())
-    offsets, permutation, inverse, acts, rows = carve(space, x, sizes)
-    offsets, permutation, inverse = (t.view(torch.int32) for t in (offsets, permutation, inverse))
-    acts, rows = acts.view(x.dtype).view(entries, inner), rows.view(x.dtype).view(entries, hidden)
+    offsets, permutation, inverse, acts, rows = views(space, x, ids.numel(), experts, inner)
     parts.permute(ids, experts, offsets, permutation, inverse)
     parts.first(x, w13, offsets, permutation, top_k, True, 2 * inner, acts)
     parts.second(acts, w2, offsets, None, 1, False, hidden, rows)

@@ -16,10 +16,12 @@ import pytest
 from gristmill.kernel_registry import Build, default_registry
 from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
 from gristmill.kernels.linear_a8.w8a8_sm90.shapes import OPERANDS, SHAPES
+from gristmill.kernels.moe.frag16_sm90 import shapes
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 STACK_ON_RECORD = {
+    "grouped_": 8,
     "linear_gemm_ws": 16,
     "paged_attention_codes_d128": 8,
     "paged_decode_codes_d256": 8,
@@ -261,6 +263,27 @@ def test_decode_attention() -> None:
         assert not re.search("LDL|STL", loop), name
 
 
+def test_experts() -> None:
+    """Every instance is present; nothing is spilled between products, which do not wait for each other."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("grouped_")]
+    types = {"int4_g128": ("bf16_bf16", "bf16_fp16", "fp16"), "mxfp4": ("bf16", "fp16")}
+    names = {
+        f"grouped_{form.name}_{label}_{'x'.join(map(str, shape))}"
+        for form in shapes.FORMATS
+        for label in types[form.name]
+        for shape in shapes.SHAPES
+    }
+    assert {name for name, _, _ in usage} == names
+    assert all(stack <= STACK_ON_RECORD["grouped_"] for _, _, stack in usage), usage
+    texts = bodies(())
+    for name in names:
+        text = texts[name]
+        assert "UBLKCP" in text and "UTMALDG.2D" in text and "LDGSTS" in text and "USETMAXREG" in text, name
+        assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
+        products = text[text.index("HGMMA") : text.rindex("HGMMA")]
+        assert "R2UR" not in products and "LDL" not in products and "gsb0, 0x0" not in products, name
+
+
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for its predecessor, and lets its successor start early, exactly where its spec says so."""
     groups = {
@@ -275,6 +298,10 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "paged_attention_sm90_split": r"paged_(attention|decode)_",
         "mla_attention_sm90": r"mla_attention_",
         "mla_attention_sm90_whole": r"mla_attention_",
+        "grouped_linear_sm90": r"grouped_",
+        "moe_sm90": r"(grouped|moe)_",
+        "permute_sm90": r"moe_permute",
+        "combine_sm90": r"moe_combine",
     }
     compiled = [
         kernel for kernel in default_registry().all_kernels() if kernel.requires.code == "cuda:sm_90a"

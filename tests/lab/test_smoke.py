@@ -27,6 +27,7 @@ from lab import (
     loading_cases,
     loading_memory,
     mla_attention,
+    moe,
     paged_attention,
 )
 from tests.lab.test_linear_weight_only import Calls
@@ -46,11 +47,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         linear_w8a8,
         linear_sanitized,
         mla_attention,
+        moe,
         paged_attention,
     ):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(attention_timing, "Graphs", Calls)
-    for module in (mla_attention, paged_attention):
+    for module in (mla_attention, moe, paged_attention):
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     for module in (linear_weight_only, linear_w8a8):
@@ -112,6 +114,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         on_a_cpu,
         "--cases smallest --kernels mla_attention_torch --rounds 2 --seconds 0 --out OUT",
     ),
+    "moe": (on_a_cpu, "--cases smallest --kernels moe_chain_torch --rounds 2 --seconds 0 --out OUT"),
     "paged_attention": (
         on_a_cpu,
         "--cases smallest --kernels paged_attention_torch --rounds 2 --seconds 0 --out OUT",

@@ -1,0 +1,270 @@
+// What stands before and behind the products of experts: entries sorted by expert, in one launch, and the
+// weighted sum of each token's rows.
+#include <cstdint>
+
+#include "gm_cuda.h"
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+struct PermuteParams {
+  const int* ids;  // [entries]
+  int *offsets, *permutation, *inverse;
+  int entries, experts;
+};
+
+struct RowsParams {
+  const void* x;  // rows `ldx` pieces of 16 bytes apart
+  void* y;
+  const int *permutation, *last;  // last: the end of the last expert's rows
+  int64_t ldx;
+  int pieces, top_k;
+};
+
+struct CombineParams {
+  const void* y;         // [entries, width]
+  const int* inverse;    // [tokens * top_k]
+  const float* weights;  // [tokens, top_k]
+  void* out;             // [tokens, width]
+  int top_k, width, parts;
+};
+
+constexpr int kPermuteWarps = 32, kPart = 2048,  // entries of a CTA
+    kRowWarps = 8, kCombineThreads = 128, kColumns = 8;
+
+#ifdef __CUDACC__
+
+// The lanes of a warp with the same owner of `bits` bits, by votes: match_any takes several times as long.
+__device__ __forceinline__ unsigned lanes_with(int owner, int bits) {
+  unsigned same = 0xffffffffu;
+  for (int b = 0; b < bits; ++b) {
+    const bool set = owner >> b & 1;
+    const unsigned with = __ballot_sync(0xffffffffu, set);
+    same &= set ? with : ~with;
+  }
+  return same;
+}
+
+// A stable counting sort. A CTA places the entries of its part, and counts those of the others to know where
+// to begin. Every warp has a run of entries; lanes of one expert find each other by votes, so that places
+// need no atomics.
+extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
+    moe_permute(const __grid_constant__ PermuteParams p) {
+  // before, after: entries of other parts by owner; counts: [warps][owners], of this part. The last owner has
+  // the ids of no expert.
+  extern __shared__ int before[];
+  __shared__ int sums[32];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, owners = p.experts + 1;
+  const int part_begin = min(blockIdx.x * kPart, p.entries), part_end = min(part_begin + kPart, p.entries);
+  const int warps = min(kPermuteWarps, (p.entries + 31) / 32);
+  int *after = before + owners, *counts = after + owners, *mine = counts + warp * owners;
+  const int bits = 32 - __clz(owners);
+  const int each = kPart / kPermuteWarps, begin = min(part_begin + warp * each, part_end),
+            end = min(begin + each, part_end);
+  for (int i = threadIdx.x; i < (2 + warps) * owners; i += blockDim.x) before[i] = 0;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  const auto owner_of = [&](int id) { return id >= 0 && id < p.experts ? id : p.experts; };
+  const auto owner_at = [&](int entry) {
+    return entry < end ? owner_of(__ldcg(p.ids + entry)) : owners;  // owners: no entry
+  };
+  if (gridDim.x > 1) {
+#pragma unroll 8
+    for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
+      const int owner = owner_of(__ldcg(p.ids + entry));
+      if (entry < part_begin) atomicAdd(before + owner, 1);
+      if (entry >= part_end) atomicAdd(after + owner, 1);
+    }
+  }
+  int owner[kPart / kPermuteWarps / 32];
+#pragma unroll
+  for (int i = 0; i < each / 32; ++i) owner[i] = owner_at(begin + i * 32 + lane);
+#pragma unroll
+  for (int i = 0; i < each / 32; ++i) {
+    const unsigned same = lanes_with(owner[i], bits);
+    if (owner[i] < owners && (same & ((1u << lane) - 1)) == 0) mine[owner[i]] += __popc(same);
+    __syncwarp();
+  }
+  __syncthreads();
+  // Counts of warps become places: of this part within an expert, then among all entries.
+  for (int first = 0, base = 0; first < owners; first += blockDim.x) {
+    const int one = first + threadIdx.x;
+    int total = 0;
+    if (one < owners) {
+      total = before[one];
+      for (int w = 0; w < warps; ++w) {
+        const int count = counts[w * owners + one];
+        counts[w * owners + one] = total;
+        total += count;
+      }
+      total += after[one];
+    }
+    int through = total;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int lower = __shfl_up_sync(0xffffffffu, through, step);
+      if (lane >= step) through += lower;
+    }
+    if (lane == 31) sums[warp] = through;
+    __syncthreads();
+    int start = base + through - total;
+#pragma unroll
+    for (int w = 0; w < kPermuteWarps; ++w) {
+      if (w < warp) start += sums[w];
+      base += sums[w];
+    }
+    if (one < owners) {
+      if (blockIdx.x == 0) p.offsets[one] = start;  // of the ids of no expert: the end of the last expert's
+      for (int w = 0; w < warps; ++w) counts[w * owners + one] += start;
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < each / 32; ++i) {
+    const unsigned same = lanes_with(owner[i], bits), below = same & ((1u << lane) - 1);
+    const int entry = begin + i * 32 + lane;
+    if (owner[i] < owners) {
+      const int place = mine[owner[i]] + __popc(below);
+      p.permutation[place] = entry;
+      p.inverse[entry] = owner[i] < p.experts ? place : -1;
+    }
+    __syncwarp();
+    if (owner[i] < owners && below == 0) mine[owner[i]] += __popc(same);
+    __syncwarp();
+  }
+}
+
+// Rows of x in the order of experts, a warp each; those past the last expert's are left out.
+extern "C" __global__ void __launch_bounds__(kRowWarps * 32) moe_rows(const __grid_constant__ RowsParams p) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::
+                   : "memory");  // the offsets are there for the next kernel
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowWarps + (threadIdx.x >> 5);
+  if (row >= __ldcg(p.last)) return;
+  const uint4* from = static_cast<const uint4*>(p.x) + __ldcg(p.permutation + row) / p.top_k * p.ldx;
+  uint4* to = static_cast<uint4*>(p.y) + row * p.pieces;
+#pragma unroll 4
+  for (int i = threadIdx.x & 31; i < p.pieces; i += 32) to[i] = from[i];
+}
+
+// A thread has eight columns of a token, a CTA a part of its columns; k in order, in float32, rounded once.
+template <typename T>
+__device__ __forceinline__ void combine(const CombineParams& p) {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int64_t token = blockIdx.x / p.parts;
+  const int column = (blockIdx.x % p.parts * kCombineThreads + threadIdx.x) * kColumns;
+  if (column >= p.width) return;
+  const bool vector = p.width % kColumns == 0;  // rows are 16-byte aligned
+  const int columns = min(kColumns, p.width - column);
+  const T* y = static_cast<const T*>(p.y) + column;
+  float sum[kColumns] = {};
+  constexpr int kRows = 8;  // loaded at a time
+  for (int first = 0; first < p.top_k; first += kRows) {
+    int64_t place[kRows];
+    float weight[kRows];
+    uint4 rows[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool there = first + i < p.top_k;
+      place[i] = there ? __ldcg(p.inverse + token * p.top_k + first + i) : -1;
+      weight[i] = there ? __ldcg(p.weights + token * p.top_k + first + i) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (place[i] < 0) continue;
+      const T* from = y + place[i] * p.width;
+      if (vector)
+        rows[i] = __ldcg(reinterpret_cast<const uint4*>(from));
+      else
+        for (int j = 0; j < columns; ++j) reinterpret_cast<T*>(rows + i)[j] = from[j];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (place[i] < 0) continue;  // not by a weight of 0: what was not loaded may be NaN
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        sum[j] += weight[i] * static_cast<float>(reinterpret_cast<const T*>(rows + i)[j]);
+    }
+  }
+  T result[kColumns];
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) result[i] = T(sum[i]);
+  T* to = static_cast<T*>(p.out) + token * p.width + column;
+  if (vector)
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(result);
+  else
+    for (int i = 0; i < columns; ++i) to[i] = result[i];
+}
+
+extern "C" __global__ void __launch_bounds__(kCombineThreads)
+    moe_combine_bf16(const __grid_constant__ CombineParams p) {
+  combine<__nv_bfloat16>(p);
+}
+extern "C" __global__ void __launch_bounds__(kCombineThreads)
+    moe_combine_fp16(const __grid_constant__ CombineParams p) {
+  combine<__half>(p);
+}
+
+#else
+
+static gm::CudaKernel g_permute{GM_CUBIN, "moe_permute"}, g_rows{GM_CUBIN, "moe_rows"},
+    g_combine_bf16{GM_CUBIN, "moe_combine_bf16"}, g_combine_fp16{GM_CUBIN, "moe_combine_fp16"};
+
+// ids [entries] -> offsets [experts + 1], permutation and inverse [entries], as op permute has them.
+GM_CUDA_ENTRY(gm_moe_permute_sm90)
+(const int* ids, int64_t entries, int experts, int* offsets, int* permutation, int* inverse, int device,
+ void* stream) {
+  if (entries < 0 || entries > INT32_MAX - 1024 || experts < 1 || experts > 1024) return GM_E_SHAPE;
+  PermuteParams p{ids, offsets, permutation, inverse, int(entries), experts};
+  const int warps = entries < kPermuteWarps * 32 ? int(entries + 31) / 32 : kPermuteWarps;
+  const int parts = entries > kPart ? int((entries + kPart - 1) / kPart) : 1;
+  void* args[] = {&p};
+  return g_permute.launch(device, stream,
+                          {.grid_x = unsigned(parts),
+                           .block = kPermuteWarps * 32,
+                           .smem = unsigned((2 + warps) * (experts + 1) * 4),
+                           .pdl = true},
+                          args);
+}
+
+// x [tokens, columns] of 16-bit floats, rows ldx elements apart -> y [entries, columns], row p of it row
+// permutation[p] / top_k of x, for p < *last.
+GM_CUDA_ENTRY(gm_moe_rows_sm90)
+(const void* x, int64_t ldx, void* y, const int* permutation, const int* last, int64_t entries, int columns,
+ int top_k, int device, void* stream) {
+  if (entries < 0 || entries > INT32_MAX || columns < 1 || columns % 8 != 0 || ldx % 8 != 0 || top_k < 1)
+    return GM_E_SHAPE;
+  if (reinterpret_cast<uintptr_t>(x) % 16 != 0 || reinterpret_cast<uintptr_t>(y) % 16 != 0) return GM_E_ARG;
+  if (entries == 0) return GM_OK;
+  RowsParams p{x, y, permutation, last, ldx / 8, columns / 8, top_k};
+  void* args[] = {&p};
+  return g_rows.launch(
+      device, stream,
+      {.grid_x = unsigned((entries + kRowWarps - 1) / kRowWarps), .block = kRowWarps * 32, .pdl = true},
+      args);
+}
+
+// y [entries, width], inverse [tokens * top_k], weights [tokens, top_k] -> out [tokens, width]. type: 1 fp16,
+// 2 bf16.
+GM_CUDA_ENTRY(gm_moe_combine_sm90)
+(const void* y, const int* inverse, const float* weights, void* out, int64_t tokens, int top_k, int width,
+ int type, int device, void* stream) {
+  if (type != 1 && type != 2) return GM_E_DTYPE;
+  if (tokens < 0 || top_k < 1 || width < 1) return GM_E_SHAPE;
+  const int parts = (width + kCombineThreads * kColumns - 1) / (kCombineThreads * kColumns);
+  if (tokens * parts > INT32_MAX) return GM_E_SHAPE;
+  if (tokens == 0) return GM_OK;
+  if (width % kColumns == 0 &&
+      (reinterpret_cast<uintptr_t>(y) % 16 != 0 || reinterpret_cast<uintptr_t>(out) % 16 != 0))
+    return GM_E_ARG;
+  CombineParams p{y, inverse, weights, out, top_k, width, parts};
+  void* args[] = {&p};
+  return (type == 2 ? g_combine_bf16 : g_combine_fp16)
+      .launch(device, stream, {.grid_x = unsigned(tokens * parts), .block = kCombineThreads, .pdl = true},
+              args);
+}
+
+#endif

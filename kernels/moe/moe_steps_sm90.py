@@ -1,0 +1,126 @@
+"""Permute and combine in CUDA C++ for Hopper (`_moe_steps_sm90.cu`), and the rows of x in the order of experts."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PERMUTE = (c_void_p, c_int64, c_int, *(c_void_p,) * 3, c_int, c_void_p)
+ROWS = (c_void_p, c_int64, *(c_void_p,) * 3, c_int64, *(c_int,) * 3, c_void_p)
+COMBINE = (*(c_void_p,) * 4, c_int64, *(c_int,) * 4, c_void_p)
+MAX_EXPERTS = 1024
+
+
+def _stream(device: torch.device) -> int:
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def permute(
+    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
+) -> None:
+    """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K], in one launch."""
+    code = cuda_function("gm_moe_permute_sm90", "sm_90a", PERMUTE)(
+        ids.data_ptr(),
+        ids.numel(),
+        experts,
+        offsets.data_ptr(),
+        permutation.data_ptr(),
+        inverse.data_ptr(),
+        ids.get_device(),
+        _stream(ids.device),
+    )
+    check(code, "permute_sm90")
+
+
+def gather_rows(x: Tensor, permutation: Tensor, offsets: Tensor, top_k: int, out: Tensor) -> None:
+    """x [T, H] -> out [P, H]: row p is x[permutation[p] // top_k]; rows past the last expert's are not written."""
+    code = cuda_function("gm_moe_rows_sm90", "sm_90a", ROWS)(
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        permutation.data_ptr(),
+        offsets[-1:].data_ptr(),
+        out.shape[0],
+        x.shape[1],
+        top_k,
+        x.get_device(),
+        _stream(x.device),
+    )
+    check(code, "gather_rows")
+
+
+def combine(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
+    """y [P, H], inverse [T * K], weights [T, K] -> out [T, H]; k in order."""
+    tokens, top_k = weights.shape
+    code = cuda_function("gm_moe_combine_sm90", "sm_90a", COMBINE)(
+        y.data_ptr(),
+        inverse.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        top_k,
+        y.shape[1],
+        DTYPE_CODES[dtype_name(y.dtype)],
+        y.get_device(),
+        _stream(y.device),
+    )
+    check(code, "combine_sm90")
+
+
+def accepts_permute(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    experts = problem.integer("e")
+    return None if experts <= MAX_EXPERTS else f"made for up to {MAX_EXPERTS} experts, not {experts}"
+
+
+def accepts_combine(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    x = problem.text("x")
+    return None if x in ("fp16", "bf16") else f"takes fp16 or bf16, not {x}"
+
+
+_HOPPER = Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a")
+
+KERNELS = (
+    Kernel(
+        op="permute",
+        name="permute_sm90",
+        provider="gristmill",
+        language="cuda",
+        target=f"{__name__}:permute",
+        requires=_HOPPER,
+        summary="counting sort in one launch: a CTA places 2048 entries and counts the others; no atomics on places",
+        accepts=accepts_permute,
+        waits=True,
+        triggers=True,
+        priority=60,
+        proven="sm_90: H200",
+    ),
+    Kernel(
+        op="combine",
+        name="combine_sm90",
+        provider="gristmill",
+        language="cuda",
+        target=f"{__name__}:combine",
+        requires=_HOPPER,
+        summary="float32 sums in registers, k in order, up to eight rows loaded at a time",
+        accepts=accepts_combine,
+        batch_invariant=True,
+        waits=True,
+        triggers=True,
+        priority=60,
+        proven="sm_90: H200",
+    ),
+)
