@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS
 from gristmill.quant import numeric
+from gristmill.quant.numeric import divide
 from gristmill.quant.tensor import scales_to_float32
 
 MIN_AMAX: Final = 1e-10
@@ -118,24 +119,26 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
         scale = scale.to(device=x.device, dtype=torch.float32).reshape(1)
     w = x.to(torch.float32)
     if format == "fp8":
-        tensor_scale = _tensor_amax(w).clamp(min=MIN_AMAX) / numeric.E4M3_MAX if scale is None else scale
+        tensor_scale = (
+            divide(_tensor_amax(w).clamp(min=MIN_AMAX), numeric.E4M3_MAX) if scale is None else scale
+        )
         return QuantAct(format, _e4m3(w / tensor_scale), tensor_scale, k)
     if format == "nvfp4":
         return _nvfp4(w, scale)
     if group is None:
         amax = w.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
         if format == "int8_token":
-            scales = amax / 127
+            scales = divide(amax, 127)
             return QuantAct(format, _int8(w / scales), scales, k)
-        scales = amax / numeric.E4M3_MAX
+        scales = divide(amax, numeric.E4M3_MAX)
         return QuantAct(format, _e4m3(w / scales), scales, k)
     grouped = torch.nn.functional.pad(w, (0, -k % group)).unflatten(-1, (-1, group))
     amax = grouped.abs().amax(-1)
     if format.startswith("int8"):
-        scales = amax.clamp(min=MIN_AMAX) / 127
+        scales = divide(amax.clamp(min=MIN_AMAX), 127)
         return QuantAct(format, _int8((grouped / scales[..., None]).flatten(-2)[..., :k]), scales, k)
     if format == "fp8_g128":
-        scales = amax.clamp(min=MIN_AMAX_G128) / numeric.E4M3_MAX
+        scales = divide(amax.clamp(min=MIN_AMAX_G128), numeric.E4M3_MAX)
         return QuantAct(
             format, _e4m3((grouped / scales[..., None]).flatten(-2)[..., :k]).contiguous(), scales, k
         )
@@ -148,7 +151,7 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
 def _nvfp4(w: Tensor, scale: Tensor | None) -> QuantAct:
     multiplier = scale
     if multiplier is None:
-        multiplier = _tensor_amax(w).clamp(min=MIN_AMAX) / (numeric.E2M1_MAX * numeric.E4M3_MAX)
+        multiplier = divide(_tensor_amax(w).clamp(min=MIN_AMAX), numeric.E2M1_MAX * numeric.E4M3_MAX)
     grouped = w.unflatten(-1, (-1, 16))
     unrounded_scales = grouped.abs().amax(-1) / (numeric.E2M1_MAX * multiplier)
     scales = unrounded_scales.clamp(2.0**-9, numeric.E4M3_MAX).to(torch.float8_e4m3fn)

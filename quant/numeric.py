@@ -31,6 +31,15 @@ _E2M1_STEPS: Final = (
 )
 
 
+def divide(values: Tensor, divisor: float) -> Tensor:
+    """values / divisor, an IEEE division on every device.
+
+    On a GPU torch multiplies by the reciprocal of a Python number, which is up to one ulp off. A scale that is one ulp off turns every tie
+    of a value between two codes.
+    """
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
 def e2m1_encode(x: Tensor) -> Tensor:
     """E2M1 codes 0..15 (uint8) of float values, nearest with ties to even, saturating at 6.
 

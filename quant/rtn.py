@@ -158,19 +158,19 @@ def _integer_rows(w: Tensor, scheme: QuantScheme, g_idx: Tensor | None) -> dict[
     top = (1 << scheme.bits) - 1
     if scheme.zero_points:
         low, high = reduce(w, "amin"), reduce(w, "amax")
-        scales = _bf16_scale(high / top - low / top)
+        scales = _bf16_scale(numeric.divide(high, top) - numeric.divide(low, top))
         zero = (-low / scales.float()).round().clamp(0, top)
         codes = ((w / scales.float()[:, column]).round() + zero[:, column]).clamp(0, top)
         fields = {"scales": scales, "zero": zero.to(torch.uint8)}
     elif scheme.minimums:
         low, high = reduce(w, "amin"), reduce(w, "amax")
         offset = (-low).to(torch.bfloat16)
-        scales = _bf16_scale(high / top - low / top)
+        scales = _bf16_scale(numeric.divide(high, top) - numeric.divide(low, top))
         codes = ((w + offset.float()[:, column]) / scales.float()[:, column]).round().clamp(0, top)
         fields = {"scales": scales, "zero": offset}
     else:
         half = 1 << (scheme.bits - 1)
-        scales = _bf16_scale(reduce(w.abs(), "amax") / max(1, half - 1))
+        scales = _bf16_scale(numeric.divide(reduce(w.abs(), "amax"), max(1, half - 1)))
         codes = (w / scales.float()[:, column]).round().clamp(-half, half - 1) + half
         fields = {"scales": scales}
     return {"codes": numeric.pack_bits(codes.to(torch.uint8), scheme.bits), **fields}
@@ -187,7 +187,7 @@ def _block_rows(w: Tensor) -> dict[str, Tensor]:
 
 def _fp8_scale(amax: Tensor) -> Tensor:
     """amax / 448 in float32, 1 if that is 0."""
-    scale = amax / numeric.E4M3_MAX
+    scale = numeric.divide(amax, numeric.E4M3_MAX)
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
@@ -202,7 +202,7 @@ def _global_scale(weight: Tensor, scheme: QuantScheme) -> Tensor:
     amax = torch.maximum(-low, high).to(torch.float32).view(1)
     if scheme.weight != "nvfp4":
         return _fp8_scale(amax)
-    top = amax / (numeric.E2M1_MAX * numeric.E4M3_MAX)
+    top = numeric.divide(amax, numeric.E2M1_MAX * numeric.E4M3_MAX)
     return torch.where(amax > 0, top.clamp(min=_NVFP4_MIN_GLOBAL), torch.ones_like(top))
 
 
