@@ -107,8 +107,8 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
 // Copies 32 rows of a tile of keys or values, 16 bytes per lane at a time. id, slot: of the row of this lane,
 // id < 0 where it does not count. By one warp, whose rows begin at row0.
 template <int D>
-__device__ __forceinline__ void copy_rows(const char* cache, int64_t block, int64_t slot_bytes, int id,
-                                          int slot, int row0, uint32_t to) {
+__device__ __forceinline__ void copy_rows(int dim, const char* cache, int64_t block, int64_t slot_bytes,
+                                          int id, int slot, int row0, uint32_t to) {
   using S = AttentionShape<D>;
   constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
   const int lane = threadIdx.x & 31, chunk = lane % kChunks;
@@ -117,8 +117,9 @@ __device__ __forceinline__ void copy_rows(const char* cache, int64_t block, int6
   for (int i = 0; i < 32; i += kStep) {
     const int of = i + lane / kChunks, row = row0 + of;
     const int page = __shfl_sync(0xffffffffu, id, of), at = __shfl_sync(0xffffffffu, slot, of);
+    const bool there = page >= 0 && chunk * 8 < dim;
     copy_16(to + (chunk >> 3) * (S::kKeys * 128) + row * 128 + ((chunk ^ row) & 7) * 16,
-            page >= 0 ? from + page * block + at * slot_bytes : cache, page >= 0 ? 16 : 0);
+            there ? from + page * block + at * slot_bytes : cache, there ? 16 : 0);
   }
 }
 
@@ -162,7 +163,7 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
       if (i < work.count) {
         const int t = tile + i;
         mbar_wait(bars.k_empty(t), Bars<D>::parity(t) ^ 1);
-        copy_rows<D>(k, p.k_block * 2, p.k_slot * 2, id, slot, warp * 32,
+        copy_rows<D>(p.head_dim, k, p.k_block * 2, p.k_slot * 2, id, slot, warp * 32,
                      base + S::kK + (t % S::kStages) * S::kTile);
         mbar_arrive_after_copies(bars.k_full(t));
       }
@@ -173,127 +174,9 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
       } else {
         const int t = tile + i - 1;
         mbar_wait(bars.v_empty(t), Bars<D>::parity(t) ^ 1);
-        copy_rows<D>(v, p.v_block * 2, p.v_slot * 2, old_id, old_slot, warp * 32,
+        copy_rows<D>(p.head_dim, v, p.v_block * 2, p.v_slot * 2, old_id, old_slot, warp * 32,
                      base + S::kV + (t % S::kStages) * S::kTile);
         mbar_arrive_after_copies(bars.v_full(t));
-      }
-    }
-    tile += work.count;
-    if (work.rows == 0) break;
-  }
-}
-
-// Copies 32 rows of a tile of e4m3 codes to where their second halves as fp16 will be, 16 bytes per lane at a
-// time. id, slot: of the row of this lane, id < 0 where it does not count. By one warp, whose rows begin at
-// row0.
-template <int D>
-__device__ __forceinline__ void copy_codes(const char* cache, int64_t block, int64_t slot_bytes, int id,
-                                           int slot, int row0, uint32_t to) {
-  using S = AttentionShape<D>;
-  constexpr int kChunks = D / 16, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
-  const int lane = threadIdx.x & 31, chunk = lane % kChunks;
-  const char* const from = cache + chunk * 16;
-  to += S::kCodes + chunk * 16;
-#pragma unroll 4
-  for (int i = 0; i < 32; i += kStep) {
-    const int of = i + lane / kChunks;
-    const int page = __shfl_sync(0xffffffffu, id, of), at = __shfl_sync(0xffffffffu, slot, of);
-    copy_16(to + (row0 + of) * 128, page >= 0 ? from + page * block + at * slot_bytes : cache,
-            page >= 0 ? 16 : 0);
-  }
-}
-
-// Codes that this thread has copied become fp16 in the 128-byte swizzle, a row in the place of its own codes.
-template <int D>
-__device__ __forceinline__ void convert_codes(int row0, uint32_t tile) {
-  using S = AttentionShape<D>;
-  constexpr int kChunks = D / 16, kStep = 32 / kChunks;
-  const int lane = threadIdx.x & 31, chunk = lane % kChunks, half = chunk >> 2;
-#pragma unroll 2
-  for (int i = 0; i < 32; i += kStep) {
-    const int row = row0 + i + lane / kChunks;
-    uint4 codes;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w)
-                 : "r"(tile + S::kCodes + row * 128 + chunk * 16)
-                 : "memory");
-    __syncwarp();  // what follows writes to where other lanes have read
-    const uint2 a = decoded(codes.x), b = decoded(codes.y), c = decoded(codes.z), d = decoded(codes.w);
-    const uint4 low = make_uint4(a.x, a.y, b.x, b.y), high = make_uint4(c.x, c.y, d.x, d.y);
-    const uint32_t at = tile + half * (S::kKeys * 128) + row * 128, place = ((chunk * 2) ^ row) & 7;
-    // Lanes of the second half begin with the other piece, so that eight lanes write to banks of their own.
-    store_16(at + (place ^ half) * 16, half ? high : low);
-    store_16(at + (place ^ half ^ 1) * 16, half ? low : high);
-  }
-}
-
-// As produce_rows for caches of e4m3 codes, which become fp16 on their way.
-template <int D>
-__device__ __forceinline__ void produce_codes(const AttentionParams& p, const CUtensorMap& q_map,
-                                              uint8_t* smem, uint32_t base) {
-  using S = AttentionShape<D>;
-  const Bars<D> bars{base + S::kBars};
-  const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
-  Taker<D> taker(p, smem, warp == 0);
-  int tile = 0;
-  Work work{};
-  for (uint32_t q_parity = 1;; q_parity ^= 1) {
-    if (warp == 0) {
-      taker.take(p, smem, work);
-      if (lane == 0) put_work(smem + S::kWork + 48, work);
-    }
-    bar_sync(kBarCopying, 128);
-    work = get_work(smem + S::kWork + 48);
-    bar_sync(kBarCopying, 128);
-    const int low = p.window > 0 ? work.position - p.window + 1 : 0;
-    const char* k = static_cast<const char*>(p.k) + work.head * p.k_head;
-    const char* v = static_cast<const char*>(p.v) + work.head * p.v_head;
-    const int* row = p.table + work.seq * p.table_row;
-    int n = work.first + work.count - 1;
-    int slot, next_slot = 0;
-    const auto page_of = [&](int of) {
-      const int key = of * S::kKeys + warp * 32 + lane, page = quotient(key, p.page, p.by_page);
-      next_slot = key - page * p.page;
-      return key < work.end && key >= low ? row[page] : -1;
-    };
-    int id = -1, next_id = work.count > 0 ? page_of(n) : -1;
-    slot = 0;
-#pragma unroll 1
-    for (int i = 0; i <= work.count; ++i) {
-      const int old_id = id, old_slot = slot;
-      id = next_id, slot = next_slot;
-      if (i + 1 < work.count) next_id = page_of(--n);
-      if (i < work.count) {
-        const int t = tile + i;
-        mbar_wait(bars.k_empty(t), Bars<D>::parity(t) ^ 1);
-        copy_codes<D>(k, p.k_block, p.k_slot, id, slot, warp * 32,
-                      base + S::kK + (t % S::kStages) * S::kTile);
-      }
-      copies_commit();
-      if (i == 0) {
-        mbar_wait(bars.q_empty(), q_parity);
-        if (warp == 0 && lane == 0) load_q<D>(p, q_map, smem, base, bars, work);
-        __syncwarp();
-      } else {
-        const int t = tile + i - 1;
-        mbar_wait(bars.v_empty(t), Bars<D>::parity(t) ^ 1);
-        copy_codes<D>(v, p.v_block, p.v_slot, old_id, old_slot, warp * 32,
-                      base + S::kV + (t % S::kStages) * S::kTile);
-      }
-      copies_commit();
-      if (i < work.count) {
-        const int t = tile + i;
-        copies_wait<1>();
-        convert_codes<D>(warp * 32, base + S::kK + (t % S::kStages) * S::kTile);
-        fence_proxy();
-        mbar_arrive(bars.k_full(t));
-      }
-      if (i > 0) {
-        const int t = tile + i - 1;
-        copies_wait<0>();
-        convert_codes<D>(warp * 32, base + S::kV + (t % S::kStages) * S::kTile);
-        fence_proxy();
-        mbar_arrive(bars.v_full(t));
       }
     }
     tile += work.count;

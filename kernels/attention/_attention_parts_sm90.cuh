@@ -37,6 +37,7 @@ template <typename T, typename P>
 __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_head, int row, int element,
                                            const RowPart& part) {
   constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  if (element >= p.head_dim) return;  // of heads that are padded
   const int in = row * p.by_group >> 16, head = kv_head * p.group + row - in * p.group;
   token += in;
   float top = part.m == -INFINITY ? -INFINITY : part.m * p.scale_log2, sum = part.l, factor = 1.f;

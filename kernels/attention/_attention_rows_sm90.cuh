@@ -167,7 +167,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
 #pragma unroll
   for (int i = 0; i < 16 / kStep; ++i) {
     const int in = i * kStep + lane / kChunks, row = row0 + in;
-    if (row < work.rows) {
+    if (row < work.rows && chunk * 8 < p.head_dim) {
       const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
       uint4 value;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

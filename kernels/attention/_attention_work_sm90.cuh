@@ -20,6 +20,9 @@ constexpr int kArrivals = 32;
 constexpr int kMostParts = 16;
 constexpr int kTaking = 8;  // the warp that takes the work: the first of those that copy
 
+// How keys and values come to shared memory, where codes become fp16.
+enum Copies : int { kRowCopies, kBoxCopies, kCodeCopies };
+
 struct AttentionParams {
   void* out;
   float* lse;          // [tokens, heads] or null
@@ -33,17 +36,18 @@ struct AttentionParams {
   const void *k, *v;  // for pages that are not copied as boxes
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;  // strides, in elements
   int64_t table_row, out_token, out_head;
-  int seqs, heads, kv_heads, group, tile_q, window;  // tile_q: queries of a tile
+  int seqs, heads, kv_heads, head_dim, group, tile_q, window;  // tile_q: queries of a tile
   int blocks, page, box, log_boxes;
   int part_tiles;  // tiles of keys of a part of a context, about
   int reading;     // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;
   // Of caches of e4m3 codes, whose sums are in units of log 2 (scale_log2 is 1):
-  const float *k_scale, *v_scale;      // of each head
-  int64_t k_scale_head, v_scale_head;  // in elements, 0 for a scale in common
+  const float *k_scale, *v_scale;
+  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot,
+      v_scale_head;  // in elements, 0 for a scale in common
   float score_scale;
-  int bf16;  // q and out are bf16, else fp16
+  int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
 };
 
 // n / d for 0 <= n < 2^31 by reciprocal(d).
@@ -63,7 +67,8 @@ struct AttentionShape {
   static constexpr int kShare = kWork + 3 * 48;
   static constexpr int kRowScales =
       kShare + 32;  // of caches of codes: what gives a row's scores in units of log 2
-  static constexpr int kBars = kRowScales + kRows * 4;
+  static constexpr int kKeyScales = kRowScales + kRows * 4;  // of four tiles of keys, where each has its own
+  static constexpr int kBars = kKeyScales + 4 * kKeys * 12;
   static constexpr int kUnit = (D / 8 + 1) * 128;  // floats of a unit of the workspace
   static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
   // Codes of a row lie where its second half, or its last 64 bytes, will be as fp16.

@@ -3,17 +3,17 @@
 #include "_paged_attention_sm90.cuh"
 #include "gm_cuda.h"
 
-#define GM_EACH(K)                                  \
-  K(bf16, 2, __nv_bfloat16, 128, boxes, kBoxCopies) \
-  K(bf16, 2, __nv_bfloat16, 128, rows, kRowCopies)  \
-  K(fp16, 1, __half, 128, boxes, kBoxCopies)        \
-  K(fp16, 1, __half, 128, rows, kRowCopies)         \
-  K(bf16, 2, __nv_bfloat16, 64, boxes, kBoxCopies)  \
-  K(bf16, 2, __nv_bfloat16, 64, rows, kRowCopies)   \
-  K(fp16, 1, __half, 64, boxes, kBoxCopies)         \
-  K(fp16, 1, __half, 64, rows, kRowCopies)          \
-  K(codes, 0, __half, 128, any, kCodeCopies)        \
-  K(codes, 0, __half, 64, any, kCodeCopies)
+#define GM_EACH(K)                                      \
+  K(bf16, 2, __nv_bfloat16, 128, boxes, gm::kBoxCopies) \
+  K(bf16, 2, __nv_bfloat16, 128, rows, gm::kRowCopies)  \
+  K(fp16, 1, __half, 128, boxes, gm::kBoxCopies)        \
+  K(fp16, 1, __half, 128, rows, gm::kRowCopies)         \
+  K(bf16, 2, __nv_bfloat16, 64, boxes, gm::kBoxCopies)  \
+  K(bf16, 2, __nv_bfloat16, 64, rows, gm::kRowCopies)   \
+  K(fp16, 1, __half, 64, boxes, gm::kBoxCopies)         \
+  K(fp16, 1, __half, 64, rows, gm::kRowCopies)          \
+  K(codes, 0, __half, 128, any, gm::kCodeCopies)        \
+  K(codes, 0, __half, 64, any, gm::kCodeCopies)
 
 #ifdef __CUDACC__
 
@@ -22,7 +22,7 @@
       paged_attention_##type##_d##d##_##label(                                                  \
           const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q, \
           const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {       \
-    gm::paged_attention<T, d, gm::COPIES>(p, q, k, v);                                          \
+    gm::paged_attention<T, d, COPIES>(p, q, k, v);                                              \
   }
 GM_EACH(GM_ONE)
 
@@ -32,16 +32,13 @@ namespace {
 
 struct Instance {
   int dtype, head_dim;  // dtype: of q, out and the caches; 0 where the caches hold codes
-  bool boxes;
+  gm::Copies copies;
   unsigned smem;
   gm::CudaKernel kernel;
 };
 
-#define kBoxCopies true
-#define kRowCopies false
-#define kCodeCopies false
-#define GM_ONE(type, code, T, d, label, BOXES) \
-  {code, d, BOXES, gm::AttentionShape<d>::kBytes, {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label}},
+#define GM_ONE(type, code, T, d, label, COPIES) \
+  {code, d, COPIES, gm::AttentionShape<d>::kBytes, {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
@@ -69,19 +66,20 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, con
 }  // namespace
 
 // strides, in elements: q token, q head, out token, out head, k block, k slot, k head, v block, v slot, v
-// head, block_table row, head of k_scale and of v_scale (0 for a scale in common). k_scale and v_scale null:
-// caches of q's dtype; else of e4m3 codes. dtype: of q and out, 1 is fp16, 2 bf16. lse and sinks may be null.
-// counters: 32 + `units` integers that are zero, and are zero again after the launch. parts: (units + 4 ctas)
-// (head_dim / 8 + 1) 512 bytes. scale > 0. part_tiles: tiles of 128 keys of a part of a context. reading:
-// weight of a tile of decode against one of prefill, in eighths. Everything but the last dimensions'
-// contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE otherwise). device < 0 asks for the bytes of
-// shared memory.
+// head, block_table row, k_scale by block, slot and head, v_scale likewise (0 for a scale in common). k_scale
+// and v_scale null: caches of q's dtype; else of e4m3 codes, by_token with a scale per token and head.
+// head_dim: a multiple of 8, of 16 for codes, up to 128. dtype: of q and out, 1 is fp16, 2 bf16. lse and
+// sinks may be null. counters: 32 + `units` integers that are zero, and are zero again after the launch.
+// parts: (units + 4 ctas) (dim / 8 + 1) 512 bytes, dim: 64 or 128. scale > 0. part_tiles: tiles of 128 keys
+// of a part of a context. reading: weight of a tile of decode against one of prefill, in eighths. Everything
+// but the last dimensions' contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE otherwise). device < 0
+// asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_attention_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
  const void* query_start, const void* seq_lens, const void* sinks, const void* k_scale, const void* v_scale,
  void* counters, void* parts, const int64_t* strides, int units, int tokens, int seqs, int heads,
- int kv_heads, int head_dim, int blocks, int page, int dtype, int window, float scale, int part_tiles,
- int reading, int ctas, int device, void* stream) {
+ int kv_heads, int head_dim, int blocks, int page, int dtype, int by_token, int window, float scale,
+ int part_tiles, int reading, int ctas, int device, void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || blocks < 0)
     return GM_E_SHAPE;
@@ -92,10 +90,12 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   if (codes != (v_scale != nullptr)) return GM_E_ARG;
   const int bytes = codes ? 1 : 2;
   const int box = page % 8 == 0 && !codes ? (page & -page) < 128 ? page & -page : 128 : 0;
+  const gm::Copies copies = codes ? gm::kCodeCopies : box > 0 ? gm::kBoxCopies : gm::kRowCopies;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == (codes ? 0 : dtype) && i.head_dim == head_dim && i.boxes == (box > 0)) instance = &i;
-  if (instance == nullptr) return GM_E_SHAPE;
+    if (i.dtype == (codes ? 0 : dtype) && i.head_dim == (head_dim <= 64 ? 64 : 128) && i.copies == copies)
+      instance = &i;
+  if (instance == nullptr || head_dim < 8 || head_dim > 128 || head_dim * bytes % 16 != 0) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (tokens == 0) return GM_OK;
   if (!aligned(q, strides, 2, 2) || !aligned(out, strides + 2, 2, 2) || !aligned(k, strides + 4, 3, bytes) ||
@@ -117,7 +117,9 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   p.by_group = (65536 + group - 1) / group;
   p.scale = scale, p.score_scale = scale * 1.4426950408889634f, p.scale_log2 = codes ? 1.f : p.score_scale;
   p.k_scale = static_cast<const float*>(k_scale), p.v_scale = static_cast<const float*>(v_scale);
-  p.k_scale_head = strides[11], p.v_scale_head = strides[12], p.bf16 = dtype == 2;
+  p.k_scale_block = strides[11], p.k_scale_slot = strides[12], p.k_scale_head = strides[13];
+  p.v_scale_block = strides[14], p.v_scale_slot = strides[15], p.v_scale_head = strides[16];
+  p.by_token = by_token != 0, p.bf16 = dtype == 2, p.head_dim = head_dim;
 
   CUtensorMap maps[3] = {};
   const cuuint64_t q_sizes[] = {cuuint64_t(head_dim), cuuint64_t(heads), cuuint64_t(tokens)};

@@ -15,6 +15,7 @@
 //  tiles of keys
 //    lie at multiples of their size. So a row's result does not depend on what else is in the batch.
 #pragma once
+#include "_attention_codes_sm90.cuh"
 #include "_attention_copy_sm90.cuh"
 #include "_attention_rows_sm90.cuh"
 
@@ -88,48 +89,6 @@ __device__ __forceinline__ void start_values(float (&o)[D / 2], const uint32_t (
   wgmma_commit();
 }
 
-// 64 rows of Q, as fp16 for codes: in place, and what gives scores in units of log 2 again. By a warpgroup.
-template <int D>
-__device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_t* smem, int row0,
-                                                float k_scale) {
-  using S = AttentionShape<D>;
-  constexpr int kChunks = D / 16;  // 16-byte pieces of a thread: half a row
-  const int tid = threadIdx.x & 127, row = row0 + tid / 2, side = tid & 1;
-  uint8_t* const half = smem + row * 128 + (kChunks == 8 ? side * (S::kRows * 128) : side * (kChunks * 16));
-  uint4 raw[kChunks];
-  float most = 0.f;
-#pragma unroll
-  for (int j = 0; j < kChunks; ++j) {
-    raw[j] = reinterpret_cast<const uint4*>(half)[j ^ (row & (kChunks - 1))];
-    const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
-#pragma unroll
-    for (const uint32_t word : words) {
-      const float2 pair = unpacked(word, p.bf16);
-      most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-    }
-  }
-  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-  const RowPower power(most);
-  const float by = copysignf(power.factor, k_scale);  // the largest score stays the largest one
-#pragma unroll
-  for (int j = 0; j < kChunks; ++j) {
-    uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
-#pragma unroll
-    for (uint32_t& word : words) {
-      const float2 pair = unpacked(word, p.bf16);
-      word = packed<__half>(pair.x * by, pair.y * by);
-    }
-    reinterpret_cast<uint4*>(half)[j ^ (row & (kChunks - 1))] =
-        make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  if (side == 0)
-    reinterpret_cast<float*>(smem + S::kRowScales)[row] = power.back * p.score_scale * fabsf(k_scale);
-  fence_proxy();
-}
-
-// How keys and values come to shared memory. Codes become fp16 there.
-enum Copies : int { kRowCopies, kBoxCopies, kCodeCopies };
-
 // A multiplying warpgroup, 0 or 1. T: of the products.
 template <typename T, int D, Copies COPIES>
 __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem, uint32_t base, int group) {
@@ -154,13 +113,14 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
     std::conditional_t<CODES, float[2], SameScale> scale_log2;
     if constexpr (CODES) {
-      if (!shared || group == 0) convert_queries<D>(p, smem, row0, p.k_scale[work.head * p.k_scale_head]);
+      if (!shared || group == 0)
+        convert_queries<D>(p, smem, row0, p.by_token ? 1.f : p.k_scale[work.head * p.k_scale_head]);
       if (shared)
         bar_sync(kBarBoth, 256);
       else
         bar_sync(kBarGroup + group, 128);
       const float* const scales = reinterpret_cast<const float*>(smem + S::kRowScales) + mine;
-      scale_log2[0] = scales[0], scale_log2[1] = scales[8];
+      scale_log2[0] = p.by_token ? 1.f : scales[0], scale_log2[1] = p.by_token ? 1.f : scales[8];
     } else {
       scale_log2.value = p.scale_log2;
     }
@@ -186,6 +146,21 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
         const int ends[2] = {limit[0] - n * S::kKeys, limit[1] - n * S::kKeys};
         const int begins[2] = {ends[0] - reach, ends[1] - reach};
         hide(s, begins, ends);
+      }
+    };
+    // Scores of a tile to weights.
+    const auto weigh = [&](int i) {
+      if constexpr (CODES) {
+        if (p.by_token) scale_scores<D>(s, smem, tile + i, mine);
+      }
+      mask(i);
+      const float2 before = make_float2(rows.l[0], rows.l[1]);
+      softmax<D>(s, rows, factor, scale_log2);
+      if constexpr (CODES) {
+        if (p.by_token) {
+          const float2 sum = sum_unscaled<D>(s, smem, tile + i);
+          rows.l[0] = fmaf(before.x, factor[0], sum.x), rows.l[1] = fmaf(before.y, factor[1], sum.y);
+        }
       }
     };
     const auto wait_keys = [&](int i) {
@@ -243,8 +218,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
       wgmma_wait<0>();
       hold(s);
       free_slot(bars.k_empty(tile + i));
-      mask(i);
-      softmax<D>(s, rows, factor, scale_log2);
+      weigh(i);
       round_weights<T>(s, weights);
       int add = 0;
       if (shared && group == 1) skip_values(0);
@@ -263,8 +237,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
         wgmma_wait<1>();
         hold(s);
         free_slot(bars.k_empty(tile + i));
-        mask(i);
-        softmax<D>(s, rows, factor, scale_log2);
+        weigh(i);
         hold(s);
         // Never true: ptxas, which would put the wait before the exponentials, moves it across no such
         // branch.
@@ -304,7 +277,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     }
     tile += work.count;
     if constexpr (CODES) {
-      const float by = p.v_scale[work.head * p.v_scale_head];
+      const float by = p.by_token ? 1.f : p.v_scale[work.head * p.v_scale_head];
 #pragma unroll
       for (int j = 0; j < D / 2; ++j) rows.o[j] *= by;
 #pragma unroll

@@ -21,7 +21,7 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
 from gristmill.kernels.kv_cache.quantized import by_token, scale_strides
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 13, *(c_int,) * 10, c_float, *(c_int,) * 4, c_void_p)
+ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, *(c_int,) * 4, c_void_p)
 DECODE_ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, *(c_int,) * 2, c_void_p)
 
 
@@ -45,8 +45,7 @@ def launch(
     out: Tensor,
     decode: bool = False,
 ) -> None:
-    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. decode: in the kernel for few rows, which alone
-    takes a scale per token and head.
+    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. decode: in the kernel for few rows.
 
     ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """
@@ -69,12 +68,14 @@ def launch(
         counters = workspace.data_ptr()
         parts = counters + COUNTER_BYTES
     device = q.get_device()
-    strides = (
+    strides = (c_int64 * 17)(
         *q.stride()[:2],
         *out.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         block_table.stride(0),
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
     )
     tensors = (
         out.data_ptr(),
@@ -90,9 +91,6 @@ def launch(
         None if v_scale is None else v_scale.data_ptr(),
     )
     token_scales = k_scale is not None and by_token(k_scale)
-    if token_scales and not decode:
-        raise ValueError("paged_attention_sm90: scales per token and head are for decodes alone")
-    k_steps, v_steps = scale_strides(k_scale), scale_strides(v_scale)
     shape = (tokens, seq_lens.shape[0], heads, kv_heads, dim)
     dtype, window = DTYPE_CODES[dtype_name(q.dtype)], max(0, window)
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -101,7 +99,7 @@ def launch(
             *tensors,
             counters + DECODE_COUNTERS_AT,
             parts,
-            (c_int64 * 17)(*strides, *k_steps, *v_steps),
+            strides,
             *shape,
             block_size,
             dtype,
@@ -119,12 +117,13 @@ def launch(
             *tensors,
             counters,
             parts,
-            (c_int64 * 13)(*strides, k_steps[2], v_steps[2]),
+            strides,
             UNITS,
             *shape,
             blocks,
             block_size,
             dtype,
+            token_scales,
             window,
             scale,
             config["part_tiles"],
@@ -173,9 +172,9 @@ def launch_split(
         sinks,
         lse,
     )
-    scales = "none" if k_scale is None else "token" if by_token(k_scale) else "head"
+    dim, kv_heads = q.shape[2], k_cache.shape[2]
     kernel = route(
-        max_q, seq_lens.shape[0], q.shape[1], k_cache.shape[2], int(config["ctas"]), q.shape[2], scales
+        max_q, seq_lens.shape[0], q.shape[1], kv_heads, int(config["ctas"]), dim, k_scale is not None
     )
     if kernel == "triton":
         behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]

@@ -20,7 +20,7 @@ struct DecodeParams {
   int64_t q_token, q_head, k_block, k_head, v_block, v_head;  // strides, in bytes
   int64_t table_row, out_token, out_head;                     // in elements
   int k_slot, v_slot;                                         // in bytes
-  int seqs, heads, kv_heads, group, window, page, pieces;
+  int seqs, heads, kv_heads, head_dim, group, window, page, pieces;
   uint32_t by_page, by_group;
   float scale_log2;
   // Of caches of e4m3 codes, whose scores are in units of log 2 (scale_log2 is 1):

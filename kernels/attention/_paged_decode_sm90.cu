@@ -108,7 +108,8 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   p.k_block = strides[4] * bytes, p.k_slot = int(strides[5] * bytes), p.k_head = strides[6] * bytes;
   p.v_block = strides[7] * bytes, p.v_slot = int(strides[8] * bytes), p.v_head = strides[9] * bytes,
   p.table_row = strides[10];
-  p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.group = group, p.window = window, p.page = page;
+  p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.head_dim = head_dim, p.group = group,
+  p.window = window, p.page = page;
   p.pieces = processors * instance->resident / kv_heads;
   if (p.pieces < 1) return GM_E_ARG;
   p.by_page = 0xffffffffu / unsigned(page), p.by_group = (65536 + group - 1) / group;

@@ -40,11 +40,6 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t addre
                : "r"(address)
                : "memory");
 }
-__device__ __forceinline__ float fmax_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
 // Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
 template <int D, int N>
 struct DecodeSums {
@@ -200,7 +195,7 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const float of_key = scales[lane / 4 + i * 8];
-      raised[i] = fmax_nan(__log2f(scales[S::kStep + lane / 4 + i * 8]), -126.f);
+      raised[i] = max_or_nan(__log2f(scales[S::kStep + lane / 4 + i * 8]), -126.f);
       c[i][0] *= of_key, c[i][1] *= of_key;
     }
   }

@@ -1,4 +1,4 @@
-"""Paged attention in CUDA C++ for Hopper: prefill, chunked prefill and decodes of one batch in one launch.
+"""Paged attention in CUDA C++ for Hopper: prefill, chunked prefill and decodes of one batch in one launch, also over e4m3 caches.
 
 The form of FlashAttention-3 (Shah et al., 2024) over a paged cache: warp-specialised, wgmma from shared memory that the
 tensor copy engine fills page by page; and for a few decodes a small kernel of mma.sync products that splits every context. Work is
@@ -16,7 +16,8 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import paged_attention_triton as triton
 
-HEAD_DIMS = (64, 128)
+LARGEST_HEAD = 128
+"""Elements of a head that the kernel for any batch takes at most."""
 DECODE_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
@@ -44,7 +45,8 @@ EXAMPLES = (
     "q_tokens=80,seqs=4,max_q=64,max_ctx=140,total_ctx=333,heads=16,kv_heads=1,block_size=256,x=fp16",
     "q_tokens=70,seqs=2,max_q=65,max_ctx=300,total_ctx=450,heads=5,kv_heads=1,head_dim=64,block_size=24,window=130",
     "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,kv=fp8,kv_scale=head,lse=true",
-    "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=head,window=33,sinks=true",
+    "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=token,window=33,sinks=true",
+    "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=80,window=33,lse=true",
 )
 
 SPLIT_EXAMPLES = (
@@ -52,9 +54,14 @@ SPLIT_EXAMPLES = (
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=6,kv_heads=2,x=fp16,kv=fp8,kv_scale=token,window=33,sinks=true",
     "q_tokens=9,seqs=5,max_q=2,max_ctx=300,total_ctx=800,heads=4,kv_heads=1,head_dim=96,block_size=7,kv=fp8,kv_scale=token,lse=true",
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,head_dim=256,sinks=true",
-    "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=80,window=33",
 )
-"""Also of what decodes alone take: codes, and other head sizes."""
+"""Also of decodes alone, which take other head sizes too."""
+
+
+def takes(head_dim: int, codes: bool) -> bool:
+    """Whether the kernel for any batch takes heads of this size: whole pieces of 16 bytes, which are padded to 64 or 128 elements in shared
+    memory. codes: in e4m3."""
+    return head_dim <= LARGEST_HEAD and head_dim % (16 if codes else 8) == 0
 
 
 def route(
@@ -64,44 +71,46 @@ def route(
     kv_heads: int,
     ctas: int = MULTIPROCESSORS,
     head_dim: int = 128,
-    scales: str = "none",
+    codes: bool = False,
 ) -> str:
     """The kernel for a batch of these host-known bounds: ``decode`` (for decodes alone), ``triton`` or ``any``.
 
-    ctas: of the configuration. The kernel for decode needs one per KV head. scales: the axis kv_scale. Scales of tokens, and head sizes that
-    the kernel for any batch does not take, go to Triton's.
+    ctas: of the configuration. The kernel for decode needs one per KV head. codes: the caches are in e4m3.
     """
     rows = max_q * (heads // kv_heads)
-    few = scales != "none" or seqs * kv_heads <= FEW_CONTEXTS
+    few = (codes or seqs * kv_heads <= FEW_CONTEXTS) and head_dim in DECODE_HEAD_DIMS
     if rows <= DECODE_ROWS and few and kv_heads <= ctas:
         return "decode"
-    any_batch = scales != "token" and head_dim in HEAD_DIMS
-    return "any" if any_batch and max_q > 1 and rows > SPLIT_ROWS else "triton"
+    return "any" if takes(head_dim, codes) and (codes or (max_q > 1 and rows > SPLIT_ROWS)) else "triton"
 
 
 def parts_bytes(head_dim: int, ctas: int) -> int:
     """Memory of partial results: sums, maximum and sum of weights of 16 rows, for each unit and four times for each CTA.
+    Rows are padded to 64 or 128 elements.
 
     What the kernel for decode needs, two of 8 rows for each of at most two CTAs a multiprocessor, is less.
     """
-    return (UNITS + 4 * ctas) * (head_dim // 8 + 1) * 512
+    padded = 64 if head_dim <= 64 else max(128, head_dim)
+    return (UNITS + 4 * ctas) * (padded // 8 + 1) * 512
 
 
 def accepts(problem: Problem) -> str | None:
-    """Half precision, heads of 64 or 128, no scale per token."""
-    if problem["kv_scale"] == "token":
-        return "made for e4m3 caches with a scale per tensor or head, not per token"
-    if problem.integer("head_dim") not in HEAD_DIMS:
-        return f"made for a head_dim of 64 or 128, not {problem['head_dim']}"
-    return accepts_split(problem)
+    """Half precision, heads of up to 128 elements."""
+    dim, codes = problem.integer("head_dim"), problem["kv"] != "x"
+    if takes(dim, codes):
+        return accepts_group(problem)
+    return f"made for a head_dim of a multiple of {16 if codes else 8} up to {LARGEST_HEAD}, not {dim}"
 
 
 def accepts_split(problem: Problem) -> str | None:
-    """Half precision, head sizes of DECODE_HEAD_DIMS."""
+    """That, and what decodes alone take."""
+    return accepts_group(problem) if problem.integer("head_dim") in DECODE_HEAD_DIMS else accepts(problem)
+
+
+def accepts_group(problem: Problem) -> str | None:
+    """Half precision, heads of a KV group that fit in a tile."""
     if problem["x"] == "fp32":
         return "takes fp16 or bf16, not fp32"
-    if problem.integer("head_dim") not in DECODE_HEAD_DIMS:
-        return f"made for a head_dim of {', '.join(map(str, DECODE_HEAD_DIMS))}, not {problem['head_dim']}"
     group = problem.integer("heads") // problem.integer("kv_heads")
     return f"{group} query heads per KV head are over {LARGEST_GROUP}" if group > LARGEST_GROUP else None
 
@@ -169,7 +178,7 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention._paged_attention_sm90:launch_split",
         requires=REQUIRES,
-        summary="as paged_attention_sm90; decodes alone, of e4m3 caches too, run in a kernel of their own or in paged_attention_triton_split",
+        summary="as paged_attention_sm90; decodes alone run in a kernel of their own or in paged_attention_triton_split",
         accepts=accepts_split,
         config=split_config,
         space=split_space,

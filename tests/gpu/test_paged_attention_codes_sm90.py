@@ -68,6 +68,7 @@ def test_decode_of_codes(kv_scale: str, head_dim: int, block_size: int) -> None:
 FP8 = {"kv": "fp8", "kv_scale": "head", "lse": True}
 TOKEN = {**FP8, "kv_scale": "token"}
 MIX = (6, 7, 1, 3000, 9000)
+PREFILL = (333, 5, 150, 700, 2000)
 
 
 def test_one_scale_per_tensor() -> None:
@@ -101,23 +102,24 @@ def test_queries_of_any_size(size: float) -> None:
     assert error(problem, arguments) < 1
 
 
-def test_scales_of_values_of_any_size() -> None:
+@pytest.mark.parametrize("decode", [True, False])
+def test_scales_of_values_of_any_size(decode: bool) -> None:
     """Weights times scales of values stay within fp16, whatever the sizes of the scales; all-zero rows have the smallest one."""
-    problem, arguments = drawn(text(MIX, 8, 2, **TOKEN))
+    problem, arguments = drawn(text(MIX if decode else PREFILL, 8, 2, **TOKEN))
     scale = arguments[V_SCALE]
     exponents = torch.randint(-20, 1, scale.shape, device=DEVICE)
     arguments[V_SCALE] = scale * torch.pow(2.0, exponents)
-    assert error(problem, arguments) < 1
+    assert error(problem, arguments, decode=decode) < 1
     zero = torch.rand(scale.shape, device=DEVICE) < 0.5
     arguments[V_SCALE] = torch.where(zero & ~scale.isnan(), torch.full_like(scale, 1e-10 / 448), scale)
     codes = arguments[V].view(torch.uint8)
     codes[zero & ~scale.isnan()] = 0
-    assert error(problem, arguments) < 1
+    assert error(problem, arguments, decode=decode) < 1
     # Nothing but zeros: the output is zero, and the log-sum-exp is what it was.
     owned = ~scale.isnan()
     codes[owned] = 0
     arguments[V_SCALE] = torch.where(owned, torch.full_like(scale, 1e-10 / 448), scale)
-    assert error(problem, arguments) < 1
+    assert error(problem, arguments, decode=decode) < 1
 
 
 @pytest.mark.parametrize("kv_scale", ["head", "token"])
@@ -133,10 +135,11 @@ def test_wrong_scales_are_seen(kv_scale: str) -> None:
     problem, arguments = drawn(text((1, 1, 1, 40, 40), 4, 1, **TOKEN))
     page, slot = int(arguments[TABLE][0, 1]), 5
     for index in (K_SCALE, V_SCALE):
-        given = list(arguments)
-        given[index] = arguments[index].clone()
-        given[index][page, slot, 0] *= 2
-        assert error(problem, arguments, given) > 1
+        for decode in (False, True):
+            given = list(arguments)
+            given[index] = arguments[index].clone()
+            given[index][page, slot, 0] *= 2
+            assert error(problem, arguments, given, decode) > 1
 
 
 def test_a_code_that_is_no_number_is_seen() -> None:
@@ -175,7 +178,12 @@ def test_one_hot() -> None:
 
 @pytest.mark.parametrize(
     ("kv_scale", "mix", "decode"),
-    [("head", MIX, True), ("token", MIX, True), ("head", (200, 3, 150, 500, 900), False)],
+    [
+        ("head", MIX, True),
+        ("token", MIX, True),
+        ("head", (200, 3, 150, 500, 900), False),
+        ("token", (200, 3, 150, 500, 900), False),
+    ],
 )
 def test_lengths_change_under_a_graph(kv_scale: str, mix: tuple[int, ...], decode: bool) -> None:
     problem, arguments = drawn(text(mix, 8, 2, kv="fp8", kv_scale=kv_scale))
@@ -222,22 +230,21 @@ def test_many_calls_are_bitwise_equal(kv_scale: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 8, 16, 24, 64, 256])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("x", ["bf16", "fp16"])
-def test_any_batch_of_codes(x: str, head_dim: int, block_size: int) -> None:
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("kv_scale", ["head", "token"])
+def test_any_batch_of_codes(kv_scale: str, head_dim: int, block_size: int) -> None:
     for number, mix in enumerate((*MIXES, (300, 2, 250, 900, 1500), (70, 70, 1, 6000, 60000))):
         for heads, kv_heads in ((4, 1), (6, 2), (16, 1)):
-            others: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "x": x, **FP8}
+            others: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size, "kv": "fp8"}
             others |= {
+                "kv_scale": kv_scale,
+                "x": ("bf16", "fp16")[number % 2],
                 "lse": number % 2 == 0,
                 "sinks": number % 3 == 1,
                 "window": (0, 0, 33, 600)[(number + heads) % 4],
             }
             problem_text = text(mix, heads, kv_heads, **others)
             assert relative_error(problem_text, CONFIGS[number % 3], number) < 1, problem_text
-
-
-PREFILL = (333, 5, 150, 700, 2000)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-4, 1e6, 1e30])
@@ -256,8 +263,9 @@ def test_negative_scales(decode: bool) -> None:
     assert error(problem, arguments, decode=decode) < 1
 
 
-def test_wrong_scales_are_seen_in_any_batch() -> None:
-    problem, arguments = drawn(text(PREFILL, 8, 2, **FP8))
+@pytest.mark.parametrize("kv_scale", ["head", "token"])
+def test_wrong_scales_are_seen_in_any_batch(kv_scale: str) -> None:
+    problem, arguments = drawn(text(PREFILL, 8, 2, kv="fp8", kv_scale=kv_scale))
     assert error(problem, arguments, decode=False) < 1
     for index in (K_SCALE, V_SCALE):
         given = list(arguments)
@@ -265,9 +273,10 @@ def test_wrong_scales_are_seen_in_any_batch() -> None:
         assert error(problem, arguments, given, decode=False) > 1
 
 
-def test_a_row_over_codes_is_the_same_in_any_batch() -> None:
+@pytest.mark.parametrize("kv_scale", ["head", "token"])
+def test_a_row_over_codes_is_the_same_in_any_batch(kv_scale: str) -> None:
     for mix in (PREFILL, (120, 20, 101, 6000, 40000)):
-        _, arguments = drawn(text(mix, 8, 2, kv="fp8", kv_scale="head"))
+        _, arguments = drawn(text(mix, 8, 2, kv="fp8", kv_scale=kv_scale))
         expected = torch.empty_like(arguments[Q].contiguous())
         launch(CONFIGS[0], arguments, scratch(), expected)
         begin, contexts = arguments[BEGIN].tolist(), arguments[CONTEXTS].tolist()
@@ -284,8 +293,9 @@ def test_a_row_over_codes_is_the_same_in_any_batch() -> None:
             assert torch.equal(out, expected[rows]), index
 
 
-def test_many_calls_of_any_batch_are_bitwise_equal() -> None:
-    _, arguments = drawn(text((543, 32, 512, 2048, 30000), 8, 2, kv="fp8", kv_scale="head"))
+@pytest.mark.parametrize("kv_scale", ["head", "token"])
+def test_many_calls_of_any_batch_are_bitwise_equal(kv_scale: str) -> None:
+    _, arguments = drawn(text((543, 32, 512, 2048, 30000), 8, 2, kv="fp8", kv_scale=kv_scale))
     expected, space = torch.empty_like(arguments[Q].contiguous()), scratch()
     launch(CONFIGS[0], arguments, space, expected)
     for _ in range(100):

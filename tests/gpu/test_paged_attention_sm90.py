@@ -126,7 +126,7 @@ def test_decode_of_no_keys_is_zero() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 8, 16, 24, 32, 64, 256])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
 @pytest.mark.parametrize("x", ["bf16", "fp16"])
 def test_pages(x: str, head_dim: int, block_size: int) -> None:
     for number, mix in enumerate(MIXES):

@@ -29,7 +29,8 @@ def test_what_is_refused(kernel: Kernel) -> None:
     assert kernel.accepts is not None
     for axes, reason in (
         ("heads=4,kv_heads=1,x=fp32", "fp32"),
-        ("heads=4,kv_heads=1,head_dim=72", "72"),
+        ("heads=4,kv_heads=1,head_dim=72,kv=fp8,kv_scale=head", "multiple of 16"),
+        ("heads=4,kv_heads=1,head_dim=68", "multiple of 8"),
         ("heads=4,kv_heads=1,head_dim=320", "320"),
         ("heads=129,kv_heads=1", "129 query heads"),
     ):
@@ -43,17 +44,14 @@ def test_what_is_refused(kernel: Kernel) -> None:
             assert kernel.accepts(OP.problem(f"{BASE},{axes},block_size={block_size}")) is None
 
 
-def test_only_decodes_alone_take_scales_of_tokens_and_other_head_sizes() -> None:
+def test_only_decodes_alone_take_heads_over_128() -> None:
     assert ONE.accepts is not None and SPLIT.accepts is not None
-    for axes, reason in (
-        ("head_dim=80", "80"),
-        ("head_dim=256", "256"),
-        ("kv=fp8,kv_scale=token", "per token"),
-    ):
+    for axes in ("head_dim=192", "head_dim=256", "head_dim=256,kv=fp8,kv_scale=token"):
         problem = OP.problem(f"{BASE},heads=4,kv_heads=1,{axes}")
-        refusal = ONE.accepts(problem)
-        assert refusal is not None and reason in refusal
-        assert SPLIT.accepts(problem) is None
+        assert "up to 128" in str(ONE.accepts(problem)) and SPLIT.accepts(problem) is None
+    for axes in ("head_dim=80", "head_dim=112", "head_dim=96,kv=fp8,kv_scale=token"):
+        problem = OP.problem(f"{BASE},heads=4,kv_heads=1,{axes}")
+        assert ONE.accepts(problem) is SPLIT.accepts(problem) is None
 
 
 def test_examples_are_accepted() -> None:
@@ -72,9 +70,12 @@ def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
     assert route(1, 1, 132, 132) == "decode" and route(1, 1, 133, 133) == "triton"  # more KV heads than CTAs
     assert route(1, 1, 32, 8, ctas=7) == "triton"
     assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
-    assert route(5, 1, 32, 8, scales="head") == "any"
-    assert route(1, 300, 64, 8, scales="head") == route(1, 8, 16, 8, head_dim=256) == "decode"
-    assert route(5, 1, 32, 8, scales="token") == route(5, 1, 32, 8, head_dim=96) == "triton"
+    assert route(1, 300, 64, 8, codes=True) == route(1, 8, 16, 8, head_dim=256) == "decode"
+    assert route(5, 1, 32, 8, head_dim=96) == route(5, 1, 32, 8, codes=True) == "any"
+    assert (
+        route(4, 1, 32, 8, codes=True) == route(1, 1, 64, 4, codes=True) == "any"
+    )  # ahead of Triton's with codes
+    assert route(5, 1, 32, 8, head_dim=192) == route(1, 300, 8, 1, head_dim=192) == "triton"
 
 
 def test_the_counters_come_before_what_the_kernels_share() -> None:
@@ -89,7 +90,7 @@ def test_the_counters_come_before_what_the_kernels_share() -> None:
         128, int(decode_config["ctas"])
     )
     # Of decode: per SM two CTAs with two parts of 8 rows each, and per row the sums and two numbers.
-    for head_dim in (64, 128):
+    for head_dim in (64, 80, 96, 128, 192, 256):
         assert 2 * 2 * int(decode_config["ctas"]) * 8 * (head_dim + 2) * 4 <= parts_bytes(
             head_dim, int(decode_config["ctas"])
         )

@@ -23,8 +23,8 @@ LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 STACK_ON_RECORD = {
     "grouped_": 8,
     "linear_gemm_ws": 16,
-    "paged_attention_codes_d128": 8,
-    "paged_decode_codes_d256": 8,
+    "paged_attention_codes_d128": 16,
+    "paged_decode_codes_d256": 16,
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }

@@ -1,0 +1,221 @@
+// What attention on Hopper does with caches of e4m3 codes: keys and values become fp16 in shared memory, and
+// so do queries; the scales stay outside of the products.
+#pragma once
+#include "_attention_copy_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+// Copies 32 rows of a tile of e4m3 codes to where their second halves as fp16 will be, 16 bytes per lane at a
+// time. id, slot: of the row of this lane, id < 0 where it does not count. By one warp, whose rows begin at
+// row0.
+template <int D>
+__device__ __forceinline__ void copy_codes(int dim, const char* cache, int64_t block, int64_t slot_bytes,
+                                           int id, int slot, int row0, uint32_t to) {
+  using S = AttentionShape<D>;
+  constexpr int kChunks = D / 16, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
+  const int lane = threadIdx.x & 31, chunk = lane % kChunks;
+  const char* const from = cache + chunk * 16;
+  to += S::kCodes + chunk * 16;
+#pragma unroll 4
+  for (int i = 0; i < 32; i += kStep) {
+    const int of = i + lane / kChunks;
+    const int page = __shfl_sync(0xffffffffu, id, of), at = __shfl_sync(0xffffffffu, slot, of);
+    const bool there = page >= 0 && chunk * 16 < dim;
+    copy_16(to + (row0 + of) * 128, there ? from + page * block + at * slot_bytes : cache, there ? 16 : 0);
+  }
+}
+
+// Codes that this thread has copied become fp16 in the 128-byte swizzle, a row in the place of its own codes.
+template <int D>
+__device__ __forceinline__ void convert_codes(int row0, uint32_t tile) {
+  using S = AttentionShape<D>;
+  constexpr int kChunks = D / 16, kStep = 32 / kChunks;
+  const int lane = threadIdx.x & 31, chunk = lane % kChunks, half = chunk >> 2;
+#pragma unroll 2
+  for (int i = 0; i < 32; i += kStep) {
+    const int row = row0 + i + lane / kChunks;
+    uint4 codes;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w)
+                 : "r"(tile + S::kCodes + row * 128 + chunk * 16)
+                 : "memory");
+    __syncwarp();  // what follows writes to where other lanes have read
+    const uint2 a = decoded(codes.x), b = decoded(codes.y), c = decoded(codes.z), d = decoded(codes.w);
+    const uint4 low = make_uint4(a.x, a.y, b.x, b.y), high = make_uint4(c.x, c.y, d.x, d.y);
+    const uint32_t at = tile + half * (S::kKeys * 128) + row * 128, place = ((chunk * 2) ^ row) & 7;
+    // Lanes of the second half begin with the other piece, so that eight lanes write to banks of their own.
+    store_16(at + (place ^ half) * 16, half ? high : low);
+    store_16(at + (place ^ half ^ 1) * 16, half ? low : high);
+  }
+}
+
+// Of a key with scales of its own, by its lane: the scale, log2 of that of its values, and the reciprocal of
+// the latter. tile: counted over all work.
+template <int D>
+__device__ __forceinline__ void put_scales(const AttentionParams& p, uint8_t* smem, int tile, int key, int id,
+                                           int slot, int head) {
+  using S = AttentionShape<D>;
+  float of_key = 0.f, raised = 0.f;
+  if (id >= 0) {
+    of_key = p.k_scale[id * p.k_scale_block + slot * p.k_scale_slot + head * p.k_scale_head];
+    raised = max_or_nan(
+        __log2f(p.v_scale[id * p.v_scale_block + slot * p.v_scale_slot + head * p.v_scale_head]), -126.f);
+  }
+  const int at = (tile & 3) * S::kKeys + key;
+  reinterpret_cast<float2*>(smem + S::kKeyScales)[at] = make_float2(of_key, raised);
+  reinterpret_cast<float*>(smem + S::kKeyScales + 4 * S::kKeys * 8)[at] = exp2_fast(-raised);
+}
+
+// As produce_rows for caches of e4m3 codes, which become fp16 on their way.
+template <int D>
+__device__ __forceinline__ void produce_codes(const AttentionParams& p, const CUtensorMap& q_map,
+                                              uint8_t* smem, uint32_t base) {
+  using S = AttentionShape<D>;
+  const Bars<D> bars{base + S::kBars};
+  const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+  Taker<D> taker(p, smem, warp == 0);
+  int tile = 0;
+  Work work{};
+  for (uint32_t q_parity = 1;; q_parity ^= 1) {
+    if (warp == 0) {
+      taker.take(p, smem, work);
+      if (lane == 0) put_work(smem + S::kWork + 48, work);
+    }
+    bar_sync(kBarCopying, 128);
+    work = get_work(smem + S::kWork + 48);
+    bar_sync(kBarCopying, 128);
+    const int low = p.window > 0 ? work.position - p.window + 1 : 0;
+    const char* k = static_cast<const char*>(p.k) + work.head * p.k_head;
+    const char* v = static_cast<const char*>(p.v) + work.head * p.v_head;
+    const int* row = p.table + work.seq * p.table_row;
+    int n = work.first + work.count - 1;
+    int slot, next_slot = 0;
+    const auto page_of = [&](int of) {
+      const int key = of * S::kKeys + warp * 32 + lane, page = quotient(key, p.page, p.by_page);
+      next_slot = key - page * p.page;
+      return key < work.end && key >= low ? row[page] : -1;
+    };
+    int id = -1, next_id = work.count > 0 ? page_of(n) : -1;
+    slot = 0;
+#pragma unroll 1
+    for (int i = 0; i <= work.count; ++i) {
+      const int old_id = id, old_slot = slot;
+      id = next_id, slot = next_slot;
+      if (i + 1 < work.count) next_id = page_of(--n);
+      if (i < work.count) {
+        const int t = tile + i;
+        mbar_wait(bars.k_empty(t), Bars<D>::parity(t) ^ 1);
+        copy_codes<D>(p.head_dim, k, p.k_block, p.k_slot, id, slot, warp * 32,
+                      base + S::kK + (t % S::kStages) * S::kTile);
+      }
+      copies_commit();
+      if (i == 0) {
+        mbar_wait(bars.q_empty(), q_parity);
+        if (warp == 0 && lane == 0) load_q<D>(p, q_map, smem, base, bars, work);
+        __syncwarp();
+      } else {
+        const int t = tile + i - 1;
+        mbar_wait(bars.v_empty(t), Bars<D>::parity(t) ^ 1);
+        copy_codes<D>(p.head_dim, v, p.v_block, p.v_slot, old_id, old_slot, warp * 32,
+                      base + S::kV + (t % S::kStages) * S::kTile);
+      }
+      copies_commit();
+      if (i < work.count) {
+        const int t = tile + i;
+        if (p.by_token) put_scales<D>(p, smem, t, warp * 32 + lane, id, slot, work.head);
+        copies_wait<1>();
+        convert_codes<D>(warp * 32, base + S::kK + (t % S::kStages) * S::kTile);
+        fence_proxy();
+        mbar_arrive(bars.k_full(t));
+      }
+      if (i > 0) {
+        const int t = tile + i - 1;
+        copies_wait<0>();
+        convert_codes<D>(warp * 32, base + S::kV + (t % S::kStages) * S::kTile);
+        fence_proxy();
+        mbar_arrive(bars.v_full(t));
+      }
+    }
+    tile += work.count;
+    if (work.rows == 0) break;
+  }
+}
+
+// 64 rows of Q, as fp16 for codes: in place, and what gives scores in units of log 2 again. By a warpgroup.
+template <int D>
+__device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_t* smem, int row0,
+                                                float k_scale) {
+  using S = AttentionShape<D>;
+  constexpr int kChunks = D / 16;  // 16-byte pieces of a thread: half a row
+  const int tid = threadIdx.x & 127, row = row0 + tid / 2, side = tid & 1;
+  uint8_t* const half = smem + row * 128 + (kChunks == 8 ? side * (S::kRows * 128) : side * (kChunks * 16));
+  uint4 raw[kChunks];
+  float most = 0.f;
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    raw[j] = reinterpret_cast<const uint4*>(half)[j ^ (row & (kChunks - 1))];
+    const uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+#pragma unroll
+    for (const uint32_t word : words) {
+      const float2 pair = unpacked(word, p.bf16);
+      most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+  }
+  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+  const RowPower power(most);
+  const float by = copysignf(power.factor, k_scale);  // the largest score stays the largest one
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+#pragma unroll
+    for (uint32_t& word : words) {
+      const float2 pair = unpacked(word, p.bf16);
+      word = packed<__half>(pair.x * by, pair.y * by);
+    }
+    reinterpret_cast<uint4*>(half)[j ^ (row & (kChunks - 1))] =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  if (side == 0)
+    reinterpret_cast<float*>(smem + S::kRowScales)[row] = power.back * p.score_scale * fabsf(k_scale);
+  fence_proxy();
+}
+
+// Scores of keys with scales of their own, in units of log 2. The scale of its values is a summand of a key's
+// exponent, so that fp16 has the largest weight times scale as 1.
+template <int D>
+__device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem, int tile, int row) {
+  using S = AttentionShape<D>;
+  const float* const rows = reinterpret_cast<const float*>(smem + S::kRowScales) + row;
+  const float by[2] = {rows[0], rows[8]};
+  const float4* const keys =
+      reinterpret_cast<const float4*>(smem + S::kKeyScales) + (tile & 3) * (S::kKeys / 2) + (threadIdx.x & 3);
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    const float4 two = keys[j * 4];  // scale and summand of two keys
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      s[j * 4 + r * 2] = fmaf(s[j * 4 + r * 2] * by[r], two.x, two.y);
+      s[j * 4 + r * 2 + 1] = fmaf(s[j * 4 + r * 2 + 1] * by[r], two.z, two.w);
+    }
+  }
+}
+
+// Sums of the weights of a tile without the scales of its values.
+template <int D>
+__device__ __forceinline__ float2 sum_unscaled(const float (&s)[64], const uint8_t* smem, int tile) {
+  using S = AttentionShape<D>;
+  const float2* const keys = reinterpret_cast<const float2*>(smem + S::kKeyScales + 4 * S::kKeys * 8) +
+                             (tile & 3) * (S::kKeys / 2) + (threadIdx.x & 3);
+  float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    const float2 two = keys[j * 4];
+    sum.x = fmaf(s[j * 4], two.x, fmaf(s[j * 4 + 1], two.y, sum.x));
+    sum.y = fmaf(s[j * 4 + 2], two.x, fmaf(s[j * 4 + 3], two.y, sum.y));
+  }
+  return sum;
+}
+
+}  // namespace gm
+#endif
