@@ -3,18 +3,24 @@ split kernel, workspaces."""
 
 from __future__ import annotations
 
+from ctypes import c_int64
+from typing import Any
+
 import pytest
 
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.attention import _paged_attention_sm90 as launchers
 from gristmill.kernels.attention import paged_attention_triton as triton
 from gristmill.kernels.attention.paged_attention_sm90 import (
     COUNTER_BYTES,
+    DECODE_HEAD_DIMS,
     KERNELS,
     parts_bytes,
     route,
 )
+from gristmill.kernels.native import cuda_function, library_dir
 
 OP = default_registry().op("paged_attention")
 ONE, SPLIT = KERNELS
@@ -107,3 +113,54 @@ def test_ranks() -> None:
         > ranks["paged_attention_triton"]
     )
     assert ONE.batch_invariant and not SPLIT.batch_invariant
+
+
+LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
+
+
+def shared_memory(decode: bool, codes: bool, head_dim: int, **changes: Any) -> int:
+    """Returns the bytes of shared memory of a CTA, which the entry says without a device, or a negative code."""
+    given: dict[str, Any] = {
+        "k_scale": 1 if codes else None,
+        "v_scale": 1 if codes else None,
+        "group": 4,
+        "dtype": 2,
+    }
+    given |= changes
+    pointers = (*(None,) * 9, given["k_scale"], given["v_scale"], None, None, (c_int64 * 17)())
+    shape = (8, 2, 2 * given["group"], 2, head_dim)
+    rest: tuple[Any, ...]
+    if decode:
+        rest = (16, given["dtype"], 0, 1, 100, 0, 1.0, 132, -1, None)
+        return int(
+            cuda_function("gm_paged_decode_sm90", "sm_90a", launchers.DECODE_ARGUMENTS)(
+                *pointers, *shape, *rest
+            )
+        )
+    rest = (9, 16, given["dtype"], 0, 0, 1.0, 16, 10, 132, -1, None)
+    return int(
+        cuda_function("gm_paged_attention_sm90", "sm_90a", launchers.ARGUMENTS)(*pointers, 0, *shape, *rest)
+    )
+
+
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
+@pytest.mark.parametrize("codes", [False, True])
+def test_shared_memory_fits(codes: bool) -> None:
+    """Two CTAs of the kernel for decode fit in a multiprocessor with heads of up to 128, else one, and one of the kernel for any
+    batch."""
+    for head_dim in DECODE_HEAD_DIMS:
+        assert 0 < shared_memory(True, codes, head_dim) <= (115_712 if head_dim <= 128 else 232_448) - 256
+    for head_dim in range(16, 129, 16):
+        assert 0 < shared_memory(False, codes, head_dim) <= 232_448
+
+
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
+@pytest.mark.parametrize("decode", [True, False])
+def test_entries_refuse_what_they_were_not_built_for(decode: bool) -> None:
+    dtype, shape, argument = -1, -2, -5
+    assert shared_memory(decode, True, 128, v_scale=None) == argument
+    assert shared_memory(decode, True, 128, k_scale=None) == argument
+    assert shared_memory(decode, False, 128, dtype=0) == dtype
+    assert shared_memory(decode, True, 72) == shape
+    assert shared_memory(decode, False, 320) == shape
+    assert shared_memory(decode, False, 128, group=129) == argument
