@@ -81,7 +81,7 @@ def route(
     few = (codes or seqs * kv_heads <= FEW_CONTEXTS) and head_dim in DECODE_HEAD_DIMS
     if rows <= DECODE_ROWS and few and kv_heads <= ctas:
         return "decode"
-    return "any" if takes(head_dim, codes) and (codes or (max_q > 1 and rows > SPLIT_ROWS)) else "triton"
+    return "any" if takes(head_dim, codes) and max_q > 1 and rows > SPLIT_ROWS else "triton"
 
 
 def parts_bytes(head_dim: int, ctas: int) -> int:

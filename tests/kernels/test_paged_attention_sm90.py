@@ -78,9 +78,7 @@ def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
     assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
     assert route(1, 300, 64, 8, codes=True) == route(1, 8, 16, 8, head_dim=256) == "decode"
     assert route(5, 1, 32, 8, head_dim=96) == route(5, 1, 32, 8, codes=True) == "any"
-    assert (
-        route(4, 1, 32, 8, codes=True) == route(1, 1, 64, 4, codes=True) == "any"
-    )  # ahead of Triton's with codes
+    assert route(4, 1, 32, 8, codes=True) == route(1, 1, 64, 4, codes=True) == "triton"
     assert route(5, 1, 32, 8, head_dim=192) == route(1, 300, 8, 1, head_dim=192) == "triton"
 
 
