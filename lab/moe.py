@@ -3,8 +3,8 @@
     python -m lab.moe --out result.json
     python -m lab.moe --cases e128_int4_g128_64 --set mt1=8,16,32
 
-CUDA graphs over weights that rotate through four times the L2, each with its own routing; replayed in turn. Routing is skewed
-(`Draw.experts`, power 1.5), without foreign ids.
+CUDA graphs over weights and routings in turn, as many as it takes to read four times the L2 before a routing comes again. Routing is
+skewed (`Draw.experts`, power 1.5), without foreign ids.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Case:
         return f"m={self.tokens},top_k={self.top_k},e={self.experts},h={self.hidden},i={self.inner},w={self.scheme}"
 
 
-LAYERS = {
-    "e128": (128, 8, 2048, 768, "int4_g128"),
-    "e8": (8, 2, 4096, 14336, "int4_g128"),
-    "e32": (32, 4, 2880, 2880, "mxfp4"),
-}
+LAYERS = (
+    ("e128", (128, 8, 2048, 768, "int4_g128")),
+    ("e8", (8, 2, 4096, 14336, "int4_g128")),
+    ("e32", (32, 4, 2880, 2880, "mxfp4")),
+)
 """The experts of Qwen3-30B-A3B, Mixtral 8x7B and gpt-oss-20b."""
 CASES = {
     f"{name}_{layer[4]}_{tokens}": Case(*layer, tokens)
-    for name, layer in LAYERS.items()
+    for name, layer in LAYERS
     for tokens in (1, 16, 64, 256, 1024, 4096)
 } | {"smallest": Case(3, 2, 64, 32, "int4_ch", 3)}
 
 
 class Inputs:
-    """Arguments of a case, in enough copies that each has left the cache when it is used again."""
+    """Routings and tokens of a case, and the number of copies of its weights, so that what a call reads has left the cache."""
 
     def __init__(self, case: Case) -> None:
         self.problem = OP.problem(case.problem)
@@ -74,7 +74,9 @@ class Inputs:
         self.expert_bytes = sum(_bytes(weight) for weight in self.weights) // e
         self.out = torch.empty(case.tokens, h, dtype=torch.bfloat16, device=DEVICE)
         self.sets = []
-        for seed in range(min(16, cold_count(self.expert_bytes * e))):
+        self.copies = min(16, cold_count(self.expert_bytes * e))
+        read = self.expert_bytes * min(e, case.tokens * case.top_k)
+        for seed in range(min(64, max(self.copies, cold_count(read)))):
             ids = Draw(self.problem, seed, DEVICE).experts(case.tokens, case.top_k, power=1.5, foreign=0.0)
             x = torch.randn(case.tokens, h, device=DEVICE, dtype=torch.bfloat16)
             self.sets.append((x, torch.rand(case.tokens, case.top_k, device=DEVICE), ids.to(DEVICE)))
@@ -88,7 +90,7 @@ def _bytes(weight: QuantTensor) -> int:
 
 
 def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callable[[], Any]]:
-    """Calls of a registered kernel with its default configuration, updated by `changes`; a copy of the weights per call."""
+    """Calls of a registered kernel with its default configuration, updated by `changes`: one per routing, over copies of the weights in turn."""
     kernel = default_registry().kernel(OP.name, name)
     refusal = kernel.accepts(inputs.problem)
     if refusal is not None:
@@ -99,10 +101,11 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callabl
     scheme = inputs.problem.text("w")
     layout = next(one for one in kernel.layouts if default_registry().layout(one).accepts(scheme))
     packed = [pack(weight, layout).tensors for weight in inputs.weights]
+    copies = [[[t.clone() for t in tensors] for tensors in packed] for _ in range(inputs.copies)]
     calls: list[Callable[[], Any]] = []
     inner = inputs.problem.integer("i")
-    for arguments in inputs.sets:
-        w13, w2 = ([tensor.clone() for tensor in tensors] for tensors in packed)
+    for number, arguments in enumerate(inputs.sets):
+        w13, w2 = copies[number % len(copies)]
         calls.append(partial(launch, config, *arguments, w13, w2, inner, space, inputs.out))
     return calls
 
@@ -117,7 +120,8 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     return {
         "case": name,
         "problem": str(inputs.problem),
-        "copies": len(inputs.sets),
+        "copies": inputs.copies,
+        "routings": len(inputs.sets),
         "distinct_experts": inputs.distinct,
         "fullest_expert": inputs.fullest,
         "read_floor_us": round(read / READ_FLOOR, 2),
