@@ -111,9 +111,13 @@ def cost(problem: Problem) -> Cost:
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Rounding of the output, and room for providers that round weights to bf16; more over few rows, as for linear."""
+    """Rounding of the output, and room for providers that round weights to bf16; more over few rows, as for linear.
+
+    Places that gather the same row of x have the same rounding of weights in their sums: only rows of x count.
+    """
     base = {"fp32": 3e-6, "fp16": 2.5e-4, "bf16": 2e-3}[problem.text("x")]
-    return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
+    rows = cdiv(problem.integer("m"), problem.integer("gather") or 1)
+    return Tolerance("columns", base * (1 + 4 / max(1, rows) ** 0.5))
 
 
 def shrink(problem: Problem) -> Problem:

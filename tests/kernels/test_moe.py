@@ -323,10 +323,11 @@ def _faulty_weight(weight: QuantTensor, fault: str) -> QuantTensor:
     return QuantTensor(codes, scales, weight.shape, weight.scheme)
 
 
+@pytest.mark.parametrize("gather", [0, 8])
 @pytest.mark.parametrize("fault", ["one scale", "swapped experts", "offset"])
-def test_planted_faults_of_grouped_linear(fault: str) -> None:
+def test_planted_faults_of_grouped_linear(fault: str, gather: int) -> None:
     op = GROUPED[0].op
-    problem = op.problem("m=257,e=5,n=64,k=256,w=int4_g32")
+    problem = op.problem(f"m=257,e=5,n=64,k=256,w=int4_g32,gather={gather}")
     arguments = op.inputs(problem, 12, "cpu")
     wrong = list(arguments)
     if fault == "offset":
@@ -336,6 +337,17 @@ def test_planted_faults_of_grouped_linear(fault: str) -> None:
         wrong[1] = _faulty_weight(arguments[1], fault)
     error = grouped_linear.error(problem, arguments, run_reference(op, wrong), run_reference(op, arguments))
     assert error > 2 * op.tolerance(problem).limit
+
+
+def test_weights_rounded_to_bf16_pass_where_rows_are_gathered_often() -> None:
+    """19 places of three rows of x are no 19 samples of the rounding of a weight."""
+    op = GROUPED[0].op
+    problem = op.problem("m=19,e=4,n=33,k=256,x=bf16,w=int4_g128,gather=8")
+    arguments = op.inputs(problem, 0, "cpu")
+    rounded = QuantTensor.from_dense(arguments[1].dequantize().bfloat16())
+    outputs = run_reference(op, [arguments[0], rounded, *arguments[2:]])
+    error = grouped_linear.error(problem, arguments, outputs, run_reference(op, arguments))
+    assert 0 < error <= op.tolerance(problem).limit < 2 * error
 
 
 @pytest.mark.parametrize(
