@@ -79,6 +79,8 @@ def test_workspaces_hold_codes_scales_and_sums() -> None:
         problem = OP.problem(f"m=7,n=64,k=272,w={scheme}")
         room = KERNEL.workspace(problem, KERNEL.config(problem, TARGET))
         assert (room.bytes, room.zeroed) == (size, False)
+        gated = OP.problem(f"m=7,n=64,k=272,w={scheme},epilogue=silu_mul")
+        assert KERNEL.workspace(gated, KERNEL.config(gated, TARGET)).bytes == size + 2 * 7 * 64
 
 
 def _call(operands: Operands, **changed: int) -> int:

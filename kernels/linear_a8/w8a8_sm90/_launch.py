@@ -93,7 +93,7 @@ def launch(
     _check_scales(operands, scales, row_block, rows, k)
     if m == 0:
         return
-    size = workspace_bytes(operands, m, k)
+    size = workspace_bytes(operands, m, k, rows if silu_mul else 0)
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     else:
@@ -101,11 +101,16 @@ def launch(
     device = x.get_device()
     stream = torch.cuda.current_stream(device).cuda_stream
     quantized = quantize_rows(operands, x, m, k, workspace, device, stream)
-    # Gate and up are computed by different CTAs, so silu_mul follows in a launch of its own.
-    target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out.view(m, rows)
+    target = out.view(m, rows) if not silu_mul else gated_rows(workspace, size, m, rows, x.dtype)
     multiply(config, quantized, k, weight, bias, None if silu_mul else residual, target, stream)
     if silu_mul:
         finish(target.view(*out.shape[:-1], rows), None, residual, True, out)
+
+
+def gated_rows(workspace: Tensor, size: int, m: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """[M, rows] at the end of scratch memory of `size` bytes: gate and up are computed by different CTAs, so silu_mul follows in a
+    launch of its own."""
+    return workspace[size - 2 * m * rows : size].view(dtype).view(m, rows)
 
 
 def multiply(

@@ -58,9 +58,10 @@ def estimate(problem: Problem, target: Target) -> float | None:
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
-    """Quantized rows of x."""
-    m, k = problem.integers("m", "k")
-    return Workspace(workspace_bytes(operands_of(problem.text("w")), m, k))
+    """Quantized rows of x, and gate and up before they are multiplied."""
+    m, n, k = problem.integers(*"mnk")
+    gated = n if "silu_mul" in problem.flags("epilogue") else 0
+    return Workspace(workspace_bytes(operands_of(problem.text("w")), m, k, gated))
 
 
 KERNEL = Kernel(

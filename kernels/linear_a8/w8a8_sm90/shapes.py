@@ -42,11 +42,11 @@ def operands_of(name: str) -> Operands:
     raise KeyError(name)
 
 
-def workspace_bytes(operands: Operands, m: int, k: int) -> int:
-    """Bytes of M rows of codes, their scales, and their sums."""
+def workspace_bytes(operands: Operands, m: int, k: int, gated: int = 0) -> int:
+    """Bytes of M rows of codes, their scales, and their sums; then, if gate and up are `gated` columns together, of their products."""
     pitch = cdiv(m, 4) * 4
     scales = cdiv(k, BLOCK) if operands.blocks else 2 if operands.sums else 1
-    return cdiv(m * k, 16) * 16 + 4 * pitch * scales
+    return cdiv(m * k, 16) * 16 + 4 * pitch * scales + 2 * m * gated
 
 
 class Shape(NamedTuple):
