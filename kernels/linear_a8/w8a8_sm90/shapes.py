@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import log2
 from typing import NamedTuple
 
 from gristmill.kernel_registry.scheme import BLOCK, cdiv
@@ -140,18 +141,23 @@ def candidates(operands: Operands, m: int, n: int, k: int, processors: int) -> I
 
 
 _COSTS = {
-    (64, 8): (0.16, 1.0),
-    (64, 16): (0.16, 1.0),
-    (64, 32): (0.18, 1.1),
-    (64, 64): (0.24, 1.3),
-    (128, 16): (0.2, 1.2),
-    (128, 32): (0.24, 1.3),
-    (128, 64): (0.32, 1.6),
-    (128, 128): (0.42, 2.0),
-    (256, 128): (0.8, 3.0),
+    (64, 8): (0.123, 2.0),
+    (64, 16): (0.12, 1.8),
+    (64, 32): (0.15, 1.3),
+    (64, 64): (0.13, 1.8),
+    (128, 16): (0.13, 1.9),
+    (128, 32): (0.157, 2.0),
+    (128, 64): (0.23, 2.0),
+    (128, 128): (0.31, 2.0),
+    (256, 128): (0.69, 2.2),
 }
-"""Microseconds of 128 columns of a tile, and of its end."""
-START, CLUSTER, DOUBLING = 3.0, 1.0, 0.5
+"""Microseconds of 128 columns of a tile, and of its end, by rows of A and B: fitted to products of 7168 x 2048, 4096 x 7168 and
+24576 x 1536 at M = 1 to 4096."""
+START, CLUSTER, DOUBLING, SCALING = 1.5, 1.3, 0.1, 1.25
+"""Microseconds of a launch, of sums over a cluster, and more for each doubling of it; the factor of block scales."""
+COPIED, FEWER_SLOTS, BESIDE = 0.12e6, 0.15, 0.45
+"""Bytes that a multiprocessor copies in a microsecond; the cost of each further CTA, which leaves fewer slots to the others; what is
+gained where two fit and the next launch has room to begin beside this one."""
 
 
 def microseconds(operands: Operands, choice: Choice, m: int, n: int, k: int, processors: int) -> float:
@@ -160,10 +166,14 @@ def microseconds(operands: Operands, choice: Choice, m: int, n: int, k: int, pro
     column, end = _COSTS[shape[:2]]
     tiles, blocks = cdiv(n, shape.tile_n) * cdiv(m, shape.tile_m), cdiv(k, BLOCK)
     waves = cdiv(tiles * split, processors * ctas)
-    chain = waves * (cdiv(blocks, split) * column * (1.15 if operands.blocks else 1.0) + end)
+    chain = waves * (cdiv(blocks, split) * column * (SCALING if operands.blocks else 1.0) + end)
     memory = (n * k + m * k + 2 * m * n) / 4.3e6
-    sums = CLUSTER + DOUBLING * split.bit_length() if split > 1 else 0.0
-    return float((chain**4 + memory**4) ** 0.25 + START + sums)
+    sums = CLUSTER + DOUBLING * log2(split) if split > 1 else 0.0
+    copies = (
+        cdiv(tiles * split, processors) * cdiv(blocks, split) * (shape.rows + shape.columns) * BLOCK / COPIED
+    )
+    slots = FEWER_SLOTS * (ctas - 1) - (BESIDE if ctas == 2 and tiles * split <= processors else 0.0)
+    return float((chain**4 + memory**4 + copies**4) ** 0.25 + START + sums + slots)
 
 
 @lru_cache(maxsize=4096)
