@@ -18,6 +18,7 @@ from gristmill.quant.activations import quantize_activation
 
 OP = default_registry().op("linear")
 KERNEL = default_registry().kernel("linear", "linear_w8a8_sm90")
+TORCH = default_registry().kernel("linear", "linear_scaled_mm_torch")
 TARGET = Target.parse("sm_90")
 needs_library = pytest.mark.skipif(
     not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(),
@@ -44,6 +45,24 @@ needs_library = pytest.mark.skipif(
 def test_accepts(problem: str, reason: str | None) -> None:
     refusal = KERNEL.accepts(OP.problem(problem))
     assert refusal is None if reason is None else refusal is not None and reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("m=1,n=64,k=256,w=fp8_ch.fp8_token", None),
+        ("m=0,n=16,k=16,w=fp8.fp8_token,epilogue=bias+silu_mul", None),
+        ("m=1,n=72,k=256,w=fp8_ch.fp8_token", "multiples of 16"),
+        ("m=1,n=64,k=256,x=fp16,w=fp8_ch.fp8_token", "writes bf16"),
+        ("m=1,n=64,k=256,w=fp8_block.fp8_g128", "not fp8_block.fp8_g128"),
+    ],
+)
+def test_the_wrapped_product_of_torch_accepts(problem: str, reason: str | None) -> None:
+    refusal = TORCH.accepts(OP.problem(problem))
+    assert refusal is None if reason is None else refusal is not None and reason in refusal
+    if refusal is None:
+        room = TORCH.workspace(OP.problem(problem), {})
+        assert room.bytes >= OP.problem(problem).integer("m") * (OP.problem(problem).integer("k") + 4)
 
 
 def test_hardware_is_hopper_alone() -> None:
