@@ -110,7 +110,8 @@ def test_quantizers_follow_the_rules_bit_for_bit(operands: Operands, dtype: torc
         groups = cdiv(k, 128) if operands.blocks else 1
         scales = scratch[start : start + 4 * quantized.pitch * groups].view(torch.float32)
         scales = scales.view(groups, quantized.pitch)[:, :m].T.cpu()
-        expected = quantize_activation(x.cpu(), name)
+        expected, on_gpu = quantize_activation(x.cpu(), name), quantize_activation(x, name)
+        assert torch.equal(on_gpu.scales.cpu().nan_to_num(), expected.scales.nan_to_num()), (m, k)
         poisoned = expected.scales.isnan()
         assert torch.equal(scales.isnan(), poisoned)
         assert torch.equal(scales.nan_to_num(), expected.scales.nan_to_num()), (m, k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS
 from gristmill.quant import quantize_activation
@@ -131,3 +132,35 @@ def test_bad_input() -> None:
         quantize_activation(x, "fp8", scale=torch.ones(2))
     with pytest.raises(ValueError, match="K at least 1"):
         quantize_activation(x[:, :0], "fp8")
+
+
+class Divisors(TorchDispatchMode):
+    """Collects what floats are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.div:
+            self.seen.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ACTIVATION_FORMATS)
+def test_no_scale_is_divided_by_a_python_number(name: str) -> None:
+    """torch's CUDA kernels multiply by the reciprocal of a Python number: scales would differ from a CPU's in the last bit, and
+    with them codes that are ties."""
+    with Divisors() as divisors:
+        quantize_activation(tokens(), name)
+    assert divisors.seen and all(isinstance(value, torch.Tensor) for value in divisors.seen)
+
+
+def test_a_reciprocal_would_change_codes() -> None:
+    """Ties: 448 is 7 * 64, so 3 / 4 of the largest value is one of many values halfway between two codes."""
+    x = torch.randn(257, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = quantize_activation(x, "fp8_token")
+    scales = x.float().abs().amax(-1, keepdim=True) * torch.tensor(1 / 448)
+    codes = (x.float() / scales).to(torch.float8_e4m3fn)
+    differing = codes.view(torch.uint8) != exact.values.view(torch.uint8)
+    assert (scales != exact.scales).any() and 0 < int(differing.sum()) < 1000
