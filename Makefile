@@ -28,6 +28,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A thread that waits for its siblings gives its core back after a tenth of a millisecond, not after three: where others use
 # the cores too, the default costs ten times more time than it saves.
 export GOMP_SPINCOUNT ?= 10000
+# pip builds the native libraries with as many jobs as `make build` does.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 unexport PYTHONPATH PYTHONHOME
 
 # One key for everything the environment is made of: a change of any makes a new set-up.
