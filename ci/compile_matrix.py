@@ -1,7 +1,7 @@
 """Compile Triton kernels of the registry ahead of time for every target they claim; no GPU is needed.
 
     python ci/compile_matrix.py                 a sample: what changed since it was last compiled, and a rotating share,
-                                                for a minute at most (--seconds)
+                                                for 40 seconds at most (--seconds)
     python ci/compile_matrix.py --full          everything
     python ci/compile_matrix.py --only rms_norm --target sm_90
     python ci/compile_matrix.py --full --update write ci/compile_baseline.json
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="a line for each compilation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="how long a sample keeps starting compilations"
+        "--seconds", type=float, default=40.0, help="how long a sample keeps starting compilations"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

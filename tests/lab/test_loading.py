@@ -40,7 +40,13 @@ def best(
 
 @pytest.mark.parametrize(
     "case",
-    ["fp8 fp8_block", "gptq int4_g128", "modelopt nvfp4", "compressed-tensors int4_g128", "mxfp4 experts"],
+    [
+        "fp8 fp8_block",
+        "gptq int4_g128",
+        "modelopt nvfp4",
+        "compressed-tensors int4_g128",
+        pytest.param("mxfp4 experts", marks=pytest.mark.slow),
+    ],
 )
 def test_loading_is_about_as_fast_as_a_copy(case: str, tmp_path: Path) -> None:
     with loading.processes() as run_turn:
