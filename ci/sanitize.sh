@@ -1,7 +1,8 @@
 #!/bin/bash
 # Run the C++ cores under AddressSanitizer and UBSan: tests/native/*_asan.cpp, each a small program with its own main, built together
-# with the cores at every ISA level, or at those that GRISTMILL_CPU_LEVELS and GRISTMILL_CPU_HIGHEST leave (cmake/cpu.cmake). Torch is not involved: a serial stub stands for its thread pool. Every entry that was built must
-# have been run, at every level that this processor has.
+# with the cores at every ISA level, or at those that GRISTMILL_CPU_LEVELS and GRISTMILL_CPU_HIGHEST leave (cmake/cpu.cmake). Torch is
+# not involved: a serial stub stands for its thread pool. Every entry that was built must have been run, at every level that this
+# processor has.
 #   ci/sanitize.sh [build directory]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -207,8 +207,9 @@ class Engine(EngineMemory):
     def warm_up(self, progress: Progress | None = None) -> WarmUp:
         """Select, verify, compile and load every kernel that steps within the limits call, and capture the decode graphs.
 
-        From then on no request waits for any of it. On a GPU this takes from seconds (with a filled store) to a minute; on a CPU
-        kernels are verified, which the store records for later processes.
+        From then on a kernel that is selected while requests wait is reported by a warning. Graphs of steps whose logits are processed,
+        and all graphs after `sleep`, are captured when needed. On a GPU this takes from seconds (with a filled store) to over a
+        minute; on a CPU kernels are verified, which the store records for later processes.
 
         progress: called with a stage, its steps done, and its steps in all.
 
