@@ -7,6 +7,7 @@ jobs=${1:-2}
 full=${GRISTMILL_FULL:-}
 # Several test processes with a thread each use the cores better than one with several; and results do not depend on either.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD/src
+unset PYTHONDONTWRITEBYTECODE  # hundreds of child processes would each compile the package anew
 
 marks="not gpu and not slow"
 if [ -n "$full" ]; then
@@ -47,7 +48,8 @@ if [ -n "$full" ]; then
 fi
 budget=(-p ci.budget)
 if [ -n "$full" ]; then budget=(); fi  # the slow tests have none
-step "tests" python -m pytest -q -n "$jobs" --dist loadfile -m "$marks" "${budget[@]}"
+# A worker that has nothing left takes tests of the other: neither waits for the last long file.
+step "tests" python -m pytest -q -n "$jobs" --dist worksteal -m "$marks" "${budget[@]}"
 for list in ${full:+ci/hosts/*.txt}; do  # programs that gristmill runs inside, each in its own environment
   host=$(basename "$list" .txt)
   step "environment of $host" bash ci/host_env.sh "$host" python

@@ -41,10 +41,10 @@ def best(
 @pytest.mark.parametrize(
     "case",
     [
-        "fp8 fp8_block",
         "gptq int4_g128",
         "modelopt nvfp4",
-        "compressed-tensors int4_g128",
+        pytest.param("fp8 fp8_block", marks=pytest.mark.slow),
+        pytest.param("compressed-tensors int4_g128", marks=pytest.mark.slow),
         pytest.param("mxfp4 experts", marks=pytest.mark.slow),
     ],
 )

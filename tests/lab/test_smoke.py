@@ -126,6 +126,9 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 
+SLOW = ("first_token",)
+"""Programs whose smallest form starts many processes: `make test-full` runs them."""
+
 
 def test_every_program_has_a_smallest_form() -> None:
     assert FORMS.keys() == {*PROGRAMS}
@@ -134,7 +137,9 @@ def test_every_program_has_a_smallest_form() -> None:
     assert all(f"from lab.{name} import" in text for name in helpers), "a module that no program uses"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS]
+)
 def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_file) -> None:
     """Runs `main` as the command line does; a result file has rows and states how it was made."""
     policy_file()

@@ -82,9 +82,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("model", "method"), [(LLAMA, "gptq"), pytest.param(DEEPSEEK, "awq", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "method"), [(LLAMA, "gptq"), (DEEPSEEK, "awq")])
 def test_a_killed_run_goes_on(
     model: str, method: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
