@@ -48,10 +48,12 @@ SECTIONS = {
         "TokenLogprobs",
         "SamplingParams",
         "StructuredOutput",
+        "Speculation",
         "AsyncEngine",
         "Metrics",
         "Engine",
         "EngineStatus",
+        "SpeculationStatus",
         "RequestOutput",
         "FinishReason",
         "BlockStored",
@@ -78,7 +80,7 @@ SECTIONS = {
 }
 """Every public name, in the order of the page."""
 
-MADE_BY_USERS = ("SamplingParams", "Policy")
+MADE_BY_USERS = ("SamplingParams", "Speculation", "Policy")
 """Dataclasses that users construct: their constructor is shown. Of other dataclasses, which functions return, the fields are shown."""
 
 OPS_HELPERS = ("bind", "layouts", "prepare", "release", "resolver", "seal")

@@ -38,7 +38,7 @@ def make_batch(
 ) -> Batch:
     """The tensors of the entries of a committed plan, sent to the device in two copies.
 
-    rows: the last token of each entry that samples, in order; with `all_rows`, every token.
+    rows: the last 1 + drafts tokens of each entry that samples, in order; with `all_rows`, every token.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -56,7 +56,7 @@ def make_batch(
         table += entry.block_ids
         table += [0] * (width - len(entry.block_ids))
         if entry.samples:
-            rows.append(len(tokens) - 1)
+            rows += range(len(tokens) - 1 - entry.drafts, len(tokens))
     if all_rows:
         rows = list(range(len(tokens)))
     total, seqs = len(tokens), len(entries)

@@ -98,6 +98,14 @@ def model_options(function: F) -> F:
     help="Run decode steps as CUDA graphs. Default: on a GPU.",
 )
 @click.option(
+    "--speculate",
+    metavar="METHOD",
+    help="Draft tokens and verify several per step, with the same text, such as ngram:4. 'gristmill supported' lists the methods.",
+)
+@click.option(
+    "--stats", is_flag=True, help="Print counts of the engine: of --speculate, drafts and their acceptance."
+)
+@click.option(
     "--explain",
     is_flag=True,
     help="Print which kernel each operation ran, and why; which steps ran as CUDA graphs.",
@@ -114,6 +122,7 @@ def model_options(function: F) -> F:
 def generate(
     prompt: str,
     drain_seconds: float,
+    stats: bool,
     explain: bool,
     as_json: bool,
     **options: Any,
@@ -126,9 +135,11 @@ def generate(
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop", "length" or "abort"), "logprobs" (null without
     --logprobs: {"token_id", "logprob", "rank", "top"}), "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
     "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "max_ctx", "samples", "captured", "steps",
-    "reason"})}
+    "reason"}), "speculation" (null without --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens",
+    "accepted_by_position", "reasons", "gains", "draft_bytes"})}
     """
     from gristmill.runtime.sampling_params import SamplingParams
+    from gristmill.runtime.speculation.report import print_drafts
 
     params = SamplingParams(**{name: options.pop(name) for name in OPTIONS})
     llm = _load(options, as_json, text=True)
@@ -146,6 +157,7 @@ def generate(
                 click.echo(chunk.text, nl=False)
     seconds = time.perf_counter() - begin
     rows, graphs = (llm.explain(), llm.explain_graphs()) if explain else (None, None)
+    speculation = llm.engine.status().speculation
     if as_json:
         console.emit(
             {
@@ -160,6 +172,7 @@ def generate(
                 "weight_bytes": llm.weight_bytes,
                 "explain": rows,
                 "decode_graphs": graphs,
+                "speculation": None if speculation is None else asdict(speculation),
             }
         )
         return
@@ -167,6 +180,8 @@ def generate(
     console.err().print(
         f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}", style="dim"
     )
+    if stats:
+        print_drafts(speculation)
     if rows is not None:
         _kernels(rows)
     if graphs:
@@ -406,16 +421,18 @@ def warm(as_json: bool, **options: Any) -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def supported(as_json: bool) -> None:
-    """Architectures that can be loaded, and checkpoint formats that are read and written, those of plugins among them.
+    """Architectures that can be loaded, checkpoint formats that are read and written, and methods of speculation, with those of plugins.
 
     \b
-    With --json, one object: {"families" ({"name", "architectures", "gguf"}), "formats" ({"name", "written"}), "plugins_left_out" (each
-    plugin of gristmill.models or gristmill.formats that is not used, with its reason)}
+    With --json, one object: {"families" ({"name", "architectures", "gguf"}), "formats" ({"name", "written"}), "proposers"
+    (methods of --speculate: {"name", "summary"}), "plugins_left_out" (each plugin of gristmill.models, gristmill.formats or
+    gristmill.proposers that is not used, with its reason)}
     """
     from gristmill.quant import formats
-    from gristmill.runtime import models
+    from gristmill.runtime import models, speculation
 
     families = {id(family): family for family in models.families().values()}.values()
+    left_out = (*models.failures(), *formats.failures(), *speculation.failures())
     supported: dict[str, list[dict[str, Any]]] = {
         "families": [
             {
@@ -429,7 +446,10 @@ def supported(as_json: bool) -> None:
             {"name": name, "written": spec.write is not None}
             for name, spec in formats.checkpoint_formats().items()
         ],
-        "plugins_left_out": [failure.as_dict() for failure in (*models.failures(), *formats.failures())],
+        "proposers": [
+            {"name": spec.name, "summary": spec.summary} for spec in speculation.proposers().values()
+        ],
+        "plugins_left_out": [failure.as_dict() for failure in left_out],
     }
     if as_json:
         console.emit(supported)
@@ -444,7 +464,12 @@ def supported(as_json: bool) -> None:
         ["quant_method", "read", "written"],
         [[f["name"], "yes", "yes" if f["written"] else "no"] for f in supported["formats"]],
     )
-    for failure in (*models.failures(), *formats.failures()):
+    console.table(
+        "Speculation",
+        ["method", "drafts"],
+        [[p["name"], p["summary"]] for p in supported["proposers"]],
+    )
+    for failure in left_out:
         console.err().print(str(failure), highlight=False, markup=False)
 
 

@@ -41,6 +41,10 @@ from gristmill.runtime.scheduler import (
     StepPlan,
     TokenLogprobs,
 )
+from gristmill.runtime.speculation.config import Speculation
+from gristmill.runtime.speculation.context import DraftContext
+from gristmill.runtime.speculation.speculator import Speculator
+from gristmill.runtime.speculation.verify import sampling_rows
 from gristmill.runtime.structured_output import Grammar
 from gristmill.runtime.warm_up import Progress, WarmUp, warm_up
 
@@ -94,6 +98,8 @@ class Engine(EngineMemory):
             None = no limit.
         max_bypass: number of younger requests that may be admitted before one that waits for cache blocks.
         inter_prefill_budget: prompt tokens that a step may compute in addition to those of its first prompt; None = no limit.
+        speculate: how tokens are drafted and verified several at a time, a `Speculation` or its text, such as ``ngram:4``; ids are
+            the same as without. None = not at all.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -127,7 +133,9 @@ class Engine(EngineMemory):
         max_queued_tokens: int | None = None,
         max_bypass: int = 8,
         inter_prefill_budget: int | None = None,
+        speculate: Speculation | str | None = None,
     ) -> None:
+        speculation = None if speculate is None else Speculation.parse(speculate)
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
         if policy is not None and not isinstance(policy, Policy):
             raise UsageError(
@@ -157,18 +165,24 @@ class Engine(EngineMemory):
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
-        self._start(
-            Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs), config, seed, quant
-        )
+        runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs)
+        self._start(runner, config, seed, quant, speculation)
 
     @classmethod
-    def from_parts(cls, runner: Runner, config: SchedulerConfig, seed: int = 0) -> Engine:
+    def from_parts(
+        cls,
+        runner: Runner,
+        config: SchedulerConfig,
+        seed: int = 0,
+        speculate: Speculation | str | None = None,
+    ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
         config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache.
         """
         engine = cls.__new__(cls)
-        engine._start(runner, config, seed)
+        speculation = None if speculate is None else Speculation.parse(speculate)
+        engine._start(runner, config, seed, speculation=speculation)
         return engine
 
     def _start(
@@ -177,6 +191,7 @@ class Engine(EngineMemory):
         config: SchedulerConfig,
         seed: int,
         quant: str | QuantScheme | torch.dtype | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         held = (runner.cache.num_blocks, runner.cache.block_size)
         if held != (config.num_blocks, config.block_size):
@@ -203,6 +218,19 @@ class Engine(EngineMemory):
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
+        self.speculator = None if speculation is None else self._make_speculator(speculation)
+
+    def _make_speculator(self, speculation: Speculation) -> Speculator:
+        runner, config = self.runner, self.scheduler.config
+        context = DraftContext(runner, config.max_seqs, config.max_batch_tokens, speculation.most_tokens)
+        return Speculator(
+            speculation,
+            speculation.spec.make(context),
+            self.scheduler,
+            runner.processors,
+            runner.model.config.vocab_size,
+            self._row,
+        )
 
     def warm_up(self, progress: Progress | None = None) -> WarmUp:
         """Select, verify, compile and load every kernel that steps within the limits call, and capture the decode graphs.
@@ -299,24 +327,29 @@ class Engine(EngineMemory):
         if self.residency.reason:
             self.last_plan = None
             return []
+        if self.speculator is not None:
+            self.speculator.propose()
         self.last_plan = plan = self.scheduler.plan()
         if not plan.entries:
             return []
         self.scheduler.commit(plan)
-        rows = [self._row(entry.id) for entry in plan.sampling()]
-        logprobs: dict[str, TokenLogprobs] = {}
+        rows = [row for entry in plan.sampling() for row in sampling_rows(entry, self._row(entry.id))]
+        logprobs: dict[str, list[TokenLogprobs]] = {}
         try:
             if self._with_logprobs:
                 result = self.runner.run_detailed(plan.entries, rows, self._prompts)
-                sampled, logprobs = result.ids, result.logprobs
+                drawn, logprobs = result.ids, result.logprobs
             else:
-                sampled = self.runner.run(plan.entries, rows)
+                drawn = self.runner.run(plan.entries, rows)
         except BaseException:
             self.scheduler.discard(plan)
             raise
+        runs = (
+            [[token] for token in drawn] if self.speculator is None else self.speculator.verify(plan, drawn)
+        )
         # A row of NaN, or without a finite value, ends only its own request.
-        failed = [entry.id for entry, token in zip(plan.sampling(), sampled, strict=True) if token < 0]
-        outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, sampled)
+        failed = [entry.id for entry, run in zip(plan.sampling(), runs, strict=True) if run[0] < 0]
+        outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, runs)
         if self._with_logprobs:
             self._attach(outputs, logprobs)
         for output in outputs:
@@ -390,10 +423,10 @@ class Engine(EngineMemory):
             f"{len(self._active)} requests{', draining' if self._draining else ''}\n{self.scheduler.dump()}"
         )
 
-    def _attach(self, outputs: Sequence[RequestOutput], logprobs: Mapping[str, TokenLogprobs]) -> None:
+    def _attach(self, outputs: Sequence[RequestOutput], logprobs: Mapping[str, list[TokenLogprobs]]) -> None:
         for output in outputs:
             if output.id in logprobs:
-                output.logprobs = (logprobs[output.id],)
+                output.logprobs = tuple(logprobs[output.id][: len(output.new_ids)])
             if output.new_ids and output.id in self._prompts:
                 output.prompt_logprobs = tuple(self._prompts.pop(output.id).logprobs)
                 self._active[output.id].request.reads_cache = True  # for example after a preemption
@@ -414,7 +447,9 @@ class Engine(EngineMemory):
                 self.scheduler.resume(follower)
 
     def _forget(self, request_id: str) -> None:
-        del self._active[request_id]
+        active = self._active.pop(request_id)
+        if self.speculator is not None:
+            self.speculator.ended(active.request)
         self.runner.processors.remove(request_id)
         self._with_logprobs.discard(request_id)
         self._prompts.pop(request_id, None)

@@ -13,6 +13,7 @@ from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
 from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import Scheduler
+from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.status import EngineStatus, State
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class EngineMemory:
     runner: Runner
     scheduler: Scheduler
     residency: Residency
+    speculator: Speculator | None
     _quant: str | QuantScheme | torch.dtype | None
     _draining: bool
 
@@ -42,6 +44,8 @@ class EngineMemory:
             raise UsageError("the engine sleeps already: call wake_up first")
         self._require_none_started("sleep")
         self.reset_prefix_cache()
+        if self.speculator is not None:
+            self.speculator.reset()
         self.residency.sleep(level)
 
     def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
@@ -67,6 +71,8 @@ class EngineMemory:
         self._require_none_started("update_weights")
         self.residency.update(source, self._quant if quant is None else quant, staging)
         self.reset_prefix_cache()
+        if self.speculator is not None:
+            self.speculator.reset()
 
     def reset_prefix_cache(self) -> None:
         """Forget the prefixes of earlier requests."""
@@ -109,6 +115,7 @@ class EngineMemory:
             max_batch_tokens=config.max_batch_tokens,
             weight_bytes=self.runner.model.plans.weight_bytes,
             cache_bytes=self.runner.cache.nbytes,
+            speculation=None if self.speculator is None else self.speculator.status(),
         )
 
     def _require_none_started(self, call: str) -> None:

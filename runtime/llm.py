@@ -23,6 +23,7 @@ from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.structured_output import Grammar, GrammarCompiler
 from gristmill.runtime.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ class LLM:
         max_queued_tokens: int | None = None,
         max_bypass: int = 8,
         inter_prefill_budget: int | None = None,
+        speculate: Speculation | str | None = None,
     ) -> None:
         checkpoint = open_checkpoint(model)
         try:  # before any weight is read, so that an error in it is known at once
@@ -96,6 +98,7 @@ class LLM:
             max_queued_tokens=max_queued_tokens,
             max_bypass=max_bypass,
             inter_prefill_budget=inter_prefill_budget,
+            speculate=speculate,
         )
         self.path = checkpoint.path
         self.model: Model = self.engine.runner.model

@@ -44,15 +44,33 @@ class _State:
         p = self.params
         return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
 
-    def bans(self) -> list[int]:
-        """Tokens that are barred as the next one, in addition to those that are always barred."""
+    def advanced_grammar(self, grammar: Grammar) -> Grammar:
+        """The request's grammar, behind the known tokens."""
+        if self.consumed < len(self.tokens):
+            grammar.consume(self.tokens[self.consumed :])
+            self.consumed = len(self.tokens)
+        return grammar
+
+    def bans(self, drafted: Sequence[int]) -> list[int]:
+        """Tokens that are barred behind the known tokens and `drafted`, in addition to those that are always barred."""
         banned: list[int] = []
-        if len(self.tokens) - self.prompt_len < self.params.min_tokens:
+        if len(self.tokens) + len(drafted) - self.prompt_len < self.params.min_tokens:
             banned += self.stop_ids
         for before, last in self.bad_words:
-            if list(self.tokens[-len(before) :]) == before:
+            known = len(before) - len(drafted)
+            end = [*self.tokens[-known:], *drafted] if known > 0 else drafted[-len(before) :]
+            if list(end) == before:
                 banned.append(last)
         return banned
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of logits that is processed: its place among all rows, its request, and the drafts that precede it."""
+
+    place: int
+    state: _State
+    drafted: Sequence[int]
 
 
 class LogitsProcessors:
@@ -100,37 +118,60 @@ class LogitsProcessors:
         if state is not None and state.slot is not None:
             self._free.append(state.slot)
 
-    def apply(self, logits: Tensor, request_ids: Sequence[str]) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        request_ids: Sequence[str],
+        drafted: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """logits [rows, vocab] of these requests -> processed logits: `logits` itself if no row is processed, else a new
-        tensor, float32 [rows, vocab]. Does not synchronize."""
-        rows = [row for row, name in enumerate(request_ids) if name in self._states]
+        tensor, float32 [rows, vocab]. Does not synchronize.
+
+        drafted: for each row the drafts that precede it, as if they were known; None = no row has any. The rows of a request are one
+        after another, each with one draft more than the one before it.
+        """
+        rows = [
+            _Row(place, self._states[name], () if drafted is None else drafted[place])
+            for place, name in enumerate(request_ids)
+            if name in self._states
+        ]
         if not rows:
             return logits
-        states = [self._states[request_ids[row]] for row in rows]
+        states = list(dict.fromkeys(row.state for row in rows))
         self._assign_slots(states)
         self._count(states)
         processed = logits.to(torch.float32, copy=True)
+        self._apply_grammars(processed, rows)
         for first in range(0, len(rows), ROWS):
-            self._process(processed, rows[first : first + ROWS], states[first : first + ROWS])
+            self._process(processed, rows[first : first + ROWS])
         return processed
 
-    def _process(self, logits: Tensor, rows: Sequence[int], states: Sequence[_State]) -> None:
+    def legal(self, request_id: str, drafts: Sequence[int]) -> int:
+        """How many of the drafts the request's grammar allows behind its known tokens; all of them without one."""
+        state = self._states.get(request_id)
+        if state is None or state.grammar is None:
+            return len(drafts)
+        return state.advanced_grammar(state.grammar).allowed(drafts)
+
+    def _process(self, logits: Tensor, rows: Sequence[_Row]) -> None:
         """Process these rows of float32 logits [rows, vocab] in place."""
-        slots = [_slot(state) for state in states]
-        row_index, slot_index = send([*rows, *slots], torch.int64, self.device).view(2, len(rows))
+        places, slots = [row.place for row in rows], [_slot(row.state) for row in rows]
+        row_index, slot_index = send([*places, *slots], torch.int64, self.device).view(2, len(rows))
         x = logits[row_index]
         if self._bias is not None:
             x += self._bias[slot_index]
-        bans = [(i, token) for i, state in enumerate(states) for token in state.bans()]
+        bans = [(i, token) for i, row in enumerate(rows) for token in row.state.bans(row.drafted)]
         if bans:
             _fill(x, bans, -torch.inf)
-        self._apply_grammars(x, states)
         if self._counts is not None and self._in_prompt is not None:
-            params = [state.params for state in states]
+            params = [row.state.params for row in rows]
             values = [p.repetition_penalty for p in params]
             values += [p.frequency_penalty for p in params] + [p.presence_penalty for p in params]
             repetition, frequency, presence = send(values, torch.float32, self.device).view(3, len(rows), 1)
             counts = self._counts[slot_index]
+            drafts = [(i, t) for i, row in enumerate(rows) if row.state.penalized for t in row.drafted]
+            if drafts:
+                _add_one(counts, drafts)
             output = counts > 0
             repeated = torch.where(x > 0, x / repetition, x * repetition)
             x = torch.where(output | self._in_prompt[slot_index], repeated, x)
@@ -138,20 +179,21 @@ class LogitsProcessors:
             x -= presence * output
         logits[row_index] = x
 
-    def _apply_grammars(self, x: Tensor, states: Sequence[_State]) -> None:
-        """Bar what the grammars of the rows of x [rows, vocab] do not allow next."""
-        rows, grammars = [], []
-        for row, state in enumerate(states):
-            if state.grammar is not None:
-                if state.consumed < len(state.tokens):
-                    state.grammar.consume(state.tokens[state.consumed :])
-                    state.consumed = len(state.tokens)
-                rows.append(row)
-                grammars.append(state.grammar)
-        if grammars:
-            mask = next_tokens(grammars, pinned=self.device.type == "cuda")
-            row_index = send(rows, torch.int64, self.device)
-            bar(x, row_index, mask.to(self.device, non_blocking=True))
+    def _apply_grammars(self, logits: Tensor, rows: Sequence[_Row]) -> None:
+        """Bar, in these rows of float32 logits [rows, vocab], what their grammars do not allow next."""
+        places: list[int] = []
+        drafts: dict[_State, Sequence[int]] = {}
+        for row in rows:
+            if row.state.grammar is not None:
+                places.append(row.place)
+                drafts[row.state] = row.drafted  # at last those of the request's last row, which are all
+        if not places:
+            return
+        grammars = [state.advanced_grammar(state.grammar) for state in drafts if state.grammar is not None]
+        mask = next_tokens(grammars, list(drafts.values()), pinned=self.device.type == "cuda")
+        for first in range(0, len(places), ROWS):
+            row_index = send(places[first : first + ROWS], torch.int64, self.device)
+            bar(logits, row_index, mask[first : first + ROWS].to(self.device, non_blocking=True))
 
     def _assign_slots(self, states: Sequence[_State]) -> None:
         """Give slots to the requests that have none, and initialize them."""
@@ -192,8 +234,7 @@ class LogitsProcessors:
         if prompt:
             _fill(self._in_prompt, prompt, True)
         if output:
-            places = _places(self._counts, output)
-            self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+            _add_one(self._counts, output)
         for state in states:
             state.counted = len(state.tokens)
 
@@ -251,3 +292,9 @@ def _places(tensor: Tensor, entries: Sequence[tuple[int, int]]) -> Tensor:
 
 def _fill(tensor: Tensor, entries: Sequence[tuple[int, int]], value: float) -> None:
     tensor.view(-1).index_fill_(0, _places(tensor, entries), value)
+
+
+def _add_one(counts: Tensor, entries: Sequence[tuple[int, int]]) -> None:
+    """Add one for each (row, token) to a contiguous int32 tensor [rows, vocab]."""
+    places = _places(counts, entries)
+    counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.speculation.statistics import DraftCounts
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -46,6 +47,12 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that got their first token",
     "generation_tokens": "Tokens generated",
 }
+DRAFT_COUNTERS = {
+    "spec_decode_num_drafts": "Runs of drafts that were verified, one per request and step",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
+}
+"""Of engines that draft."""
 HISTOGRAMS = {
     "iteration_tokens_total": ("Tokens computed in a step", TOKENS),
     "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
@@ -100,13 +107,20 @@ class Metrics:
         self._metrics: dict[str, Any] = {}
         for name, text in GAUGES.items():
             self._metrics[name] = make(prometheus_client.Gauge, name, text)
-        for name, text in COUNTERS.items():
+        for name, text in (COUNTERS | DRAFT_COUNTERS).items():
             self._metrics[name] = make(prometheus_client.Counter, name, text)
         for name, (text, buckets) in HISTOGRAMS.items():
             self._metrics[name] = make(prometheus_client.Histogram, name, text, buckets=buckets)
         self._success = make(
             prometheus_client.Counter, "request_success", "Requests that ended", ("finished_reason",)
         )
+        self._accepted = make(
+            prometheus_client.Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their position in the run",
+            ("position",),
+        )
+        self._drafts: tuple[int, ...] = ()  # counts of the speculator that were reported
 
     def step(self, engine: Engine) -> None:
         """A step of the engine has ended."""
@@ -118,6 +132,21 @@ class Metrics:
         if plan is not None and plan.entries:
             metrics["iteration_tokens_total"].observe(plan.num_tokens)
             metrics["num_preemptions"].inc(len(plan.preempted))
+
+        if engine.speculator is not None:
+            self._count_drafts(engine.speculator.counts)
+
+    def _count_drafts(self, counts: DraftCounts) -> None:
+        now = (counts.drafts, counts.draft_tokens, *counts.accepted)
+        runs, tokens, *accepted = (
+            count - before for count, before in zip(now, self._drafts or (0,) * len(now), strict=True)
+        )
+        self._drafts = now
+        if runs:
+            for name, count in zip(DRAFT_COUNTERS, (runs, tokens, sum(accepted)), strict=True):
+                self._metrics[name].inc(count)
+            for position, count in enumerate(accepted):
+                self._accepted.labels(self._model_name, str(position)).inc(count)
 
     def scheduled(self, timing: Timing, cached_tokens: int) -> None:
         """A request is in a step for the first time."""

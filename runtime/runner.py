@@ -31,10 +31,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """ids: as in `Runner.run`. logprobs: by request id, of the ids of requests with logprobs."""
+    """ids: as in `Runner.run`. logprobs: by request id, of each of its ids, for requests with logprobs."""
 
     ids: list[int]
-    logprobs: dict[str, TokenLogprobs]
+    logprobs: dict[str, list[TokenLogprobs]]
 
 
 class Runner:
@@ -60,7 +60,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
-        """Compute the entries of a plan; returns one id per entry that samples (`rows`, in order).
+        """Compute the entries of a plan; returns one id per row: 1 + drafts rows for each entry that samples, in order.
 
         Logits are computed only for those, and only ids are copied from the device.
         """
@@ -95,8 +95,10 @@ class Runner:
             if not rows:
                 return StepResult([], {})
             logits = self.model.logits(hidden[batch.rows])
-        request_ids = [entry.id for entry in entries if entry.samples]
-        ids = self.sampler(self.processors.apply(logits, request_ids), rows)
+        sampling = [entry for entry in entries if entry.samples]
+        request_ids = [entry.id for entry in sampling for _ in range(1 + entry.drafts)]
+        drafted = [prefix for entry in sampling for prefix in _drafted_prefixes(entry)]
+        ids = self.sampler(self.processors.apply(logits, request_ids, drafted), rows)
         with_logprobs = [
             (place, row.params.logprobs)
             for place, row in enumerate(rows)
@@ -109,7 +111,10 @@ class Runner:
         of_tokens = token_logprobs(
             chosen, [ids[place] for place in places], [top for _, top in with_logprobs]
         )
-        return StepResult(ids, dict(zip((request_ids[place] for place in places), of_tokens, strict=True)))
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        for place, token in zip(places, of_tokens, strict=True):
+            logprobs.setdefault(request_ids[place], []).append(token)
+        return StepResult(ids, logprobs)
 
     def _read_prompts(
         self, hidden: Tensor, entries: Sequence[ScheduledRequest], prompts: Mapping[str, PromptLogprobs]
@@ -134,3 +139,9 @@ class Runner:
         """float32 logits [tokens, vocab] of every token of the entries."""
         batch: Batch = make_batch(entries, self.cache.block_size, self.device, all_rows=True)
         return self.model.logits(self.model.forward(batch, self.cache)).float()
+
+
+def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:
+    """For each row that an entry samples, the drafts that precede it."""
+    drafts = entry.tokens[entry.count - entry.drafts :] if entry.drafts else []
+    return [drafts[:count] for count in range(len(drafts) + 1)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gristmill.runtime.speculation.statistics import SpeculationStatus
+
 State = Literal["running", "paused", "draining", "sleeping", "outdated"]
 
 
@@ -20,7 +22,8 @@ class EngineStatus:
         used_blocks, cached_blocks: blocks of requests, and blocks that hold shareable prefixes of earlier requests.
         max_request_tokens: longest prompt and output of one request.
         max_seqs, max_batch_tokens: requests and tokens per step.
-        weight_bytes, cache_bytes: resident bytes.
+        weight_bytes, cache_bytes: resident bytes, without those of a draft model.
+        speculation: counts of drafts; None = the engine does not draft.
     """
 
     state: State
@@ -36,3 +39,4 @@ class EngineStatus:
     max_batch_tokens: int
     weight_bytes: int
     cache_bytes: int
+    speculation: SpeculationStatus | None = None

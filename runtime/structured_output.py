@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,10 @@ class Grammar:
         """These tokens were sampled."""
         self.matcher.consume_tokens(list(tokens))
 
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after another. Changes nothing."""
+        return 0 if self.failed else int(self.matcher.validate_tokens(list(tokens)))
+
     @property
     def failed(self) -> bool:
         """Whether it cannot go on: a limit of the parser was reached, or a token came that it had barred."""
@@ -130,19 +135,35 @@ class GrammarCompiler:
         return Grammar(compiled, self._words)
 
 
-def next_tokens(grammars: Sequence[Grammar], pinned: bool) -> Tensor:
-    """Which tokens may come next: int32 [grammars, words] on the host, bit i of word w for token 32 w + i.
+def next_tokens(grammars: Sequence[Grammar], drafts: Sequence[Sequence[int]], pinned: bool) -> Tensor:
+    """Which tokens may come next: int32 [rows, words] on the host, bit i of word w for token 32 w + i.
 
-    Computed in several threads without the GIL. The row of a grammar that failed is empty: its request ends with an error.
+    drafts: for each grammar tokens that may come; it has a row for the state before them and one behind each of them. Grammars do not
+    change. Computed in several threads without the GIL. The rows of a grammar that failed are empty: its request ends with an error.
+    So are rows behind a draft that is not allowed, which is never accepted.
     """
-    from llguidance.numpy import fill_next_token_bitmask_par
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-    mask = torch.zeros(len(grammars), grammars[0].words, dtype=torch.int32, pin_memory=pinned)
-    sound = [(grammar.matcher, row) for row, grammar in enumerate(grammars) if not grammar.failed]
-    if sound:
-        fill_next_token_bitmask_par(_threads(), sound, mask.numpy())
-    for row, grammar in enumerate(grammars):
-        if grammar.failed:  # before, or in computing its mask
+    rows = [0, *accumulate(1 + len(tokens) for tokens in drafts)]
+    mask = torch.zeros(rows[-1], grammars[0].words, dtype=torch.int32, pin_memory=pinned)
+    sound = [
+        (grammar.matcher, row, list(tokens))
+        for grammar, row, tokens in zip(grammars, rows, drafts, strict=False)
+        if not grammar.failed
+    ]
+    # In copies: a limit of the parser that only a wrong draft reaches must not fail the request.
+    drafted = [(matcher.deep_copy(), row, tokens) for matcher, row, tokens in sound if tokens]
+    if drafted:
+        fill_next_token_bitmask_par_with_draft_tokens(_threads(), drafted, mask.numpy())
+    unclear = {row for copy, row, _ in drafted if copy.is_error()}
+    plain = [(matcher, row) for matcher, row, tokens in sound if not tokens or row in unclear]
+    for row, tokens in zip(rows, drafts, strict=False):
+        if row in unclear:
+            mask[row : row + 1 + len(tokens)] = 0
+    if plain:
+        fill_next_token_bitmask_par(_threads(), plain, mask.numpy())
+    for matcher, row in plain:
+        if matcher.is_error():  # in computing its mask
             mask[row] = 0
     return mask
 

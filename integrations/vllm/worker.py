@@ -218,7 +218,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[[ids[name]] if name in ids else [] for name in names],
-            logprobs=logprobs.sampled(names, result.logprobs),
+            logprobs=logprobs.sampled(names, {name: first for name, [first] in result.logprobs.items()}),
             prompt_logprobs_dict={
                 name: logprobs.of_prompt(prompt.logprobs, min(prompt.top, config.vocab_size))
                 for name, prompt in requests.complete_prompts(entries).items()

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from gristmill.runtime.scheduler import RequestOutput as RequestOutput
     from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
     from gristmill.runtime.scheduler import TokenLogprobs as TokenLogprobs
+    from gristmill.runtime.speculation.config import Speculation as Speculation
+    from gristmill.runtime.speculation.statistics import SpeculationStatus as SpeculationStatus
     from gristmill.runtime.status import EngineStatus as EngineStatus
     from gristmill.runtime.structured_output import StructuredOutput as StructuredOutput
 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -209,6 +210,38 @@ def test_a_step_that_failed_counts_nothing_twice() -> None:
         assert float(processors.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -1.0
     tokens += [6, 6]  # two drafts at once
     assert float(processors.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -3.0
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.parametrize("fault", [False, True])
+def test_drafts_are_processed_as_if_they_were_known(params: SamplingParams, fault: bool) -> None:
+    """Every row of two requests with drafts equals the row of a request that has these tokens, bit for bit, also in a later step.
+
+    Planted fault: the rows do not see their drafts.
+    """
+    rng = torch.Generator().manual_seed(3)
+    prompt, drafts = [1, 2, 5], [[2, 2, 1, 4], [1, 2, 2]]
+    ours, known = LogitsProcessors(VOCAB, CPU), LogitsProcessors(VOCAB, CPU)
+    ids = ["a"] * 5 + ["b"] * 4
+    drafted = [some[:count] for some in drafts for count in range(len(some) + 1)]
+    for tokens in ([*prompt], [*prompt, 1], [*prompt, 1, 2]):
+        for name in "ab":
+            ours.remove(name)
+            ours.add(name, params, tokens, len(prompt), STOP_IDS)
+        for row, prefix in enumerate(drafted):
+            known.remove(str(row))
+            known.add(str(row), params, [*tokens, *prefix], len(prompt), STOP_IDS)
+        logits = 3 * torch.randn(len(ids), VOCAB, generator=rng)
+        expected = known.apply(logits, [str(row) for row in range(len(ids))])
+        seen = [[] for _ in drafted] if fault else drafted
+        assert torch.equal(ours.apply(logits, ids, seen), expected) != (fault and depends_on_tokens(params))
+        without = ours.apply(logits[:2], ["b", "a"])  # nothing of the drafts is left in the slots
+        assert torch.equal(without, known.apply(logits[:2], ["5", "0"]))
+
+
+def depends_on_tokens(params: SamplingParams) -> bool:
+    fixed = replace(params, logit_bias={}, allowed_token_ids=None)
+    return fixed.edits_logits
 
 
 EDITS = [

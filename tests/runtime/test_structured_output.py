@@ -104,7 +104,9 @@ def test_the_mask_goes_to_the_rows_it_belongs_to(
     wishes = [params(StructuredOutput(choice=[text])) for text in ("aaaa", "bbbb")]
     assert [one.text for one in llm.generate([[5], [6]], wishes)] == ["aaaa", "bbbb"]
     original = logits_processors.next_tokens
-    monkeypatch.setattr(logits_processors, "next_tokens", lambda g, pinned: original(g, pinned).flip(0))
+    monkeypatch.setattr(
+        logits_processors, "next_tokens", lambda *rows, **pinned: original(*rows, **pinned).flip(0)
+    )
     assert [one.text for one in llm.generate([[5], [6]], wishes)] != ["aaaa", "bbbb"]
 
 

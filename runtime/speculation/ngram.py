@@ -1,0 +1,87 @@
+"""Drafts from the request's own text: what followed the last tokens where they came before (prompt lookup).
+
+Prompt lookup decoding (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding). An index of the n-grams of each request
+grows with its tokens, so a step costs what is new, not what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill.runtime.speculation import DraftRequest, ProposerSpec
+from gristmill.runtime.speculation.context import DraftContext
+
+SHORTEST, LONGEST = 2, 4
+"""Tokens at the end of the text that are looked up: the longest match wins, of several the last one."""
+
+
+class _Index:
+    """The n-grams of a text that are followed by a token: n-gram -> position of the token behind its last occurrence."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, ...], int] = {}
+        self.length = 0  # tokens whose predecessors are indexed
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Index the n-grams that end before one of the new tokens. The end of the text is not followed by anything yet."""
+        places = self.places
+        for end in range(max(self.length, SHORTEST), len(tokens)):
+            for size in range(SHORTEST, min(LONGEST, end) + 1):
+                places[tuple(tokens[end - size : end])] = end
+        self.length = len(tokens)
+
+    def after(self, tokens: Sequence[int], count: int) -> list[int]:
+        """`count` tokens that followed the longest indexed end of the text; [] if no end of it is indexed.
+
+        A copy that reaches the end of the text goes on with its own tokens, as in LZ77: a text that repeats itself goes on so.
+        """
+        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+            place = self.places.get(tuple(tokens[-size:]))
+            if place is not None:
+                copied = list(tokens[place : place + count])
+                while len(copied) < count:
+                    copied.append(copied[place + len(copied) - len(tokens)])
+                return copied
+        return []
+
+
+class NgramProposer:
+    """An index of n-grams for each request, in host memory."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, _Index] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """What followed the longest earlier occurrence of the last tokens."""
+        drafts = []
+        for request in requests:
+            index = self._indices.setdefault(request.id, _Index())
+            index.extend(request.tokens)
+            drafts.append(index.after(request.tokens, request.count))
+        return drafts
+
+    def ended(self, request_id: str, tokens: Sequence[int], prompt_len: int) -> None:
+        """Drop the request's index."""
+        self._indices.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Drop all indices."""
+        self._indices.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing is held on the device."""
+        return 0
+
+
+def make(context: DraftContext) -> NgramProposer:
+    """A proposer that needs nothing of the engine."""
+    return NgramProposer()
+
+
+PROPOSER = ProposerSpec(
+    name="ngram",
+    summary="what followed the last tokens earlier in the request",
+    tokens=4,
+    make=make,
+)

@@ -1,0 +1,41 @@
+"""Counts of drafts as text on stderr, for the command line."""
+
+from __future__ import annotations
+
+from gristmill import console
+from gristmill.runtime.speculation.statistics import SpeculationStatus
+
+
+def print_drafts(status: SpeculationStatus | None) -> None:
+    """Print acceptance, reasons and gains; None = the engine does not draft."""
+    err = console.err()
+    if status is None:
+        err.print("no drafts: --speculate METHOD drafts tokens", highlight=False)
+        return
+    err.print(
+        f"speculation by {status.method}: {status.accepted_tokens} of {status.draft_tokens} drafts accepted "
+        f"({status.acceptance:.0%}), {status.mean_run:.2f} tokens per verified run, "
+        f"{status.draft_bytes / 1e6:.1f} MB of weights and cache",
+        highlight=False,
+    )
+    console.table(
+        "Accepted drafts by position",
+        ["position", "accepted", "of the runs"],
+        [
+            [place, count, f"{count / max(status.drafts, 1):.0%}"]
+            for place, count in enumerate(status.accepted_by_position, 1)
+        ],
+        right=("position", "accepted", "of the runs"),
+    )
+    if status.reasons:
+        console.table(
+            "Requests and steps without drafts, or with fewer",
+            ["reason", "times"],
+            [[reason, count] for reason, count in status.reasons.items()],
+            right=("times",),
+        )
+    for seqs, gain in status.gains.items():
+        err.print(
+            f"steps of up to {seqs} sequences: {gain:.2f} x the tokens per second of steps without drafts",
+            highlight=False,
+        )

@@ -1,0 +1,146 @@
+"""The engine's drafts: asks the proposer before a step, verifies behind it, and counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from gristmill.runtime.logits_processors import LogitsProcessors
+from gristmill.runtime.sampler import SamplingRow
+from gristmill.runtime.scheduler import Pause, Request, Scheduler, StepPlan
+from gristmill.runtime.speculation import DraftRequest, Proposer
+from gristmill.runtime.speculation.config import Speculation
+from gristmill.runtime.speculation.gain import RequestGain, StepGains
+from gristmill.runtime.speculation.statistics import DraftCounts, SpeculationStatus
+from gristmill.runtime.speculation.verify import accepted_runs
+
+
+class Speculator:
+    """Drafts for the requests of one scheduler.
+
+    config: what the user asked for. proposer: made for it. row_of: how the next token of a request is sampled. processors: whose
+    grammars cut drafts. vocab_size: of the target model. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        config: Speculation,
+        proposer: Proposer,
+        scheduler: Scheduler,
+        processors: LogitsProcessors,
+        vocab_size: int,
+        row_of: Callable[[str], SamplingRow],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.proposer = proposer
+        self.counts = DraftCounts(config.most_tokens)
+        self._scheduler = scheduler
+        self._processors = processors
+        self._vocab_size = vocab_size
+        self._row_of = row_of
+        self._clock = clock
+        self._steps = StepGains()
+        self._gains: dict[str, RequestGain] = {}
+        self._began = 0.0
+
+    def propose(self) -> None:
+        """Give the scheduler drafts for its next step."""
+        self._began = self._clock()
+        if self._scheduler.paused is Pause.ALL:
+            return
+        decoding = [r for r in self._scheduler.running if len(r.tokens) - r.computed == 1]
+        requests = self._takers(decoding)
+        if not requests:
+            return
+        proposed = self.proposer.propose(requests)
+        if len(proposed) != len(requests):
+            raise RuntimeError(
+                f"proposer {self.config.method!r} returned drafts for {len(proposed)} of {len(requests)} requests"
+            )
+        for request, drafts in zip(requests, proposed, strict=True):
+            kept = self._sound(request, drafts)
+            if kept:
+                self._scheduler.propose(request.id, kept)
+
+    def verify(self, plan: StepPlan, drawn: Sequence[int]) -> list[list[int]]:
+        """The new tokens of each entry that samples, from the ids that were drawn for its rows; counts what was accepted."""
+        entries = plan.sampling()
+        runs = accepted_runs(entries, drawn)
+        for entry, run in zip(entries, runs, strict=True):
+            if entry.drafts:
+                accepted = len(run) - 1
+                self.counts.verified(entry.drafts, accepted)
+                request = self._scheduler.requests[entry.id]
+                outputs = len(request.tokens) - request.prompt_len + len(run)
+                self._gains.setdefault(entry.id, RequestGain()).verified(accepted, outputs)
+        if entries and all(entry.samples and entry.count == 1 + entry.drafts for entry in plan.entries):
+            seconds = self._clock() - self._began
+            drafted = any(entry.drafts for entry in entries)
+            self._steps.measured(len(entries), seconds, sum(map(len, runs)), drafted)
+        return runs
+
+    def ended(self, request: Request) -> None:
+        """A request has ended."""
+        self._gains.pop(request.id, None)
+        self.proposer.ended(request.id, request.tokens, request.prompt_len)
+
+    def reset(self) -> None:
+        """The engine slept, or has new weights."""
+        self.proposer.reset()
+
+    def status(self) -> SpeculationStatus:
+        """The counts so far, as values."""
+        counts = self.counts
+        return SpeculationStatus(
+            method=self.config.method,
+            drafts=counts.drafts,
+            draft_tokens=counts.draft_tokens,
+            accepted_tokens=sum(counts.accepted),
+            accepted_by_position=tuple(counts.accepted),
+            reasons=dict(counts.reasons),
+            gains=self._steps.gains(),
+            draft_bytes=self.proposer.nbytes,
+        )
+
+    def _takers(self, decoding: Sequence[Request]) -> list[DraftRequest]:
+        """The requests that take drafts in the next step; the others are counted with their reason."""
+        reasons = self.counts.reasons
+        if not decoding:
+            return []
+        if self.config.adaptive and (reason := self._steps.refusal(len(decoding))):
+            reasons[reason] += len(decoding)
+            return []
+        # Every decoding request has room for one token; the rest of the step's tokens is shared.
+        share = self._scheduler.config.max_batch_tokens // len(decoding) - 1
+        takers = []
+        for request in decoding:
+            count = min(self.config.most_tokens, share, request.limit - len(request.tokens) - 1)
+            if count < 1:
+                reasons["no room for drafts in the step" if share < 1 else "the last token of an output"] += 1
+                continue
+            outputs = len(request.tokens) - request.prompt_len
+            gain = self._gains.get(request.id)
+            if self.config.adaptive and gain is not None and outputs < gain.resumes_at:
+                reasons["the request's drafts were rejected"] += 1
+                continue
+            row = self._row_of(request.id)
+            takers.append(DraftRequest(request.id, request.tokens, request.prompt_len, count, row))
+        return takers
+
+    def _sound(self, request: DraftRequest, drafts: Sequence[int]) -> list[int]:
+        """The drafts up to the first that cannot be verified: outside the vocabulary, or against the grammar."""
+        reasons = self.counts.reasons
+        if not drafts:
+            reasons["the proposer had no drafts"] += 1
+            return []
+        kept = list(drafts[: request.count])
+        outside = next((i for i, token in enumerate(kept) if not 0 <= token < self._vocab_size), None)
+        if outside is not None:
+            reasons["a draft outside the vocabulary"] += 1
+            kept = kept[:outside]
+        legal = self._processors.legal(request.id, kept)
+        if legal < len(kept):
+            reasons["a draft against the grammar"] += 1
+            kept = kept[:legal]
+        return kept
