@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ class BoundPlan:
         "_cuda",
         "_guard",
         "_index",
+        "_recorded",
         "_runners",
         "_tensor",
         "binds",
@@ -58,6 +60,7 @@ class BoundPlan:
         self.layouts = layouts
         self.entries: list[PlanEntry | None] = [None] * (len(BUCKETS) + 1)
         self._runners: list[Runner | None] = [None] * (len(BUCKETS) + 1)
+        self._recorded = self._runners  # those behind the recorders, while calls are recorded
         self._guard = op.guard(self.static)
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
@@ -111,6 +114,29 @@ class BoundPlan:
             self._load(len(BUCKETS) if entry.m_max is None else bucket_index(entry.m_max), entry)
         return self
 
+    def record(self, calls: set[tuple[BoundPlan, int]]) -> None:
+        """Until `stop_recording`, add the plan and the bucket of each call by this thread to `calls` instead of running it."""
+        self._recorded = self._runners
+        self._runners = [
+            partial(self._record_call, calls, threading.get_ident(), index)
+            for index in range(len(self._runners))
+        ]
+
+    def stop_recording(self) -> None:
+        """Run calls again."""
+        self._runners = self._recorded
+
+    def _record_call(
+        self, calls: set[tuple[BoundPlan, int]], thread: int, index: int, *arguments: Any
+    ) -> None:
+        if threading.get_ident() == thread:
+            calls.add((self, index))
+            return
+        runner = self._recorded[index]  # another model that shares the plan is serving
+        if runner is None:
+            runner = self._recorded[index] = self._bind(index)
+        runner(*arguments)
+
     def workspace(self, size: int) -> Workspace:
         """Scratch memory that calls of this size need."""
         index = bucket_index(size)
@@ -152,9 +178,12 @@ class BoundPlan:
             )
         return runner
 
+    def problem(self, index: int) -> Problem:
+        """The problem of a bucket, at its upper bound."""
+        return self.op.at_bucket(self.static, bucket_sizes()[index])
+
     def _bind(self, index: int) -> Runner:
-        size = bucket_sizes()[index]
-        problem = self.op.at_bucket(self.static, size)
+        size, problem = bucket_sizes()[index], self.problem(index)
         find = self.resolver.verified if self.sealed else self.resolver.resolve
         candidate = find(self.op, problem, self.layouts).require()
         reads = [name for name in candidate.kernel.layouts if self.layouts is None or name in self.layouts]

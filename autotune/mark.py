@@ -1,8 +1,9 @@
-"""A mark on disk while a kernel is tried on an accelerator, so that a crash of the machine is attributed to it.
+"""A mark on disk while kernels are tried on an accelerator, so that a crash of the machine is attributed to one.
 
-The verifying process locks the file, which holds the record of the kernel under trial. A lock ends with its process,
+The verifying process locks the file, which holds the records of the kernels under trial. A lock ends with its process,
 the content of a file does not: an unlocked mark was left by a process that died during a trial. Processes therefore verify
-one after another, and none mistakes another's trial for a failure.
+one after another, and none mistakes another's trial for a failure. Threads of one process share the lock; what several of
+them left cannot be attributed, so these kernels are tried again one at a time.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import Verification
@@ -23,25 +26,68 @@ POLL = 0.05
 """Seconds between attempts to take a lock that another process holds."""
 
 
-@contextmanager
-def mark(path: Path, record: Verification, patience: float) -> Iterator[Verification | None]:
-    """Hold the mark at `path` for a trial; yields the mark of a process that died, None where there was none.
+class Mark:
+    """The mark at `path` for the trials of this process."""
 
-    record: the record that the store gets if this process dies. patience: seconds to wait for other processes' trials.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mutex = threading.Lock()
+        self._file: IO[str] | None = None  # locked while a trial runs
+        self._trials: list[Verification] = []
 
-    Raises:
-        OSError: the file cannot be made. TimeoutError: another process holds it for longer than `patience`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
-        _lock(file.fileno(), path, patience)
-        left_record = _parse(_read(file.fileno()))
-        _write(file.fileno(), json.dumps(asdict(record)))
+    @contextmanager
+    def trial(self, record: Verification, patience: float) -> Iterator[tuple[Verification, ...]]:
+        """Hold the mark for a trial; yields the records that a process which died had left in it.
+
+        record: the record that the store gets if this process dies. patience: seconds to wait for other processes' trials.
+
+        Raises:
+            OSError: the file cannot be made. TimeoutError: another process holds it for longer than `patience`.
+        """
+        with self._mutex:
+            left_records = self._take(patience) if self._file is None else ()
+            self._trials.append(record)
+            self._write()
         try:
-            yield left_record
+            yield left_records
         finally:
             # An exception is no crash; the caller handles it.
-            _write(file.fileno(), "")
+            with self._mutex:
+                self._trials.remove(record)
+                if self._trials:
+                    self._write()
+                else:
+                    self._release()
+
+    def left(self, patience: float) -> tuple[Verification, ...]:
+        """Take out the records of a process that died. Raises as `trial`; no trial of this process may run."""
+        with self._mutex:
+            left_records = self._take(patience)
+            self._release()
+        return left_records
+
+    def _take(self, patience: float) -> tuple[Verification, ...]:
+        """Lock the file; returns the records in it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+", encoding="utf-8")
+        try:
+            _lock(file.fileno(), self.path, patience)
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+        return _parse(_read(file.fileno()))
+
+    def _release(self) -> None:
+        """Empty the file and unlock it."""
+        if self._file is not None:
+            _write(self._file.fileno(), "")
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        if self._file is not None:
+            _write(self._file.fileno(), json.dumps([asdict(trial) for trial in self._trials]))
 
 
 def _lock(descriptor: int, path: Path, patience: float) -> None:
@@ -61,12 +107,16 @@ def _read(descriptor: int) -> str:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
 
 
-def _parse(text: str) -> Verification | None:
-    """The record in a mark; None for an empty one, or one truncated while it was written: then nothing ran."""
+def _parse(text: str) -> tuple[Verification, ...]:
+    """The records in a mark; none for an empty one, or one truncated while it was written: then nothing ran."""
     try:
-        return Verification(**migrated(json.loads(text))) if text else None
+        data = json.loads(text) if text else []
+        # A mark of an earlier version holds one record.
+        return tuple(
+            Verification(**migrated(record)) for record in (data if isinstance(data, list) else [data])
+        )
     except (ValueError, TypeError):
-        return None
+        return ()
 
 
 def _write(descriptor: int, text: str) -> None:

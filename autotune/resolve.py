@@ -7,16 +7,18 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnpreparedError, UnverifiableError
-from gristmill.autotune.mark import mark
+from gristmill.autotune.mark import Mark
 from gristmill.autotune.store import save
-from gristmill.autotune.worker import Worker, shared_worker
+from gristmill.autotune.worker import Worker, Workers, shared_workers
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -45,12 +47,15 @@ class Resolver:
         self.registry = registry or default_registry()
         self.target: Target = device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
-        self.worker = worker or shared_worker()
+        self.workers = shared_workers() if worker is None else Workers(worker)
         self.chosen_layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
         self._recording = True
         self.store = self._read()
-        self._lock = threading.Lock()
-        self._writer = _Writer(self.policy.store_path)
+        self._changed = threading.Condition()  # guards the store and `_trials`
+        self._trials: set[tuple[str, ...]] = set()  # keys of records that threads are making
+        path = self.policy.store_path
+        self._mark = Mark(path.with_name(path.name + ".trying"))
+        self._writer = _Writer(path)
 
     def select(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """Selection as the records stand: verifies nothing."""
@@ -67,19 +72,40 @@ class Resolver:
 
     def resolve(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here; failures on the way are quarantined, with warning."""
-        with self._lock:
-            while True:
+        while True:
+            with self._changed:
                 selection = self.select(op, problem, layouts)
-                if selection.best is None or selection.best.verdict == "selected":
-                    return selection
-                record = self.verify(op, problem, selection.best)
-                if not record.ok:
-                    warnings.warn(
-                        f"{record.kernel} is quarantined on {self.target.name} for {op.name} {problem}: "
-                        f"{record.reason}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            if selection.best is None or selection.best.verdict == "selected":
+                return selection
+            record = self.verify(op, problem, selection.best)
+            if not record.ok:
+                warnings.warn(
+                    f"{record.kernel} is quarantined on {self.target.name} for {op.name} {problem}: {record.reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def resolve_all(
+        self,
+        problems: Sequence[tuple[Op, Problem, frozenset[str] | None]],
+        workers: int,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Resolve problems with `workers` verifications at a time; records are the result. progress: called with how many are done.
+
+        What cannot be verified beside others, for example for want of memory, is left for `resolve` alone.
+        """
+
+        def resolve(task: tuple[Op, Problem, frozenset[str] | None]) -> None:
+            with suppress(UnverifiableError):
+                self.resolve(*task)
+
+        if workers > 1 and self._died_together():
+            workers = 1
+        with self.workers.allow(workers), ThreadPoolExecutor(workers) as pool:
+            for done, future in enumerate(as_completed([pool.submit(resolve, task) for task in problems]), 1):
+                future.result()
+                progress(done)
 
     def verified(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here already: verifies nothing.
@@ -126,17 +152,32 @@ class Resolver:
             )
 
         trying = record(False, None, "trying: the process ended before the verification did")
-        with self._marked(trying) as left_record:
-            if left_record is not None:
-                self._record(left_record)
-                if left_record.key == trying.key:
-                    return left_record
-            outcome = self.worker.verify(op, kernel, config, small, self.device)
-            if not outcome["judged"]:
-                raise UnverifiableError(
-                    f"{kernel.name} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
-                )
-        result = record(outcome["ok"], outcome["error"], outcome["reason"])
+        with self._changed:
+            if trying.key in self._trials:  # by another thread
+                self._changed.wait_for(lambda: trying.key not in self._trials)
+                if trying.key in self.store.verifications:
+                    return self.store.verifications[trying.key]
+            self._trials.add(trying.key)
+        try:
+            return self._try(trying, lambda worker: worker.verify(op, kernel, config, small, self.device))
+        finally:
+            with self._changed:
+                self._trials.remove(trying.key)
+                self._changed.notify_all()
+
+    def _try(self, trying: Verification, verify: Callable[[Worker], dict[str, Any]]) -> Verification:
+        """The record of a trial by a worker; that of an earlier trial which ended with its process, where there was one."""
+        with self.workers.one() as worker, self._marked(trying) as left_records:
+            if len(left_records) == 1:
+                self._record(left_records[0])
+                if left_records[0].key == trying.key:
+                    return left_records[0]
+            outcome = verify(worker)
+        if not outcome["judged"]:
+            raise UnverifiableError(
+                f"{trying.kernel} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
+            )
+        result = replace(trying, ok=outcome["ok"], error=outcome["error"], reason=outcome["reason"])
         self._record(result)
         return result
 
@@ -173,17 +214,32 @@ class Resolver:
             self._recording = False
             return Store()
 
-    def _marked(self, trying: Verification) -> AbstractContextManager[Verification | None]:
-        """The mark of a trial, on devices where a fault can crash the machine; yields the record of a process that died."""
-        path = self.policy.store_path
-        if self.target.vendor == "cpu" or not _can_write(path.parent):
-            return nullcontext()
-        return mark(path.with_name(path.name + ".trying"), trying, 2 * self.worker.timeout)
+    def _marked(self, trying: Verification) -> AbstractContextManager[tuple[Verification, ...]]:
+        """The mark of a trial, on devices where a fault can crash the machine; yields the records of a process that died."""
+        if self.target.vendor == "cpu" or not _can_write(self._mark.path.parent):
+            return nullcontext(())
+        return self._mark.trial(trying, 2 * self.workers.first.timeout)
+
+    def _died_together(self) -> bool:
+        """Whether a process died during several trials: any of their kernels may have crashed the machine, so none is judged."""
+        if self.target.vendor == "cpu" or not _can_write(self._mark.path.parent):
+            return False
+        left_records = self._mark.left(2 * self.workers.first.timeout)
+        if len(left_records) == 1:
+            self._record(left_records[0])
+        elif left_records:
+            warnings.warn(
+                f"a process ended while it verified {len(left_records)} kernels at a time: kernels are verified one by one",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return len(left_records) > 1
 
     def _record(self, record: Verification) -> None:
-        self.store.add(record)
-        if self._recording:
-            self._writer.add(record)
+        with self._changed:
+            self.store.add(record)
+            if self._recording:
+                self._writer.add(record)
 
 
 class _Writer:

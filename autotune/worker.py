@@ -11,6 +11,8 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import IO, Any
 
@@ -90,10 +92,59 @@ class Worker:
         return self._process
 
 
+class Workers:
+    """Verification processes for the threads of this process: one, but while `allow` lets more run at a time."""
+
+    def __init__(self, first: Worker | None = None) -> None:
+        self.first = first or Worker()
+        self._idle = [self.first]
+        self._limit = 1
+        self._busy = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def one(self) -> Iterator[Worker]:
+        """A worker for one thread; waits while as many as are allowed are busy."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy < self._limit)
+            self._busy += 1
+            worker = self._idle.pop() if self._idle else Worker(self.first.timeout)
+        try:
+            yield worker
+        finally:
+            with self._changed:
+                self._busy -= 1
+                if self._limit > 1 or worker is self.first:
+                    self._idle.append(worker)
+                else:
+                    worker.close()
+                self._changed.notify_all()
+
+    @contextmanager
+    def allow(self, count: int) -> Iterator[None]:
+        """Let `count` workers run at a time; afterwards one is left, and the memory of the others is free."""
+        with self._changed:
+            self._limit = count
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            self.only_one()
+
+    def only_one(self) -> None:
+        """From now on one trial at a time."""
+        with self._changed:
+            self._limit = 1
+            for worker in self._idle:
+                if worker is not self.first:
+                    worker.close()
+            self._idle = [worker for worker in self._idle if worker is self.first]
+
+
 @cache
-def shared_worker() -> Worker:
-    """The one verification process of this process."""
-    return Worker()
+def shared_workers() -> Workers:
+    """The verification processes of this process."""
+    return Workers()
 
 
 def _failure(reason: str, judged: bool = True) -> dict[str, Any]:

@@ -226,12 +226,13 @@ def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
     """Verify in a child process, which contains faults. Returns "" or what was wrong; UnverifiableError if it cannot be decided."""
     from gristmill.autotune.errors import UnverifiableError
-    from gristmill.autotune.worker import shared_worker
+    from gristmill.autotune.worker import shared_workers
     from gristmill.kernel_registry.registry import default_registry
 
     if kernel not in default_registry().kernels_of(op.name):
         return ""  # a kernel outside the registry cannot be found by another process; audits still check it
-    outcome = shared_worker().verify(op, kernel, config, op.verification(problem), device)
+    with shared_workers().one() as worker:
+        outcome = worker.verify(op, kernel, config, op.verification(problem), device)
     if not outcome["judged"]:
         raise UnverifiableError(str(outcome["reason"]))
     return "" if outcome["ok"] else str(outcome["reason"])

@@ -1,14 +1,16 @@
 """Warm-up: what the steps of an engine call is selected, verified, compiled, loaded and captured before the first request.
 
-It runs steps on a cache that nobody uses: prompts of each bucket of tokens, from their beginning and behind cached tokens with other
+Steps are recorded first, without running: the kernels that they need are verified, and so compiled, by several processes at a time.
+Then they run on a cache that nobody uses: prompts of each bucket of tokens, from their beginning and behind cached tokens with other
 sequences beside them; decode steps of each number of sequences and each bound of the context that has a graph; and the logits and
 samples of each bucket of rows. What a step of the engine can meet within its limits has then run once.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +26,11 @@ from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
 
+MOST_WORKERS = 8
+"""Processes that verify kernels on one GPU at a time."""
+WORKER_BYTES = 2 << 30
+"""Free memory of a GPU for each of them."""
+
 _ROW = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, top_k=40), 0, 0)
 
 
@@ -37,10 +44,13 @@ class WarmUp:
     kernels: int
 
 
-def warm_up(runner: Runner, config: SchedulerConfig, progress: Progress | None = None) -> WarmUp:
+def warm_up(
+    runner: Runner, config: SchedulerConfig, progress: Progress | None = None, workers: int | None = None
+) -> WarmUp:
     """Run every kind of step once. No request may be unfinished: the cache is written over.
 
-    From then on a kernel that is selected while requests wait is reported by a RuntimeWarning.
+    From then on a kernel that is selected while requests wait is reported by a RuntimeWarning. workers: processes that verify
+    kernels at a time; None = by the machine.
     """
     plans = runner.model.plans
     plans.set_warm(False)
@@ -50,6 +60,9 @@ def warm_up(runner: Runner, config: SchedulerConfig, progress: Progress | None =
         "sampling": list(_samples(runner, config)),
     }
     seconds = {}
+    begin = time.perf_counter()
+    _verify(runner, [step for steps in stages.values() for step in steps], workers, progress)
+    seconds["kernels"] = time.perf_counter() - begin
     for stage, steps in stages.items():
         begin = time.perf_counter()
         for done, step in enumerate(steps):
@@ -64,6 +77,36 @@ def warm_up(runner: Runner, config: SchedulerConfig, progress: Progress | None =
     plans.set_warm(True)
     entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
     return WarmUp(seconds, 0 if runner.decode is None else len(runner.decode.graphs), entries)
+
+
+def _verify(
+    runner: Runner, steps: Sequence[Callable[[], object]], workers: int | None, progress: Progress | None
+) -> None:
+    """Verify the kernels that the steps call."""
+    graphs, runner.decode = runner.decode, None  # whose steps call the same kernels
+    try:
+        with runner.model.plans.recorded() as calls:
+            for step in steps:
+                step()
+    finally:
+        runner.decode = graphs
+    problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in calls]
+    resolver = runner.model.plans.resolver
+
+    def done(count: int) -> None:
+        if progress is not None:
+            progress("kernels", count, len(problems))
+
+    done(0)
+    resolver.resolve_all(problems, workers or _workers(runner.device), done)
+
+
+def _workers(device: torch.device) -> int:
+    """Processes that verify at a time: on a GPU one for every second core, with room for a context and a problem each."""
+    if device.type == "cpu":
+        return 1
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, free // WORKER_BYTES))
 
 
 def _sizes(most: int) -> list[int]:

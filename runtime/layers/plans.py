@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill import ops
 from gristmill.autotune.bound import BoundPlan
@@ -49,6 +53,7 @@ class Plans:
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
         self.is_warm = False
+        self._calls: set[tuple[BoundPlan, int]] | None = None  # those recorded
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
 
@@ -105,6 +110,8 @@ class Plans:
         if key not in self.bound:
             plan = self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)
             plan.is_warm = self.is_warm
+            if self._calls is not None:
+                plan.record(self._calls)
         return self.bound[key]
 
     def set_warm(self, warm: bool) -> None:
@@ -113,13 +120,30 @@ class Plans:
         for plan in self.bound.values():
             plan.is_warm = warm
 
+    @contextmanager
+    def recorded(self) -> Iterator[set[tuple[BoundPlan, int]]]:
+        """The plans that are called meanwhile, with their buckets: no kernel runs, and outputs are zeros."""
+        self._calls = calls = set[tuple[BoundPlan, int]]()
+        for plan in self.bound.values():
+            plan.record(calls)
+        try:
+            with _Zeros():  # type: ignore[no-untyped-call]  # torch declares no type
+                yield calls
+        finally:
+            self._calls = None
+            for plan in self.bound.values():
+                plan.stop_recording()
+
     @property
     def resolver(self) -> Resolver:
         """Selection on the device under the policy."""
         return ops.resolver(self.device, self.policy)
 
     def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
-        """Scratch memory for a call of this size on the current stream, uint8; None if its kernel needs none."""
+        """Scratch memory for a call of this size on the current stream, uint8; None if its kernel needs none, and while calls are
+        recorded."""
+        if self._calls is not None:
+            return None
         key = (id(plan), bucket_index(size))
         need = self._needs.get(key)
         if need is None:
@@ -129,3 +153,26 @@ class Plans:
             if key[1] < len(BUCKETS):
                 self._needs[key] = need
         return self.arenas.take(*need)
+
+
+class _Zeros(TorchDispatchMode):
+    """New memory is zero: an index that no kernel has written is valid."""
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        return result.zero_() if function.overloadpacket in _EMPTY else result
+
+
+_EMPTY = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}

@@ -10,6 +10,7 @@ import queue
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnverifiableError
+from gristmill.autotune.mark import Mark
 from gristmill.autotune.resolve import Resolver, _Writer, confirmed_build
-from gristmill.autotune.worker import Worker
+from gristmill.autotune.worker import Worker, Workers
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
@@ -181,7 +183,7 @@ def test_an_interrupted_verification_leaves_no_mark(h200: Callable[[object], Res
     with pytest.raises(KeyboardInterrupt):
         resolver.resolve(OP, PROBLEM)
     assert not resolver.store.verifications and not Store.read(resolver.policy.store_path).verifications
-    resolver.worker = Recording(RIGHT)
+    resolver.workers = Workers(Recording(RIGHT))
     resolved = resolver.resolve(OP, PROBLEM)
     assert resolved.best is not None and resolved.best.verdict == "selected"
     assert [v.ok for v in Store.read(resolver.policy.store_path).verifications.values()] == [True]
@@ -210,10 +212,10 @@ def test_the_worker_tells_its_own_troubles_from_the_kernels(monkeypatch: pytest.
 TRY = """
 import sys, time
 from pathlib import Path
-from gristmill.autotune.mark import mark
+from gristmill.autotune.mark import Mark
 from gristmill.kernel_registry.store import Store, Verification
 record = Verification("rms_norm", *sys.argv[2:8], ok=False, reason="trying: the process ended before the verification did")
-with mark(Path(sys.argv[1]), record, 1.0) as left:
+with Mark(Path(sys.argv[1])).trial(record, 1.0) as left:
     print(left, flush=True)
     time.sleep(float(sys.argv[8]))
 """
@@ -237,7 +239,7 @@ def another_process_tries(resolver: Resolver, kernel: str, seconds: float) -> su
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert other.stdout is not None and other.stdout.readline() == "None\n"
+    assert other.stdout is not None and other.stdout.readline() == "()\n"
     return other
 
 
@@ -267,9 +269,108 @@ def test_a_mark_of_a_living_process_is_waited_for(h200: Callable[[object], Resol
     )
 
 
+def test_trials_that_died_together_are_made_again_one_by_one(
+    h200: Callable[[object], Resolver], tmp_path: Path
+) -> None:
+    """Which of several kernels brought the machine down is not known, so none is quarantined, and they are tried alone."""
+    resolver = h200(RIGHT)
+    names = [c.kernel.name for c in resolver.select(OP, PROBLEM).candidates][:2]
+    trials = [
+        Verification(OP.name, name, "", "", "", "h200", "", ok=False, reason="trying") for name in names
+    ]
+    path = resolver.policy.store_path
+    path.with_name(path.name + ".trying").write_text(
+        json.dumps([dataclasses.asdict(trial) for trial in trials])
+    )
+    problems = [(OP, OP.problem(f"m=4,n={n},x=fp32"), None) for n in (64, 128, 256)]
+    together = Together(1)
+    resolver.workers = Workers(together)
+    with pytest.warns(
+        RuntimeWarning, match="ended while it verified 2 kernels at a time: kernels are verified one by one"
+    ):
+        resolver.resolve_all(problems, 3)
+    assert together.most == 1 and len(resolver.store.verifications) == 3
+    assert all(record.ok for record in resolver.store.verifications.values())
+
+
+class Together(Worker):
+    """A worker that answers when `count` verifications wait for it, or after 20 seconds; it starts no process."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(count)
+        self.running = self.most = self.calls = 0
+        self.lock = threading.Lock()
+
+    def verify(self, *arguments: object) -> dict[str, object]:  # type: ignore[override]
+        with self.lock:
+            self.calls += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            self.barrier.wait(20)
+        finally:
+            with self.lock:
+                self.running -= 1
+        return RIGHT
+
+
+def test_as_many_verifications_run_at_a_time_as_are_allowed(
+    h200: Callable[[object], Resolver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four waits for another one. The mark names those that run, and is empty when the last one has ended."""
+    together, resolver, marked, done = Together(2), h200(RIGHT), [], []
+    monkeypatch.setattr("gristmill.autotune.worker.Worker", lambda timeout: together)
+    write = Mark._write
+
+    def written(mark: Mark) -> None:
+        write(mark)
+        marked.append(len(json.loads(mark.path.read_text())))
+
+    monkeypatch.setattr(Mark, "_write", written)
+    resolver.workers = Workers(together)
+    resolver.resolve_all(
+        [(OP, OP.problem(f"m=4,n={n},x=fp32"), None) for n in (64, 128, 256, 512)], 2, done.append
+    )
+    assert together.most == 2 and len(resolver.store.verifications) == 4 and sorted(done) == [1, 2, 3, 4]
+    assert max(marked) == 2 and resolver._mark.path.read_text() == ""
+
+
+def test_two_threads_verify_a_kernel_once(h200: Callable[[object], Resolver]) -> None:
+    together, resolver = Together(1), h200(RIGHT)
+    resolver.workers = Workers(together)
+    resolver.resolve_all([(OP, PROBLEM, None)] * 5, 3)
+    assert together.calls == 1 == len(resolver.store.verifications)
+
+
+def test_what_cannot_be_verified_beside_others_is_left(h200: Callable[[object], Resolver]) -> None:
+    resolver = h200({"ok": False, "error": None, "reason": "got no memory", "judged": False})
+    resolver.resolve_all([(OP, PROBLEM, None)], 2)
+    assert not resolver.store.verifications
+    with pytest.raises(UnverifiableError, match="got no memory"):
+        resolver.resolve(OP, PROBLEM)
+
+
+def test_one_worker_is_left() -> None:
+    """While more are allowed others start; afterwards their processes have ended, also of those that were busy."""
+    workers, kernel = Workers(), default_registry().kernel("rms_norm", "rms_norm_torch")
+    with workers.allow(2), workers.one() as first:
+        with workers.one() as second:
+            assert first is not second and second.verify(OP, kernel, {}, PROBLEM, "cpu")["ok"]
+        process = second._process
+        assert process is not None and process.poll() is None
+    assert process.poll() is not None
+    with workers.one() as again:
+        assert again is workers.first
+    with workers.allow(2), workers.one(), workers.one() as busy:
+        workers.only_one()
+    assert busy not in workers._idle or busy is workers.first
+    workers.first.close()
+
+
 def test_a_mark_that_is_held_for_ever_is_an_error(h200: Callable[[object], Resolver]) -> None:
     resolver = h200(RIGHT)
-    resolver.worker.timeout = 0.1
+    resolver.workers.first.timeout = 0.1
     other = another_process_tries(resolver, resolver.select(OP, PROBLEM).candidates[0].kernel.name, 60)
     with pytest.raises(TimeoutError, match="another process has been verifying kernels for"):
         resolver.resolve(OP, PROBLEM)

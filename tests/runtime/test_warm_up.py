@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.engine import Engine
@@ -78,7 +81,7 @@ def test_nothing_is_selected_while_serving(model: str, graphs: bool, make: Calla
     engine = make(model, decode_graphs=graphs, **LIMITS).engine
     stages: list[tuple[str, int, int]] = []
     report = engine.warm_up(lambda *progress: stages.append(progress))
-    assert list(report.seconds) == ["prompts", "decode steps", "sampling"] and report.kernels > 20
+    assert list(report.seconds) == ["kernels", "prompts", "decode steps", "sampling"] and report.kernels > 20
     assert (report.graphs > 3) == graphs
     assert {stage for stage, done, total in stages if done == total > 0} == set(report.seconds)
     with nothing_is_made() as made, warnings.catch_warnings():
@@ -110,6 +113,45 @@ def test_each_stage_is_needed(
     messages = [str(one.message) for one in caught if "was selected while serving" in str(one.message)]
     assert len(messages) == len(selected)
     assert all("the warm-up did not cover it" in message for message in messages)
+
+
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
+@pytest.mark.parametrize("planted", [False, True], ids=["recorded", "planted: nothing is recorded"])
+def test_all_kernels_are_verified_before_a_step_runs(
+    model: str,
+    planted: bool,
+    make: Callable[..., LLM],
+    policy: Policy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gristmill.runtime import warm_up
+
+    if planted:
+        monkeypatch.setattr(warm_up, "_verify", lambda *arguments: None)
+    engine = make(model, decode_graphs=True, policy=replace(policy, cache=str(tmp_path)), **LIMITS).engine
+    stages, verified = ["kernels"], []
+    verify = Worker.verify
+
+    def counted(worker: Worker, *task: object) -> object:
+        verified.append(stages[-1])
+        return verify(worker, *task)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "verify", counted)
+    engine.warm_up(lambda stage, done, total: stages.append(stage))
+    assert len(verified) > 5 and (set(verified) != {"kernels"}) == planted
+
+
+def test_another_thread_serves_while_calls_are_recorded(make: Callable[..., LLM]) -> None:
+    """Models share plans: what one records, another still runs, prepared or not."""
+    llm = make(LLAMA)
+    expected, outputs = llm.generate([[7, 8, 9]])[0].token_ids, []
+    plans = llm.engine.runner.model.plans
+    with plans.recorded() as calls:
+        thread = threading.Thread(target=lambda: outputs.extend(llm.generate([[7, 8, 9]])))
+        thread.start()
+        thread.join()
+    assert outputs[0].token_ids == expected and not calls
 
 
 def test_it_needs_an_idle_engine(make: Callable[..., LLM]) -> None:
