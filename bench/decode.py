@@ -23,6 +23,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache, token_bytes
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.decode_graphs import LARGEST, padded
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.layers.linear import Linear, SplitLinear
@@ -88,12 +89,12 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     length = steps + WARM_STEPS + 2 * batch * context // chunk + 2
     blocks = cdiv(context + length, 16) * batch
     plans = model.plans
-    runner = Runner(
-        model, PagedCache(model.config, blocks, 16, plans.dtype, plans.device), decode_graphs=True
-    )
+    cache = PagedCache(model.config, blocks, 16, plans.dtype, plans.device)
+    runner = Runner(model, cache, decode_graphs=True, max_seqs=batch)
     engine = Engine.from_parts(
         runner,
         SchedulerConfig(num_blocks=blocks, max_batch_tokens=chunk, max_seqs=batch, prefix_caching=False),
+        async_steps=False,  # a step is measured from its plan to its ids
     )
     draw = random.Random(0)
     for index in range(batch):
@@ -123,7 +124,7 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
 
 def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) -> dict[str, Any]:
     """Times of the device and of the linear layers, and the floors of what they read."""
-    rows = 1 << (batch - 1).bit_length()
+    rows = padded(batch) if batch <= LARGEST else batch
     linears = [layer for _, _, layer in find_linears(model.layers) if isinstance(layer, Linear | SplitLinear)]  # type: ignore[attr-defined]
     inputs = {layer: _input(layer, rows, model) for layer in [*linears, model.head]}  # type: ignore[attr-defined]
     whole = _samples(_graph_of(runner, batch, context), device)

@@ -36,7 +36,8 @@ class Batch:
 def make_batch(
     entries: Sequence[ScheduledRequest], block_size: int, device: torch.device, all_rows: bool = False
 ) -> Batch:
-    """The tensors of the entries of a committed plan, sent to the device in two copies.
+    """The tensors of the entries of a committed plan, sent to the device in two copies. A token that is on the device only is 0 here;
+    see `make_feedback`.
 
     rows: the last 1 + drafts tokens of each entry that samples, in order; with `all_rows`, every token.
     """
@@ -48,7 +49,7 @@ def make_batch(
     width = max(len(entry.block_ids) for entry in entries)
     table: list[int] = []
     for entry in entries:
-        tokens += entry.tokens
+        tokens += [0] if entry.tokens is None else entry.tokens
         positions += range(entry.start, entry.start + entry.count)
         slots += entry.slots(block_size)
         starts.append(len(tokens))
@@ -74,6 +75,37 @@ def make_batch(
         max_ctx=max(contexts),
         fresh=all(entry.start == 0 for entry in entries),
     )
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Where the tokens of a step come from and go to, on the device; int64.
+
+    places: [F], tokens of the batch that a step before has sampled. read_rows: [F], the rows of their requests. write_rows: [samples], the
+    rows of the requests that sample, in order.
+    """
+
+    places: Tensor
+    read_rows: Tensor
+    write_rows: Tensor
+
+
+def make_feedback(entries: Sequence[ScheduledRequest], device: torch.device) -> Feedback | None:
+    """The feedback of a step; None if its entries have no rows, or drafts, so that no step follows before its ids are known."""
+    if any(entry.row < 0 or entry.drafts for entry in entries):
+        return None
+    places, read_rows, write_rows = [], [], []
+    place = 0
+    for entry in entries:
+        if entry.tokens is None:
+            places.append(place)
+            read_rows.append(entry.row)
+        if entry.samples:
+            write_rows.append(entry.row)
+        place += entry.count
+    values = send([*places, *read_rows, *write_rows], torch.int64, device)
+    count = len(places)
+    return Feedback(values[:count], values[count : 2 * count], values[2 * count :])
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

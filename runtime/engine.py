@@ -32,10 +32,10 @@ from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import (
-    FinishReason,
     Pause,
     Request,
     RequestOutput,
+    ScheduledRequest,
     Scheduler,
     SchedulerConfig,
     StepPlan,
@@ -44,7 +44,8 @@ from gristmill.runtime.scheduler import (
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.context import DraftContext
 from gristmill.runtime.speculation.speculator import Speculator
-from gristmill.runtime.speculation.verify import sampling_rows
+from gristmill.runtime.step_pipeline import StepPipeline
+from gristmill.runtime.steps_in_flight import DEPTH
 from gristmill.runtime.structured_output import Grammar
 from gristmill.runtime.warm_up import Progress, WarmUp, warm_up
 
@@ -91,6 +92,8 @@ class Engine(EngineMemory):
         seed: source of the seeds of requests without one.
         decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
             without capture.
+        async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
+            outputs are the same. None = on a GPU. On a CPU nothing overlaps.
         queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
         priority_span: under ``priority``, younger requests that may pass a request for each level they are ahead of it, so that
             no request starves; None = any number.
@@ -127,6 +130,7 @@ class Engine(EngineMemory):
         enable_prefix_cache: bool = True,
         seed: int = 0,
         decode_graphs: bool | None = None,
+        async_steps: bool | None = None,
         queue_order: Literal["fcfs", "priority"] = "fcfs",
         priority_span: int | None = 256,
         max_queued: int | None = None,
@@ -165,8 +169,8 @@ class Engine(EngineMemory):
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
-        runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs)
-        self._start(runner, config, seed, quant, speculation)
+        runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
+        self._start(runner, config, seed, async_steps, quant, speculation)
 
     @classmethod
     def from_parts(
@@ -175,14 +179,16 @@ class Engine(EngineMemory):
         config: SchedulerConfig,
         seed: int = 0,
         speculate: Speculation | str | None = None,
+        async_steps: bool | None = None,
     ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
-        config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache.
+        config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache, and its max_seqs at most the
+        runner's.
         """
         engine = cls.__new__(cls)
         speculation = None if speculate is None else Speculation.parse(speculate)
-        engine._start(runner, config, seed, speculation=speculation)
+        engine._start(runner, config, seed, async_steps, speculation=speculation)
         return engine
 
     def _start(
@@ -190,6 +196,7 @@ class Engine(EngineMemory):
         runner: Runner,
         config: SchedulerConfig,
         seed: int,
+        async_steps: bool | None,
         quant: str | QuantScheme | torch.dtype | None = None,
         speculation: Speculation | None = None,
     ) -> None:
@@ -198,6 +205,12 @@ class Engine(EngineMemory):
             raise UsageError(
                 f"the cache has {held[0]} blocks of {held[1]} tokens, the scheduler {config.num_blocks} of {config.block_size}"
             )
+        if config.max_seqs > runner.max_seqs:
+            raise UsageError(
+                f"the runner has rows for {runner.max_seqs} requests, and max_seqs of the scheduler is {config.max_seqs}"
+            )
+        if async_steps not in (None, True, False):
+            raise UsageError(f"async_steps must be True, False or None, got {async_steps!r}")
         if type(seed) is not int:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner
@@ -214,11 +227,21 @@ class Engine(EngineMemory):
         )
         self._clock = time.monotonic
         self.last_plan: StepPlan | None = None
-        """The plan of the last step, for metrics; None before the first."""
+        """The plan of the step that the last outputs are of, for metrics; None before the first."""
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
         self.speculator = None if speculation is None else self._make_speculator(speculation)
+        ahead = runner.device.type == "cuda" if async_steps is None else async_steps
+        self._pipeline = StepPipeline(
+            runner,
+            self.scheduler,
+            DEPTH if ahead else 1,
+            self._sampling_row,
+            self._with_logprobs,
+            self._prompts,
+            self.speculator,
+        )
 
     def _make_speculator(self, speculation: Speculation) -> Speculator:
         runner, config = self.runner, self.scheduler.config
@@ -229,7 +252,7 @@ class Engine(EngineMemory):
             self.scheduler,
             runner.processors,
             runner.model.config.vocab_size,
-            self._row,
+            self._next_row,
         )
 
     def warm_up(self, progress: Progress | None = None) -> WarmUp:
@@ -316,9 +339,13 @@ class Engine(EngineMemory):
         self._active[request_id] = _Active(request, params, seed)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return its outputs by request; [] if there was nothing to do.
+        """Outputs of the next step by request; [] if there was nothing to do, or no request got a token.
 
-        An exception from the model leaves its requests as they were before the step.
+        With asynchronous steps it also launches the step after that one, and returns while that one runs: a request that is
+        added then is computed by the step after both. A step whose logits are processed or read on the host (penalties, bans, grammars,
+        log-probabilities) is not launched before the outputs of the step before it are there, nor is any where tokens are drafted.
+
+        An exception from the model leaves its requests as they were before the steps in flight.
         """
         if self._abort_at is not None and self._clock() >= self._abort_at:
             self._abort_at = None
@@ -327,29 +354,8 @@ class Engine(EngineMemory):
         if self.residency.reason:
             self.last_plan = None
             return []
-        if self.speculator is not None:
-            self.speculator.propose()
-        self.last_plan = plan = self.scheduler.plan()
-        if not plan.entries:
-            return []
-        self.scheduler.commit(plan)
-        rows = [row for entry in plan.sampling() for row in sampling_rows(entry, self._row(entry.id))]
-        logprobs: dict[str, list[TokenLogprobs]] = {}
-        try:
-            if self._with_logprobs:
-                result = self.runner.run_detailed(plan.entries, rows, self._prompts)
-                drawn, logprobs = result.ids, result.logprobs
-            else:
-                drawn = self.runner.run(plan.entries, rows)
-        except BaseException:
-            self.scheduler.discard(plan)
-            raise
-        runs = (
-            [[token] for token in drawn] if self.speculator is None else self.speculator.verify(plan, drawn)
-        )
-        # A row of NaN, or without a finite value, ends only its own request.
-        failed = [entry.id for entry, run in zip(plan.sampling(), runs, strict=True) if run[0] < 0]
-        outputs = self.scheduler.abort(failed, FinishReason.ERROR) + self.scheduler.update(plan, runs)
+        outputs, logprobs = self._pipeline.advance()
+        self.last_plan = self._pipeline.last_plan
         if self._with_logprobs:
             self._attach(outputs, logprobs)
         for output in outputs:
@@ -357,6 +363,7 @@ class Engine(EngineMemory):
                 self._release_followers(output.id)
             if output.finish_reason is not None:
                 self._forget(output.id)
+        self._pipeline.drop_idle()
         return outputs
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
@@ -364,6 +371,7 @@ class Engine(EngineMemory):
         ended = self.scheduler.abort(list(self._active) if request_ids is None else request_ids)
         for output in ended:
             self._forget(output.id)
+        self._pipeline.drop_idle()
         return ended
 
     def pause(self, mode: PauseMode = "wait") -> None:
@@ -386,7 +394,7 @@ class Engine(EngineMemory):
     @property
     def paused(self) -> bool:
         """Whether the engine is paused, and nothing runs: a step would do nothing."""
-        if self._abort_at is not None and self._abort_at <= self._clock():
+        if self._pipeline.in_flight or (self._abort_at is not None and self._abort_at <= self._clock()):
             return False
         pause = self.scheduler.paused
         return (
@@ -455,7 +463,14 @@ class Engine(EngineMemory):
         self._prompts.pop(request_id, None)
         self._release_followers(request_id)
 
-    def _row(self, request_id: str) -> SamplingRow:
+    def _next_row(self, request_id: str) -> SamplingRow:
+        """How the token behind the known ones is sampled."""
         active = self._active[request_id]
         request = active.request
         return SamplingRow(active.params, active.seed, len(request.tokens) - request.prompt_len)
+
+    def _sampling_row(self, entry: ScheduledRequest) -> SamplingRow:
+        """How the first token that an entry samples is sampled, which a step in flight may precede."""
+        active = self._active[entry.id]
+        index = entry.context - entry.drafts - active.request.prompt_len
+        return SamplingRow(active.params, active.seed, index)

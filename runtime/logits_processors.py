@@ -92,6 +92,9 @@ class LogitsProcessors:
     def __len__(self) -> int:
         return len(self._states)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
     def add(
         self,
         request_id: str,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gristmill.quant import memory
-from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.load import parse_device, parse_scheme
 from gristmill.runtime.runner import Runner
@@ -47,6 +46,8 @@ class Residency:
         On a CPU level 1 leaves the weights where they are.
         """
         runner, device = self.runner, self.runner.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a step whose requests have ended may still run
         self._graphs = runner.decode is not None
         runner.decode = None
         runner.model.plans.arenas.clear()
@@ -91,8 +92,8 @@ class Residency:
             self.runner.cache.allocate()
         self.absent -= waking
         if not self.absent and self._graphs:
-            runner, self._graphs = self.runner, False
-            runner.decode = DecodeGraphs(runner.model, runner.cache, runner.sampler)
+            self._graphs = False
+            self.runner.make_decode_graphs()
 
     @torch.inference_mode()
     def _restore_weights(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Batch, make_batch, send
+from gristmill.runtime.batch import Batch, make_batch, make_feedback, send
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
@@ -17,6 +17,7 @@ from gristmill.runtime.logprobs import ROWS, token_logprobs
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
+from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
 
 
 @dataclass(slots=True)
@@ -40,11 +41,16 @@ class StepResult:
 class Runner:
     """A model on a device with its paged cache.
 
-    decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU. UsageError: blocks of the cache are not of the size that
-    the model was loaded for.
+    A step is launched, and its ids are collected later; a second one may be launched in between. Its entries may then take
+    tokens from the first, without the host.
+
+    decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU. max_seqs: rows of requests, above any row of an entry. UsageError:
+    blocks of the cache are not of the size that the model was loaded for.
     """
 
-    def __init__(self, model: Model, cache: PagedCache, decode_graphs: bool | None = None) -> None:
+    def __init__(
+        self, model: Model, cache: PagedCache, decode_graphs: bool | None = None, max_seqs: int = 256
+    ) -> None:
         if cache.block_size != model.plans.block_size:
             raise UsageError(
                 f"the model's attention is planned for cache blocks of {model.plans.block_size} tokens, the cache has blocks of "
@@ -54,11 +60,18 @@ class Runner:
         self.cache = cache
         self.device = model.plans.device
         self.sampler = Sampler(model.plans, model.config.vocab_size)
-        use_graphs = self.device.type == "cuda" if decode_graphs is None else decode_graphs
-        self.decode = DecodeGraphs(model, cache, self.sampler) if use_graphs else None
+        self.max_seqs = max_seqs
         self.processors = LogitsProcessors(model.config.vocab_size, self.device)
+        self._sampled = SampledTokens(max_seqs, self.device)
+        self._ring = StepRing(self.device)
+        self.decode: DecodeGraphs | None = None
+        if self.device.type == "cuda" if decode_graphs is None else decode_graphs:
+            self.make_decode_graphs()
 
-    @torch.inference_mode()
+    def make_decode_graphs(self) -> None:
+        """Run decode steps by graphs from now on, captured anew."""
+        self.decode = DecodeGraphs(self.model, self.cache, self.sampler, self._sampled)
+
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
         """Compute the entries of a plan; returns one id per row: 1 + drafts rows for each entry that samples, in order.
 
@@ -66,13 +79,50 @@ class Runner:
         """
         if self.processors:
             return self.run_detailed(entries, rows, {}).ids
-        if self.decode is not None and (ids := self.decode.run(entries, rows)) is not None:
-            return ids
+        return self.collect(self.launch(entries, rows))
+
+    @torch.inference_mode()
+    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> LaunchedStep:
+        """Launch a step as in `run`, without processors; does not wait for the device.
+
+        Raises RuntimeError if two steps are in flight already.
+        """
+        step = self._ring.take(len(rows))
+        work = None if self.decode is None else self.decode.prepare(entries, rows, step.slot, samples=True)
+        self._start(step, self._kernel_by_kernel(entries, rows) if work is None else work)
+        return step
+
+    def collect(self, step: LaunchedStep) -> list[int]:
+        """Wait for the oldest step in flight; its ids, one per entry that samples, -1 for a row without a result."""
+        step.open = False
+        return step.ids()
+
+    def drop(self, step: LaunchedStep) -> None:
+        """Nobody will collect the step. It runs to its end."""
+        step.open = False
+
+    def _start(self, step: LaunchedStep, work: Callable[[], Tensor | None]) -> None:
+        """Launch the device's part of a step."""
+        step.launch(work)
+
+    def _kernel_by_kernel(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]
+    ) -> Callable[[], Tensor | None]:
         batch = make_batch(entries, self.cache.block_size, self.device)
-        hidden = self.model.forward(batch, self.cache)
-        if not rows:
-            return []
-        return self.sampler(self.model.logits(hidden[batch.rows]), rows)
+        feedback = make_feedback(entries, self.device)
+
+        def run() -> Tensor | None:
+            if feedback is not None and len(feedback.places):
+                batch.tokens.index_copy_(0, feedback.places, self._sampled.read(feedback.read_rows))
+            hidden = self.model.forward(batch, self.cache)
+            if not rows:
+                return None
+            ids = self.sampler.sample(self.model.logits(hidden[batch.rows]), rows)
+            if feedback is not None:
+                self._sampled.write(feedback.write_rows, ids)
+            return ids
+
+        return run
 
     @torch.inference_mode()
     def run_detailed(
@@ -86,7 +136,7 @@ class Runner:
         prompts: by request id, the log-probabilities of prompts, which are updated in place. A decode graph ends with the logits
         in this case, and the sampler is launched after it.
         """
-        logits = None if self.decode is None else self.decode.logits(entries, rows)
+        logits = self._graph_logits(entries, rows)
         if logits is None:
             batch = make_batch(entries, self.cache.block_size, self.device)
             hidden = self.model.forward(batch, self.cache)
@@ -116,6 +166,26 @@ class Runner:
             logprobs.setdefault(request_ids[place], []).append(token)
         return StepResult(ids, logprobs)
 
+    def _graph_logits(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]
+    ) -> Tensor | None:
+        """The logits [entries, vocab] of a decode step, by a graph; None if none fits."""
+        if self.decode is None:
+            return None
+        step = self._ring.take(0)
+        work = self.decode.prepare(entries, rows, step.slot, samples=False)
+        if work is None:
+            return None
+        logits = None
+
+        def run() -> None:
+            nonlocal logits
+            logits = work()
+
+        step.launch(run)
+        step.open = False
+        return logits
+
     def _read_prompts(
         self, hidden: Tensor, entries: Sequence[ScheduledRequest], prompts: Mapping[str, PromptLogprobs]
     ) -> None:
@@ -143,5 +213,5 @@ class Runner:
 
 def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:
     """For each row that an entry samples, the drafts that precede it."""
-    drafts = entry.tokens[entry.count - entry.drafts :] if entry.drafts else []
+    drafts = entry.draft_tokens
     return [drafts[:count] for count in range(len(drafts) + 1)]

@@ -46,6 +46,10 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """logits [rows, vocab] -> one id per row; -1 for a row with NaN or without a finite value."""
+        return self.sample(logits, rows).tolist()
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """logits [rows, vocab] -> ids int64 [rows] as in a call, on the device, without synchronization."""
         count, device = len(rows), logits.device
         params = [row.params for row in rows]
         shares = [w.temperature for w in params] + [w.top_p for w in params] + [w.min_p for w in params]
@@ -53,14 +57,10 @@ class Sampler:
         seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(
             2, count
         )
-        top_k = send([self.top_k(row) for row in rows], torch.int32, device)
+        top_k = send([min(row.params.top_k, self.vocab_size) for row in rows], torch.int32, device)
         ids = torch.empty(count, dtype=torch.int64, device=device)
         self.draw(logits, SamplingTensors(temperature, top_p, min_p, seed, index, top_k), ids)
-        return ids.tolist()
-
-    def top_k(self, row: SamplingRow) -> int:
-        """The top_k of a row, at most the size of the vocabulary."""
-        return min(row.params.top_k, self.vocab_size)
+        return ids
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, ids: Tensor) -> None:
         """logits [rows, vocab] -> ids int64 [rows], on the device, without synchronization."""

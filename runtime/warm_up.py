@@ -18,6 +18,7 @@ import torch
 
 from gristmill.kernel_registry.plan import BUCKETS
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.decode_graphs import LARGEST, SIZES
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -114,6 +115,13 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in BUCKETS if size < most), most]
 
 
+def _decode_sizes(runner: Runner, most: int) -> list[int]:
+    """A number of sequences for each graph and each bucket, up to `most`."""
+    if runner.decode is None:
+        return _sizes(most)
+    return [*(size for size in SIZES if size < most), *(b for b in BUCKETS if LARGEST < b < most), most]
+
+
 def _sequence(start: int, count: int, block_size: int) -> ScheduledRequest:
     """A sequence over the first blocks of the cache."""
     blocks = list(range(cdiv(start + count, block_size)))
@@ -145,7 +153,7 @@ def _decode_steps(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[
     """Steps with one new token per sequence, and the graphs of those that have one."""
     block = config.block_size
     room = config.capacity
-    for seqs in _sizes(min(config.max_seqs, config.max_batch_tokens)):
+    for seqs in _decode_sizes(runner, min(config.max_seqs, config.max_batch_tokens)):
         context, more = min(2, room), True
         while more:
             entries = [_sequence(context - 1, 1, block)] * seqs

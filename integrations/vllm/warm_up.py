@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.decode_graphs import SIZES
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -21,7 +22,9 @@ def warm_up(runner: Runner, max_tokens: int, max_seqs: int, max_model_len: int) 
     """
     longest = min(max_model_len, runner.cache.num_blocks * runner.cache.block_size)
     bounds = [longest] if runner.decode is None else [*powers(longest)]
-    sizes = [*powers(min(max_seqs, max_tokens))]
+    most = min(max_seqs, max_tokens)
+    graphs = () if runner.decode is None else SIZES
+    sizes = sorted({*powers(most), *(size for size in graphs if size < most)})
     steps = [_decode(runner, seqs, context) for seqs in sizes for context in bounds]
     steps += [step for tokens in powers(max_tokens) for step in _prefill(runner, tokens, longest)]
     for step in steps:

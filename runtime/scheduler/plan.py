@@ -22,10 +22,13 @@ class ScheduledRequest:
     start: int
     count: int
     samples: bool
-    tokens: list[int]
+    tokens: (
+        list[int] | None
+    )  # None: one token, which a step in flight samples: it is read from the request's row
     block_ids: list[int]  # the request's table, complete after the commit; read-only
     new_blocks: list[int]  # allocated by this plan, to be appended to block_ids by commit
     drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
+    row: int = -1  # place of the request's state on the device, set by the commit; -1: none
 
     def slots(self, block_size: int) -> list[int]:
         """Cache slot (block id * block_size + offset) of every token. Valid after commit."""
@@ -34,6 +37,11 @@ class ScheduledRequest:
             blocks[position // block_size] * block_size + position % block_size
             for position in range(self.start, self.start + self.count)
         ]
+
+    @property
+    def draft_tokens(self) -> list[int]:
+        """The proposals among its tokens, which the host knows."""
+        return [] if self.tokens is None or not self.drafts else self.tokens[-self.drafts :]
 
     @property
     def context(self) -> int:
@@ -56,6 +64,7 @@ class StepPlan:
         default_factory=dict
     )  # id -> number of younger requests that this plan admits before it
     pool: PoolPlan | None = None
+    has_drafts: bool = False  # the tokens that remain of the drafts are known with the results only
 
     @property
     def evicted_blocks(self) -> list[int]:

@@ -4,6 +4,9 @@ Order of a step: running requests that need one token (decode) first, so that no
 prompts; then the waiting queue, unless a request had to be preempted. The order of service and preemption by
 recomputation follow vLLM's V1 scheduler. Candidates are read from a list that never shifts, so a
 preemption cannot skip a request.
+
+A step that is planned while another is in flight counts the token that this one samples for each request, although its id is not
+known. It preempts nobody: where blocks are lacking, the results come first.
 """
 
 from __future__ import annotations
@@ -19,15 +22,25 @@ from gristmill.runtime.scheduler.request import Request
 LOOKAHEAD = 64  # blocked requests that one step skips at most; bounds the cost of a step with a long queue
 
 
+class _ResultsFirst(Exception):
+    """The step can be planned only when the steps in flight have ended."""
+
+
 class Planner:
-    """State of one planning pass."""
+    """State of one planning pass. ahead: a step is in flight."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: PoolPlan, cache: PrefixCache | None, version: int
+        self,
+        config: SchedulerConfig,
+        pool: PoolPlan,
+        cache: PrefixCache | None,
+        version: int,
+        ahead: bool = False,
     ) -> None:
         self.config = config
         self.pool = pool
         self.cache = cache
+        self.ahead = ahead
         self.plan = StepPlan(version, pool=pool)
         self.budget = config.max_batch_tokens
         self.prefill_tokens = 0  # prompt tokens planned so far
@@ -35,11 +48,19 @@ class Planner:
         self.gone: set[str] = set()  # preempted by this plan
 
     def run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
-        """Plan a step over the running requests and the sorted queue."""
+        """Plan a step over the running requests and the sorted queue. Empty if the results of the steps in flight come first."""
+        try:
+            return self._run(running, waiting)
+        except _ResultsFirst:
+            return StepPlan(self.plan.version)
+
+    def _run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in running:
-            (decodes if len(request.tokens) - request.computed == 1 else prefills).append(request)
+            known = len(request.tokens) + request.pending
+            if known < request.limit:  # otherwise a step in flight samples its last token
+                (decodes if known - request.computed == 1 else prefills).append(request)
         self._plan_decodes(decodes, running)
         for request in prefills:
             if request.id not in self.gone:
@@ -57,7 +78,8 @@ class Planner:
             left -= 1
             if request.id in self.gone:
                 continue
-            drafts = self._affordable_drafts(request, left) if request.drafts else 0
+            on_device = request.pending > 0
+            drafts = self._affordable_drafts(request, left) if request.drafts and not on_device else 0
             start = request.computed
             new: list[int] = []
             if start + 1 + drafts > len(request.block_ids) * size:
@@ -69,7 +91,9 @@ class Planner:
                     continue
                 if lacking > 0:
                     new = self.pool.take(lacking)
-            tokens = [request.tokens[-1], *request.drafts[:drafts]]
+            tokens = None if on_device else [request.tokens[-1], *request.drafts[:drafts]]
+            if drafts:
+                self.plan.has_drafts = True
             self._schedule(request, start, tokens, True, new, drafts)
 
     def _affordable_drafts(self, request: Request, decodes_left: int) -> int:
@@ -109,6 +133,8 @@ class Planner:
     def _make_room(self, blocks: int, request: Request, running: Sequence[Request]) -> bool:
         """Preempt until `blocks` are available; False if `request` itself was preempted."""
         while blocks > self.pool.available:
+            if self.ahead:
+                raise _ResultsFirst
             victim = choose_victim(self.config, (r for r in running if r.id not in self.gone))
             self._preempt(victim)
             if victim is request:
@@ -197,10 +223,16 @@ class Planner:
         self._schedule(request, start, request.tokens[start:end], end == len(request.tokens), new, 0)
 
     def _schedule(
-        self, request: Request, start: int, tokens: list[int], samples: bool, new: list[int], drafts: int
+        self,
+        request: Request,
+        start: int,
+        tokens: list[int] | None,
+        samples: bool,
+        new: list[int],
+        drafts: int,
     ) -> None:
-        count = len(tokens)
+        count = 1 if tokens is None else len(tokens)
         self.budget -= count
         self.scheduled[request.id] = ScheduledRequest(
-            request.id, start, count, samples, tokens, request.block_ids, new, drafts
+            request.id, start, count, samples, tokens, request.block_ids, new, drafts, request.row
         )

@@ -38,11 +38,13 @@ class Request:
 
     It has no reference to the scheduler, callbacks or other requests, so that it is freed with its last owner.
 
-    tokens      known tokens: the prompt, then the output. Append-only.
-    computed    the number of `tokens` whose KV is in the cache
+    tokens      tokens that the host knows: the prompt, then the output. Append-only.
+    pending     tokens sampled by steps in flight, which follow `tokens` and are on the device only
+    computed    the number of tokens, pending ones included, whose KV is in the cache when the steps in flight have ended
+    row         place of the request's state on the device while it runs, below max_seqs; -1: it does not run
     block_ids   block table; replaced, never emptied in place, when the blocks are released
     drafts      proposed continuation of `tokens`, to be verified in the next step
-    limit       known tokens at which the request ends by length
+    limit       tokens at which the request ends by length
     bypassed    younger requests admitted before this one while it waits for blocks
     started     whether it has been admitted before; such requests run to their end while the queue is paused
     reads_cache whether it may use blocks of the prefix cache; False if every position of the prompt must be computed
@@ -63,11 +65,13 @@ class Request:
         "last_cached",
         "limit",
         "max_tokens",
+        "pending",
         "preemptions",
         "priority",
         "prompt_len",
         "reads_cache",
         "registered",
+        "row",
         "started",
         "state",
         "stop_ids",
@@ -114,6 +118,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.limit = self.prompt_len + max_tokens  # lowered by the scheduler to its capacity
         self.computed = 0
+        self.pending = 0
+        self.row = -1
         self.block_ids: list[int] = []
         self.drafts: list[int] = []
         self.bypassed = 0
@@ -138,6 +144,8 @@ class Request:
             self.arrival,
             tuple(self.tokens),
             self.computed,
+            self.pending,
+            self.row,
             tuple(self.block_ids),
             tuple(self.drafts),
             self.bypassed,
@@ -152,6 +160,6 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.id!r}, {self.state.value}, computed {self.computed} of {len(self.tokens)} known "
+            f"Request({self.id!r}, {self.state.value}, computed {self.computed} of {len(self.tokens)} known + {self.pending} pending "
             f"({self.prompt_len} prompt, at most {self.max_tokens} output), {len(self.block_ids)} blocks)"
         )

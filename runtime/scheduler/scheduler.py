@@ -1,4 +1,10 @@
-"""The scheduler: requests, their queues and blocks; plan, commit, update."""
+"""The scheduler: requests, their queues and blocks; plan, commit, update.
+
+Two committed plans may be in flight: while a step runs, the next one is planned over what is known of its results, their number.
+`Request.pending` counts these tokens, and only real ids are appended to `Request.tokens`. An end token becomes known when
+the next step is in flight: what that one computes for the request is dropped. A request whose length ends it is
+planned no further. What a request held can be given away when it ends, because whoever gets it next runs after the steps in flight.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,14 @@ from enum import Enum
 
 from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache, blocks_needed
 from gristmill.runtime.scheduler.config import SchedulerConfig
+from gristmill.runtime.scheduler.inspection import check, dump, snapshot
 from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.planner import Planner
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
+
+IN_FLIGHT = 2
+"""Committed plans that may wait for their results."""
 
 
 class RequestTooLarge(ValueError):
@@ -46,7 +56,8 @@ class Scheduler:
         self.held: dict[str, Request] = {}
         self.queued_tokens = 0  # prompt tokens of waiting and held requests
         self.paused: Pause | None = None
-        self.in_flight: StepPlan | None = None  # committed, waiting for results
+        self.in_flight: list[StepPlan] = []  # committed, waiting for results; oldest first
+        self.free_rows = list(range(config.max_seqs - 1, -1, -1))  # the lowest one is taken first
         self._version = 0
         self._arrivals = 0
 
@@ -95,8 +106,8 @@ class Scheduler:
     def propose(self, request_id: str, draft_ids: Sequence[int]) -> None:
         """Drafts for the next step of a running request; a step may take fewer, and they are used once."""
         request = self.requests.get(request_id)
-        if request is None or self.in_flight is not None:
-            why = "no such unfinished request" if request is None else "its step is in flight"
+        if request is None or self.in_flight:
+            why = "no such unfinished request" if request is None else "a step is in flight"
             raise ValueError(f"no drafts can be taken for request {request_id!r}: {why}")
         if request.state is not RequestState.RUNNING or len(request.tokens) - request.computed != 1:
             raise ValueError(
@@ -145,18 +156,22 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Plan the next step. Changes nothing, so a plan can be dropped.
 
-        Raises SchedulerStuck if the step would be empty although a request is unfinished, not held and not paused.
+        A plan is empty if there is nothing to do, and while a step is in flight also if its results are needed first: to
+        preempt a request, or to know which of its drafts were accepted.
+
+        Raises SchedulerStuck if the step would be empty although a request is unfinished, not held and not paused, and no step
+        is in flight.
         """
-        if self.in_flight is not None:
-            raise RuntimeError("a committed plan is in flight: call update or discard first")
-        if self.paused is Pause.ALL:
+        if len(self.in_flight) == IN_FLIGHT:
+            raise RuntimeError(f"{IN_FLIGHT} committed plans are in flight: call update or discard first")
+        if self.paused is Pause.ALL or any(plan.has_drafts for plan in self.in_flight):
             return self._planner().run((), ())
         waiting = self.waiting
         if self.paused is Pause.NEW:
             waiting = [request for request in waiting if request.started]
         plan = self._planner().run(self.running, waiting)
-        if not plan.entries and (
-            self.running or waiting
+        if (
+            not plan.entries and not self.in_flight and (self.running or waiting)
         ):  # held requests have no blocks, so they are no reason for an empty step
             raise SchedulerStuck("an empty step with unfinished requests\n" + self.dump())
         return plan
@@ -184,27 +199,35 @@ class Scheduler:
             request.state = RequestState.RUNNING
             request.started = True
             request.bypassed = 0
+            request.row = self.free_rows.pop()
             request.computed = len(hits) * self.config.block_size
             if hits:
                 request.registered = len(hits)
                 request.last_cached = hits[-1]
                 if request.preemptions == 0:
                     request.cached_tokens = request.computed
+        requests = self.requests
         for entry in plan.entries:
+            request = requests[entry.id]
             if entry.new_blocks:
                 entry.block_ids.extend(entry.new_blocks)
-        self.in_flight = plan
+            entry.row = request.row
+            request.computed = entry.start + entry.count
+            if entry.samples:
+                request.pending += 1
+        self.in_flight.append(plan)
         self._version += 1
 
     def update(self, plan: StepPlan, sampled_ids: Sequence[int | Sequence[int]]) -> list[RequestOutput]:
-        """Take the results of the committed plan: one for each entry of `plan.sampling()`, in that order.
+        """Take the results of the oldest plan in flight: one for each entry of `plan.sampling()`, in that order.
 
-        A result is a token id; or, after drafts, the accepted drafts followed by the one token sampled after them.
-        Returns the new tokens and the finish reason of every request that got tokens. Entries of requests aborted
+        A result is a token id; or, after drafts, the accepted drafts followed by the one token sampled after them. A negative id
+        ends the request with an error.
+        Returns the new tokens and the finish reason of every request that got tokens. Entries of requests that have ended
         meanwhile are skipped. Raises ValueError, with nothing applied, for results that do not fit the plan.
         """
-        if plan is not self.in_flight:
-            raise ValueError("update wants the plan that was committed last and not updated yet")
+        if not self.in_flight or plan is not self.in_flight[0]:
+            raise ValueError("update takes the results of the oldest plan in flight")
         self._check_results(plan, sampled_ids)
         outputs = []
         finished = False
@@ -213,115 +236,76 @@ class Scheduler:
         for entry in plan.entries:
             result = next(results) if entry.samples else ()
             request = self.requests.get(entry.id)
-            if request is None:
-                continue
-            request.computed = entry.start + entry.count
+            if request is None or request.block_ids is not entry.block_ids:
+                continue  # it has ended
+            computed = entry.start + entry.count  # by this step; a later one may be in flight
             if entry.samples:
                 new_ids = [result] if isinstance(result, int) else result
+                request.pending -= 1
                 if entry.drafts:
-                    request.computed -= entry.drafts - (len(new_ids) - 1)
+                    computed -= entry.drafts - (len(new_ids) - 1)
+                    request.computed = computed
                 if request.drafts:
                     request.drafts = []  # used once, even those that did not fit
-                outputs.append(self._append(request, new_ids))
-            if request.computed >= (request.registered + 1) * size and self.cache is not None:
-                self._register(self.cache, request)
+                output = self._append(request, new_ids)
+                outputs.append(output)
+                if len(output.new_ids) < len(new_ids):  # positions after the end belong to no known token
+                    computed = len(request.tokens) - 1
+            if request.finish_reason is FinishReason.ERROR:
+                computed = 0  # nobody else reads what it computed
+            if computed >= (request.registered + 1) * size and self.cache is not None:
+                self._register(self.cache, request, computed)
             if request.finish_reason is not None:
                 finished = True
                 self._finish(request, request.finish_reason)
         if finished:
             self.running = [r for r in self.running if r.state is RequestState.RUNNING]
-        self.in_flight = None
+        del self.in_flight[0]
         self._version += 1
         return outputs
 
     def discard(self, plan: StepPlan) -> None:
-        """Drop the committed plan, which could not be run. Its requests will be planned again from their previous state."""
-        if plan is not self.in_flight:
-            raise ValueError("only the plan in flight can be discarded")
-        self.in_flight = None
+        """Drop a plan in flight, which could not be run, and those committed after it. Their requests will be planned again from
+        what the results before have left."""
+        if not any(plan is one for one in self.in_flight):
+            raise ValueError("only a plan in flight can be discarded")
+        last = None
+        while last is not plan:
+            last = self.in_flight.pop()
+            for entry in last.entries:
+                if self._is_current(entry):
+                    request = self.requests[entry.id]
+                    request.computed = entry.start
+                    request.pending -= entry.samples
         self._version += 1
+
+    def serves(self, plan: StepPlan) -> bool:
+        """Whether any request of a committed plan has not ended: whether its results matter."""
+        return any(self._is_current(entry) for entry in plan.entries)
 
     # Inspection ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise PoolError with a dump unless every invariant holds. O(everything): for tests and idle times."""
-        self.pool.check()
-        if self.cache is not None:
-            self.cache.check()
-        owners = [0] * self.config.num_blocks
-        for request in self.requests.values():
-            for block in request.block_ids:
-                owners[block] += 1
-            if len(request.block_ids) * self.config.block_size < request.computed:
-                raise PoolError(f"computed tokens without blocks: {request!r}\n{self.dump()}")
-            if request.computed >= len(request.tokens):
-                raise PoolError(
-                    f"nothing left to compute, so nothing to sample from: {request!r}\n{self.dump()}"
-                )
-            if request.state is not RequestState.RUNNING and (
-                request.block_ids or request.computed or request.drafts
-            ):
-                raise PoolError(
-                    f"blocks, computed tokens or drafts without running: {request!r}\n{self.dump()}"
-                )
-            cached = request.registered * self.config.block_size
-            if cached > request.computed or (request.last_cached is None) != (cached == 0):
-                raise PoolError(
-                    f"{cached} tokens are registered: more than were computed, or not so: {request!r}"
-                )
-        if owners != self.pool.refs:
-            wrong = [(b, n, r) for b, (n, r) in enumerate(zip(owners, self.pool.refs, strict=True)) if n != r]
-            raise PoolError(f"(block, owners, references) that differ: {wrong}\n{self.dump()}")
-        queued = sum(r.prompt_len for r in (*self.waiting, *self.held.values()))
-        if self.queued_tokens != queued:
-            raise PoolError(
-                f"{self.queued_tokens} prompt tokens are said to wait, {queued} do\n{self.dump()}"
-            )
-        if len(self.running) > self.config.max_seqs:
-            raise PoolError(f"{len(self.running)} requests run, max_seqs is {self.config.max_seqs}")
-        if len(self.running) + len(self.waiting) + len(self.held) != len(self.requests):
-            raise PoolError(f"a request is in no queue, or in two\n{self.dump()}")
+        check(self)
 
     def snapshot(self) -> tuple[object, ...]:
         """The whole state as values; equal snapshots mean equal states."""
-        return (
-            self._version,
-            self._arrivals,
-            self.queued_tokens,
-            self.paused,
-            id(self.in_flight),
-            tuple(self.pool.refs),
-            tuple(self.pool.queue()),
-            tuple(id(content) for content in self.pool.content),
-            self.pool.num_available,
-            self.pool.num_cached,
-            None if self.cache is None else tuple(sorted(self.cache.snapshot().items())),
-            tuple(r.id for r in self.running),
-            tuple(r.id for r in self.waiting),
-            tuple(self.held),
-            tuple(r.snapshot() for r in self.requests.values()),
-        )
+        return (self._version, self._arrivals, *snapshot(self))
 
     def dump(self) -> str:
         """The state as text, for errors."""
-        lines = [
-            repr(self.config),
-            self.pool.dump(),
-            f"paused: {None if self.paused is None else self.paused.value}",
-        ]
-        for name, requests in (
-            ("running", self.running),
-            ("waiting", self.waiting),
-            ("held", self.held.values()),
-        ):
-            lines.append(f"{name}: {len(requests)}")
-            lines.extend(f"  {request!r}" for request in requests)
-        return "\n".join(lines)
+        return dump(self)
 
     # Mechanism -----------------------------------------------------------------------------------------------------
 
     def _planner(self) -> Planner:
-        return Planner(self.config, PoolPlan(self.pool), self.cache, self._version)
+        return Planner(self.config, PoolPlan(self.pool), self.cache, self._version, bool(self.in_flight))
+
+    def _is_current(self, entry: ScheduledRequest) -> bool:
+        """Whether the entry's request still runs; not another request with its id, nor itself after a preemption."""
+        request = self.requests.get(entry.id)
+        return request is not None and request.block_ids is entry.block_ids
 
     def _refuse_too_large(self, request: Request) -> None:
         config = self.config
@@ -342,6 +326,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Return the request to the queue with nothing computed; the plan's pool operations release its blocks."""
+        if request.pending:
+            raise PoolError(f"preempted with a token in flight: {request!r}\n{self.dump()}")
         request.preemptions += 1
         self.queued_tokens += request.prompt_len
         self._forget_blocks(request)
@@ -351,6 +337,8 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.pool.release(request.block_ids)
         self._forget_blocks(request)
+        request.computed -= request.pending
+        request.pending = 0
         request.finish_reason = reason
         request.state = RequestState.FINISHED
         del self.requests[request.id]
@@ -358,6 +346,9 @@ class Scheduler:
     def _forget_blocks(self, request: Request) -> None:
         request.block_ids = []  # a new list: a plan may still hold the old one
         request.drafts = []
+        if request.row >= 0:
+            self.free_rows.append(request.row)
+            request.row = -1
         request.registered = 0
         request.last_cached = None
 
@@ -379,7 +370,7 @@ class Scheduler:
                 f"request {entry.id!r}: 1 to {entry.drafts + 1} tokens expected for {entry.drafts} drafts, "
                 f"got {len(result)}"
             )
-        drafts = entry.tokens[entry.count - entry.drafts :]
+        drafts = entry.draft_tokens
         if list(result[:-1]) != drafts[: len(result) - 1]:
             raise ValueError(
                 f"request {entry.id!r}: accepted tokens {list(result[:-1])} are not the drafts {drafts}"
@@ -390,6 +381,9 @@ class Scheduler:
         tokens = request.tokens
         accepted = 0
         for token in new_ids:
+            if token < 0:
+                request.finish_reason = FinishReason.ERROR
+                break
             tokens.append(token)
             accepted += 1
             if token in request.stop_ids:
@@ -400,14 +394,13 @@ class Scheduler:
                 break
         if accepted < len(new_ids):
             new_ids = new_ids[:accepted]
-            request.computed = len(tokens) - 1  # positions computed after the end belong to no known token
         return RequestOutput(request.id, new_ids, request.finish_reason)
 
-    def _register(self, cache: PrefixCache, request: Request) -> None:
-        """Register blocks that have become full and computed in the prefix cache."""
+    def _register(self, cache: PrefixCache, request: Request, computed: int) -> None:
+        """Register blocks that the first `computed` tokens fill in the prefix cache."""
         size = self.config.block_size
         cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
-        for index in range(request.registered, request.computed // size):
+        for index in range(request.registered, computed // size):
             request.last_cached = cache.insert(
                 request.block_hashes[index],
                 request.tokens[index * size : (index + 1) * size],

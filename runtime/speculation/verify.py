@@ -38,7 +38,7 @@ def accepted_runs(entries: Sequence[ScheduledRequest], drawn: Sequence[int]) -> 
     for entry in entries:
         draws = drawn[first : first + 1 + entry.drafts]
         first += len(draws)
-        drafts = entry.tokens[entry.count - entry.drafts :] if entry.drafts else []
+        drafts = entry.draft_tokens
         accepted = 0
         while accepted < len(drafts) and draws[accepted] == drafts[accepted]:
             accepted += 1

@@ -1,9 +1,10 @@
 """A runner without a model: the scheduler's fake model behind the interface of `Runner`, with failures and
-hangs on request."""
+hangs on request. It computes as late as a device may: a step runs when its ids are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,27 +17,63 @@ from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig, StepP
 from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
 
+@dataclass
+class LateStep:
+    """A step that was launched; ids: None until it has run."""
+
+    plan: StepPlan
+    ids: list[Any] | None = None
+    dropped: bool = False
+
+
 class FakeRunner:
-    """before_step: called before each step; an exception that it raises is the step's failure."""
+    """before_step: called before each step is launched; an exception that it raises is the step's failure. before_collect: likewise
+    when its ids are asked for."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB, eos_ids=()))
         self.cache = SimpleNamespace(num_blocks=config.num_blocks, block_size=config.block_size)
         self.processors = LogitsProcessors(VOCAB, torch.device("cpu"))
         self.fake = FakeModel(config)
+        self.max_seqs = config.max_seqs
+        self.device = torch.device("cpu")
         self.before_step: Callable[[], None] = lambda: None
+        self.before_collect: Callable[[], None] = lambda: None
         self.steps = 0
+        self.most_in_flight = 0
+        self._launched: list[LateStep] = []
 
-    def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[Any]:
+    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> LateStep:
         self.before_step()
         self.steps += 1
-        return self.fake.run(StepPlan(0, list(entries), sum(entry.count for entry in entries)))
+        assert len(rows) == sum(entry.samples for entry in entries)
+        copies = [replace(entry, block_ids=list(entry.block_ids)) for entry in entries]
+        step = LateStep(StepPlan(0, copies, sum(entry.count for entry in entries)))
+        self._launched.append(step)
+        in_flight = sum(not step.dropped for step in self._launched)
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+        return step
+
+    def collect(self, step: LateStep) -> list[Any]:
+        self.before_collect()
+        self._run_to(step)
+        assert step.ids is not None and not step.dropped
+        return step.ids
+
+    def drop(self, step: LateStep) -> None:
+        step.dropped = True  # the device runs it all the same
+
+    def _run_to(self, step: LateStep) -> None:
+        """The device runs steps in the order in which they were launched, those that were dropped, too."""
+        while step.ids is None:
+            first = self._launched.pop(0)
+            first.ids = self.fake.run(first.plan)
 
 
-def fake_engine(**options: Any) -> tuple[Engine, FakeRunner]:
+def fake_engine(async_steps: bool = False, **options: Any) -> tuple[Engine, FakeRunner]:
     """Returns an engine over a fake runner, and the runner; options: of its SchedulerConfig."""
     config = SchedulerConfig(
         **{"num_blocks": 64, "block_size": 4, "max_batch_tokens": 64, "max_seqs": 8, **options}
     )
     runner = FakeRunner(config)
-    return Engine.from_parts(runner, config), runner  # type: ignore[arg-type]
+    return Engine.from_parts(runner, config, async_steps=async_steps), runner  # type: ignore[arg-type]

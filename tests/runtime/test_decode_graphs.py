@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.kernel import Workspace
-from gristmill.runtime.decode_graphs import Buffers, DecodeGraphs
+from gristmill.runtime.decode_graphs import DecodeGraphs
+from gristmill.runtime.decode_inputs import Buffers
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.workspace import Arenas
@@ -79,9 +80,9 @@ def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.Monkey
     """Planted fault: an unused row writes to the cache instead of nowhere."""
     idle = Buffers._idle
 
-    def careless(self: Buffers, count: int) -> None:
-        idle(self, count)
-        self.host["slots"][count:] = 5
+    def careless(self: Buffers, slot: int, count: int) -> None:
+        idle(self, slot, count)
+        self.host[slot]["slots"][count:] = 5
 
     without, through = both(make, LLAMA)
     monkeypatch.setattr(Buffers, "_idle", careless)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
@@ -199,16 +199,27 @@ class AnyOrder(RuleBasedStateMachine):
     """Requests are added, follow others, are stepped, fail, are aborted, paused, resumed and drained in any
     order."""
 
-    @initialize(seed=st.integers(0, 2**32), blocks=st.integers(8, 20), span=st.none() | st.integers(1, 3))
-    def begin(self, seed: int, blocks: int, span: int | None) -> None:
+    @initialize(
+        seed=st.integers(0, 2**32),
+        blocks=st.integers(8, 20),
+        span=st.none() | st.integers(1, 3),
+        async_steps=st.booleans(),
+    )
+    def begin(self, seed: int, blocks: int, span: int | None, async_steps: bool) -> None:
         self.rng = random.Random(seed)
         self.engine, self.runner = fake_engine(
-            num_blocks=blocks, max_seqs=3, max_batch_tokens=24, policy="priority", priority_span=span
+            async_steps,
+            num_blocks=blocks,
+            max_seqs=3,
+            max_batch_tokens=24,
+            policy="priority",
+            priority_span=span,
         )
         self.now = 0.0
         self.engine._clock = lambda: self.now
         self.prompts: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}
+        self.stops: dict[str, Sequence[int]] = {}
         self.ended: dict[str, FinishReason] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
@@ -223,14 +234,13 @@ class AnyOrder(RuleBasedStateMachine):
         prompt = [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 18))]
         if after is not None:
             prompt = self.prompts[after]
+        params = SamplingParams(max_tokens=8, stop_token_ids=[self.rng.randrange(VOCAB) for _ in range(4)])
         try:
-            self.engine.add_request(
-                name, prompt, SamplingParams(max_tokens=8), priority=self.rng.randint(0, 2), after=after
-            )
+            self.engine.add_request(name, prompt, params, priority=self.rng.randint(0, 2), after=after)
         except EngineDraining:
             assert self.engine.draining
             return
-        self.prompts[name], self.got[name] = prompt, []
+        self.prompts[name], self.got[name], self.stops[name] = prompt, [], params.stop_token_ids
 
     @rule(followers=st.integers(0, 2))
     def add(self, followers: int) -> None:
@@ -247,15 +257,16 @@ class AnyOrder(RuleBasedStateMachine):
             assert not (paused and outputs)
             self.take(outputs)
 
-    @rule()
-    def failing_step(self) -> None:
+    @rule(at_launch=st.booleans())
+    def failing_step(self, at_launch: bool) -> None:
         def fail() -> None:
             raise ZeroDivisionError
 
-        self.runner.before_step = fail
+        name = "before_step" if at_launch else "before_collect"
+        setattr(self.runner, name, fail)
         with suppress(ZeroDivisionError):
             self.take(self.engine.step())
-        self.runner.before_step = lambda: None
+        setattr(self.runner, name, lambda: None)
 
     @rule(count=st.integers(1, 3))
     def abort(self, count: int) -> None:
@@ -298,8 +309,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.ended.keys() == self.prompts.keys(), "a request has not ended"
         assert self.engine.scheduler.pool.num_referenced == 0
         assert not self.engine._active and not self.engine._followers
+        assert not self.engine._pipeline.in_flight and not self.engine.scheduler.in_flight
         for name, prompt in self.prompts.items():
-            ids = expected_ids(prompt, 8, capacity=self.engine.scheduler.config.capacity)
+            capacity = self.engine.scheduler.config.capacity
+            ids = expected_ids(prompt, 8, self.stops[name], capacity)
             assert self.got[name] == ids[: len(self.got[name])]
             assert self.ended[name] is FinishReason.ABORT or self.got[name] == ids
 
@@ -314,7 +327,7 @@ def test_a_planted_fault_shows() -> None:
     class Forgetful(AnyOrder):
         @initialize(seed=st.integers(0, 2**32))
         def begin(self, seed: int) -> None:  # type: ignore[override]
-            super().begin(seed, 8, None)
+            super().begin(seed, 8, None, False)
             self.engine._release_followers = lambda request_id: None  # type: ignore[method-assign]
 
     with pytest.raises((AssertionError, ExceptionGroup)):

@@ -158,10 +158,10 @@ def test_logprobs_are_checked(shared: Callable[..., LLM]) -> None:
 
 def test_n_completions_compute_the_prompt_once(make: Callable[..., LLM]) -> None:
     llm = make(LLAMA)
-    run, computed = llm.engine.runner.run, []
-    llm.engine.runner.run = lambda entries, rows: (  # type: ignore[method-assign]
+    launch, computed = llm.engine.runner.launch, []
+    llm.engine.runner.launch = lambda entries, rows: (  # type: ignore[method-assign]
         computed.extend(entry.count for entry in entries),
-        run(entries, rows),
+        launch(entries, rows),
     )[1]
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4, ignore_eos=True)
     several = llm.generate([PROMPT, PROMPT[:3]], params)

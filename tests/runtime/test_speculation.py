@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gristmill.runtime import engine as engine_module
 from gristmill.runtime import logits_processors
 from gristmill.runtime import runner as runner_module
+from gristmill.runtime import step_pipeline as pipeline_module
 from gristmill.runtime.completion import Completion
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampler import SamplingRow
@@ -164,8 +164,8 @@ accepted_runs = speculator_module.accepted_runs
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
     [
-        (engine_module, "sampling_rows", index_off_by_one),
-        (engine_module, "sampling_rows", noise_by_place),
+        (pipeline_module, "sampling_rows", index_off_by_one),
+        (pipeline_module, "sampling_rows", noise_by_place),
         (speculator_module, "accepted_runs", bonus_from_the_last_row),
         (runner_module, "_drafted_prefixes", shifted_prefixes),
     ],

@@ -3,7 +3,8 @@
 Its "KV" of a position is a number made of the token and of the *stored* number of the previous position,
 which it reads through the block table. Its output is a number made of the last stored one. A wrong slot, a
 block that is shared too early, evicted while in use or matched for another prefix, and a position that is
-never computed all change the output ids.
+never computed all change the output ids. A token that a step in flight has sampled is read from the row of its request,
+and is gone when it was read.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class FakeModel:
     config: SchedulerConfig
     slots_of: SlotFunction = ScheduledRequest.slots
     kv: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)  # row -> the token sampled last, until it is read
 
     def run(self, plan: StepPlan) -> list[int | list[int]]:
         """Returns the sampled ids, one result per entry that samples; drafts are verified greedily."""
@@ -61,20 +63,25 @@ class FakeModel:
         assert plan.num_tokens == sum(entry.count for entry in plan.entries) <= config.max_batch_tokens
         assert len(plan.entries) <= config.max_seqs
         assert len({entry.id for entry in plan.entries}) == len(plan.entries)
+        assert len({entry.row for entry in plan.entries}) == len(plan.entries)
+        assert all(0 <= entry.row < config.max_seqs for entry in plan.entries)
         written: set[int] = set()
         results: list[int | list[int]] = []
         for entry in plan.entries:
-            assert entry.count == len(entry.tokens) >= 1
+            tokens = [self.last.pop(entry.row)] if entry.tokens is None else entry.tokens
+            assert entry.count == len(tokens) >= 1
             slots = self.slots_of(entry, config.block_size)
             assert not written & set(slots), "two tokens of a step are written to one slot"
             written |= set(slots)
             states = []
-            for offset, (token, slot) in enumerate(zip(entry.tokens, slots, strict=True)):
+            for offset, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
                 state = mix(self._before(entry, entry.start + offset), token)
                 self.kv[slot] = state
                 states.append(state)
             if entry.samples:
-                results.append(self._sample(entry, states))
+                result = self._sample(entry, states)
+                self.last[entry.row] = result if isinstance(result, int) else result[-1]
+                results.append(result)
         return results
 
     def _before(self, entry: ScheduledRequest, position: int) -> int:
@@ -86,6 +93,7 @@ class FakeModel:
     def _sample(self, entry: ScheduledRequest, states: list[int]) -> int | list[int]:
         if not entry.drafts:
             return states[-1] % VOCAB
+        assert entry.tokens is not None
         accepted = []
         first = entry.count - entry.drafts
         for index in range(first, entry.count):
@@ -104,23 +112,48 @@ class Run:
     steps: int = 0
     preemptions: int = 0
     evictions: int = 0
+    ahead: int = 0  # steps that were planned while another was in flight
+    fed_back: int = 0  # tokens that were on the device only when their step was planned
+    in_flight: list[tuple[StepPlan, list[int | list[int]]]] = field(default_factory=list)
 
 
 def step(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
     """Runs one checked step."""
+    plan = launch(scheduler, model, run)
+    take(scheduler, run)
+    assert not any(request.drafts for request in scheduler.requests.values()), "drafts outlived their step"
+    return plan
+
+
+def launch(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
+    """Plans and runs a step, whose results stay in flight; an empty one is not committed while another is in flight."""
+    before = scheduler.snapshot()
     plan = scheduler.plan()
+    assert scheduler.snapshot() == before
+    for entry in plan.entries:
+        assert entry.context < scheduler.requests[entry.id].limit, "a step after the last token"
+    if run.in_flight and not plan.entries:
+        return plan
     scheduler.commit(plan)
     scheduler.check()
-    for output in scheduler.update(plan, model.run(plan)):
+    run.in_flight.append((plan, model.run(plan)))
+    run.steps += 1
+    run.preemptions += len(plan.preempted)
+    run.evictions += len(plan.evicted_blocks)
+    run.ahead += len(run.in_flight) == 2
+    run.fed_back += sum(entry.tokens is None for entry in plan.entries)
+    return plan
+
+
+def take(scheduler: Scheduler, run: Run) -> None:
+    """Takes the results of the oldest step in flight."""
+    plan, results = run.in_flight.pop(0)
+    for output in scheduler.update(plan, results):
+        assert output.id not in run.reasons, "a request that has ended came again"
         run.outputs.setdefault(output.id, []).extend(output.new_ids)
         if output.finish_reason is not None:
             run.reasons[output.id] = output.finish_reason
     scheduler.check()
-    assert not any(request.drafts for request in scheduler.requests.values()), "drafts outlived their step"
-    run.steps += 1
-    run.preemptions += len(plan.preempted)
-    run.evictions += len(plan.evicted_blocks)
-    return plan
 
 
 def run_all(
@@ -129,17 +162,24 @@ def run_all(
     model: FakeModel | None = None,
     limit: int = 20_000,
     drafter: random.Random | None = None,
+    depth: int = 1,
 ) -> Run:
-    """Adds all requests and runs to the end, checking every invariant at every step."""
+    """Adds all requests and runs to the end, checking every invariant at every step. depth: of steps in flight."""
     model = model or FakeModel(scheduler.config)
     run = Run()
     for request in requests:
         scheduler.add(request)
     while scheduler.has_unfinished():
         assert run.steps < limit, "no end in sight\n" + scheduler.dump()
-        if drafter is not None:
+        if drafter is not None and not run.in_flight:
             propose_some(scheduler, drafter)
-        step(scheduler, model, run)
+        while len(run.in_flight) < depth and launch(scheduler, model, run).entries:
+            pass
+        take(scheduler, run)
+    for plan, _ in run.in_flight[:1]:
+        assert not scheduler.serves(plan)
+        scheduler.discard(plan)
+    scheduler.check()
     assert scheduler.pool.num_referenced == 0
     return run
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from gristmill.runtime.kv_cache import PoolPlan
-from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig, StepPlan
+from gristmill.runtime.scheduler import FinishReason, Request, Scheduler, SchedulerConfig, StepPlan
 
 from .harness import FakeModel, Run, expected_ids, step
 
@@ -134,18 +134,24 @@ def test_accepted_tokens_must_be_the_drafts(scheduler: Scheduler) -> None:
     assert scheduler.requests["a"].computed == 10 + 1 + 2
 
 
-def test_one_plan_at_a_time(scheduler: Scheduler) -> None:
+def test_two_plans_at_a_time(scheduler: Scheduler) -> None:
     plan = scheduler.plan()
-    with pytest.raises(ValueError, match="committed last"):
+    with pytest.raises(ValueError, match="oldest plan in flight"):
         scheduler.update(plan, [1])
     scheduler.commit(plan)
-    with pytest.raises(RuntimeError, match="in flight"):
-        scheduler.plan()
     with pytest.raises(ValueError, match="stale"):
         scheduler.commit(plan)
-    with pytest.raises(ValueError, match="in flight"):
+    ahead = scheduler.plan()
+    scheduler.commit(ahead)
+    with pytest.raises(RuntimeError, match="2 committed plans are in flight"):
+        scheduler.plan()
+    with pytest.raises(ValueError, match="oldest plan in flight"):
+        scheduler.update(ahead, [1, 2])
+    with pytest.raises(ValueError, match="a plan in flight"):
         scheduler.discard(StepPlan(0))
-    scheduler.discard(plan)
+    scheduler.discard(plan)  # and the one that was planned over its results
+    assert scheduler.in_flight == []
+    scheduler.check()
     second_plan = scheduler.plan()
     assert [(e.id, e.start, e.count, e.new_blocks) for e in second_plan.entries] == [
         ("a", 0, 10, []),
@@ -160,3 +166,99 @@ def test_a_plan_is_independent_of_what_happens_to_its_requests(scheduler: Schedu
     table = list(plan.entries[0].block_ids)
     scheduler.abort(["a"])
     assert plan.entries[0].block_ids == table and len(table) == 3
+
+
+def test_a_step_ahead_counts_tokens_that_are_not_known(scheduler: Scheduler) -> None:
+    """While the first step is in flight, "a" is planned with a token on the device, "b" with the rest of its prompt."""
+    first = scheduler.plan()
+    scheduler.commit(first)
+    assert [(entry.id, entry.row) for entry in first.entries] == [("a", 0), ("b", 1)]
+    second = scheduler.plan()
+    a, b = second.entries
+    assert (a.id, a.start, a.count, a.samples, a.tokens, a.row) == ("a", 10, 1, True, None, 0)
+    assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 22, 13, True, list(range(27, 40)))
+    scheduler.commit(second)
+    assert scheduler.requests["a"].pending == 2 and scheduler.requests["a"].computed == 11
+    assert [list(output.new_ids) for output in scheduler.update(first, [7])] == [[7]]
+    assert scheduler.requests["a"].tokens[10:] == [7] and scheduler.requests["a"].pending == 1
+    assert scheduler.requests["a"].registered == 2  # of the 11 tokens, 10 are computed by the first step
+    scheduler.check()
+
+
+def test_what_a_stop_leaves_in_flight_is_dropped() -> None:
+    """An end token is known one step late; the step ahead still has the request, whose row and blocks are given away."""
+    scheduler = Scheduler(SchedulerConfig(num_blocks=4, block_size=4, max_batch_tokens=32, max_seqs=1))
+    scheduler.add(Request("a", [1, 2, 3], 9, stop_ids=[7]))
+    scheduler.commit(first := scheduler.plan())
+    scheduler.commit(ahead := scheduler.plan())
+    scheduler.add(Request("b", [1] * 8, 9))
+    (output,) = scheduler.update(first, [7])
+    assert output.finish_reason is FinishReason.STOP and not scheduler.serves(ahead)
+    scheduler.check()
+    scheduler.commit(other := scheduler.plan())
+    assert [(entry.id, entry.row) for entry in other.entries] == [("b", 0)]
+    assert scheduler.update(ahead, [7]) == []  # and the pool has got its blocks once
+    scheduler.check()
+    assert [output.id for output in scheduler.update(other, [9])] == ["b"]
+
+
+def test_results_go_to_the_request_that_they_were_computed_for(scheduler: Scheduler) -> None:
+    """An id may be used again while a step of its former owner is in flight."""
+    scheduler.commit(plan := scheduler.plan())
+    assert [output.id for output in scheduler.abort(["a"])] == ["a"]
+    scheduler.add(Request("a", [1, 2], 6))
+    assert scheduler.update(plan, [7]) == []
+    assert scheduler.requests["a"].tokens == [1, 2]
+    scheduler.check()
+
+
+def test_a_length_that_is_reached_in_flight_is_planned_no_further(scheduler: Scheduler) -> None:
+    scheduler.add(Request("c", [1, 2], 2))
+    scheduler.abort(["a", "b"])
+    for _ in range(2):
+        scheduler.commit(scheduler.plan())
+        scheduler.check()
+    first, second = scheduler.in_flight
+    scheduler.update(first, [5])
+    assert scheduler.plan().entries == []  # nothing to do before the results, and not stuck
+    (output,) = scheduler.update(second, [6])
+    assert output.finish_reason is FinishReason.LENGTH and not scheduler.has_unfinished()
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=4, block_size=2, max_batch_tokens=32, max_seqs=2, watermark=0)
+    )
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3], 5))
+    scheduler.commit(first := scheduler.plan())
+    scheduler.commit(second := scheduler.plan())
+    scheduler.update(first, [5, 5])
+    assert scheduler.plan().entries == []  # "a" and "b" need a block each, and there is none
+    scheduler.update(second, [6, 6])
+    plan = scheduler.plan()
+    assert plan.preempted == ["b"] and [entry.tokens for entry in plan.entries] == [[6]]
+
+
+def test_a_step_with_drafts_is_followed_by_its_results(scheduler: Scheduler) -> None:
+    scheduler.commit(plan := scheduler.plan())
+    scheduler.update(plan, [3])
+    scheduler.propose("a", [4, 5])
+    scheduler.commit(drafted := scheduler.plan())
+    scheduler.check()
+    assert drafted.has_drafts and scheduler.plan().entries == []
+    scheduler.update(drafted, [[4, 9], 8])
+    assert {entry.id for entry in scheduler.plan().entries} == {"a", "b"}
+
+
+def test_a_row_without_a_result_ends_its_request_alone(scheduler: Scheduler) -> None:
+    scheduler.add(Request("c", [1, 2, 3, 4, 5], 4))
+    scheduler.commit(plan := scheduler.plan())
+    scheduler.commit(ahead := scheduler.plan())
+    assert [(o.id, list(o.new_ids), o.finish_reason) for o in scheduler.update(plan, [-1])] == [
+        ("a", [], FinishReason.ERROR)
+    ]
+    assert scheduler.cache is not None and len(scheduler.cache) == 5  # of "b": nothing of "a" is shared
+    results = [-1 if entry.id == "a" else 1 for entry in ahead.sampling()]
+    assert "a" not in [output.id for output in scheduler.update(ahead, results)]
+    scheduler.check()

@@ -24,7 +24,10 @@ CAUGHT = (AssertionError, PoolError, SchedulerStuck, KeyError, IndexError, Value
 
 
 def verdict(
-    make: Callable[[], Scheduler], slots_of: SlotFunction = ScheduledRequest.slots, limit: int = 2_000
+    make: Callable[[], Scheduler],
+    slots_of: SlotFunction = ScheduledRequest.slots,
+    limit: int = 2_000,
+    depth: int = 1,
 ) -> bool:
     """Whether every run of a mix that preempts, evicts and shares passes every check."""
     for seed in range(6):
@@ -42,6 +45,7 @@ def verdict(
                 [Request(str(i), p, 12) for i, p in enumerate(prompts)],
                 FakeModel(scheduler.config, slots_of),
                 limit,
+                depth=depth,
             )
         except CAUGHT:
             return False
@@ -76,10 +80,8 @@ class RegistersBeforeComputed(Scheduler):
         super().commit(plan)
         for entry in plan.entries:
             request = self.requests[entry.id]
-            computed, request.computed = request.computed, entry.context
             assert self.cache is not None
-            self._register(self.cache, request)
-            request.computed = computed
+            self._register(self.cache, request, entry.context)
 
 
 def test_blocks_announced_before_they_are_computed_are_caught() -> None:
@@ -187,7 +189,8 @@ def with_cache(kind: type[PrefixCache]) -> Scheduler:
 def with_planner(kind: type[Planner]) -> Scheduler:
     class Broken(Scheduler):
         def _planner(self) -> Planner:
-            return kind(self.config, PoolPlan(self.pool), self.cache, self._version)
+            ahead = bool(self.in_flight)
+            return kind(self.config, PoolPlan(self.pool), self.cache, self._version, ahead)
 
     return Broken(CONFIG)
 
@@ -238,6 +241,69 @@ def first_block_only(entry: ScheduledRequest, block_size: int) -> list[int]:
 @pytest.mark.parametrize("fault", [off_by_one, off_by_one_in_last_block, first_block_only])
 def test_wrong_slots_are_caught(fault: SlotFunction) -> None:
     assert not verdict(lambda: Scheduler(CONFIG), fault)
+
+
+class PreemptsInFlight(Scheduler):
+    """Planted fault: requests are preempted while a step that samples for them is in flight."""
+
+    def _planner(self) -> Planner:
+        return Planner(self.config, PoolPlan(self.pool), self.cache, self._version)
+
+
+class KeepsPending(Scheduler):
+    """Planted fault: the number of tokens in flight of a request is one too large after its first token."""
+
+    def update(self, plan, sampled_ids):
+        outputs = super().update(plan, sampled_ids)
+        for request in self.running:
+            if len(request.tokens) == request.prompt_len + 1:
+                request.pending += 1
+        return outputs
+
+
+class RegistersInFlight(Scheduler):
+    """Planted fault: a block is registered although the step that fills it is still in flight."""
+
+    def _register(self, cache: PrefixCache, request: Request, computed: int) -> None:
+        super()._register(cache, request, min(request.computed, len(request.tokens)))
+
+
+class GivesRowsTwice(Scheduler):
+    """Planted fault: the row of a request that ends is free twice."""
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.free_rows.append(request.row)
+        super()._finish(request, reason)
+
+
+class RunsPastTheEnd(Scheduler):
+    """Planted fault: a request whose last token is in flight is planned once more."""
+
+    def plan(self) -> StepPlan:
+        for request in self.requests.values():
+            request.limit += 1
+        try:
+            return super().plan()
+        finally:
+            for request in self.requests.values():
+                request.limit -= 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        PreemptsInFlight,
+        KeepsPending,
+        RegistersInFlight,
+        GivesRowsTwice,
+        RunsPastTheEnd,
+        LeaksABlock,
+        FreesTwice,
+    ],
+)
+def test_faults_with_two_steps_in_flight_are_caught(fault: type[Scheduler]) -> None:
+    assert verdict(lambda: Scheduler(CONFIG), depth=2)
+    assert not verdict(lambda: fault(CONFIG), depth=2)
 
 
 class WrongEnd(BlockPool):

@@ -1,6 +1,7 @@
 """Properties: every request ends, invariants hold, budgets do not change the outputs, dropped plans leave no
 trace."""
 
+import itertools
 import random
 from typing import Any
 
@@ -17,7 +18,17 @@ from gristmill.runtime.scheduler import (
     SchedulerConfig,
 )
 
-from .harness import VOCAB, FakeModel, Run, expected_ids, propose_some, run_all, step
+from .harness import (
+    VOCAB,
+    FakeModel,
+    Run,
+    expected_ids,
+    launch,
+    propose_some,
+    run_all,
+    step,
+    take,
+)
 
 COMMON = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -65,13 +76,14 @@ def ids_alone(request: dict[str, Any], config: SchedulerConfig) -> list[int]:
 
 
 @COMMON
-@given(configs(), st.integers(0, 2**32), st.integers(1, 12), st.booleans())
+@given(configs(), st.integers(0, 2**32), st.integers(1, 12), st.booleans(), st.integers(1, 2))
 def test_any_mix_ends_and_its_ids_do_not_depend_on_the_budgets(
-    config: SchedulerConfig, seed: int, count: int, drafts: bool
+    config: SchedulerConfig, seed: int, count: int, drafts: bool, depth: int
 ) -> None:
     rng = random.Random(seed)
     mix_of_requests = [some_request(str(i), rng, config.capacity - 1) for i in range(count)]
-    run = run_all(Scheduler(config), [Request(**r) for r in mix_of_requests], drafter=rng if drafts else None)
+    requests = [Request(**r) for r in mix_of_requests]
+    run = run_all(Scheduler(config), requests, drafter=rng if drafts else None, depth=depth)
     for request in mix_of_requests:
         ids = ids_alone(request, config)
         assert run.outputs[request["id"]] == ids
@@ -130,7 +142,8 @@ def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, coun
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Requests are added, held, resumed, aborted and stepped, and the scheduler is paused, in any order."""
+    """Requests are added, held, resumed, aborted and stepped, and the scheduler is paused, in any order, with up to two steps in
+    flight."""
 
     @initialize(config=configs(), seed=st.integers(0, 2**32))
     def begin(self, config: SchedulerConfig, seed: int) -> None:
@@ -153,20 +166,35 @@ class AnyOrder(RuleBasedStateMachine):
         for name in list(self.scheduler.held)[:1]:
             self.scheduler.resume(name)
 
-    @rule(during_a_step=st.booleans())
-    def abort(self, during_a_step: bool) -> None:
-        plan = self.scheduler.plan() if during_a_step else None
-        if plan is not None:
-            self.scheduler.commit(plan)
-            results = self.model.run(plan)
+    @rule()
+    def abort(self) -> None:
         unfinished = list(self.scheduler.requests)
         if unfinished:
             name = self.rng.choice(unfinished)
             assert [output.id for output in self.scheduler.abort([name])] == [name]
             self.aborted.add(name)
-        if plan is not None:
-            for output in self.scheduler.update(plan, results):
-                self.run.outputs.setdefault(output.id, []).extend(output.new_ids)
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.run.in_flight) < 2:
+            launch(self.scheduler, self.model, self.run)
+
+    @rule()
+    def take(self) -> None:
+        if self.run.in_flight:
+            take(self.scheduler, self.run)
+
+    @rule()
+    def lose(self) -> None:
+        """A step that ran is discarded, and the one after it."""
+        if self.run.in_flight:
+            first = self.rng.randrange(len(self.run.in_flight))
+            self.scheduler.discard(self.run.in_flight[first][0])
+            del self.run.in_flight[first:]
+
+    def land(self) -> None:
+        while self.run.in_flight:
+            take(self.scheduler, self.run)
 
     @rule(pause=st.sampled_from([None, *Pause]))
     def pause(self, pause: Pause | None) -> None:
@@ -175,6 +203,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def wait_until_nothing_has_started(self) -> None:
         """A pause for new requests: started requests end, and all others stay where they are."""
+        self.land()
         self.scheduler.pause(Pause.NEW)
         waiting = [request.id for request in self.scheduler.waiting if not request.started]
         while self.scheduler.has_started():
@@ -185,6 +214,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 6))
     def steps(self, steps: int) -> None:
+        self.land()
         for _ in range(steps):
             if self.scheduler.paused is not Pause.ALL:  # drafts wait for the next step that runs
                 propose_some(self.scheduler, self.rng)
@@ -202,6 +232,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.scheduler.pause(None)
         for name in list(self.scheduler.held):
             self.scheduler.resume(name)
+        self.land()
         self._finish()
         for name, request in self.made.items():
             ids = ids_alone(request, self.config)
@@ -221,13 +252,14 @@ TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=25, deadl
 
 def test_the_mixes_reach_what_they_are_meant_to_reach() -> None:
     """The properties are not vacuous: preemption, eviction and cache hits do occur in runs like those above."""
-    preemptions = evictions = hits = 0
-    for seed in range(40):
+    counts = {1: [0] * 5, 2: [0] * 5}
+    for depth, seed in itertools.product(counts, range(40)):
         rng = random.Random(seed)
         config = SchedulerConfig(num_blocks=14, block_size=4, max_seqs=4, max_batch_tokens=24)
         requests = [Request(**some_request(str(i), rng, 40)) for i in range(10)]
-        run = run_all(Scheduler(config), requests)
-        preemptions += run.preemptions
-        evictions += run.evictions
-        hits += sum(request.cached_tokens for request in requests)
-    assert min(preemptions, evictions, hits) > 20
+        run = run_all(Scheduler(config), requests, depth=depth)
+        hits = sum(request.cached_tokens for request in requests)
+        for place, count in enumerate((run.preemptions, run.evictions, hits, run.ahead, run.fed_back)):
+            counts[depth][place] += count
+    assert min(counts[1][:3]) > 20 and counts[1][3:] == [0, 0]
+    assert min(counts[2]) > 20

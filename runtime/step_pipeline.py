@@ -1,0 +1,124 @@
+"""The steps of an engine in flight: each is planned and launched before the results of the one before it are there, as far as it can be.
+
+A step that needs the host between the steps waits for the results: where logits are processed or read on the host (penalties, bans,
+grammars, log-probabilities), where drafts are verified, and where the scheduler must preempt a request. It runs alone, as synchronous
+steps do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
+from gristmill.runtime.sampler import SamplingRow
+from gristmill.runtime.scheduler import RequestOutput, ScheduledRequest, Scheduler, StepPlan, TokenLogprobs
+from gristmill.runtime.speculation.speculator import Speculator
+from gristmill.runtime.speculation.verify import sampling_rows
+from gristmill.runtime.steps_in_flight import LaunchedStep
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step whose outputs were not taken yet: launched, or, with its logits processed on the host, computed already."""
+
+    plan: StepPlan
+    step: LaunchedStep | StepResult
+
+
+class StepPipeline:
+    """Runs the steps of a scheduler, up to `depth` of them at a time.
+
+    sampling_row: how the first token that an entry samples is sampled. with_logprobs: requests whose logits are read; prompts: the
+    log-probabilities of those prompts that are read. speculator: drafts before each step, which is synchronous then; None = no drafts.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        depth: int,
+        sampling_row: Callable[[ScheduledRequest], SamplingRow],
+        with_logprobs: Collection[str],
+        prompts: Mapping[str, PromptLogprobs],
+        speculator: Speculator | None,
+    ) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self.depth = depth if speculator is None else 1
+        self.speculator = speculator
+        self.in_flight: list[_InFlight] = []  # oldest first
+        self.last_plan: StepPlan | None = None
+        self._sampling_row = sampling_row
+        self._with_logprobs, self._prompts = with_logprobs, prompts
+
+    def advance(self) -> tuple[list[RequestOutput], Mapping[str, list[TokenLogprobs]]]:
+        """Launch what can be launched, and wait for the oldest step. Its outputs, and the log-probabilities of their tokens by request.
+
+        last_plan becomes the plan of that step; it is empty if there was nothing to do. An exception discards all steps in flight.
+        """
+        while len(self.in_flight) < self.depth and self._launch():
+            pass
+        if not self.in_flight:
+            return [], {}
+        oldest = self.in_flight[0]
+        try:
+            step = oldest.step
+            result = step if isinstance(step, StepResult) else StepResult(self.runner.collect(step), {})
+            runs = result.ids if self.speculator is None else self.speculator.verify(oldest.plan, result.ids)
+            outputs = self.scheduler.update(oldest.plan, runs)
+        except BaseException:
+            self.discard()
+            raise
+        del self.in_flight[0]
+        self.last_plan = oldest.plan
+        return outputs, result.logprobs
+
+    def drop_idle(self) -> None:
+        """Do not wait for steps in flight whose requests have all ended."""
+        if self.in_flight and not any(self.scheduler.serves(one.plan) for one in self.in_flight):
+            self.discard()
+
+    def discard(self) -> None:
+        """Forget all steps in flight; what is left of their requests is planned again."""
+        for one in self.in_flight:
+            if not isinstance(one.step, StepResult):
+                self.runner.drop(one.step)
+        self.in_flight.clear()
+        if self.scheduler.in_flight:
+            self.scheduler.discard(self.scheduler.in_flight[0])
+
+    def _launch(self) -> bool:
+        """Plan a step and launch it; False if there is none to run before the results of the step in flight."""
+        ahead = bool(self.in_flight)
+        if ahead and isinstance(self.in_flight[-1].step, StepResult):
+            return False
+        if self.speculator is not None:
+            self.speculator.propose()
+        plan = self.scheduler.plan()
+        if not ahead:
+            self.last_plan = plan
+        detailed = self._needs_logits(plan)
+        if not plan.entries or (ahead and detailed):
+            return False
+        self.scheduler.commit(plan)
+        try:
+            rows = [
+                row for entry in plan.sampling() for row in sampling_rows(entry, self._sampling_row(entry))
+            ]
+            step: LaunchedStep | StepResult
+            if detailed:
+                step = self.runner.run_detailed(plan.entries, rows, self._prompts)
+            else:
+                step = self.runner.launch(plan.entries, rows)
+        except BaseException:
+            self.discard()
+            raise
+        self.in_flight.append(_InFlight(plan, step))
+        return True
+
+    def _needs_logits(self, plan: StepPlan) -> bool:
+        """Whether logits of the step are processed or read on the host, which takes the tokens of all steps before it."""
+        processed, read = self.runner.processors, self._with_logprobs
+        return bool(processed or read) and any(
+            entry.id in processed or entry.id in read for entry in plan.entries
+        )

@@ -1,0 +1,306 @@
+"""Asynchronous steps give the ids of synchronous ones, although a step is launched before the ids of the step before it are known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gristmill.runtime import engine as engine_module
+from gristmill.runtime.engine import Engine
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.runner import Runner
+from gristmill.runtime.sampler import Sampler, SamplingRow
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import FinishReason, ScheduledRequest
+from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
+from tests.runtime import oracle
+from tests.runtime.fake_runner import fake_engine
+from tests.runtime.late_runner import LateRunner
+from tests.runtime.oracle import DEEPSEEK, LLAMA
+from tests.runtime.scheduler.harness import expected_ids
+
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=3),
+    SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5),
+    SamplingParams(max_tokens=30),
+    SamplingParams(max_tokens=1, temperature=1.0, seed=8),
+]
+
+
+def prompts(count: int = 7) -> list[list[int]]:
+    """Prompts of different lengths, some with a common prefix."""
+    tokens = oracle.eval_tokens()
+    return [
+        tokens[:40] + tokens[50 * n : 50 * n + n] if n % 2 else tokens[70 * n : 70 * n + 3 + n]
+        for n in range(1, count + 1)
+    ]
+
+
+@pytest.fixture
+def make_late(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Returns an LLM with asynchronous steps, on a device that computes them as late as it may."""
+
+    def build(name: str, runner: type[Runner] = LateRunner, **options: Any) -> LLM:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "Runner", runner)
+            return make(name, async_steps=True, **options)
+
+    return build
+
+
+def count_steps_ahead(llm: LLM) -> list[int]:
+    """A list that gets the number of tokens which are on the device only, for each step that is launched from now on."""
+    counts: list[int] = []
+    launch = llm.engine.runner.launch
+
+    def counted(entries: list[ScheduledRequest], rows: list[SamplingRow]) -> LaunchedStep:
+        counts.append(sum(entry.tokens is None for entry in entries))
+        return launch(entries, rows)
+
+    llm.engine.runner.launch = counted  # type: ignore[method-assign, assignment]
+    return counts
+
+
+PLAIN: dict[str, Any] = {}
+TINY_POOL = {"num_blocks": 9, "max_seqs": 4}
+CHUNKS = {"max_chunk": 8, "max_seqs": 3}
+ONE_BY_ONE = {"enable_prefix_cache": False, "block_size": 5, "max_seqs": 1}
+QUICK = [(LLAMA, PLAIN, True), (DEEPSEEK, PLAIN, False), (LLAMA, CHUNKS, False), (LLAMA, TINY_POOL, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "graphs"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(
+            (LLAMA, DEEPSEEK), (PLAIN, TINY_POOL, CHUNKS, ONE_BY_ONE), (False, True)
+        )
+    ],
+)
+def test_same_ids(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], name: str, options: dict[str, Any], graphs: bool
+) -> None:
+    params = [PARAMS[i % 5] for i in range(7)]
+    expected = make(name, decode_graphs=graphs, **options).generate(prompts(), params)
+    late = make_late(name, decode_graphs=graphs, **options)
+    counts = count_steps_ahead(late)
+    preempted: list[str] = []
+    commit = late.engine.scheduler.commit
+    late.engine.scheduler.commit = lambda plan: (preempted.extend(plan.preempted), commit(plan))  # type: ignore[method-assign]
+    for _ in range(2):  # also with what the prefix cache kept
+        assert late.generate(prompts(), params) == expected
+        late.engine.scheduler.check()
+    assert sum(counts) > 60 and bool(preempted) == (options.get("num_blocks") == 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
+@pytest.mark.parametrize("batch", [1, 2, 9, 33, 64])
+def test_same_ids_at_batches(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], name: str, batch: int
+) -> None:
+    options = {"decode_graphs": True, "max_seqs": 64, "num_blocks": 400}
+    params = [PARAMS[i % 5] for i in range(batch)]
+    expected = make(name, **options).generate(prompts(batch), params)
+    assert make_late(name, **options).generate(prompts(batch), params) == expected
+
+
+def test_steps_that_need_the_host(make: Callable[..., LLM], make_late: Callable[..., LLM]) -> None:
+    """Requests with processed logits and log-probabilities beside others: their steps wait, and those of the others run ahead."""
+    params = [
+        SamplingParams(max_tokens=12, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=2),
+        SamplingParams(max_tokens=8, prompt_logprobs=1),
+        SamplingParams(max_tokens=20, temperature=0.9, seed=2, bad_words=[[5], [6, 7]], min_tokens=3),
+        SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=16, presence_penalty=1.0, stop=["e"]),
+    ]
+    for graphs in (False, True):
+        expected = make(LLAMA, decode_graphs=graphs).generate(prompts(), params)
+        late = make_late(LLAMA, decode_graphs=graphs)
+        counts = count_steps_ahead(late)
+        assert late.generate(prompts(), params) == expected
+        assert 5 < sum(counts) < 40
+
+
+class OneSlot(StepRing):
+    """Planted fault: the inputs of a step are written over those of the step in flight."""
+
+    def take(self, count: int) -> LaunchedStep:
+        step = super().take(count)
+        step.slot = 0
+        return step
+
+
+class NoFeedback(SampledTokens):
+    """Planted fault: sampled ids do not come to the rows."""
+
+    def write(self, rows: Tensor, ids: Tensor) -> None:
+        super().write(rows, torch.zeros_like(ids))
+
+
+class NextRow(SampledTokens):
+    """Planted fault: a step reads the row of another request."""
+
+    def read(self, rows: Tensor) -> Tensor:
+        return super().read(rows.roll(1))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("fault", [OneSlot, NoFeedback, NextRow])
+def test_planted_faults_show(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], fault: type, graphs: bool
+) -> None:
+    class Faulty(LateRunner):
+        ring = fault if issubclass(fault, StepRing) else LateRunner.ring
+        sampled = fault if issubclass(fault, SampledTokens) else LateRunner.sampled
+
+    if fault is OneSlot and not graphs:
+        return  # other steps take new memory from torch, which knows when it is free
+    params = [PARAMS[i % 5] for i in range(7)]
+    expected = make(LLAMA, decode_graphs=graphs).generate(prompts(), params)
+    try:
+        actual = make_late(LLAMA, Faulty, decode_graphs=graphs).generate(prompts(), params)
+    except IndexError:
+        return  # a token that was overwritten is outside the vocabulary
+    assert actual != expected
+
+
+def test_a_third_step_is_refused(make: Callable[..., LLM]) -> None:
+    runner = make(LLAMA).engine.runner
+    entries = [ScheduledRequest("a", 0, 2, True, [7, 8], [0], [], 0, 0)]
+    rows = [SamplingRow(SamplingParams(), 0, 0)]
+    first, second = runner.launch(entries, rows), runner.launch(entries, rows)
+    with pytest.raises(RuntimeError, match="2 steps are in flight: collect or drop the oldest one first"):
+        runner.launch(entries, rows)
+    assert runner.collect(first) == runner.collect(second)
+    runner.drop(runner.launch(entries, rows))
+    assert len(runner.run(entries, rows)) == 1
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_row_without_a_result_ends_its_request_alone(
+    make: Callable[..., LLM],
+    make_late: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: bool,
+) -> None:
+    """The step that follows is in flight already, and computes the failed row, too."""
+    expected = make(LLAMA, decode_graphs=graphs).generate(prompts(3), PARAMS[0])
+    late = make_late(LLAMA, decode_graphs=graphs)
+    draw, calls = Sampler.draw, iter(range(1000))
+
+    def failing(self: Sampler, logits: Tensor, sampling: Any, ids: Tensor) -> None:
+        draw(self, logits, sampling, ids)
+        if next(calls) == 5:
+            ids[1] = -1
+
+    monkeypatch.setattr(Sampler, "draw", failing)
+    results = late.generate(prompts(3), PARAMS[0])
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    assert results[0] == expected[0] and results[2] == expected[2]
+    assert results[1].token_ids == expected[1].token_ids[:5]
+    late.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_failure_discards_what_is_in_flight(
+    make: Callable[..., LLM],
+    make_late: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: bool,
+) -> None:
+    """Every seventh step fails on the device, where it is known late; its requests go on from what they had."""
+    expected = make(LLAMA, decode_graphs=graphs).generate(prompts(), PARAMS[2])
+    engine = make_late(LLAMA, decode_graphs=graphs).engine
+    draw, calls = Sampler.draw, iter(range(1000))
+
+    def failing(self: Sampler, logits: Tensor, sampling: Any, ids: Tensor) -> None:
+        if next(calls) % 7 == 6:
+            raise MemoryError("planted")
+        draw(self, logits, sampling, ids)
+
+    monkeypatch.setattr(Sampler, "draw", failing)
+    actual: dict[str, list[int]] = {}
+    failures = 0
+    for place, prompt in enumerate(prompts()):
+        engine.add_request(str(place), prompt, PARAMS[2])
+    while engine.has_unfinished():
+        try:
+            outputs = engine.step()
+        except MemoryError:
+            failures += 1
+            assert engine.scheduler.in_flight == []
+        else:
+            for output in outputs:
+                actual.setdefault(output.id, []).extend(output.new_ids)
+        engine.scheduler.check()
+    assert failures > 1
+    assert [tuple(actual[str(place)]) for place in range(7)] == [result.token_ids for result in expected]
+
+
+def test_a_step_returns_the_outputs_of_one_step() -> None:
+    """The first call launches two steps and returns the outputs of one; a request that comes then is in the third step."""
+    engine, runner = fake_engine(async_steps=True)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    (output,) = engine.step()
+    assert list(output.new_ids) == expected_ids([1, 2, 3], 1) and runner.steps == 2
+    engine.add_request("b", [4, 5], SamplingParams(max_tokens=2))
+    assert [output.id for output in engine.step()] == ["a"] and runner.steps == 3
+    assert [output.id for output in engine.step()] == ["a", "b"]
+    assert [output.id for output in engine.step()] == ["a", "b"]
+    assert runner.most_in_flight == 2 and not engine.has_unfinished() and engine.step() == []
+    synchronous, runner = fake_engine()
+    synchronous.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    synchronous.step()
+    assert runner.steps == runner.most_in_flight == 1
+
+
+def test_nothing_is_waited_for_when_all_have_ended() -> None:
+    """The step that follows an end token, or an abort, is not collected."""
+    engine, runner = fake_engine(async_steps=True)
+    ids = expected_ids([1, 2, 3], 3)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=ids[2:]))
+    taken = [token for _ in range(3) for output in engine.step() for token in output.new_ids]
+    assert taken == ids and runner.steps == 4 and engine.paused is False and not engine._pipeline.in_flight
+    engine.add_request("b", [1], SamplingParams(max_tokens=9))
+    engine.step()
+    assert [output.finish_reason for output in engine.abort()] == [FinishReason.ABORT]
+    assert not engine._pipeline.in_flight and engine.step() == []
+    engine.scheduler.check()
+
+
+@pytest.fixture
+def paused() -> Iterator[Engine]:
+    engine, _ = fake_engine(async_steps=True)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=6))
+    engine.step()
+    yield engine
+    engine.resume()
+    actual = [token for _ in range(9) for output in engine.step() for token in output.new_ids]
+    assert actual == expected_ids([1, 2, 3], 6)[2:]
+
+
+def test_a_pause_takes_the_outputs_in_flight(paused: Engine) -> None:
+    paused.pause("keep")
+    assert not paused.paused
+    assert [list(output.new_ids) for output in paused.step()] == [expected_ids([1, 2, 3], 2)[1:]]
+    assert paused.paused and paused.step() == []
+
+
+def test_what_an_engine_refuses(make: Callable[..., LLM]) -> None:
+    with pytest.raises(UsageError, match="async_steps must be True, False or None, got 3"):
+        make(LLAMA, async_steps=3)
+    llm = make(LLAMA, max_seqs=4)
+    assert llm.engine._pipeline.depth == 1  # on a CPU nothing would overlap
+    config = make(LLAMA, max_seqs=5).engine.scheduler.config
+    with pytest.raises(UsageError, match="rows for 4 requests, and max_seqs of the scheduler is 5"):
+        Engine.from_parts(llm.engine.runner, config)
