@@ -30,20 +30,25 @@ def step_limits(device: torch.device, max_seqs: int | None, max_batch_tokens: in
 
 
 def cache_blocks(
-    model: Model, block_size: int, memory: int | float | None, max_seqs: int, max_model_len: int
+    model: Model,
+    block_size: int,
+    memory: int | float | None,
+    max_seqs: int,
+    max_model_len: int,
+    draft: Model | None = None,
 ) -> int:
     """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a fraction of the free memory (a float up to 1).
 
     None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the need of max_seqs sequences of max_model_len tokens, but
-    at most `CPU_CACHE_BYTES`, and at least one sequence.
+    at most `CPU_CACHE_BYTES`, and at least one sequence. draft: a draft model, whose cache has as many blocks in the same memory.
 
     Raises:
         UsageError: memory is neither, or too small for one block.
     """
-    plans = model.plans
-    device, block_bytes = (
-        plans.device,
-        block_size * token_bytes(model.config, plans.dtype, plans.cache_format),
+    device = model.plans.device
+    models = [each for each in (model, draft) if each is not None]
+    block_bytes = block_size * sum(
+        token_bytes(each.config, each.plans.dtype, each.plans.cache_format) for each in models
     )
     whole = cdiv(max_model_len, block_size)
     if memory is None and device.type == "cpu":

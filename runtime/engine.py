@@ -26,6 +26,7 @@ from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.request_checks import check_integers, check_params
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
@@ -43,6 +44,7 @@ from gristmill.runtime.scheduler import (
 )
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.context import DraftContext
+from gristmill.runtime.speculation.draft_model import check_draft_model, load_draft_model
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline
 from gristmill.runtime.steps_in_flight import DEPTH
@@ -146,11 +148,16 @@ class Engine(EngineMemory):
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
         check_integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
+        drafting = None
+        if speculation is not None and speculation.model is not None:
+            model = open_checkpoint(model)
+            drafting = check_draft_model(model, speculation.model)
         loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
+        draft_model = None if drafting is None else load_draft_model(drafting, loaded, policy)
         limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
         max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
         if num_blocks is None:
-            num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit)
+            num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model)
         try:
             config = SchedulerConfig(
                 num_blocks=num_blocks,
@@ -170,7 +177,11 @@ class Engine(EngineMemory):
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
-        self._start(runner, config, seed, async_steps, quant, speculation)
+        draft = None
+        if draft_model is not None:
+            draft_cache = make_cache(draft_model, num_blocks, block_size)
+            draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
+        self._start(runner, config, seed, async_steps, quant, speculation, draft)
 
     @classmethod
     def from_parts(
@@ -180,15 +191,16 @@ class Engine(EngineMemory):
         seed: int = 0,
         speculate: Speculation | str | None = None,
         async_steps: bool | None = None,
+        draft: Runner | None = None,
     ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
         config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache, and its max_seqs at most the
-        runner's.
+        runner's. draft: the runner of the draft model, where `speculate` takes one; its token ids must be the model's.
         """
         engine = cls.__new__(cls)
         speculation = None if speculate is None else Speculation.parse(speculate)
-        engine._start(runner, config, seed, async_steps, speculation=speculation)
+        engine._start(runner, config, seed, async_steps, speculation=speculation, draft=draft)
         return engine
 
     def _start(
@@ -199,6 +211,7 @@ class Engine(EngineMemory):
         async_steps: bool | None,
         quant: str | QuantScheme | torch.dtype | None = None,
         speculation: Speculation | None = None,
+        draft: Runner | None = None,
     ) -> None:
         held = (runner.cache.num_blocks, runner.cache.block_size)
         if held != (config.num_blocks, config.block_size):
@@ -231,7 +244,7 @@ class Engine(EngineMemory):
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
-        self.speculator = None if speculation is None else self._make_speculator(speculation)
+        self.speculator = None if speculation is None else self._make_speculator(speculation, draft)
         ahead = runner.device.type == "cuda" if async_steps is None else async_steps
         self._pipeline = StepPipeline(
             runner,
@@ -243,9 +256,11 @@ class Engine(EngineMemory):
             self.speculator,
         )
 
-    def _make_speculator(self, speculation: Speculation) -> Speculator:
+    def _make_speculator(self, speculation: Speculation, draft: Runner | None) -> Speculator:
         runner, config = self.runner, self.scheduler.config
-        context = DraftContext(runner, config.max_seqs, config.max_batch_tokens, speculation.most_tokens)
+        context = DraftContext(
+            runner, config.max_seqs, config.max_batch_tokens, speculation.most_tokens, draft
+        )
         return Speculator(
             speculation,
             speculation.spec.make(context),

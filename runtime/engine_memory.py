@@ -45,12 +45,14 @@ class EngineMemory:
         self._require_none_started("sleep")
         self.reset_prefix_cache()
         if self.speculator is not None:
-            self.speculator.reset()
+            self.speculator.sleep()
         self.residency.sleep(level)
 
     def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
         """Allocate what `sleep` gave back. parts: one after the other, so that weights can be updated before the cache takes its memory."""
         self.residency.wake_up(parts)
+        if self.speculator is not None:
+            self.speculator.wake_up(parts)
 
     def update_weights(
         self,

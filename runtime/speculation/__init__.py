@@ -15,6 +15,7 @@ from gristmill.kernel_registry.declarations import Declarations, find_declaratio
 from gristmill.kernel_registry.plugins import PluginFailure
 
 if TYPE_CHECKING:
+    from gristmill.runtime.runner import Runner
     from gristmill.runtime.sampler import SamplingRow
     from gristmill.runtime.speculation.context import DraftContext
 
@@ -53,8 +54,8 @@ class Proposer(Protocol):
         ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device that the proposer holds: weights and cache."""
+    def runner(self) -> Runner | None:
+        """Of a draft model, whose memory sleeps with the engine's; None without one."""
         ...
 
 

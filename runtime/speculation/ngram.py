@@ -48,6 +48,8 @@ class _Index:
 class NgramProposer:
     """An index of n-grams for each request, in host memory."""
 
+    runner = None
+
     def __init__(self) -> None:
         self._indices: dict[str, _Index] = {}
 
@@ -67,11 +69,6 @@ class NgramProposer:
     def reset(self) -> None:
         """Drop all indices."""
         self._indices.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Nothing is held on the device."""
-        return 0
 
 
 def make(context: DraftContext) -> NgramProposer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from gristmill.runtime.logits_processors import LogitsProcessors
+from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import Pause, Request, Scheduler, StepPlan
 from gristmill.runtime.speculation import DraftRequest, Proposer
@@ -42,6 +43,7 @@ class Speculator:
         self._clock = clock
         self._steps = StepGains()
         self._gains: dict[str, RequestGain] = {}
+        self._residency = None if proposer.runner is None else Residency(proposer.runner)
         self._began = 0.0
 
     def propose(self) -> None:
@@ -86,12 +88,23 @@ class Speculator:
         self.proposer.ended(request.id, request.tokens, request.prompt_len)
 
     def reset(self) -> None:
-        """The engine slept, or has new weights."""
+        """Forget what was learned: the engine has new weights."""
         self.proposer.reset()
+
+    def sleep(self) -> None:
+        """Give back a draft model's memory; its weights stay in host memory, because no update brings them again."""
+        self.reset()
+        if self._residency is not None:
+            self._residency.sleep(1)
+
+    def wake_up(self, parts: Collection[Part]) -> None:
+        """Allocate what `sleep` gave back."""
+        if self._residency is not None:
+            self._residency.wake_up(parts)
 
     def status(self) -> SpeculationStatus:
         """The counts so far, as values."""
-        counts = self.counts
+        counts, runner = self.counts, self.proposer.runner
         return SpeculationStatus(
             method=self.config.method,
             drafts=counts.drafts,
@@ -100,7 +113,7 @@ class Speculator:
             accepted_by_position=tuple(counts.accepted),
             reasons=dict(counts.reasons),
             gains=self._steps.gains(),
-            draft_bytes=self.proposer.nbytes,
+            draft_bytes=0 if runner is None else runner.model.plans.weight_bytes + runner.cache.nbytes,
         )
 
     def _takers(self, decoding: Sequence[Request]) -> list[DraftRequest]:

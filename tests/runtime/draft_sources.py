@@ -16,6 +16,8 @@ Known = Mapping[str, Sequence[int]]
 class Source:
     """Drafts by a function of (the ids that will come, as far as they are known; how many drafts are taken; the request)."""
 
+    runner = None
+
     def __init__(self, known: Known, draft: Callable[[list[int], int, DraftRequest], list[int]]) -> None:
         self.known, self.draft = known, draft
         self.asked = 0
@@ -36,10 +38,6 @@ class Source:
 
     def reset(self) -> None:
         pass
-
-    @property
-    def nbytes(self) -> int:
-        return 0
 
 
 def sources(known: Known, vocab_size: int, seed: int = 0) -> dict[str, Source]:
