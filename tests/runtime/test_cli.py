@@ -151,6 +151,7 @@ def test_generate(gristmill: Command) -> None:
         "logprobs",
         "explain",
         "decode_graphs",
+        "speculation",
     }
     assert (
         len(output["token_ids"]),
