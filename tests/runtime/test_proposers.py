@@ -18,7 +18,7 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.speculation import DraftRequest, ngram
+from gristmill.runtime.speculation import DraftRequest, ngram, suffix
 from gristmill.runtime.speculation.gain import (
     FIRST_REST,
     FIRST_STEPS,
@@ -73,8 +73,76 @@ def test_ngram_drafts_what_followed_the_last_match(seed: int) -> None:
     assert not proposer._indices
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_suffix_finds_every_match(seed: int) -> None:
+    """Places and lengths of matches are those of a search at every place, also behind texts that were removed."""
+    rng = random.Random(seed)
+    index = suffix._Index()
+    texts = [suffix._Text([rng.randrange(3) for _ in range(rng.randint(1, 60))]) for _ in range(6)]
+    for text in texts:
+        index.extend(text)
+    for text in texts[:2]:
+        index.remove(text)
+    texts[3].tokens += [rng.randrange(3) for _ in range(9)]  # type: ignore[operator]
+    index.extend(texts[3])
+    for end in ([], [1, 2], [rng.randrange(3) for _ in range(50)], list(texts[4].tokens)):
+        expected = []
+        for text in texts[2:]:
+            for place in range(suffix.ANCHOR, len(text.tokens)):
+                most = min(len(end), place, suffix.LONGEST)
+                lengths = [n for n in range(1, most + 1) if list(text.tokens[place - n : place]) == end[-n:]]
+                if lengths and lengths[-1] >= suffix.ANCHOR:
+                    expected.append((len(lengths), texts.index(text), place))
+        actual = [(length, texts.index(text), place) for length, text, place in index.matches(end)]
+        assert set(actual) <= set(expected) and len(actual) == min(len(expected), suffix.PLACES) == len(
+            set(actual)
+        )
+    for text in texts[2:]:
+        index.remove(text)
+    assert not index.places
+
+
+def test_suffix_drafts_past_outputs_and_the_own_text() -> None:
+    proposer = suffix.SuffixProposer()
+    answer = [*range(100, 140)]
+    assert proposer.propose([request([1, 2, 3, *answer[:4]], 8)]) == [[]]
+    proposer.ended("r", [1, 2, 3, *answer], 3)
+    again = [9, 1, 2, 3]
+    assert proposer.propose([request(again, 8)]) == [answer[:3]]  # as long as the match
+    assert proposer.propose([request([*again, *answer[:5]], 8, "s")]) == [answer[5:13]]
+    assert proposer.propose([request([*again, *answer[:5]], 2, "t")]) == [answer[5:7]]
+    assert proposer.propose([request([7, 8, 9, 7, 8, 9, 7, 8, 9], 6, "u")]) == [[7, 8, 9] * 2]
+    proposer.reset()
+    assert proposer.propose([request(again, 8)]) == [[]]
+
+
+def test_suffix_drafts_end_where_the_matches_disagree() -> None:
+    proposer = suffix.SuffixProposer()
+    for number in range(4):  # the same beginning, four continuations
+        proposer.ended(str(number), [0, 1, 2, 3, 4, 5, 50 + number, 60 + number], 1)
+    assert proposer.propose([request([0, 1, 2, 3, 4], 8)]) == [[5]]
+    proposer.ended("4", [0, 1, 2, 3, 4, 5, 51, 61], 1)
+    assert proposer.propose([request([0, 1, 2, 3, 4], 8, "s")]) == [[5, 51, 61]]  # two of five
+
+
+def test_suffix_keeps_a_bounded_number_of_tokens() -> None:
+    rng = random.Random(0)
+    proposer = suffix.SuffixProposer(past_tokens=500)
+    for number in range(200):
+        tokens = [rng.randrange(40) for _ in range(rng.randint(1, 90))]
+        proposer.propose([request(tokens, 4, str(number))])
+        proposer.ended(str(number), tokens, rng.randint(1, len(tokens)))
+        held = {id(text) for places in proposer._past.places.values() for text, _ in places}
+        assert sum(len(text.tokens) for text in proposer._past_texts) == proposer._past_length <= 500
+        assert held <= {id(text) for text in proposer._past_texts} and not proposer._own
+        assert len(proposer._past.places) <= 500
+    proposer.ended("long", [*range(3000)], 1)
+    assert proposer._past_length == 500 == len(proposer._past_texts[0].tokens)
+
+
 def test_proposers_are_found_by_their_declarations() -> None:
     assert speculation.proposers()["ngram"] is ngram.PROPOSER
+    assert {"draft", "ngram", "suffix"} <= set(speculation.proposers())
     assert not speculation.failures()
 
 

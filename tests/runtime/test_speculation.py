@@ -98,6 +98,17 @@ def test_same_ids_in_every_state(
     assert bool(preempted) == (state == "preemption")
 
 
+@pytest.mark.parametrize("method", ["ngram:5", "suffix"])
+def test_same_ids_by_method(
+    make: Callable[..., LLM], reference: Callable[[str], list[Completion]], method: str
+) -> None:
+    """Twice, so that past outputs and cached prefixes are used; the drafts are switched on and off by measured times."""
+    llm = make(LLAMA, speculate=method)
+    for _ in range(2):
+        assert content(llm.generate(PROMPTS, PARAMS)) == content(reference(LLAMA))
+        llm.engine.scheduler.check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("state", [*STATES])
