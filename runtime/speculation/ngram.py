@@ -24,11 +24,14 @@ class _Index:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Index the n-grams that end before one of the new tokens. The end of the text is not followed by anything yet."""
-        places = self.places
-        for end in range(max(self.length, SHORTEST), len(tokens)):
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                places[tuple(tokens[end - size : end])] = end
-        self.length = len(tokens)
+        end = len(tokens)
+        for size in range(SHORTEST, LONGEST + 1):
+            first = max(self.length, size)
+            if first < end:
+                # Columns of the n-grams that end before first, first + 1, ...: loops run inside of zip and update.
+                columns = [tokens[first - size + i : end - size + i] for i in range(size)]
+                self.places.update(zip(zip(*columns, strict=True), range(first, end), strict=True))
+        self.length = end
 
     def after(self, tokens: Sequence[int], count: int) -> list[int]:
         """`count` tokens that followed the longest indexed end of the text; [] if no end of it is indexed.

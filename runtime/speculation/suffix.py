@@ -40,15 +40,23 @@ class _Text:
 class _Index:
     """n-gram -> the places behind its last occurrences, oldest first: (text, position of the token that follows)."""
 
-    places: dict[tuple[int, ...], deque[tuple[_Text, int]]] = field(default_factory=dict)
+    places: dict[tuple[int, ...], list[tuple[_Text, int]]] = field(default_factory=dict)
 
     def extend(self, text: _Text) -> None:
         """Index the n-grams that end before one of the text's new tokens."""
-        tokens = text.tokens
-        for end in range(text.indexed, len(tokens)):
-            key = tuple(tokens[end - ANCHOR : end])
-            self.places.setdefault(key, deque(maxlen=PLACES)).append((text, end))
-        text.indexed = max(len(tokens), ANCHOR)
+        tokens, places = text.tokens, self.places
+        first, end = text.indexed, len(tokens)
+        if first >= end:
+            return
+        columns = [tokens[first - ANCHOR + i : end - ANCHOR + i] for i in range(ANCHOR)]
+        for key, place in zip(zip(*columns, strict=True), range(first, end), strict=True):
+            if (known := places.get(key)) is None:
+                places[key] = [(text, place)]
+                continue
+            if len(known) == PLACES:
+                del known[0]
+            known.append((text, place))
+        text.indexed = end
 
     def remove(self, text: _Text) -> None:
         """Drop a text and its places."""
@@ -57,7 +65,7 @@ class _Index:
         for key in {tuple(tokens[end - ANCHOR : end]) for end in range(ANCHOR, text.indexed)}:
             kept = [place for place in self.places.get(key, ()) if place[0].alive]
             if kept:
-                self.places[key] = deque(kept, maxlen=PLACES)
+                self.places[key] = kept
             else:
                 self.places.pop(key, None)
 
