@@ -255,13 +255,13 @@ def test_engines_give_up_what_is_rejected(make: Callable[..., LLM]) -> None:
     llm = make(LLAMA, speculate="ngram:4")
     speculator = llm.engine.speculator
     assert speculator is not None
-    run = llm.engine.runner.run
+    launch = llm.engine.runner.launch
 
     def timed(entries: Any, rows: Any) -> Any:
         now[0] += 3.0 if any(entry.drafts for entry in entries) else 0.5
-        return run(entries, rows)
+        return launch(entries, rows)
 
-    llm.engine.runner.run = timed  # type: ignore[method-assign]
+    llm.engine.runner.launch = timed  # type: ignore[method-assign]
     speculator._clock = lambda: now[0]
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     [with_drafts] = llm.generate([oracle.prompts()[9]], params)
