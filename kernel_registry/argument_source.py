@@ -130,7 +130,8 @@ class Checks:
         if factor:
             self.divisible[name] = f"{extent} == {self.expression(size)}"
             return [f"s_{name} = {extent} // {factor}"]
-        self.offset[name] = "" if offset.isdigit() else f" where {offset} is {{{offset}}}"
+        text = offset.replace("s_", "")
+        self.offset[name] = "" if offset.isdigit() else f" where {text} is {{{offset}}}"
         return [f"s_{name} = {extent} - {offset}"]
 
     def minimums(self) -> Lines:

@@ -224,8 +224,13 @@ def like_source(op: Declared) -> Lines:
     for scalar in scalars:
         needed += [n for n in names_in(str(scalar.maximum)) if n in names.sizes]
     needed = [name for name in dict.fromkeys(needed) if name in names.sizes]
-
     checks, lines = Checks(op, planned=False), Lines()
+    sizes_declared = [size for item in checks.items for _, size in Shape(item.shape).places()]
+    for name in needed:  # of a size that only an expression determines, what else is in the expression
+        if name not in sizes_declared:
+            first = next((size for size in sizes_declared if name in names.sizes_in(size)), "0")
+            needed += [n for n in names.sizes_in(first) if n not in needed]
+
     for scalar in names.scalars:
         for weight in names.weights:
             if scalar.states in needed and scalar.states in weight.shape.split():

@@ -1,7 +1,7 @@
 // Tokens into a paged cache of e4m3 codes by slot, with scales of heads that are given, or of tokens and
 // heads that are written (kv_cache/quantized.py has the rules).
 // gm-levels: base avx2 avx512 neon
-#include "gm_cpu.h"
+#include "_quantize_row_cpu.h"
 
 namespace gm {
 namespace {
@@ -14,30 +14,6 @@ struct QuantizedStore {
   int64_t tokens, heads, width, blocks, block_size, source_token, source_head, cache_block, cache_place,
       cache_head, token_scales, scale_block, scale_place, scale_head;
 };
-
-// max(amax, 1e-10) / 448. As integers magnitudes are in the same order, and NaN is the largest.
-template <class T>
-float row_scale(const T* row, int64_t width) {
-  vi most{};
-  int64_t d = 0;
-  const auto see = [&](vf v) {
-    const vi magnitude = (vi)v & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  };
-  for (; d + kLanes <= width; d += kLanes) see(load(row + d));
-  if (d < width) see(load(row + d, width - d));
-  int32_t top = 0;
-  for (int i = 0; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
-  const float amax = bit_cast<float>(top);
-  return (amax < 1e-10f ? 1e-10f : amax) / 448.0f;
-}
-
-template <class T>
-void quantize_row(const T* row, f8e4m3* codes, int64_t width, float scale) {
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) store(codes + d, load(row + d) / scale);
-  if (d < width) store(codes + d, load(row + d, width - d) / scale, width - d);
-}
 
 template <class T>
 int store_quantized(const QuantizedStore& a) {

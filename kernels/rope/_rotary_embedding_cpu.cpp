@@ -1,53 +1,12 @@
-// Rotary position embedding in place: each pair (a, b) of a head becomes (a cos - b sin, b cos + a sin), in
-// float32, rounded once. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
-#include "gm_cpu.h"
+// Rotary position embedding of queries and keys, in place.
+#include "_rotate_head_cpu.h"
 
 namespace {
-
-// Pairs (x[i], x[half + i]): GPT-NeoX.
-template <class T>
-void rotate_halves(T* x, const float* cos, const float* sin, int64_t half) {
-  constexpr int L = gm::kLanes;
-  int64_t i = 0;
-  for (; i + L <= half; i += L) {
-    const gm::vf a = gm::load(x + i), b = gm::load(x + half + i), c = gm::load(cos + i),
-                 s = gm::load(sin + i);
-    gm::store(x + i, a * c - b * s);
-    gm::store(x + half + i, b * c + a * s);
-  }
-  if (i < half) {
-    const int64_t n = half - i;
-    const gm::vf a = gm::load(x + i, n), b = gm::load(x + half + i, n), c = gm::load(cos + i, n),
-                 s = gm::load(sin + i, n);
-    gm::store(x + i, a * c - b * s, n);
-    gm::store(x + half + i, b * c + a * s, n);
-  }
-}
-
-// Pairs (x[2i], x[2i + 1]): GPT-J.
-template <class T>
-void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t half) {
-  for (int64_t i = 0; i < half; ++i) {
-    const float a = gm::to_float(x[2 * i]), b = gm::to_float(x[2 * i + 1]);
-    x[2 * i] = gm::from_float<T>(a * cos[i] - b * sin[i]);
-    x[2 * i + 1] = gm::from_float<T>(b * cos[i] + a * sin[i]);
-  }
-}
 
 template <class T>
 void rotate_token(T* token, int64_t head_stride, int64_t heads, const float* row, int64_t rot,
                   bool interleaved) {
-  const int64_t half = rot / 2;
-  for (int64_t h = 0; h < heads; ++h) {
-    T* x = token + h * head_stride;
-    if (row == nullptr) {  // a position outside the table
-      for (int64_t i = 0; i < rot; ++i) x[i] = gm::from_float<T>(__builtin_nanf(""));
-    } else if (interleaved) {
-      rotate_neighbours(x, row, row + half, half);
-    } else {
-      rotate_halves(x, row, row + half, half);
-    }
-  }
+  for (int64_t h = 0; h < heads; ++h) gm::rotate_head(token + h * head_stride, row, rot, interleaved);
 }
 
 }  // namespace

@@ -20,7 +20,11 @@ from gristmill.kernels.random_inputs import Draw
 if TYPE_CHECKING:
     import torch
 
-STYLES = ("neox", "gptj")
+ROT = Axis("rot", "int", "elements of a head that are rotated, its first ones", minimum=2)
+STYLE = Axis(
+    "style", "choice", "pairs: halves (neox) or neighbours (gptj)", default="neox", choices=("neox", "gptj")
+)
+VALUES = {"style": "'gptj' if interleaved else 'neox'"}
 TABLE_ROWS = 4096
 """Positions in the table of generated arguments."""
 
@@ -67,7 +71,11 @@ def table_has_rows(positions: int) -> str | None:
 
 def check(problem: Problem) -> str | None:
     """What keeps the axes of `problem` from going together."""
-    rot, size = problem.integers("rot", "d")
+    return misfit(*problem.integers("rot", "d"))
+
+
+def misfit(rot: int, size: int) -> str | None:
+    """Why heads of `size` elements do not have `rot` that are rotated; None if they do."""
     if rot % 2 == 0 and 2 <= rot <= size:
         return None
     return f"rot must be even, at least 2 and at most the head size {size}, got {rot}"
@@ -101,18 +109,23 @@ def error(
     references: Sequence[torch.Tensor],
 ) -> float:
     """Largest |Δ| of a rotated element / length of its pair; infinite if an element past the rotated part changed."""
-    rot = problem.integer("rot")
-    first, second = pairs(rot, problem.text("style") == "gptj")
     worst = 0.0
     for out, ref in zip(outputs, references, strict=True):
-        if not out[..., rot:].equal(ref[..., rot:]):
+        if not out[..., problem.integer("rot") :].equal(ref[..., problem.integer("rot") :]):
             return math.inf
-        if out.numel():
-            a, b, x, y = (side[..., part].double() for side in (ref, out) for part in (first, second))
-            length = (a.square() + b.square()).sqrt().clamp_min(1e-30)
-            both = ((x - a).abs().maximum((y - b).abs()) / length).nan_to_num(0.0)
-            worst = max(worst, float(both.max()))
+        worst = max(worst, distance(problem, ref, out.double() - ref.double()))
     return worst
+
+
+def distance(problem: Problem, ref: torch.Tensor, delta: torch.Tensor) -> float:
+    """Largest |delta| relative to heads `ref` [..., D]: to the length of the pair of a rotated element, to the element past them."""
+    if not delta.numel():
+        return 0.0
+    first, second = pairs(problem.integer("rot"), problem.text("style") == "gptj")
+    size = ref.double().abs()
+    length = (size[..., first].square() + size[..., second].square()).sqrt()
+    size[..., first] = size[..., second] = length
+    return float((delta.abs() / size.clamp_min(1e-30)).nan_to_num(0.0).max())
 
 
 OP = Op(
@@ -124,8 +137,8 @@ OP = Op(
         Axis("hq", "int", "heads of q", minimum=1),
         Axis("hk", "int", "heads of k; 0 = only q is rotated", default=0),
         Axis("d", "int", "elements of a head", minimum=2),
-        Axis("rot", "int", "elements of a head that are rotated, its first ones", minimum=2),
-        Axis("style", "choice", "pairs: halves (neox) or neighbours (gptj)", default="neox", choices=STYLES),
+        ROT,
+        STYLE,
         Axis("x", "dtype", "dtype of q and k", default="bf16", choices=FLOATS),
     ),
     arguments=(
@@ -135,7 +148,7 @@ OP = Op(
         Tensor("cos_sin", "positions rot", dtype="fp32"),
         Scalar("interleaved", "bool", False),
     ),
-    values={"style": "'gptj' if interleaved else 'neox'"},
+    values=VALUES,
     rules=(table_has_rows,),
     reference=reference,
     inputs=inputs,

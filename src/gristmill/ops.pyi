@@ -486,6 +486,56 @@ def permute(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def qk_norm_rope_cache(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm of the heads of q and k, rotary embedding, and the write into a paged cache, of a packed qkv.
+
+    qkv [T, Hq + 2 Hk, D], the heads of q, then of k, then of v, of each token -> q [T, Hq, D], normalized and rotated.
+
+    q_weight, k_weight: [D], RMSNorm of each head with eps; None: no norm. positions int64 [T] and cos_sin float32 [P, rot]: the
+    first rot elements of a head are rotated, as in `rotary_embedding`. Keys and values of token t go to slot slot_mapping[t] of
+    key_cache and value_cache [blocks, block_size, Hk, D], as in `reshape_and_cache`; −1 = not written. k_scale, v_scale: of
+    caches of e4m3 codes, per tensor, per head, or per token and head (written).
+
+    Written in place: key_cache, value_cache, k_scale, v_scale.
+
+    Axes of its problems:
+        t: tokens; an integer of at least 0
+        heads: query heads; an integer of at least 1
+        kv_heads: key and value heads; an integer of at least 1
+        head_dim: elements of a head; an integer of at least 2
+        rot: elements of a head that are rotated, its first ones; an integer of at least 2
+        style: pairs: halves (neox) or neighbours (gptj); one of neox, gptj
+        norm: whether heads of q and k are normalized; true or false
+        block_size: tokens of a block; an integer of at least 1
+        x: dtype of the projection, the norms and q; a dtype, one of fp32, fp16, bf16
+        kv: dtype of the caches; x: the other tensors' dtype; a dtype, one of x, fp8
+        kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def reshape_and_cache(
     key: Tensor,
     value: Tensor,

@@ -15,6 +15,7 @@ from gristmill.kernel_registry.registry import default_registry
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "kernels/norm/_rms_norm_cpu.cpp"
+ROW = "kernels/norm/_rms_norm_row_cpu.h"
 needs_tools = pytest.mark.skipif(
     not all(map(shutil.which, ("g++", "cmake", "ninja"))), reason="g++, cmake or ninja is not installed"
 )
@@ -54,6 +55,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "src/gristmill/__init__.py",
         "kernels/_native",
         CORE,
+        ROW,
         "tests/native/rms_norm_asan.cpp",
         "tests/native/asan.h",
         "tests/native/asan_values.h",
@@ -68,10 +70,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
-    """Runs ci/sanitize.sh with `old` in the core replaced by `new`. Returns its status and output."""
-    text = (ROOT / CORE).read_text()
-    assert text.count(old) >= 1, f"{CORE} has no {old!r} any more: plant the fault elsewhere"
-    (tree / CORE).write_text("// gm-levels: base neon\n" + (text.replace(old, new) if old else text))
+    """Runs ci/sanitize.sh with `old` in the core, or in the header that it includes, replaced by `new`. Returns its status and
+    output."""
+    core, row = ((ROOT / name).read_text() for name in (CORE, ROW))
+    assert old in core or old in row, f"{CORE} and {ROW} have no {old!r} any more: plant the fault elsewhere"
+    (tree / CORE).write_text("// gm-levels: base neon\n" + (core.replace(old, new) if old else core))
+    (tree / ROW).write_text(row.replace(old, new) if old else row)
     process = subprocess.run(
         ["bash", "ci/sanitize.sh"],
         cwd=tree,
@@ -95,11 +99,11 @@ def test_a_clean_core_passes(tree: Path) -> None:
     ("old", "new", "complaint"),
     [
         (
-            "if (c < cols) gm::store(out + c, gm::load(x + c, cols - c)",
-            "if (c < cols) gm::store(out + c, gm::load(x + c)",
+            "if (c < cols) store(out + c, load(x + c, cols - c)",
+            "if (c < cols) store(out + c, load(x + c)",
             "AddressSanitizer: heap-buffer-overflow",
         ),
-        ("gm::load(w + c, cols - c), cols - c);", "gm::load(w + c, cols - c));", "AddressSanitizer:"),
+        ("load(w + c, cols - c), cols - c);", "load(w + c, cols - c));", "AddressSanitizer:"),
         ("r < end; ++r", "r <= end; ++r", "AddressSanitizer:"),
         ("16384 / cols + 1;", "16384 / cols + (1 << (cols + 31));", "runtime error: shift exponent"),
         ("1.0f / __builtin_sqrtf", "1.001f / __builtin_sqrtf", "does not hold"),
