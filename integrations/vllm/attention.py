@@ -6,6 +6,7 @@ the backend chooses, [blocks, 2, block_size, kv_heads, head_dim]. Our operations
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -141,17 +142,15 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        unserved = {
-            "alibi_slopes": alibi_slopes is not None,
-            "logits_soft_cap": bool(logits_soft_cap),
-            f"attn_type {attn_type}": attn_type != AttentionType.DECODER,
-            f"kv_cache_dtype {kv_cache_dtype}": kv_cache_dtype.startswith("fp8"),
-        }
-        if any(unserved.values()):
-            names = ", ".join(name for name, on in unserved.items() if on)
-            raise ValueError(
-                f"gristmill's attention backend does not serve {names}: leave out --attention-backend CUSTOM"
-            )
+        refuse(
+            {
+                "alibi_slopes": alibi_slopes is not None,
+                "logits_soft_cap": bool(logits_soft_cap),
+                f"attn_type {attn_type}": attn_type != AttentionType.DECODER,
+                f"kv_cache_dtype {kv_cache_dtype}": kv_cache_dtype.startswith("fp8"),
+            },
+            "attention",
+        )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale, self.kv_cache_dtype = head_size, float(scale), kv_cache_dtype
         self.window = sliding_window or 0
@@ -219,3 +218,12 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
             output[:tokens].view(tokens, self.num_heads, self.head_size),
         )
         return output
+
+
+def refuse(unserved: Mapping[str, bool], what: str) -> None:
+    """ValueError that names what of a layer is not served, if anything is."""
+    names = ", ".join(name for name, present in unserved.items() if present)
+    if names:
+        raise ValueError(
+            f"gristmill's {what} backend does not serve {names}: leave out --attention-backend CUSTOM"
+        )

@@ -52,12 +52,13 @@ class Collected:
         def load(
             param: Parameter,
             loaded_weight: Tensor,
+            third: Any = None,
             shard_id: Any = None,
-            *,
             expert_id: int | None = None,
             **_: Any,
         ) -> bool:
-            part = shard_id if expert_id is None else (expert_id, shard_id)
+            # The third argument is the shard id of a linear layer, but the parameter's name of an expert.
+            part = (third if shard_id is None else shard_id) if expert_id is None else (expert_id, shard_id)
             self.parts.setdefault(part, {})[suffix] = loaded_weight
             return True
 

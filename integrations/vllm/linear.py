@@ -23,6 +23,10 @@ Reader = Callable[[Tensors, str, tuple[int, ...]], tuple[QuantTensor, Tensor | N
 """The tensors of a module, its name and its shape -> its weight, and what its input is multiplied by, float32 [K], or None."""
 
 
+LATENTS = "kv_b_proj"
+"""The layer whose weight vLLM's latent attention asks back: it reads the device of ``weight``, and multiplies an identity."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One module of a fused layer. module: its name in the checkpoint. shard: vLLM's id. rows: of the whole module; start, count: ours."""
@@ -130,6 +134,8 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
                 weights.append((weight, pre_scale))
         self.collected.release(layer)
         self.products = [Product(weight, scale, self.dtype, device) for weight, scale in weights]
+        if self.prefix.rpartition(".")[2] == LATENTS:
+            layer.register_buffer("weight", torch.empty(0, dtype=self.dtype, device=device), persistent=False)
         schemes = ", ".join(dict.fromkeys(product.scheme for product in self.products))
         report.take(
             self.prefix, schemes, ", ".join(dict.fromkeys(product.kernels() for product in self.products))

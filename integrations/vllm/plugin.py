@@ -61,7 +61,7 @@ def _register_attention() -> None:
     """``--attention-backend CUSTOM``, unless another plugin has taken that name."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = "gristmill.integrations.vllm.attention.GristmillAttentionBackend"
+    path = "gristmill.integrations.vllm.custom.Backend"
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         register_backend(custom, path)

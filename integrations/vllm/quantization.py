@@ -78,7 +78,9 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         return WeightsMapper()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a linear or expert layer; None for every other layer."""
+        """The method of a linear or expert layer; None for every other layer. UsageError with --enable-lora."""
+        if get_current_vllm_config().lora_config is not None:
+            raise UsageError("--quantization gristmill does not serve LoRA: leave out --enable-lora")
         if isinstance(layer, LinearBase):
             return self._linear(layer, prefix)
         if isinstance(layer, RoutedExperts):

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import LoRAConfig, ModelConfig, VllmConfig, set_current_vllm_config
 
 import gristmill
 from gristmill.integrations.vllm import explain, report
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
+from gristmill.integrations.vllm.quantization import GristmillConfig
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, Tensors, quantize
 from gristmill.runtime.loader.config import parse_config
@@ -80,6 +82,15 @@ def test_a_float_model_is_quantized_while_it_is_loaded(host: Host, monkeypatch: 
 def test_without_a_scheme_one_message(host: Host) -> None:
     with pytest.raises(gristmill.UsageError, match="needs a scheme: --additional-config"):
         of_vllm(host, "docs-llama")
+
+
+def test_lora_is_refused_by_name() -> None:
+    model = ModelConfig(str(MODELS / "docs-llama"), dtype="float32")
+    with (
+        set_current_vllm_config(VllmConfig(model_config=model, lora_config=LoRAConfig())),
+        pytest.raises(gristmill.UsageError, match="does not serve LoRA: leave out --enable-lora"),
+    ):
+        GristmillConfig().get_quant_method(torch.nn.Module(), "model.layers.0.mlp.down_proj")
 
 
 FORMATS = [

@@ -1,4 +1,4 @@
-"""The worker, the attention backend and the registration inside vLLM 0.24: the tests of the newest version, which this file names."""
+"""The worker, the attention backends and the registration inside vLLM 0.24: the tests of the newest version, which this file names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import pytest
 from gristmill.integrations.vllm.attention import GristmillAttentionBackend
 from gristmill.integrations.vllm.experts import GristmillExpertsMethod
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
+from gristmill.integrations.vllm.mla import GristmillMLABackend
 from gristmill.integrations.vllm.quantization import GristmillConfig
 from tests.integrations.vllm.test_attention import (  # noqa: F401  # collected here
     test_another_plugins_backend_stays,
     test_the_backend_is_registered_under_the_name_for_plugins,
     test_the_cache_of_each_version,
     test_what_is_not_served_is_refused_by_name,
+)
+from tests.integrations.vllm.test_mla import (  # noqa: F401  # collected here
+    test_custom_is_the_class_that_the_model_needs,
+    test_decoding_over_a_latent_cache,
+    test_latent_attention_refuses_by_name,
+    test_writing_while_vllm_measures_memory_does_nothing,
 )
 from tests.integrations.vllm.test_requests import *  # noqa: F403  # collected here
 from tests.integrations.vllm.test_worker import *  # noqa: F403  # collected here
@@ -27,6 +34,9 @@ from tests.integrations.vllm.test_worker import *  # noqa: F403  # collected her
         GristmillConfig,
         GristmillExpertsMethod,
         GristmillLinearMethod,
+        GristmillMLABackend,
+        GristmillMLABackend.get_impl_cls(),
+        GristmillMLABackend.get_builder_cls(),
     ],
 )
 def test_nothing_abstract_is_left(name: type) -> None:
