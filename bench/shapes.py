@@ -204,11 +204,9 @@ class _Shape:
             layers,
             "qkv",
         )
-        if self.kind in ("qwen3", "qwen3_moe"):
-            yield "rms_norm", f"m={m * self.heads},n={d}", layers, "q_norm"
-            yield "rms_norm", f"m={m * self.kv_heads},n={d}", layers, "k_norm"
-        yield "rotary_embedding", f"t={m},hq={self.heads},hk={self.kv_heads},d={d},rot={d}", layers, "rope"
-        yield "reshape_and_cache", f"t={m},h={self.kv_heads},d={d},dv={d}", layers, "cache"
+        norm = ",norm=true" if self.kind in ("qwen3", "qwen3_moe") else ""
+        heads = f"heads={self.heads},kv_heads={self.kv_heads},head_dim={d}"
+        yield "qk_norm_rope_cache", f"t={m},{heads},rot={d}{norm}", layers, "rope, cache"
         window = self._int("sliding_window", 0) if self.kind == "gpt_oss" else 0
         base = f"{_ragged(step)},heads={self.heads},kv_heads={self.kv_heads},head_dim={d}" + (
             ",sinks=true" if window else ""

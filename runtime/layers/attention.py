@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.linear import load_linear
-from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.weights import Weights
 
 
 class Attention:
-    """Fused q/k/v projection; in Qwen3 a norm per head; rotary embedding; cache write; attention; output projection.
+    """Fused q/k/v projection; norm per head (Qwen3), rotary embedding and cache write in one call; attention; output projection.
 
     window: keys that a query sees, including its own; 0 = all. Sinks are used if the table has them. scales: (k_scale, v_scale) of a
     quantized cache with scales per tensor or head, from the checkpoint or 1.0; scales per token are part of the cache.
@@ -37,16 +35,19 @@ class Attention:
             self.scales = weights.cache_scales(f"{name}.qkv", c.num_kv_heads)
             plans.own(*self.scales)
         self.qkv = load_linear(plans, weights, f"{name}.qkv")
-        self.q_norm = self.k_norm = None
-        if c.qk_norm:
-            self.q_norm = RMSNorm(plans, weights.tensor(f"{name}.q_norm"), c.rms_eps)
-            self.k_norm = RMSNorm(plans, weights.tensor(f"{name}.k_norm"), c.rms_eps)
+        self.q_norm = weights.tensor(f"{name}.q_norm") if c.qk_norm else None
+        self.k_norm = weights.tensor(f"{name}.k_norm") if c.qk_norm else None
+        self.eps = c.rms_eps
+        plans.own(self.q_norm, self.k_norm)
         self.out = load_linear(plans, weights, f"{name}.out")
         self.write = plans.bind(
-            "reshape_and_cache",
-            h=c.num_kv_heads,
-            d=c.head_dim,
-            dv=c.head_dim,
+            "qk_norm_rope_cache",
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            rot=rope.rot,
+            style=rope.style,
+            norm=c.qk_norm,
             block_size=plans.block_size,
             x=plans.x,
             kv=form.kv,
@@ -69,13 +70,24 @@ class Attention:
         """x [tokens, hidden], cache (K, V) or (K, V, k_scale, v_scale) -> [tokens, hidden]."""
         k_cache, v_cache, *token_scales = cache
         k_scale, v_scale = token_scales or self.scales
-        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
-            k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
-        self.rope(q, k, batch.positions)
-        self.write(k, v, k_cache, v_cache, batch.slots, k_scale, v_scale)
+        tokens = x.shape[0]
+        qkv = self.qkv(x).view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
+        q = qkv.new_empty(tokens, self.heads, self.head_dim)
+        self.write(
+            qkv,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            batch.positions,
+            self.rope.table,
+            k_cache,
+            v_cache,
+            batch.slots,
+            self.rope.interleaved,
+            k_scale,
+            v_scale,
+            q,
+        )
         out = q.new_empty(q.shape)
         self.attend(
             q,
@@ -90,9 +102,9 @@ class Attention:
             self.window,
             self.sinks,
             None,
-            self.plans.scratch(self.attend, x.shape[0]),
+            self.plans.scratch(self.attend, tokens),
             k_scale,
             v_scale,
             out,
         )
-        return self.out(out.view(x.shape[0], -1))
+        return self.out(out.view(tokens, -1))

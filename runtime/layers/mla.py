@@ -51,6 +51,15 @@ class LatentAttention:
         self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()
         plans.own(self.w_k, self.w_v)
         self.out = load_linear(plans, weights, f"{name}.out")
+        self.rotate = plans.bind(
+            "rotary_embedding",
+            hq=c.num_heads,
+            hk=1,
+            d=mla.rope_dim,
+            rot=rope.rot,
+            style=rope.style,
+            x=plans.x,
+        )
         self.write = plans.bind(
             "reshape_and_cache_mla", d=mla.latent_dim, block_size=plans.block_size, x=plans.x
         )
@@ -80,7 +89,13 @@ class LatentAttention:
         latent = torch.empty_like(down[:, rank:])
         latent[:, : mla.kv_lora_rank] = self.kv_norm(down[:, rank : rank + mla.kv_lora_rank])
         latent[:, mla.kv_lora_rank :] = down[:, rank + mla.kv_lora_rank :]
-        self.rope(q[..., mla.nope_dim :], latent[:, None, mla.kv_lora_rank :], batch.positions)
+        self.rotate(
+            q[..., mla.nope_dim :],
+            latent[:, None, mla.kv_lora_rank :],
+            batch.positions,
+            self.rope.table,
+            self.rope.interleaved,
+        )
         self.write(latent, cache, batch.slots)
         attended = self._prefill(q, latent, batch) if batch.fresh else self._absorbed(q, batch, cache)
         return self.out(attended.view(tokens, self.heads * mla.v_dim))

@@ -248,7 +248,7 @@ def test_explain_and_weight_bytes(make: Callable[..., LLM]) -> None:
     llm = make(LLAMA, quant="int4_g128", dtype="bf16")
     llm.generate(TEXT, SamplingParams(max_tokens=2))
     rows = llm.explain()
-    assert {row["op"] for row in rows} >= {"linear", "paged_attention", "rotary_embedding", "sample"}
+    assert {row["op"] for row in rows} >= {"linear", "paged_attention", "qk_norm_rope_cache", "sample"}
     assert any("w=int4_g128" in row["problem"] and row["layout"] for row in rows)
     assert all(row["reason"] for row in rows)
     assert llm.weight_bytes < make(LLAMA, dtype="bf16").weight_bytes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.problem import AxisError, Problem
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
@@ -14,7 +17,7 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime.oracle import NAMES
+from tests.runtime.oracle import LLAMA, NAMES
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -36,6 +39,46 @@ def test_a_step_binds_nothing(name: str, make: Callable[..., LLM], monkeypatch: 
     assert [len(llm.model.plans.bound) for llm in llms] == bound
     with pytest.raises(AssertionError, match="bound in a step"):  # what the test would report
         llms[0].model.plans.bind("rms_norm", n=8, x="fp32")
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators of torch that run, without views and allocations."""
+
+    FREE = ("view", "_unsafe_view", "empty", "new_empty", "split_with_sizes", "detach", "slice", "select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.count.update([name] if name not in self.FREE else [])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_calls_of_a_layer(tokens: int, shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two norms, four products, one attention and one call between projection and attention; torch copies nothing."""
+    llm = shared(LLAMA)
+    model, launched, layers = llm.model, Counter[str](), Calls()
+    call, first = BoundPlan.__call__, model.layers[0]
+
+    def count(plan: BoundPlan, *arguments: Any) -> None:
+        launched.update([plan.op.name])
+        call(plan, *arguments)
+
+    class Counted:
+        def __call__(self, *arguments: Any) -> Any:
+            monkeypatch.setattr(BoundPlan, "__call__", count)
+            with layers:
+                out = first(*arguments)
+            monkeypatch.setattr(BoundPlan, "__call__", call)
+            return out
+
+    monkeypatch.setattr(model, "layers", [Counted(), *model.layers[1:]])
+    llm.generate([[*range(5, 5 + tokens)]], SamplingParams(max_tokens=1))
+    assert launched == {"fused_add_rms_norm": 2, "linear": 4, "qk_norm_rope_cache": 1, "paged_attention": 1}
+    assert not layers.count, layers.count
 
 
 def test_a_plan_is_bound_once_by_its_axes(shared: Callable[..., LLM]) -> None:
