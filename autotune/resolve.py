@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnpreparedError, UnverifiableError
+from gristmill.autotune.gang import Gang, shared_gang
 from gristmill.autotune.mark import Mark
 from gristmill.autotune.store import save
 from gristmill.autotune.worker import Worker, Workers, shared_workers
@@ -31,8 +32,23 @@ from gristmill.kernel_registry.store import Store, StoreError, Verification, con
 from gristmill.kernel_registry.target import Target
 
 
+class Chooser(Protocol):
+    """Another process that chooses for this one: all ranks of a model run what one of them chose."""
+
+    def choose(self, op: Op, problem: Problem, layouts: frozenset[str] | None) -> Candidate:
+        """The kernel for a problem, verified; NoKernelError if there is none."""
+        ...
+
+    def plan(self, op: Op, static: Problem, sizes: Sequence[int] | None, without: Collection[str]) -> Plan:
+        """The plan of a layer, as `Resolver.plan`."""
+        ...
+
+
 class Resolver:
-    """Selection on one device of this machine, under one policy, with the store behind it."""
+    """Selection on one device of this machine, under one policy, with the store behind it.
+
+    chooser: the process that chooses instead; None = this one.
+    """
 
     def __init__(
         self,
@@ -48,6 +64,7 @@ class Resolver:
         self.target: Target = device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.workers = shared_workers() if worker is None else Workers(worker)
+        self.chooser: Chooser | None = None
         self.chosen_layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
         self._recording = True
         self.store = self._read()
@@ -72,6 +89,9 @@ class Resolver:
 
     def resolve(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here; failures on the way are quarantined, with warning."""
+        if self.chooser is not None:
+            best = self.chooser.choose(op, problem, layouts)
+            return Selection(op.name, problem, self.target, (best,), best)
         while True:
             with self._changed:
                 selection = self.select(op, problem, layouts)
@@ -159,20 +179,24 @@ class Resolver:
                     return self.store.verifications[trying.key]
             self._trials.add(trying.key)
         try:
-            return self._try(trying, lambda worker: worker.verify(op, kernel, config, small, self.device))
+            return self._try(
+                trying, lambda by: by.verify(op, kernel, config, small, self.device), op.world(small)
+            )
         finally:
             with self._changed:
                 self._trials.remove(trying.key)
                 self._changed.notify_all()
 
-    def _try(self, trying: Verification, verify: Callable[[Worker], dict[str, Any]]) -> Verification:
-        """The record of a trial by a worker; that of an earlier trial which ended with its process, where there was one."""
+    def _try(
+        self, trying: Verification, verify: Callable[[Worker | Gang], dict[str, Any]], world: int
+    ) -> Verification:
+        """The record of a trial by a worker, or by one per rank; that of an earlier trial which ended with its process, where there was one."""
         with self.workers.one() as worker, self._marked(trying) as left_records:
             if len(left_records) == 1:
                 self._record(left_records[0])
                 if left_records[0].key == trying.key:
                     return left_records[0]
-            outcome = verify(worker)
+            outcome = verify(worker if world == 1 else shared_gang(world))
         if not outcome["judged"]:
             raise UnverifiableError(
                 f"{trying.kernel} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
@@ -185,6 +209,8 @@ class Resolver:
         self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
     ) -> Plan:
         """The plan of a layer: every bucket resolved. without: layouts that cannot hold its weight."""
+        if self.chooser is not None:
+            return self.chooser.plan(op, static, sizes, without)
         layouts = readable(
             self.registry.kernels_of(op.name), self.registry.layouts, self.target, self.build, without
         )

@@ -1,6 +1,7 @@
 """Verification in a child process: a fault kills the child, not the caller, and is recorded.
 
-The parent writes one JSON task per line and reads one JSON outcome per line. Run as ``python -m gristmill.autotune.worker``.
+The parent writes one JSON task per line and reads one JSON outcome per line. Run as ``python -m gristmill.autotune.worker``; with the
+arguments RANK, WORLD, BACKEND and RENDEZVOUS (a file) it is one rank of a gang, which verifies collective operations together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import IO, Any
@@ -27,10 +28,11 @@ TIMEOUT = 600.0
 
 
 class Worker:
-    """A child process that verifies. Started at the first task, replaced when it dies."""
+    """A child process that verifies. Started at the first task, replaced when it dies. arguments: of its command line."""
 
-    def __init__(self, timeout: float = TIMEOUT) -> None:
+    def __init__(self, timeout: float = TIMEOUT, arguments: Sequence[str] = ()) -> None:
         self.timeout = timeout
+        self.arguments = tuple(arguments)
         self._process: subprocess.Popen[str] | None = None
         self._outcomes: queue.Queue[str | None] = queue.Queue()
 
@@ -39,6 +41,14 @@ class Worker:
 
         judged: False if the fault is not the kernel's, so that there is no verdict on it.
         """
+        self.send(op, kernel, config, problem, device)
+        outcome = self.receive()
+        if not outcome["ok"] and outcome["error"] is None and device != "cpu":
+            self.close()  # a fault persists in the device context and would be attributed to the next kernel
+        return outcome
+
+    def send(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> None:
+        """Start a verification; `receive` returns its outcome."""
         process = self._alive()
         task = {
             "op": op.name,
@@ -51,13 +61,21 @@ class Worker:
         try:
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
-            line = self._outcomes.get(timeout=self.timeout)
-        except (BrokenPipeError, queue.Empty) as error:
+        except BrokenPipeError:
+            pass  # it died; the end of its output says so
+        except BaseException:
             self.close()
-            cause = (
-                f"no answer in {self.timeout:.0f} s" if isinstance(error, queue.Empty) else "the process died"
-            )
-            return _failure(f"verification: {cause}")
+            raise
+
+    def receive(self) -> dict[str, Any]:
+        """The outcome of the verification that was started last."""
+        process = self._process
+        assert process is not None
+        try:
+            line = self._outcomes.get(timeout=self.timeout)
+        except queue.Empty:
+            self.close()
+            return _failure(f"verification: no answer in {self.timeout:.0f} s")
         except BaseException:
             self.close()  # a late outcome must not be attributed to the next task
             raise
@@ -66,9 +84,12 @@ class Worker:
             self._process = None
             return _failure(f"killed its process (exit status {code})")
         outcome: dict[str, Any] = json.loads(line)
-        if not outcome["ok"] and outcome["error"] is None and device != "cpu":
-            self.close()  # a fault persists in the device context and would be attributed to the next kernel
         return outcome
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its child runs."""
+        return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
         """End the child."""
@@ -78,10 +99,10 @@ class Worker:
             self._process = None
 
     def _alive(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self.is_alive:
             self._outcomes = queue.Queue()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gristmill.autotune.worker"],
+                [sys.executable, "-m", "gristmill.autotune.worker", *self.arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -159,18 +180,24 @@ def _pump(stream: IO[str], outcomes: queue.Queue[str | None]) -> None:
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
-    from gristmill.autotune.verify import Verifier
+    from gristmill.autotune.verify import Verifier, verify
 
     # Kernels and libraries may print; the pipe to the parent carries outcomes only.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    registry, verifier = default_registry(), Verifier()
+    registry, check = default_registry(), Verifier().verify
+    if len(sys.argv) > 1:
+        from gristmill.autotune.gang import join_gang
+
+        rank, world, backend, rendezvous = sys.argv[1:]
+        join_gang(int(rank), int(world), backend, rendezvous)
+        check = verify  # no rank may try again alone
     for line in sys.stdin:
         task = json.loads(line)
         op = registry.op(task["op"])
         kernel = registry.kernel(op.name, task["kernel"])
         try:
-            outcome = verifier.verify(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
+            outcome = check(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
             error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
             message = {
                 "ok": outcome.ok,

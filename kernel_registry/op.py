@@ -66,6 +66,7 @@ class Op:
     unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
     weights: ``weights(problem)`` -> the (N, K) of each packed weight, from which plans compute the bytes of layouts; None: one
         weight of the axes n and k.
+    ranks: the axis with the number of processes that call it together (a collective operation); None = one.
     error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
 
@@ -90,6 +91,7 @@ class Op:
     pack: Callable[[Any, Sequence[Any]], list[Any]] | None = None
     unplanned: frozenset[str] | None = None
     weights: Callable[[Problem], Sequence[tuple[int, int]]] | None = None
+    ranks: str | None = None
     module: str = ""
 
     @cached_property
@@ -143,6 +145,10 @@ class Op:
     def dynamic(self) -> frozenset[str]:
         """Names of the axes that change from call to call."""
         return frozenset(axis.name for axis in self.axes if axis.dynamic)
+
+    def world(self, problem: Problem) -> int:
+        """The number of processes that call `problem` together."""
+        return 1 if self.ranks is None else problem.integer(self.ranks)
 
     def verification(self, problem: Problem) -> Problem:
         """The problem that is run to verify a kernel for `problem`."""

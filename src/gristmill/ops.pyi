@@ -82,6 +82,68 @@ def seal(
     none the call raises UnpreparedError. on: False lifts it. Plans that are bound later are free until the next `seal`.
     """
 
+def all_gather(
+    x: Tensor,
+    group: str,
+    world: int,
+    out: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """The columns of all ranks, in rank order.
+
+    out [M, world * N] becomes the x [M, N] of the `world` ranks of `group` beside each other, that of rank 0 first.
+
+    group: a name in `gristmill.kernels.collective.groups`; not used with a world of one. Every rank calls with the same shape.
+
+    Written in place: out.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: columns of one rank; an integer of at least 1
+        world: ranks; an integer of at least 1
+        x: dtype of x and out; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def all_reduce(
+    x: Tensor,
+    group: str,
+    world: int,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """The sum of x over all ranks, in place.
+
+    x [M, N] of each of the `world` ranks of `group` becomes their sum, in float32, in rank order, rounded once.
+
+    group: a name in `gristmill.kernels.collective.groups`; not used with a world of one, whose sum is x. Every rank calls with the
+    same shape.
+
+    Written in place: x.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: row length (hidden size); an integer of at least 1
+        world: ranks; an integer of at least 1
+        x: dtype of x; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def combine(
     y: Tensor,
     inverse: Tensor,

@@ -1,0 +1,115 @@
+"""Verification of collective operations: one child process per rank, all of which run the same task at the same time.
+
+Every rank generates its own arguments, calls the kernel and the reference together with the others, and compares its own result. The
+kernel is right if it is right on every rank.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gristmill.autotune.worker import TIMEOUT, Worker
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+COLLECTIVE_SECONDS = 60.0
+"""Seconds that a rank waits for the others in one collective call."""
+
+
+class Gang:
+    """`world` child processes that verify together, with the interface of `Worker`. On GPUs rank r has device r."""
+
+    def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
+        self.world = world
+        self.timeout = timeout
+        self._workers: list[Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._mutex = threading.Lock()
+
+    def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
+        """As `Worker.verify`: the outcome of the first rank on which the kernel failed, or that of rank 0. One thread at a time."""
+        with self._mutex:
+            return self._verify(op, kernel, config, problem, device)
+
+    def _verify(
+        self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
+    ) -> dict[str, Any]:
+        kind = device.partition(":")[0]
+        missing = self._missing_devices(kind)
+        if missing:
+            return {"ok": False, "error": None, "tolerance": None, "reason": missing, "judged": False}
+        if not all(worker.is_alive for worker in self._workers):
+            self.close()
+        if not self._workers:
+            self._folder = tempfile.TemporaryDirectory(prefix="gristmill-")
+            rendezvous = str(Path(self._folder.name) / "rendezvous")
+            backend = "gloo" if kind == "cpu" else "nccl"
+            self._workers = [
+                Worker(self.timeout, (str(rank), str(self.world), backend, rendezvous))
+                for rank in range(self.world)
+            ]
+        try:
+            for rank, worker in enumerate(self._workers):
+                worker.send(op, kernel, config, problem, kind if kind == "cpu" else f"{kind}:{rank}")
+            outcomes = [worker.receive() for worker in self._workers]
+        except BaseException:
+            self.close()
+            raise
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if not outcome["ok"]]
+        if not failed:
+            return outcomes[0]
+        self.close()  # the ranks may not be at the same place any more
+        rank, outcome = failed[0]
+        return outcome | {"reason": f"rank {rank}: {outcome['reason']}"}
+
+    def close(self) -> None:
+        """End the children."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _missing_devices(self, kind: str) -> str:
+        if kind == "cpu":
+            return ""
+        import torch
+
+        count = torch.cuda.device_count()
+        return "" if count >= self.world else f"{self.world} ranks need as many devices; torch sees {count}"
+
+
+@cache
+def shared_gang(world: int) -> Gang:
+    """The gang of this process for `world` ranks."""
+    return Gang(world)
+
+
+def join_gang(rank: int, world: int, backend: str, rendezvous: str) -> None:
+    """Make this process a rank of a gang. backend: ``gloo`` or ``nccl``; rendezvous: a file that all ranks can write."""
+    import torch
+    import torch.distributed as dist
+
+    from gristmill.kernels.collective.groups import join
+
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed made no group of all ranks")
+    join("gang", group)

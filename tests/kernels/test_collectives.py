@@ -1,0 +1,94 @@
+"""Collective operations: verified by gangs of processes, on odd shapes in every dtype; a rank that died is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gristmill import ops
+from gristmill.autotune.gang import Gang
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.collective.groups import enter, group_of
+
+REGISTRY = default_registry()
+KERNELS = [*REGISTRY.kernels_of("all_reduce"), *REGISTRY.kernels_of("all_gather")]
+SHAPES = ("m=1,n=1", "m=7,n=257,x=fp32", "m=7,n=257", "m=33,n=64,x=fp16")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Gang]:
+    """Returns a gang of two ranks, which all tests of this module share."""
+    gang = Gang(2, timeout=90)
+    yield gang
+    gang.close()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_two_ranks_match_the_reference(pair: Gang, kernel: Kernel) -> None:
+    op = REGISTRY.op(kernel.op)
+    for shape in SHAPES:
+        outcome = pair.verify(op, kernel, {}, op.problem(f"{shape},world=2"), "cpu")
+        assert outcome["ok"], (shape, outcome["reason"])
+        assert outcome["error"] == 0, "the sum of two numbers is rounded once, whatever the order"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_match_the_reference(world: int) -> None:
+    gang = Gang(world, timeout=90)
+    try:
+        for kernel in KERNELS:
+            op = REGISTRY.op(kernel.op)
+            for shape in SHAPES:
+                outcome = gang.verify(op, kernel, {}, op.problem(f"{shape},world={world}"), "cpu")
+                assert outcome["ok"], (shape, outcome["reason"])
+    finally:
+        gang.close()
+
+
+@pytest.mark.slow
+def test_a_dead_rank_is_replaced_with_its_peers() -> None:
+    op, kernel, gang = REGISTRY.op("all_reduce"), KERNELS[0], Gang(2, timeout=90)
+    problem = op.problem("m=1,n=8,world=2")
+    try:
+        assert gang.verify(op, kernel, {}, problem, "cpu")["ok"]
+        process = gang._workers[1]._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert gang.verify(op, kernel, {}, problem, "cpu")["ok"]
+    finally:
+        gang.close()
+
+
+@pytest.mark.parametrize("fault", ["one element", "a rank left out"])
+def test_planted_faults_exceed_the_tolerance(fault: str) -> None:
+    op = REGISTRY.op("all_reduce")
+    problem = op.problem("m=7,n=257,world=1")
+    x, group, world = op.inputs(problem, 0, "cpu")
+    out = x.clone()
+    if fault == "one element":
+        out[3, 100] *= 1.01
+    else:
+        out.zero_()
+    assert op.error is not None
+    assert op.error(problem, (x, group, world), [out], [x]) > op.tolerance(problem).limit
+    assert op.error(problem, (x, group, world), [x], [x]) == 0
+
+
+def test_calls_outside_a_group_are_refused() -> None:
+    x = torch.ones(2, 3)
+    alone = x.clone()
+    ops.all_reduce(alone, "", 1)
+    assert torch.equal(alone, x)
+    out = torch.full_like(x, torch.nan)
+    ops.all_gather(x, "", 1, out)
+    assert torch.equal(out, x)
+    assert group_of(2) == ("", 0)
+    with pytest.raises(ValueError, match="world"):
+        ops.all_reduce(x, "", 0)
+    with pytest.raises(ValueError, match="joined no group 'none'"):
+        enter("none", 2)
