@@ -11,7 +11,7 @@ from torch import Tensor
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
-from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.linear import Linear, SumOfRanks
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
@@ -36,10 +36,14 @@ class ClampedExperts:
             bias=False,
             renormalize=True,
         )
-        self.permute = plans.bind("permute", top_k=moe.top_k, e=moe.num_experts)
+        down = f"{name}.experts.down"
+        self.first, last = weights.shared_ranges(down)[plans.mesh.rank]
+        self.experts = last - self.first
+        self.permute = plans.bind("permute", top_k=moe.top_k, e=self.experts)
         self.gate_up = _Product(plans, weights, f"{name}.experts.gate_up", moe.top_k)
         self.down = _Product(plans, weights, f"{name}.experts.down", 0)
         self.combine = plans.bind("combine", top_k=moe.top_k, h=self.down.rows, x=plans.x)
+        self.sum = SumOfRanks(plans, self.down.rows) if weights.is_partial(down) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
@@ -47,17 +51,20 @@ class ClampedExperts:
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
         self.topk(self.router(x.float()), moe.top_k, None, 1, 1, "softmax", True, 1.0, scores, ids)
-        offsets = ids.new_empty(moe.num_experts + 1)
+        if self.first:
+            ids -= self.first
+        offsets = ids.new_empty(self.experts + 1)
         permutation, inverse = ids.new_empty(ids.numel()), ids.new_empty(ids.numel())
-        self.permute(ids, moe.num_experts, offsets, permutation, inverse)
-        owner = ids.view(-1)[permutation.long()].long()
+        self.permute(ids, self.experts, offsets, permutation, inverse)
+        # Entries of other ranks' experts come last. What is computed for them is not read.
+        owner = ids.view(-1)[permutation.long()].long().clamp_(0, self.experts - 1)
         gate_up = self.gate_up(x, offsets, permutation, owner).float()
         gate = gate_up[:, 0::2].clamp(max=self.limit)
         up = gate_up[:, 1::2].clamp(-self.limit, self.limit)
         inner = (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(x.dtype)
         rows, out = self.down(inner, offsets, None, owner), x.new_empty(x.shape)
         self.combine(rows, inverse, scores, out)
-        return out
+        return out if self.sum is None else self.sum(out)
 
 
 class _Product:

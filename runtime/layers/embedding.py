@@ -8,20 +8,26 @@ from torch import Tensor
 from gristmill.quant import QuantTensor
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import Packed, row_reader
-from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.linear import Linear, SumOfRanks
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
+from gristmill.runtime.parallel.cuts import Range
 
 
 class Embedding:
-    """Rows of a [vocab, hidden] matrix, dense or quantized, or of a packed one whose layout reads single rows."""
+    """Rows of a [vocab, hidden] matrix, dense or quantized, or of a packed one whose layout reads single rows.
 
-    def __init__(self, plans: Plans, weight: QuantTensor | Packed) -> None:
+    ranges: the tokens of each rank, whose rows are those of the matrix; one range = all tokens.
+    """
+
+    def __init__(self, plans: Plans, weight: QuantTensor | Packed, ranges: list[Range]) -> None:
         self.weight: Tensor | QuantTensor | Packed = weight
         if isinstance(weight, QuantTensor) and weight.scheme.is_dense:
             self.weight = weight.dense()
         self._read_rows = row_reader(weight.layout) if isinstance(weight, Packed) else None
         self._dtype = plans.dtype
+        self._range = ranges[plans.mesh.rank]
+        self._sum = SumOfRanks(plans, weight.shape[-1]) if len(ranges) > 1 else None
         if isinstance(self.weight, Tensor):
             plans.own(self.weight)
         elif isinstance(self.weight, QuantTensor):
@@ -29,6 +35,14 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
+        if self._sum is None:
+            return self._rows(tokens)
+        first, last = self._range
+        rows = self._rows((tokens - first).clamp_(0, last - first - 1))
+        outside = (tokens < first) | (tokens >= last)
+        return self._sum(rows.masked_fill_(outside[:, None], 0))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return torch.nn.functional.embedding(tokens, self.weight)
         if isinstance(self.weight, QuantTensor):
@@ -39,7 +53,30 @@ class Embedding:
 
 
 class LogitsHead(Linear):
-    """Hidden states to logits, with a separate matrix or the embedding's (tied)."""
+    """Hidden states to logits, with a separate matrix or the embedding's (tied). ranges: as of `Embedding`."""
+
+    def __init__(self, plans: Plans, weight: QuantTensor, ranges: list[Range]) -> None:
+        super().__init__(plans, weight)
+        self.counts = [last - first for first, last in ranges]
+        self.widest, world = max(self.counts), plans.mesh.world
+        self.gather = None
+        if world > 1:
+            self.gather = plans.bind("all_gather", n=self.widest, x=plans.x, world=world)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] -> [rows, vocab]."""
+        logits = super().__call__(x)
+        if self.gather is None:
+            return logits
+        mesh, (rows, count) = self.plans.mesh, logits.shape
+        if count < self.widest:
+            logits = torch.nn.functional.pad(logits, (0, self.widest - count))
+        out = x.new_empty(rows, mesh.world * self.widest)
+        self.gather(logits, mesh.group, mesh.world, out)
+        if min(self.counts) == self.widest:
+            return out
+        of_ranks = zip(out.split(self.widest, 1), self.counts, strict=True)
+        return torch.cat([columns[:, :width] for columns, width in of_ranks], 1)
 
 
 def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embedding, LogitsHead]:
@@ -47,15 +84,16 @@ def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embe
 
     A tied matrix is in memory once if its layout reads single rows, or is the matrix itself; else it is kept beside the packed one.
     """
-    matrix = weights.vocabulary("embedding")
+    matrix, ranges = weights.vocabulary("embedding"), weights.shared_ranges("embedding")
     if not tied:
-        embedding = Embedding(plans, owned(matrix))
-        return embedding, LogitsHead(plans, owned(weights.vocabulary("head")))
-    head = LogitsHead(plans, matrix)
+        embedding = Embedding(plans, owned(matrix), ranges)
+        head_ranges = weights.shared_ranges("head")
+        return embedding, LogitsHead(plans, owned(weights.vocabulary("head")), head_ranges)
+    head = LogitsHead(plans, matrix, ranges)
     for packed in head.weight.packed.values():
         if row_reader(packed.layout) is not None:
-            return Embedding(plans, packed), head
+            return Embedding(plans, packed, ranges), head
     if not all(tensor.untyped_storage().resizable() for tensor in matrix.tensors().values()):
         matrix = owned(matrix)  # the mapped file is not kept
-        head = LogitsHead(plans, matrix)
-    return Embedding(plans, matrix), head
+        head = LogitsHead(plans, matrix, ranges)
+    return Embedding(plans, matrix, ranges), head

@@ -99,11 +99,52 @@ class SplitLinear:
         return out
 
 
+class SumOfRanks:
+    """x of every rank becomes the sum over all ranks, in place. columns: of x."""
+
+    def __init__(self, plans: Plans, columns: int) -> None:
+        self.mesh = plans.mesh
+        self.plan = plans.bind("all_reduce", n=columns, x=plans.x, world=self.mesh.world)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, columns], contiguous; returned."""
+        self.plan(x, self.mesh.group, self.mesh.world)
+        return x
+
+
+class SummedLinear:
+    """A linear layer whose columns the ranks share: the sum of their products, and then the bias."""
+
+    def __init__(self, plans: Plans, part: Linear | SplitLinear, bias: Tensor | None) -> None:
+        self.part, self.bias, self.target = part, bias, part.target
+        self.sum = SumOfRanks(plans, part.columns)
+        plans.own(bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, K of this rank] -> [tokens, N]."""
+        y = self.sum(self.part(x))
+        return y if self.bias is None else y.add_(self.bias)
+
+
 def load_linear(
-    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False
-) -> Linear | SplitLinear:
-    """The linear layer of a parameter, with a bias if the table has ``TARGET.bias``."""
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False, summed: bool = True
+) -> Linear | SplitLinear | SummedLinear:
+    """The linear layer of a parameter, with a bias if the table has ``TARGET.bias``.
+
+    summed: False leaves the sum over the ranks to the caller, if they share its columns; such a layer has no bias.
+    """
+    partial = weights.is_partial(target)
     parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
+    if partial and summed:
+        return SummedLinear(plans, _linear(plans, parts, None, target, silu_mul), bias)
+    if partial and bias is not None:
+        raise ValueError(f"{target} has a bias, which each rank would add")
+    return _linear(plans, parts, bias, target, silu_mul)
+
+
+def _linear(
+    plans: Plans, parts: list[Part], bias: Tensor | None, target: str, silu_mul: bool
+) -> Linear | SplitLinear:
     made: Linear | SplitLinear
     if len(parts) == 1 and parts[0].pre_scale is None:
         made = Linear(plans, parts[0].weight, bias, silu_mul=silu_mul, declared=parts[0].declared)

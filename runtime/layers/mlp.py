@@ -10,11 +10,11 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class MLP:
-    """Fused gate/up projection with the activation in its epilogue, and the down projection."""
+    """Fused gate/up projection with the activation in its epilogue, and the down projection. summed: as in `load_linear`."""
 
-    def __init__(self, plans: Plans, weights: Weights, name: str) -> None:
+    def __init__(self, plans: Plans, weights: Weights, name: str, *, summed: bool = True) -> None:
         self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=True)
-        self.down = load_linear(plans, weights, f"{name}.down")
+        self.down = load_linear(plans, weights, f"{name}.down", summed=summed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""

@@ -11,14 +11,17 @@ from torch import Tensor
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
-from gristmill.runtime.layers.linear import Linear
+from gristmill.runtime.layers.linear import Linear, SumOfRanks
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
 
 class MixtureOfExperts:
-    """Router in float32, routed experts, shared experts as one MLP."""
+    """Router in float32, routed experts, shared experts as one MLP.
+
+    Every rank has the router and all tokens, and runs its own experts; one sum over the ranks completes routed and shared experts.
+    """
 
     def __init__(self, moe: MoeConfig, plans: Plans, weights: Weights, name: str) -> None:
         self.moe = moe
@@ -39,11 +42,12 @@ class MixtureOfExperts:
             bias=moe.choice_bias,
             renormalize=moe.norm_topk_prob,
         )
+        self.first = weights.shared_ranges(f"{name}.experts.down")[plans.mesh.rank][0]
         down = weights.linear(f"{name}.experts.down")
         problem = plans.problem(
             "moe",
             top_k=moe.top_k,
-            e=moe.num_experts,
+            e=down.shape[0],
             h=down.n,
             i=down.k,
             x=plans.x,
@@ -51,20 +55,30 @@ class MixtureOfExperts:
         )
         layouts = plan_layouts(plans.resolver, problem)
         self.experts = plans.bind_packed(problem, layouts)
-        self.inner, layout = down.k, next(iter(layouts))
+        self.inner, hidden, layout = down.k, down.n, next(iter(layouts))
         self.down = pack(down, layout).tensors
         del down  # free one before the other is packed, to bound peak memory
         self.gate_up = pack(weights.linear(f"{name}.experts.gate_up"), layout).tensors
         plans.own(*self.gate_up, *self.down)
-        self.shared = MLP(plans, weights, f"{name}.shared") if moe.num_shared else None
+        self.sum = SumOfRanks(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
+        # One sum completes both where the ranks share both.
+        self.joint = self.sum is not None and moe.num_shared > 0 and weights.is_partial(f"{name}.shared.down")
+        self.shared = MLP(plans, weights, f"{name}.shared", summed=not self.joint) if moe.num_shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         scores, ids = self.route(x)
         out = x.new_empty(x.shape)
         scratch = self.plans.scratch(self.experts, x.shape[0])
+        if self.first:
+            ids -= self.first  # those of other ranks are outside the range, and add nothing
         self.experts(x, scores, ids, self.gate_up, self.down, self.inner, scratch, out)
-        return out if self.shared is None else out + self.shared(x)
+        shared = None if self.shared is None else self.shared(x)
+        if shared is not None and self.joint:
+            out = out + shared
+        if self.sum is not None:
+            out = self.sum(out)
+        return out if shared is None or self.joint else out + shared
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and ids int32, [tokens, top_k] each, of the chosen experts."""

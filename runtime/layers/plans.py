@@ -23,6 +23,7 @@ from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor
 from gristmill.runtime.cache_format import AUTO, CacheFormat
+from gristmill.runtime.parallel.mesh import ALONE, Mesh
 from gristmill.runtime.workspace import Arenas
 
 BLOCK_SIZE = 16
@@ -34,7 +35,7 @@ class Plans:
 
     dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
     their plans when they are made, and call them in each step; `explain` reports `bound`, all plans so far. owned: the
-    parameters, as packed. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
+    parameters, as packed. mesh: the ranks that share the model. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Plans:
         policy: Policy | None = None,
         block_size: int = BLOCK_SIZE,
         cache_format: CacheFormat = AUTO,
+        mesh: Mesh = ALONE,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
         self.cache_format = cache_format
+        self.mesh = mesh
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []

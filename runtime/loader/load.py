@@ -22,6 +22,8 @@ from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
+from gristmill.runtime.parallel.cuts import local_config
+from gristmill.runtime.parallel.mesh import ALONE, Mesh
 
 
 def load_model(
@@ -33,6 +35,7 @@ def load_model(
     block_size: int = BLOCK_SIZE,
     kv_dtype: str | torch.dtype = "auto",
     quant_head: str | QuantScheme | None = None,
+    mesh: Mesh = ALONE,
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
@@ -42,7 +45,8 @@ def load_model(
     linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
     quantized checkpoint it can name the stored scheme, with an activation format to multiply with
     (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized. kv_dtype: of the KV cache, as
-    in `Engine`; quant_head: likewise. A warning says where ``fp8`` finds no scales in the checkpoint.
+    in `Engine`; quant_head: likewise. A warning says where ``fp8`` finds no scales in the checkpoint. mesh: of a rank, which keeps its
+    share of every weight.
 
     Raises:
         ConfigError, CheckpointError: an invalid checkpoint. UsageError: an unknown dtype, scheme or device.
@@ -52,11 +56,16 @@ def load_model(
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
     form = parse_cache_format(kv_dtype)
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, form)
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, form, mesh)
     head_scheme = parse_head_scheme(quant_head, config)
-    weights = Weights(checkpoint, model_table(config), plans.dtype, plans.device, scheme, stored, head_scheme)
+    own_config, table = local_config(config, mesh), model_table(config)
+    if mesh.world > 1 and not any(weight.cut for weight in table.weights):
+        raise UsageError(
+            f"tensor_parallel={mesh.world}: the family of {config.architecture} does not declare how its weights are cut"
+        )
+    weights = Weights(checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh)
     with memory.shared_blocks():
-        model = build_model(config, weights, plans)
+        model = build_model(own_config, weights, plans)
     if weights.without_cache_scales:
         warnings.warn(
             f"{checkpoint.path}: kv_dtype {form.name!r}, and the checkpoint has no scales of the KV cache for "

@@ -21,6 +21,9 @@ from gristmill.quant.formats.contract import Place, new_codes, owned
 from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, NamedSource
+from gristmill.runtime.loader.shares import Share, float_share, quant_share, rounds_rows_alone, share_of
+from gristmill.runtime.parallel.cuts import Cut, Piece, Range
+from gristmill.runtime.parallel.mesh import ALONE, Mesh
 
 Kind = Literal["linear", "kept", "fp32"]
 
@@ -33,7 +36,8 @@ class Weight:
     gate/up); with `experts`, each has ``{expert}`` in it and the experts are stacked in front. rows: of each part.
     columns: None for a vector. kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
     Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format. stacked: the
-    one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N].
+    one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N]. cut: how ranks share
+    it; None = every rank has all of it. Sizes are those of the whole weight.
     """
 
     target: str
@@ -43,12 +47,14 @@ class Weight:
     kind: Kind = "kept"
     experts: int = 0
     stacked: bool = False
+    cut: Cut | None = None
 
-    def part_names(self) -> list[str]:
-        """Names of the parts in the checkpoint, expert after expert."""
+    def part_names(self, experts: Range | None = None) -> list[str]:
+        """Names of the parts in the checkpoint, expert after expert. experts: of these; None = of all."""
         if not self.experts or self.stacked:
             return list(self.sources)
-        return [source.format(expert=expert) for expert in range(self.experts) for source in self.sources]
+        indices = range(*(experts or (0, self.experts)))
+        return [source.format(expert=expert) for expert in indices for source in self.sources]
 
 
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -130,7 +136,7 @@ class Weights:
 
     dtype: of kept and unquantized weights. scheme: quantize linear weights to it at load; None = as stored.
     stored: the format of a quantized checkpoint; None = unquantized. device: of the parameters. head_scheme: of the embedding and
-    the logits head; None = the model's dtype.
+    the logits head; None = the model's dtype. mesh: of a rank, which gets its share of every weight.
 
     Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
     are dequantized. Parameters that the model keeps in floats (embedding, logits head, router) are dequantized to their dtype
@@ -148,6 +154,7 @@ class Weights:
         scheme: QuantScheme | None = None,
         stored: Format | None = None,
         head_scheme: QuantScheme | None = None,
+        mesh: Mesh = ALONE,
     ) -> None:
         self.checkpoint = checkpoint
         self.table = table
@@ -156,8 +163,11 @@ class Weights:
         self.scheme = scheme
         self.stored = stored
         self.head_scheme = head_scheme
-        self._pending = {weight.target: weight for weight in table.weights}
+        self.mesh = mesh
+        self._declared = {weight.target: weight for weight in table.weights}
+        self._pending = dict(self._declared)
         self._read: set[str] = set()
+        self._others: set[str] = set()  # modules of other ranks' experts
         self.without_cache_scales: list[str] = []
 
     def tensor(self, target: str) -> Tensor:
@@ -165,9 +175,9 @@ class Weights:
         weight = self._take(target)
         dtype = torch.float32 if weight.kind == "fp32" else self.dtype
         parts = []
-        for name, rows in zip(weight.sources, weight.rows, strict=True):
+        for name, rows, kept in zip(weight.sources, weight.rows, self._share(weight).rows, strict=True):
             shape = (rows,) if weight.columns is None else (rows, weight.columns)
-            parts.append(self._float_tensor(name, shape, weight).to(dtype))
+            parts.append(float_share(self._float_tensor(name, shape, weight), kept).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         placed = joined.to(self.device)
         return (
@@ -183,17 +193,18 @@ class Weights:
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
             raise KeyError(f"weight {target} of the model's table is a matrix and has no columns")
-        scheme = self.head_scheme
+        scheme, (kept,) = self.head_scheme, self._share(weight).rows
         if scheme is not None:
             part = self._stored_matrix(name, (rows, columns))
             if part is not None and part.weight.scheme == scheme:
-                return part.weight.to(self.device)
+                return quant_share(part.weight, kept).to(self.device)
             matrix = self._source(name, (rows, columns), weight) if part is None else part.weight.dequantize()
+            if rounds_rows_alone(scheme):
+                matrix, kept = float_share(matrix, kept), ((0, sum(b - a for a, b in kept)),)
             pieces = [quantize_part(name, piece, scheme) for piece in matrix.split(HEAD_ROWS)]
-            return concat(pieces, -2).to(self.device)
-        return QuantTensor.from_dense(
-            self._float_tensor(name, (rows, columns), weight).to(self.device, self.dtype)
-        )
+            return quant_share(concat(pieces, -2), kept).to(self.device)
+        matrix = float_share(self._float_tensor(name, (rows, columns), weight), kept)
+        return QuantTensor.from_dense(matrix.to(self.device, self.dtype))
 
     def optional(self, target: str) -> Tensor | None:
         """A kept parameter that may be missing in the table, such as a bias."""
@@ -208,20 +219,23 @@ class Weights:
         weight = self._take(target)
         if weight.stacked:
             return self._on_device(Part(self._stacked(weight))).weight
-        names, count = weight.part_names(), len(weight.sources)
+        share = self._share(weight)
+        names, count = weight.part_names(share.experts), len(weight.sources)
         matrices = (
             self._joined(names[i : i + count], weight).to(self.device) for i in range(0, len(names), count)
         )
         if not weight.experts:
             return self._on_device(Part(next(matrices))).weight
         try:
-            return stack(matrices, weight.experts)
+            stacked = stack(matrices, share.experts[1] - share.experts[0])
         except UsageError:  # of one of them
             raise
         except ValueError as error:
             raise CheckpointError(
                 f"{self.checkpoint.path}: the experts of {target} differ: {error}"
             ) from error
+        self._others.update(set(weight.part_names()) - set(names))
+        return stacked
 
     def parts(self, target: str) -> list[Part]:
         """A linear parameter as one part, or as several if they cannot be one tensor as stored.
@@ -255,7 +269,8 @@ class Weights:
             UsageError: its scales are for another number format.
             CheckpointError: one of the two is missing, or they are not valid scales.
         """
-        module = self._pending[target].sources[0].rpartition(".")[0]
+        weight = self._pending[target]
+        module = weight.sources[0].rpartition(".")[0]
         try:
             names = kv_scale_names(self.checkpoint)
             scale_names = [names.get((module, letter)) for letter in "kv"]
@@ -273,7 +288,11 @@ class Weights:
                 raise FormatError(
                     f"{module} has the scale {scale_names[0] or scale_names[1]} and not that of its other cache"
                 )
-            k_scale, v_scale = (kv_scale(self.checkpoint, str(name), kv_heads) for name in scale_names)
+            keys = Piece(kv_heads, kv_heads) if weight.cut is None else weight.cut.pieces[1]
+            size = keys.length // keys.heads
+            heads = slice(*(edge // size for edge in keys.range(self.mesh.rank, self.mesh.world)))
+            scales = [kv_scale(self.checkpoint, str(name), keys.heads) for name in scale_names]
+            k_scale, v_scale = (scale if scale.numel() == 1 else scale[heads] for scale in scales)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
         self._read.update(str(name) for name in scale_names)
@@ -299,7 +318,13 @@ class Weights:
                         "tie_word_embeddings to be false?"
                     )
         known = self._read | self._side_tensors()
-        unread = [n for n in self.checkpoint if n not in known and not self.table.ignores(n)]
+        unread = [
+            name
+            for name in self.checkpoint
+            if name not in known
+            and name.rpartition(".")[0] not in self._others
+            and not self.table.ignores(name)
+        ]
         if unread:
             raise CheckpointError(
                 f"{self.checkpoint.path} holds tensors that no parameter of the model takes: {_some(unread)}"
@@ -316,6 +341,24 @@ class Weights:
             return names | self.stored.beside(self.checkpoint, self._read)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
+
+    def is_partial(self, target: str) -> bool:
+        """Whether products with a parameter are summed over the ranks: they share its columns or its experts."""
+        cut = self._declared[target].cut
+        return cut is not None and cut.dim != "rows" and self.mesh.world > 1
+
+    def shared_ranges(self, target: str) -> list[Range]:
+        """What each rank has of a parameter that is cut in one piece, in the order of the ranks: all of it where it is not cut."""
+        weight, mesh = self._declared[target], self.mesh
+        if weight.cut is None:
+            return [(0, weight.experts or sum(weight.rows))] * mesh.world
+        return [weight.cut.pieces[0].range(rank, mesh.world) for rank in range(mesh.world)]
+
+    def _share(self, weight: Weight) -> Share:
+        try:
+            return share_of(weight.cut, weight.rows, weight.experts, self.mesh)
+        except UsageError as error:
+            raise UsageError(f"tensor_parallel={self.mesh.world}: {weight.target}: {error}") from error
 
     def _take(self, target: str) -> Weight:
         weight = self._pending.pop(target, None)
@@ -360,32 +403,49 @@ class Weights:
         pre_scale = None if weight.pre_scale is None else weight.pre_scale.to(self.dtype)
         return Part(weight.weight, pre_scale, weight.activation)
 
-    def _part(self, name: str, rows: int, weight: Weight, place: Place) -> Part:
-        columns = weight.columns
+    def _part(self, name: str, index: int, weight: Weight, place: Place) -> Part:
+        """Part `index` of a matrix, in the rank's share."""
+        rows, columns, share = weight.rows[index], weight.columns, self._share(weight)
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        stored = self._stored(name, (rows, columns), place)
+        kept = share.rows[index]
+        is_whole = share.columns is None and kept == ((0, rows),)
+        stored = self._stored(name, (rows, columns), place if is_whole else new_codes)
         if stored is not None:
+            if not is_whole:
+                scale = stored.pre_scale
+                if scale is not None and share.columns is not None:
+                    scale = scale[slice(*share.columns)].clone()
+                stored = replace(
+                    stored, weight=quant_share(stored.weight, kept, share.columns), pre_scale=scale
+                )
             return self._converted(name, stored)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
-            return Part(QuantTensor.from_dense(tensor.to(self.dtype)))
-        return Part(quantize_part(name, tensor, self.scheme))
+            return Part(QuantTensor.from_dense(float_share(tensor, kept, share.columns).to(self.dtype)))
+        if rounds_rows_alone(self.scheme) and share.columns is None:
+            return Part(quantize_part(name, float_share(tensor, kept), self.scheme))
+        # Rounded whole, so that the codes are those of one rank.
+        return Part(quant_share(quantize_part(name, tensor, self.scheme), kept, share.columns))
 
     def _stacked(self, weight: Weight) -> QuantTensor:
         """All experts of a parameter from one tensor."""
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
+        first, last = self._share(weight).experts
         stored = self._stored(name, (weight.experts, rows, columns))
         if stored is not None:
+            if last - first < weight.experts:
+                stored = replace(stored, weight=stored.weight.narrow(0, first, last - first))
             return self._converted(name, stored).weight
-        tensor = self._source(name, (weight.experts, columns, rows), weight).transpose(1, 2)
+        tensor = self._source(name, (weight.experts, columns, rows), weight)[first:last].transpose(1, 2)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))
         scheme = self.scheme
         return stack(
-            (quantize_part(f"{name}[{i}]", expert, scheme) for i, expert in enumerate(tensor)), weight.experts
+            (quantize_part(f"{name}[{first + i}]", expert, scheme) for i, expert in enumerate(tensor)),
+            last - first,
         )
 
     def _converted(self, name: str, part: Part) -> Part:
@@ -409,12 +469,13 @@ class Weights:
 
         The codes of each part go to their place when it is read, so that no part is in memory twice.
         """
-        parts, joined = [], Joined(weight.rows, self.device) if len(names) > 1 else None
+        rows = self._share(weight).row_counts
+        parts, joined = [], Joined(rows, self.device) if len(names) > 1 else None
         floats = (
             self.scheme is not None and self.scheme.is_dense
         )  # the stored part is not the one that is kept
-        for name, rows in zip(names, weight.rows, strict=True):
-            part = self._part(name, rows, weight, new_codes if joined is None or floats else joined.place)
+        for index, name in enumerate(names):
+            part = self._part(name, index, weight, new_codes if joined is None or floats else joined.place)
             held = part.weight.tensors()
             if joined is not None:
                 held["codes"] = joined.put(held["codes"])

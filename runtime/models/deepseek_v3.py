@@ -23,17 +23,19 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
 from gristmill.runtime.models import Family
+from gristmill.runtime.models.llama import vocabulary
+from gristmill.runtime.parallel.cuts import Cut
 
 
 def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. The two projections down to latents are one matrix, gate and up another."""
     hidden = c.hidden_size
     weights = [
-        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
+        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)),
         Weight("norm", ("model.norm.weight",), (hidden,)),
     ]
     if not c.tie_embeddings:
-        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)))
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
         weights += [
@@ -58,15 +60,17 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
     if mla.q_lora_rank:
         down, rows = (f"{source}.q_a_proj", *down), (mla.q_lora_rank, *rows)
         yield Weight(f"{name}.q_norm", (f"{source}.q_a_layernorm.weight",), (mla.q_lora_rank,))
-        yield Weight(f"{name}.q", (f"{source}.q_b_proj",), (heads * mla.qk_dim,), mla.q_lora_rank, "linear")
+        q_source, q_columns = f"{source}.q_b_proj", mla.q_lora_rank
     else:
-        yield Weight(f"{name}.q", (f"{source}.q_proj",), (heads * mla.qk_dim,), c.hidden_size, "linear")
+        q_source, q_columns = f"{source}.q_proj", c.hidden_size
+    q_cut, kv_cut = (Cut.head_rows(heads, size=size) for size in (mla.qk_dim, mla.nope_dim + mla.v_dim))
+    yield Weight(f"{name}.q", (q_source,), (heads * mla.qk_dim,), q_columns, "linear", cut=q_cut)
     yield Weight(f"{name}.latents", down, rows, c.hidden_size, "linear")
     yield Weight(f"{name}.kv_norm", (f"{source}.kv_a_layernorm.weight",), (latent,))
-    yield Weight(
-        f"{name}.kv", (f"{source}.kv_b_proj",), (heads * (mla.nope_dim + mla.v_dim),), latent, "linear"
-    )
-    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), heads * mla.v_dim, "linear")
+    kv_rows, inner = heads * (mla.nope_dim + mla.v_dim), heads * mla.v_dim
+    yield Weight(f"{name}.kv", (f"{source}.kv_b_proj",), (kv_rows,), latent, "linear", cut=kv_cut)
+    out_cut = Cut.head_columns(heads, mla.v_dim)
+    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), inner, "linear", cut=out_cut)
     if c.attention_bias:
         yield Weight(f"{name}.latents.bias", tuple(f"{part}.bias" for part in down), rows)
         yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
@@ -74,8 +78,9 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
 
 def _mlp(c: ModelConfig, name: str, source: str, ffn: int) -> Iterator[Weight]:
     gate_up = (f"{source}.gate_proj", f"{source}.up_proj")
-    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear")
-    yield Weight(f"{name}.down", (f"{source}.down_proj",), (c.hidden_size,), ffn, "linear")
+    inner = Cut.columns(ffn)
+    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", cut=Cut.rows(ffn, ffn))
+    yield Weight(f"{name}.down", (f"{source}.down_proj",), (c.hidden_size,), ffn, "linear", cut=inner)
 
 
 def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
@@ -83,12 +88,13 @@ def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     if moe is None:
         return
     experts, ffn = moe.num_experts, moe.intermediate_size
-    each = f"{source}.experts.{{expert}}"
+    each, cut = f"{source}.experts.{{expert}}", Cut.experts(experts)
     yield Weight(f"{name}.router", (f"{source}.gate.weight",), (experts,), c.hidden_size, "fp32")
     yield Weight(f"{name}.router.bias", (f"{source}.gate.e_score_correction_bias",), (experts,), None, "fp32")
     gate_up = (f"{each}.gate_proj", f"{each}.up_proj")
-    yield Weight(f"{name}.experts.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", experts)
-    yield Weight(f"{name}.experts.down", (f"{each}.down_proj",), (c.hidden_size,), ffn, "linear", experts)
+    yield Weight(f"{name}.experts.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", experts, cut=cut)
+    down = (f"{each}.down_proj",)
+    yield Weight(f"{name}.experts.down", down, (c.hidden_size,), ffn, "linear", experts, cut=cut)
     if moe.num_shared:
         yield from _mlp(c, f"{name}.shared", f"{source}.shared_experts", ffn * moe.num_shared)
 

@@ -19,24 +19,37 @@ from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import Llama, decoder_table
+from gristmill.runtime.parallel.cuts import Cut
 
 
 def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. Gate and up rows of an expert are interleaved, as they are stored."""
     moe = _moe(c)
     hidden, ffn, experts = c.hidden_size, moe.intermediate_size, moe.num_experts
+    cut, rows, heads = Cut.experts(experts), Cut.rows(experts, unit=1), Cut.head_rows(c.num_heads, size=1)
 
     def feed_forward(name: str, source: str, layer: int) -> Iterator[Weight]:
         router, each = f"{source}.mlp.router", f"{source}.mlp.experts"
-        yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32")
+        yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32", cut=heads)
         yield Weight(f"{name}.router", (f"{router}.weight",), (experts,), hidden, "fp32")
         yield Weight(f"{name}.router.bias", (f"{router}.bias",), (experts,), None, "fp32")
         yield Weight(
-            f"{name}.experts.gate_up", (f"{each}.gate_up_proj",), (2 * ffn,), hidden, "linear", experts, True
+            f"{name}.experts.gate_up",
+            (f"{each}.gate_up_proj",),
+            (2 * ffn,),
+            hidden,
+            "linear",
+            experts,
+            True,
+            cut,
         )
-        yield Weight(f"{name}.experts.gate_up.bias", (f"{each}.gate_up_proj_bias",), (experts,), 2 * ffn)
-        yield Weight(f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True)
-        yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden)
+        yield Weight(
+            f"{name}.experts.gate_up.bias", (f"{each}.gate_up_proj_bias",), (experts,), 2 * ffn, cut=rows
+        )
+        yield Weight(
+            f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True, cut
+        )
+        yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden, cut=rows)
 
     base = decoder_table(c, feed_forward)
     return replace(base, ignored=(*base.ignored, "model.layers.*.self_attn.rotary_emb.*"))

@@ -20,6 +20,7 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
 from gristmill.runtime.models import Family
+from gristmill.runtime.parallel.cuts import Cut
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -31,11 +32,11 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
     """The table of such a decoder; feed_forward(name, source, layer) yields the weights of the feed-forward block."""
     hidden = c.hidden_size
     weights = [
-        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden),
+        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)),
         Weight("norm", ("model.norm.weight",), (hidden,)),
     ]
     if not c.tie_embeddings:
-        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden))
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)))
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
         weights += [
@@ -48,14 +49,21 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
     return WeightTable(tuple(weights), ignored, (TIED,) if c.tie_embeddings else ())
 
 
+def vocabulary(c: ModelConfig) -> Cut:
+    """Rows of the embedding and of the logits head, anywhere."""
+    return Cut.rows(c.vocab_size, unit=1)
+
+
 def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     """Projections, with biases and norms of heads if the configuration has them."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = tuple(f"{source}.{part}_proj" for part in "qkv")
-    yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear")
-    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), q, "linear")
+    by_heads = Cut.head_rows(c.num_heads, c.num_kv_heads, c.num_kv_heads, size=c.head_dim)
+    inner = Cut.head_columns(c.num_heads, c.head_dim)
+    yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear", cut=by_heads)
+    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), q, "linear", cut=inner)
     if c.attention_bias or c.qkv_bias:
-        yield Weight(f"{name}.qkv.bias", tuple(f"{part}.bias" for part in qkv), (q, kv, kv))
+        yield Weight(f"{name}.qkv.bias", tuple(f"{part}.bias" for part in qkv), (q, kv, kv), cut=by_heads)
     if c.attention_bias:
         yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
     if c.qk_norm:
@@ -67,10 +75,11 @@ def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     """Gate, up and down, with biases if the configuration has them."""
     hidden, ffn = c.hidden_size, c.intermediate_size
     gate_up, down = (f"{source}.gate_proj", f"{source}.up_proj"), f"{source}.down_proj"
-    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear")
-    yield Weight(f"{name}.down", (down,), (hidden,), ffn, "linear")
+    inner = Cut.rows(ffn, ffn)
+    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear", cut=inner)
+    yield Weight(f"{name}.down", (down,), (hidden,), ffn, "linear", cut=Cut.columns(ffn))
     if c.mlp_bias:
-        yield Weight(f"{name}.gate_up.bias", tuple(f"{part}.bias" for part in gate_up), (ffn, ffn))
+        yield Weight(f"{name}.gate_up.bias", tuple(f"{part}.bias" for part in gate_up), (ffn, ffn), cut=inner)
         yield Weight(f"{name}.down.bias", (f"{down}.bias",), (hidden,))
 
 

@@ -13,6 +13,7 @@ from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.loader.weights import Weight, WeightTable
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_MLP, Llama, decoder_table, mlp
+from gristmill.runtime.parallel.cuts import Cut
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -34,9 +35,10 @@ def experts(c: ModelConfig, name: str, source: str, names: tuple[str, str, str])
         return
     gate, up, down = (f"{source}.experts.{{expert}}.{part}" for part in names)
     count, ffn = moe.num_experts, moe.intermediate_size
+    cut = Cut.experts(count)
     yield Weight(f"{name}.router", (f"{source}.gate.weight",), (count,), c.hidden_size, "fp32")
-    yield Weight(f"{name}.experts.gate_up", (gate, up), (ffn, ffn), c.hidden_size, "linear", count)
-    yield Weight(f"{name}.experts.down", (down,), (c.hidden_size,), ffn, "linear", count)
+    yield Weight(f"{name}.experts.gate_up", (gate, up), (ffn, ffn), c.hidden_size, "linear", count, cut=cut)
+    yield Weight(f"{name}.experts.down", (down,), (c.hidden_size,), ffn, "linear", count, cut=cut)
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:

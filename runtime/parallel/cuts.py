@@ -1,0 +1,135 @@
+"""Which rows, columns and experts of a weight each rank has (Shoeybi et al., 2019, arXiv:1909.08053). Pure functions of sizes.
+
+Matrices that produce the inner dimension of a block (q/k/v, gate/up) are cut by rows, those that consume it (output, down) by columns:
+each rank then computes a part of the sum, and one all-reduce completes it. Heads stay whole. KV heads that are fewer than the ranks
+are replicated. Experts are cut by index. The latent projections of MLA, norms and routers have no cut: every rank has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gristmill.kernel_registry.scheme import BLOCK, cdiv
+from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.parallel.mesh import Mesh
+
+Range = tuple[int, int]
+"""First and last + 1."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of rows or columns, or the experts, that the ranks share among themselves: q, k and v are three pieces.
+
+    heads: how many heads it has, each of which stays whole; 0 = it is not made of heads. Then ranges begin at multiples of `unit`
+    where every rank gets one, so that scales of groups and of 128-blocks are not divided.
+    """
+
+    length: int
+    heads: int = 0
+    unit: int = BLOCK
+
+    def range(self, rank: int, world: int) -> Range:
+        """The part of a rank. Parts differ by at most one head or one unit.
+
+        Raises:
+            UsageError: heads that `world` neither divides nor is a multiple of; fewer entries than ranks.
+        """
+        if self.heads:
+            size = self.length // self.heads
+            if self.heads % world == 0:
+                count = self.heads // world
+                return rank * count * size, (rank + 1) * count * size
+            if world % self.heads == 0:  # replicated
+                first = rank * self.heads // world * size
+                return first, first + size
+            raise UsageError(
+                f"{self.heads} heads cannot be shared by {world} ranks; a divisor or a multiple can"
+            )
+        unit = self.unit
+        while unit > 1 and cdiv(self.length, unit) < world:
+            unit //= 2
+        count = cdiv(self.length, unit)
+        if count < world:
+            raise UsageError(
+                f"{self.length} entries cannot be shared by {world} ranks; at most {self.length} can"
+            )
+        first, last = (min(self.length, (r * count + world - 1) // world * unit) for r in (rank, rank + 1))
+        return first, last
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ranks share a weight. dim: what is divided. pieces: consecutive runs along it, each divided separately; of a fused matrix
+    they run on over the parts."""
+
+    dim: Literal["rows", "columns", "experts"]
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def rows(*lengths: int, unit: int = BLOCK) -> Cut:
+        """Rows of each part, anywhere."""
+        return Cut("rows", tuple(Piece(length, unit=unit) for length in lengths))
+
+    @staticmethod
+    def columns(length: int) -> Cut:
+        """Columns, anywhere."""
+        return Cut("columns", (Piece(length),))
+
+    @staticmethod
+    def head_rows(*heads: int, size: int) -> Cut:
+        """Rows by heads of `size` rows; heads: of each part."""
+        return Cut("rows", tuple(Piece(count * size, count) for count in heads))
+
+    @staticmethod
+    def head_columns(heads: int, size: int) -> Cut:
+        """Columns by heads of `size` columns."""
+        return Cut("columns", (Piece(heads * size, heads),))
+
+    @staticmethod
+    def experts(count: int) -> Cut:
+        """Experts by index."""
+        return Cut("experts", (Piece(count, unit=1),))
+
+    def ranges(self, mesh: Mesh) -> list[Range]:
+        """What the rank has, piece by piece, in positions over all pieces."""
+        ranges, start = [], 0
+        for piece in self.pieces:
+            first, last = piece.range(mesh.rank, mesh.world)
+            ranges.append((start + first, start + last))
+            start += piece.length
+        return ranges
+
+
+def of_parts(ranges: list[Range], lengths: tuple[int, ...]) -> list[list[Range]]:
+    """Ranges over all parts of these lengths, as ranges of each part."""
+    divided, start = [], 0
+    for length in lengths:
+        inside = [(max(a, start) - start, min(b, start + length) - start) for a, b in ranges]
+        divided.append([(a, b) for a, b in inside if a < b])
+        start += length
+    return divided
+
+
+def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
+    """The configuration as the layers of a rank see it: with its own heads. Every other size is that of the whole model.
+
+    Raises:
+        UsageError: heads that the ranks cannot share; the message lists the numbers of ranks that can.
+    """
+    if mesh.world == 1:
+        return config
+    heads, kv_heads, world = config.num_heads, config.num_kv_heads, mesh.world
+
+    def fits(ranks: int) -> bool:
+        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    if not fits(world):
+        good = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
+        raise UsageError(
+            f"tensor_parallel={world}: {heads} query heads and {kv_heads} KV heads of {config.architecture} cannot be shared by "
+            f"{world} ranks; these numbers of ranks can: {good}"
+        )
+    return replace(config, num_heads=heads // world, num_kv_heads=max(1, kv_heads // world))

@@ -1,0 +1,23 @@
+"""The place of a process among the ranks of a model: all that a layer knows about other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Rank `rank` of `world` ranks, each with its part of every weight that is cut.
+
+    device: of this rank, ``cpu`` or ``cuda:<index>``. group: the name of the process group that collectives take
+    (`gristmill.kernels.collective.groups`); "" for a world of one.
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+    group: str = ""
+
+
+ALONE = Mesh()
+"""A model in one process."""
