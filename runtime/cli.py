@@ -106,6 +106,11 @@ def model_options(function: F) -> F:
     "--stats", is_flag=True, help="Print counts of the engine: of --speculate, drafts and their acceptance."
 )
 @click.option(
+    "--async-steps/--sync-steps",
+    default=None,
+    help="Launch each step before the results of the one before it are on the host. Default: on a GPU.",
+)
+@click.option(
     "--explain",
     is_flag=True,
     help="Print which kernel each operation ran, and why; which steps ran as CUDA graphs.",

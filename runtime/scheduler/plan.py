@@ -26,7 +26,7 @@ class ScheduledRequest:
         list[int] | None
     )  # None: one token, which a step in flight samples: it is read from the request's row
     block_ids: list[int]  # the request's table, complete after the commit; read-only
-    new_blocks: list[int]  # allocated by this plan, to be appended to block_ids by commit
+    new_blocks: Sequence[int]  # allocated by this plan, to be appended to block_ids by commit
     drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
     row: int = -1  # place of the request's state on the device, set by the commit; -1: none
 

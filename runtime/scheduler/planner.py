@@ -19,6 +19,7 @@ from gristmill.runtime.scheduler.plan import ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.policy import Admission, admission, choose_victim
 from gristmill.runtime.scheduler.request import Request
 
+NO_BLOCKS: tuple[int, ...] = ()
 LOOKAHEAD = 64  # blocked requests that one step skips at most; bounds the cost of a step with a long queue
 
 
@@ -55,12 +56,25 @@ class Planner:
             return StepPlan(self.plan.version)
 
     def _run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
-        decodes: list[Request] = []
+        size = self.config.block_size
+        scheduled = self.scheduled
+        decodes: list[Request] = []  # those that need a block, or have drafts
         prefills: list[Request] = []
         for request in running:
-            known = len(request.tokens) + request.pending
-            if known < request.limit:  # otherwise a step in flight samples its last token
-                (decodes if known - request.computed == 1 else prefills).append(request)
+            start = request.computed
+            pending = request.pending
+            if len(request.tokens) + pending - start != 1:
+                prefills.append(request)
+            elif start + 1 >= request.limit:
+                pass  # a step in flight samples its last token
+            elif request.drafts or start == len(request.block_ids) * size:
+                decodes.append(request)
+            else:
+                tokens = None if pending else [request.tokens[-1]]
+                scheduled[request.id] = ScheduledRequest(
+                    request.id, start, 1, True, tokens, request.block_ids, NO_BLOCKS, 0, request.row
+                )
+        self.budget -= len(scheduled)
         self._plan_decodes(decodes, running)
         for request in prefills:
             if request.id not in self.gone:
@@ -78,10 +92,10 @@ class Planner:
             left -= 1
             if request.id in self.gone:
                 continue
+            start = request.computed
             on_device = request.pending > 0
             drafts = self._affordable_drafts(request, left) if request.drafts and not on_device else 0
-            start = request.computed
-            new: list[int] = []
+            new: Sequence[int] = NO_BLOCKS
             if start + 1 + drafts > len(request.block_ids) * size:
                 lacking = blocks_needed(start + 1 + drafts, size) - len(request.block_ids)
                 if lacking > self.pool.available:  # drop drafts before preempting a request
@@ -109,7 +123,7 @@ class Planner:
         lacking = blocks_needed(start + count, self.config.block_size) - len(request.block_ids)
         if lacking > 0 and not self._make_room(lacking, request, running):
             return
-        new = self.pool.take(lacking) if lacking > 0 else []
+        new = self.pool.take(lacking) if lacking > 0 else NO_BLOCKS
         self._schedule_chunk(request, start, count, new)
 
     def _chunk(self, start: int, known: int) -> int:
@@ -148,7 +162,7 @@ class Planner:
             self.budget += entry.count
             if not (entry.samples and entry.count == 1 + entry.drafts):
                 self.prefill_tokens -= entry.count
-            blocks = blocks + entry.new_blocks
+            blocks = [*blocks, *entry.new_blocks]
         self.pool.release(blocks)
         self.gone.add(victim.id)
         self.plan.preempted.append(victim.id)
@@ -217,7 +231,7 @@ class Planner:
                 return hits[:index]
         return hits
 
-    def _schedule_chunk(self, request: Request, start: int, count: int, new: list[int]) -> None:
+    def _schedule_chunk(self, request: Request, start: int, count: int, new: Sequence[int]) -> None:
         end = start + count
         self.prefill_tokens += count
         self._schedule(request, start, request.tokens[start:end], end == len(request.tokens), new, 0)
@@ -228,7 +242,7 @@ class Planner:
         start: int,
         tokens: list[int] | None,
         samples: bool,
-        new: list[int],
+        new: Sequence[int],
         drafts: int,
     ) -> None:
         count = 1 if tokens is None else len(tokens)

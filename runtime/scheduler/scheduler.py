@@ -232,27 +232,28 @@ class Scheduler:
         outputs = []
         finished = False
         size = self.config.block_size
+        requests = self.requests
         results = iter(sampled_ids)
         for entry in plan.entries:
             result = next(results) if entry.samples else ()
-            request = self.requests.get(entry.id)
+            request = requests.get(entry.id)
             if request is None or request.block_ids is not entry.block_ids:
                 continue  # it has ended
             computed = entry.start + entry.count  # by this step; a later one may be in flight
             if entry.samples:
-                new_ids = [result] if isinstance(result, int) else result
                 request.pending -= 1
+                new_ids = [result] if isinstance(result, int) else result
+                output = self._append(request, new_ids)
+                outputs.append(output)
                 if entry.drafts:
                     computed -= entry.drafts - (len(new_ids) - 1)
                     request.computed = computed
                 if request.drafts:
                     request.drafts = []  # used once, even those that did not fit
-                output = self._append(request, new_ids)
-                outputs.append(output)
-                if len(output.new_ids) < len(new_ids):  # positions after the end belong to no known token
-                    computed = len(request.tokens) - 1
-            if request.finish_reason is FinishReason.ERROR:
-                computed = 0  # nobody else reads what it computed
+                if output.finish_reason is not None:
+                    # Positions after the end belong to no known token; what a failed row computed is shared with nobody.
+                    failed = output.finish_reason is FinishReason.ERROR
+                    computed = 0 if failed else min(computed, len(request.tokens) - 1)
             if computed >= (request.registered + 1) * size and self.cache is not None:
                 self._register(self.cache, request, computed)
             if request.finish_reason is not None:
@@ -356,6 +357,8 @@ class Scheduler:
         entries = plan.sampling()
         if len(sampled_ids) != len(entries):
             raise ValueError(f"the plan samples for {len(entries)} requests, got {len(sampled_ids)} results")
+        if set(map(type, sampled_ids)) <= {int} and not plan.has_drafts:
+            return
         for entry, result in zip(entries, sampled_ids, strict=True):
             if isinstance(result, (list, tuple)):
                 self._check_accepted(entry, result)

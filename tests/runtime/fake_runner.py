@@ -70,7 +70,7 @@ class FakeRunner:
             first.ids = self.fake.run(first.plan)
 
 
-def fake_engine(async_steps: bool = False, **options: Any) -> tuple[Engine, FakeRunner]:
+def fake_engine(async_steps: bool = True, **options: Any) -> tuple[Engine, FakeRunner]:
     """Returns an engine over a fake runner, and the runner; options: of its SchedulerConfig."""
     config = SchedulerConfig(
         **{"num_blocks": 64, "block_size": 4, "max_batch_tokens": 64, "max_seqs": 8, **options}

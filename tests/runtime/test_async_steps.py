@@ -258,7 +258,7 @@ def test_a_step_returns_the_outputs_of_one_step() -> None:
     assert [output.id for output in engine.step()] == ["a", "b"]
     assert [output.id for output in engine.step()] == ["a", "b"]
     assert runner.most_in_flight == 2 and not engine.has_unfinished() and engine.step() == []
-    synchronous, runner = fake_engine()
+    synchronous, runner = fake_engine(async_steps=False)
     synchronous.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
     synchronous.step()
     assert runner.steps == runner.most_in_flight == 1

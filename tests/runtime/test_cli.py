@@ -166,7 +166,7 @@ def test_generate(gristmill: Command) -> None:
     )
     assert plain.stdout.startswith(output["text"]) and "paged_attention" in plain.stdout
     assert "8 tokens in" in plain.stderr
-    graphs = gristmill(*options, "--decode-graphs", "--explain", "--json")
+    graphs = gristmill(*options, "--decode-graphs", "--async-steps", "--explain", "--json")
     same = json.loads(graphs.stdout)
     assert same["token_ids"] == output["token_ids"]
     assert [(r["seqs"], r["captured"], r["steps"]) for r in same["decode_graphs"]] == [

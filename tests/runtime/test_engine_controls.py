@@ -57,7 +57,7 @@ def test_wait_lets_what_has_begun_end_and_nothing_else() -> None:
 
 
 def test_keep_goes_on_with_the_same_ids() -> None:
-    engine, runner = fake_engine()
+    engine, runner = fake_engine(async_steps=False)
     engine.add_request("a", [1, 2, 3], PARAMS)
     actual = [token for output in engine.step() for token in output.new_ids]
     engine.pause("keep")

@@ -7,14 +7,14 @@ import sys
 import time
 import tracemalloc
 
-from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
+import pytest
 
-STEPS = 100_000
+from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
 
 
 def serve(scheduler: Scheduler, steps: int, rng: random.Random, number: int) -> tuple[int, int]:
-    """Keeps the queue filled for `steps` steps; returns the next request number and the number of
-    preemptions."""
+    """Keeps the queue filled for `steps` steps, with two in flight where that is possible; returns the next request number and
+    the number of preemptions."""
     preemptions = 0
     for _ in range(steps):
         while len(scheduler.waiting) < 2:
@@ -22,18 +22,22 @@ def serve(scheduler: Scheduler, steps: int, rng: random.Random, number: int) -> 
             scheduler.add(Request(str(number), tokens, rng.randint(1, 8)))
             number += 1
         plan = scheduler.plan()
-        scheduler.commit(plan)
-        preemptions += len(plan.preempted)
-        scheduler.update(plan, [rng.randrange(8) for entry in plan.entries if entry.samples])
+        if plan.entries:
+            scheduler.commit(plan)
+            preemptions += len(plan.preempted)
+        if len(scheduler.in_flight) == 2 or not plan.entries:
+            oldest = scheduler.in_flight[0]
+            scheduler.update(oldest, [rng.randrange(8) for _ in oldest.sampling()])
         if number % 97 == 0:
             scheduler.abort([scheduler.running[0].id] if scheduler.running else [])
     return number, preemptions
 
 
-def test_memory_is_constant_over_100000_steps() -> None:
+@pytest.mark.parametrize("steps", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_memory_is_constant(steps: int) -> None:
     """The cycle collector is off, so that anything not freed by reference counts alone would accumulate."""
     scheduler = Scheduler(
-        SchedulerConfig(num_blocks=12, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0)
+        SchedulerConfig(num_blocks=10, block_size=4, max_seqs=3, max_batch_tokens=16, watermark=0)
     )
     rng = random.Random(0)
     number, preemptions = serve(scheduler, 2_000, rng, 0)
@@ -41,7 +45,7 @@ def test_memory_is_constant_over_100000_steps() -> None:
     gc.disable()
     try:
         blocks_before, objects_before = sys.getallocatedblocks(), len(gc.get_objects())
-        number, more = serve(scheduler, STEPS, rng, number)
+        number, more = serve(scheduler, steps, rng, number)
         blocks_after, objects_after = sys.getallocatedblocks(), len(gc.get_objects())
     finally:
         gc.enable()
@@ -68,20 +72,32 @@ def test_traced_memory_of_a_shorter_run_is_constant() -> None:
     assert after - before < 30_000
 
 
-def test_a_step_of_256_decodes_is_well_under_a_millisecond() -> None:
-    """Bounds the median processor time of plan + commit + update, about 0.45 ms, with room for slower cores."""
-    scheduler = Scheduler(SchedulerConfig(num_blocks=20_000, max_batch_tokens=8192))
-    for i in range(256):
+@pytest.mark.parametrize(
+    ("requests", "plan_limit", "step_limit"),
+    [(256, 0.5e-3, 1.5e-3), pytest.param(4096, 15e-3, 60e-3, marks=pytest.mark.slow)],
+)
+def test_a_step_of_decodes_is_cheap(requests: int, plan_limit: float, step_limit: float) -> None:
+    """Bounds the median processor time of plan, and of plan + commit + update, with another step in flight. The limits leave room for
+    slower and busy cores: on one core of a Zen 3 a plan of 256 requests takes about 0.13 ms, of 4,096 about 2.6 ms."""
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=27 * requests, max_seqs=requests, max_batch_tokens=max(8192, 2 * requests))
+    )
+    for i in range(requests):
         scheduler.add(Request(str(i), [i] * 20, 400))
-    times = []
-    while len(times) < 300:
+    plans, steps = [], []
+    while len(plans) < 200:
         begin = time.process_time()
         plan = scheduler.plan()
+        planned = time.process_time()
         scheduler.commit(plan)
-        scheduler.update(plan, [5] * len(plan.sampling()))
-        times.append(time.process_time() - begin)
-    assert plan.num_tokens == 256
-    assert statistics.median(times) < 1.5e-3
+        if len(scheduler.in_flight) == 1:
+            continue
+        oldest = scheduler.in_flight[0]
+        scheduler.update(oldest, [5] * len(oldest.sampling()))
+        if plan.num_tokens == len(plan.entries) == requests:
+            plans.append(planned - begin)
+            steps.append(time.process_time() - begin)
+    assert statistics.median(plans) < plan_limit and statistics.median(steps) < step_limit
 
 
 def test_a_long_blocked_queue_does_not_slow_a_step() -> None:

@@ -36,7 +36,7 @@ def test_what_a_plan_says(scheduler: Scheduler) -> None:
         ("a", [7], None)
     ]
     a, b = scheduler.plan().entries
-    assert (a.id, a.start, a.count, a.samples, a.tokens, a.new_blocks) == ("a", 10, 1, True, [7], [])
+    assert (a.id, a.start, a.count, a.samples, a.tokens, a.new_blocks) == ("a", 10, 1, True, [7], ())
     assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 22, 13, True, list(range(27, 40)))
 
 
@@ -154,8 +154,8 @@ def test_two_plans_at_a_time(scheduler: Scheduler) -> None:
     scheduler.check()
     second_plan = scheduler.plan()
     assert [(e.id, e.start, e.count, e.new_blocks) for e in second_plan.entries] == [
-        ("a", 0, 10, []),
-        ("b", 0, 22, []),
+        ("a", 0, 10, ()),
+        ("b", 0, 22, ()),
     ]
 
 
