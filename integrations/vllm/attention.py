@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 )
 
 from gristmill import ops
-from gristmill.integrations.vllm.warm_up import powers
+from gristmill.integrations.sizes import powers
 from gristmill.kernels.common import dtype_name
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from gristmill import ops
-from gristmill.integrations.vllm import report
-from gristmill.integrations.vllm.collect import Collected
-from gristmill.integrations.vllm.layouts import choose_layout
-from gristmill.integrations.vllm.linear import Reader
+from gristmill.integrations.collect import Collected
+from gristmill.integrations.layouts import choose_layout
+from gristmill.integrations.product import Reader
+from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor, Tensors, concat, pack, stack
@@ -93,7 +93,7 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
         self.plan = ops.bind("moe", problem, device, layouts=frozenset({layout}))
         self.handle = self.plan.handle
         kernels = dict.fromkeys(self.plan.entry(size).kernel for size in (1, 16, 256))
-        report.take(self.prefix, str(w2[0].scheme), ", ".join(kernels))
+        REPORT.take(self.prefix, str(w2[0].scheme), ", ".join(kernels))
 
     def _read(self, expert: int, shard: str, name: str) -> QuantTensor:
         module = f"{self.prefix}.{expert}.{name}"

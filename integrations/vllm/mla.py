@@ -20,8 +20,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from gristmill import ops
+from gristmill.integrations.sizes import powers
 from gristmill.integrations.vllm.attention import refuse
-from gristmill.integrations.vllm.warm_up import powers
 from gristmill.kernels.common import dtype_name
 
 

@@ -15,10 +15,10 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
-from gristmill.integrations.vllm import report
 from gristmill.integrations.vllm.experts import GristmillExpertsMethod, unserved_experts
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.options import Options
+from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import FormatError, QuantTensor, Tensors, open_format, quantize
 from gristmill.runtime.errors import UsageError
@@ -92,13 +92,13 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         scheme: str | None
         if self.stored is None:
             if prefix.rpartition(".")[2] in ROUTERS:
-                report.leave(prefix, "", "it is a router, which keeps its floats")
+                REPORT.leave(prefix, "", "it is a router, which keeps its floats")
                 return UnquantizedLinearMethod()
             scheme = str(self._scheme())
         else:
             schemes = {self._stored_scheme(module) for module in modules}
             if schemes == {""}:
-                report.leave(prefix, "", "it is stored in floats")
+                REPORT.leave(prefix, "", "it is stored in floats")
                 return UnquantizedLinearMethod()
             scheme = schemes.pop() if len(schemes) == 1 else None
         names = [module.rpartition(".")[2] for module in modules]
@@ -116,7 +116,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
             reason = unserved_experts(layer.moe_config, scheme, torch.empty(0, dtype=torch.float32).device)
         if reason is None:
             return GristmillExpertsMethod(layer.moe_config, prefix, self._read)
-        report.leave(prefix, scheme or "", reason)
+        REPORT.leave(prefix, scheme or "", reason)
         if self.stored is None or scheme == "":
             return UnquantizedFusedMoEMethod(layer.moe_config)
         return self._of_vllm(layer, prefix)

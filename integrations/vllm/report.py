@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.logger import init_logger
 
-logger = init_logger(f"vllm.{__name__}")
+from gristmill.integrations.report import Report
 
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of the model. kernels: by the upper bound of a batch, "" where vLLM runs it. reason: why vLLM runs it, "" otherwise."""
-
-    name: str
-    taken: bool
-    scheme: str
-    kernels: str
-    reason: str
-
-
-_layers: dict[str, Layer] = {}
-
-
-def take(name: str, scheme: str, kernels: str) -> None:
-    """A layer runs on our kernels."""
-    _note(Layer(name, True, scheme, kernels, ""))
-
-
-def leave(name: str, scheme: str, reason: str) -> None:
-    """vLLM runs a layer."""
-    _note(Layer(name, False, scheme, "", reason))
-
-
-def _note(layer: Layer) -> None:
-    said = {(other.taken, other.scheme, other.kernels, other.reason) for other in _layers.values()}
-    if (layer.taken, layer.scheme, layer.kernels, layer.reason) not in said:
-        what = (
-            f"runs {layer.scheme} with {layer.kernels}" if layer.taken else f"is left to vLLM: {layer.reason}"
-        )
-        logger.info("gristmill: %s, the first of its kind, %s", layer.name, what)
-    _layers[layer.name] = layer
+REPORT = Report("vLLM", init_logger(f"vllm.{__name__}"))
 
 
 def explain() -> list[dict[str, Any]]:
-    """The layers of this process's models, as dicts of `Layer`."""
-    return [asdict(layer) for layer in _layers.values()]
+    """The layers of this process's models, as dicts of `gristmill.integrations.report.Layer`."""
+    return REPORT.explain()
 
 
 class Explain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gristmill.integrations.sizes import powers
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.decode_graphs import SIZES
 from gristmill.runtime.runner import Runner
@@ -61,12 +62,3 @@ def _entry(runner: Runner, start: int, count: int) -> ScheduledRequest:
     # All of them write the same blocks: what is there is never read by a request.
     blocks = range(cdiv(start + count, runner.cache.block_size))
     return ScheduledRequest(NAME, start, count, True, [0] * count, [*blocks], [])
-
-
-def powers(limit: int) -> Iterator[int]:
-    """1, 2, 4 ... below limit, and limit."""
-    value = 1
-    while value < limit:
-        yield value
-        value *= 2
-    yield limit

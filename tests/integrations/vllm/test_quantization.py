@@ -13,9 +13,10 @@ from vllm import SamplingParams
 from vllm.config import LoRAConfig, ModelConfig, VllmConfig, set_current_vllm_config
 
 import gristmill
-from gristmill.integrations.vllm import explain, report
+from gristmill.integrations.vllm import explain
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.quantization import GristmillConfig
+from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, Tensors, quantize
 from gristmill.runtime.loader.config import parse_config
@@ -38,7 +39,7 @@ def of_vllm(host: Host, folder: Path | str, **options: Any) -> Any:
     while OPEN:
         OPEN.pop().llm_engine.engine_core.shutdown()
         gc.collect()
-    report._layers.clear()
+    REPORT.layers.clear()
     made = host(
         folder, **{"worker_cls": "auto", "quantization": "gristmill", "enforce_eager": True, **options}
     )

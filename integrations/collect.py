@@ -1,7 +1,9 @@
-"""Collecting the tensors of a layer as the checkpoint stores them, whole, in place of vLLM's loading by parameter and shard.
+"""Collecting the tensors of a layer as the checkpoint stores them, whole, in place of the host's loading by parameter and shard.
+
+For vLLM and SGLang, which load alike.
 
 A format of `gristmill.quant.formats` reads a module's tensors together and a `QuantTensor` is cut exactly or not at all, so the
-layers take the tensors of whole modules from vLLM's loader, and cut them for their tensor-parallel rank after reading.
+layers take the tensors of whole modules from the host's loader, and cut them for their tensor-parallel rank after reading.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ SUFFIXES = (
     "weight_zero_point",
     "zero",
 )
-"""What formats call the tensors of a module: vLLM loads a tensor only into a parameter of its name."""
+"""What formats call the tensors of a module: the host loads a tensor only into a parameter of its name."""
 
 
 class Collected:
-    """The tensors of a layer by part and suffix. A part is vLLM's shard id: ``q``, 0, (expert, ``w1``), or None for a whole layer."""
+    """The tensors of a layer by part and suffix. A part is the host's shard id: ``q``, 0, (expert, ``w1``), or None for a whole layer."""
 
     def __init__(self, layer: Any, prefixes: Iterable[str] = ("",)) -> None:
         self.parts: dict[Any, dict[str, Tensor]] = {}
         self.names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in SUFFIXES]
         for name in self.names:
             parameter = Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)
-            parameter.weight_loader = self._loader(name.removeprefix("w13_").removeprefix("w2_"))  # type: ignore[attr-defined]  # vLLM's
+            parameter.weight_loader = self._loader(name.removeprefix("w13_").removeprefix("w2_"))  # type: ignore[attr-defined]  # the host's
             layer.register_parameter(name, parameter)
 
     def _loader(self, suffix: str) -> Any:
