@@ -137,6 +137,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     quantized KV cache also {"kv", "kv_bits"}, bits per element including scales."""
     import torch
 
+    from gristmill.runtime.cache import PagedCache
     from gristmill.runtime.evaluate import evaluate, read_tokens
     from gristmill.runtime.llm import LLM
     from gristmill.runtime.loader.config import load_config
@@ -175,7 +176,9 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
         )
         evaluation = evaluate(llm.engine, tokens, settings.window, settings.windows)
     cache = llm.engine.runner.cache
-    quantized = {"kv": kv, "kv_bits": 8 * cache.nbytes / cache.storage.numel()} if kv != AUTO else {}
+    quantized = {}
+    if kv != AUTO and isinstance(cache, PagedCache):
+        quantized = {"kv": kv, "kv_bits": 8 * cache.nbytes / cache.storage.numel()}
     return {
         "model": Path(model).name,
         "scheme": scheme,

@@ -27,6 +27,8 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.parallel.driver import ParallelRunner, RankError
+from gristmill.runtime.parallel.remote import Limits, RemoteResidency, start_ranks
 from gristmill.runtime.request_checks import check_integers, check_params
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
@@ -105,6 +107,9 @@ class Engine(EngineMemory):
         inter_prefill_budget: prompt tokens that a step may compute in addition to those of its first prompt; None = no limit.
         speculate: how tokens are drafted and verified several at a time, a `Speculation` or its text, such as ``ngram:4``; ids are
             the same as without. None = not at all.
+        tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
+            weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
+        rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -140,6 +145,8 @@ class Engine(EngineMemory):
         max_bypass: int = 8,
         inter_prefill_budget: int | None = None,
         speculate: Speculation | str | None = None,
+        tensor_parallel: int = 1,
+        rank_timeout: float = 300.0,
     ) -> None:
         speculation = None if speculate is None else Speculation.parse(speculate)
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
@@ -147,17 +154,39 @@ class Engine(EngineMemory):
             raise UsageError(
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
-        check_integers(block_size=block_size, max_seqs=max_seqs, max_model_len=max_model_len)
-        drafting = None
+        check_integers(
+            block_size=block_size,
+            max_seqs=max_seqs,
+            max_model_len=max_model_len,
+            tensor_parallel=tensor_parallel,
+        )
+        drafting = draft_model = None
+        if speculation is not None and tensor_parallel > 1:
+            raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
         if speculation is not None and speculation.model is not None:
             model = open_checkpoint(model)
             drafting = check_draft_model(model, speculation.model)
-        loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
-        draft_model = None if drafting is None else load_draft_model(drafting, loaded, policy)
-        limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
-        max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
-        if num_blocks is None:
-            num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model)
+        runner: Runner | ParallelRunner
+        if tensor_parallel > 1:
+            limits = Limits(num_blocks, memory, max_seqs, max_batch_tokens, max_model_len, decode_graphs)
+            loading = {
+                "dtype": dtype,
+                "quant": quant,
+                "block_size": block_size,
+                "kv_dtype": kv_dtype,
+                "quant_head": quant_head,
+            }
+            runner = start_ranks(model, tensor_parallel, rank_timeout, device, policy, limits, loading)
+            num_blocks, max_seqs = runner.cache.num_blocks, runner.max_seqs
+            max_batch_tokens, limit = runner.max_batch_tokens, runner.ranks.limit
+        else:
+            loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
+            draft_model = None if drafting is None else load_draft_model(drafting, loaded, policy)
+            limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
+            max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
+            if num_blocks is None:
+                num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model)
+            runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
         try:
             config = SchedulerConfig(
                 num_blocks=num_blocks,
@@ -176,7 +205,6 @@ class Engine(EngineMemory):
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
-        runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
         draft = None
         if draft_model is not None:
             draft_cache = make_cache(draft_model, num_blocks, block_size)
@@ -205,7 +233,7 @@ class Engine(EngineMemory):
 
     def _start(
         self,
-        runner: Runner,
+        runner: Runner | ParallelRunner,
         config: SchedulerConfig,
         seed: int,
         async_steps: bool | None,
@@ -227,7 +255,7 @@ class Engine(EngineMemory):
         if type(seed) is not int:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner
-        self.residency = Residency(runner)
+        self.residency = Residency(runner) if isinstance(runner, Runner) else RemoteResidency(runner)
         self.scheduler = Scheduler(config)
         self._quant = quant
         self._active: dict[str, _Active] = {}
@@ -244,7 +272,9 @@ class Engine(EngineMemory):
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
-        self.speculator = None if speculation is None else self._make_speculator(speculation, draft)
+        self.speculator = None
+        if speculation is not None and isinstance(runner, Runner):
+            self.speculator = self._make_speculator(runner, speculation, draft)
         ahead = runner.device.type == "cuda" if async_steps is None else async_steps
         self._pipeline = StepPipeline(
             runner,
@@ -256,8 +286,8 @@ class Engine(EngineMemory):
             self.speculator,
         )
 
-    def _make_speculator(self, speculation: Speculation, draft: Runner | None) -> Speculator:
-        runner, config = self.runner, self.scheduler.config
+    def _make_speculator(self, runner: Runner, speculation: Speculation, draft: Runner | None) -> Speculator:
+        config = self.scheduler.config
         context = DraftContext(
             runner, config.max_seqs, config.max_batch_tokens, speculation.most_tokens, draft
         )
@@ -287,7 +317,14 @@ class Engine(EngineMemory):
         if self.residency.reason:
             raise UsageError(f"warm_up needs weights and cache: {self.residency.reason}")
         self.reset_prefix_cache()
+        if isinstance(self.runner, ParallelRunner):
+            return self.runner.warm_up(self.scheduler.config)
         return warm_up(self.runner, self.scheduler.config, progress)
+
+    def close(self) -> None:
+        """End the processes of `tensor_parallel`; no step can run afterwards. Nothing happens in an engine of one process."""
+        if isinstance(self.runner, ParallelRunner):
+            self.runner.close()
 
     def add_request(
         self,
@@ -312,6 +349,8 @@ class Engine(EngineMemory):
         """
         if self._draining:
             raise EngineDraining(f"request {request_id!r} refused: the engine is draining")
+        if grammar is not None and isinstance(self.runner, ParallelRunner):
+            raise UsageError(f"request {request_id!r}: structured_output does not go with tensor_parallel")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(
@@ -369,7 +408,12 @@ class Engine(EngineMemory):
         if self.residency.reason:
             self.last_plan = None
             return []
-        outputs, logprobs = self._pipeline.advance()
+        try:
+            outputs, logprobs = self._pipeline.advance()
+        except RankError:  # the caches of the ranks are gone
+            self.abort()
+            self.reset_prefix_cache()
+            raise
         self.last_plan = self._pipeline.last_plan
         if self._with_logprobs:
             self._attach(outputs, logprobs)

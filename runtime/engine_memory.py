@@ -10,6 +10,8 @@ import torch
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
+from gristmill.runtime.parallel.driver import ParallelRunner
+from gristmill.runtime.parallel.remote import RemoteResidency
 from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import Scheduler
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 class EngineMemory:
     """The part of `gristmill.Engine` that a program with an engine inside uses between its steps."""
 
-    runner: Runner
+    runner: Runner | ParallelRunner
     scheduler: Scheduler
-    residency: Residency
+    residency: Residency | RemoteResidency
     speculator: Speculator | None
     _quant: str | QuantScheme | torch.dtype | None
     _draining: bool

@@ -22,6 +22,7 @@ from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
+from gristmill.runtime.parallel.driver import ParallelRunner, RemoteModel
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.structured_output import Grammar, GrammarCompiler
@@ -69,6 +70,8 @@ class LLM:
         max_bypass: int = 8,
         inter_prefill_budget: int | None = None,
         speculate: Speculation | str | None = None,
+        tensor_parallel: int = 1,
+        rank_timeout: float = 300.0,
     ) -> None:
         checkpoint = open_checkpoint(model)
         try:  # before any weight is read, so that an error in it is known at once
@@ -101,9 +104,11 @@ class LLM:
             max_bypass=max_bypass,
             inter_prefill_budget=inter_prefill_budget,
             speculate=speculate,
+            tensor_parallel=tensor_parallel,
+            rank_timeout=rank_timeout,
         )
         self.path = checkpoint.path
-        self.model: Model = self.engine.runner.model
+        self.model: Model | RemoteModel = self.engine.runner.model
         self.config = self.model.config
         self._compiler: GrammarCompiler | None = None
         self._requests = 0
@@ -167,6 +172,10 @@ class LLM:
         """As `Engine.drain`: after `timeout` seconds a running `generate` returns the completions so far, with finish_reason ``abort``."""
         self.engine.drain(timeout)
 
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self.engine.close()
+
     def compile_grammars(self, params: SamplingParams) -> list[Grammar | None]:
         """A grammar for each of the n completions; None where anything may come out. UsageError says what is wrong with it."""
         if params.structured_output is None:
@@ -184,11 +193,17 @@ class LLM:
 
     def explain(self) -> list[dict[str, Any]]:
         """The kernel that each operation of this model has used so far, by size, and why; rows as `explain --json` prints them."""
-        return explain_plans(self.model.plans)
+        runner = self.engine.runner
+        return (
+            runner.explain()[0] if isinstance(runner, ParallelRunner) else explain_plans(runner.model.plans)
+        )
 
     def explain_graphs(self) -> list[dict[str, Any]]:
         """The steps that have run as CUDA graphs so far, and why the others have not; rows as in `DecodeGraphs.explain`."""
-        decode = self.engine.runner.decode
+        runner = self.engine.runner
+        if isinstance(runner, ParallelRunner):
+            return runner.explain()[1]
+        decode = runner.decode
         return [] if decode is None else decode.explain()
 
     def _run(

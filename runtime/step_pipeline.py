@@ -7,23 +7,60 @@ steps do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
+from gristmill.runtime.runner import PromptLogprobs, StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import RequestOutput, ScheduledRequest, Scheduler, StepPlan, TokenLogprobs
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.speculation.verify import sampling_rows
-from gristmill.runtime.steps_in_flight import LaunchedStep
+
+
+class Processed(Protocol):
+    """The requests whose logits are processed."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, request_id: str) -> bool: ...
+
+
+class StepRunner(Protocol):
+    """What runs the steps: a `Runner`, or one whose model is on several ranks. A launched step is an object of its own kind."""
+
+    @property
+    def processors(self) -> Processed: ...
+
+    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> Any:
+        """As `Runner.launch`."""
+        ...
+
+    def collect(self, step: Any) -> list[int]:
+        """As `Runner.collect`."""
+        ...
+
+    def drop(self, step: Any) -> None:
+        """As `Runner.drop`."""
+        ...
+
+    def run_detailed(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        prompts: Mapping[str, PromptLogprobs],
+    ) -> StepResult:
+        """As `Runner.run_detailed`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step whose outputs were not taken yet: launched, or, with its logits processed on the host, computed already."""
+    """A step whose outputs were not taken yet. step: as `StepRunner.launch` returned it, or a StepResult, of a step whose logits are
+    processed on the host, and which is computed already."""
 
     plan: StepPlan
-    step: LaunchedStep | StepResult
+    step: Any
 
 
 class StepPipeline:
@@ -35,7 +72,7 @@ class StepPipeline:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         scheduler: Scheduler,
         depth: int,
         sampling_row: Callable[[ScheduledRequest], SamplingRow],
@@ -105,7 +142,7 @@ class StepPipeline:
             rows = [
                 row for entry in plan.sampling() for row in sampling_rows(entry, self._sampling_row(entry))
             ]
-            step: LaunchedStep | StepResult
+            step: Any
             if detailed:
                 step = self.runner.run_detailed(plan.entries, rows, self._prompts)
             else:

@@ -1,0 +1,425 @@
+"""The driver of a model over several ranks: starts them, sends them steps, and notices when one dies or hangs.
+
+It has the interface of `Runner`, as far as an engine uses it, and holds neither weights nor a cache, nor touches a GPU. One duplex pipe per
+rank carries messages, (name, number, arguments), and answers, (number, result). Whatever the driver waits for has a deadline, and
+includes the ends of the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from gristmill.kernel_registry.policy import Policy, PolicyError
+from gristmill.kernel_registry.select import NoKernelError
+from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.parallel.choices import difference
+from gristmill.runtime.parallel.wire import PROGRESS, Failure, Job, Loaded, Sender
+from gristmill.runtime.runner import PromptLogprobs, StepResult
+from gristmill.runtime.sampler import SamplingRow
+from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
+from gristmill.runtime.warm_up import WarmUp
+
+LOADING = 10
+"""The deadline of loading and of warm-up, as a multiple of that of a step."""
+GRACE = 0.5
+"""Seconds for the other ranks to say what they met, after one has failed."""
+
+
+class RankError(RuntimeError):
+    """A rank died, failed or missed its deadline, and all ranks were ended. The next step starts them again, with an empty cache."""
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """What ranks are started for. loading: arguments of `load_model` besides device and policy. limit: tokens of the longest request;
+    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take."""
+
+    world: int
+    device: str
+    policy: Policy
+    loading: Mapping[str, Any]
+    limit: int
+    memory: int | float | None = None
+    max_seqs: int | None = None
+    max_batch_tokens: int | None = None
+    num_blocks: int | None = None
+    decode_graphs: bool | None = None
+    timeout: float = 300.0
+
+
+@dataclass
+class _Process:
+    """A rank as the driver sees it. life: the descriptor whose closing ends it. failure: its last message, if it failed."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    sentinel: int
+    connection: Connection
+    life: int
+    failure: Failure | None = field(default=None)
+
+    def end(self) -> None:
+        """Kill it and give back its descriptors."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        os.close(self.sentinel)
+        os.close(self.life)
+
+
+@dataclass(frozen=True)
+class RemotePlans:
+    """weight_bytes: of all ranks together. device: ``cpu`` or ``cuda``."""
+
+    weight_bytes: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """A model as far as it is known outside its ranks. config: of the whole model."""
+
+    config: ModelConfig
+    plans: RemotePlans
+
+
+@dataclass(frozen=True)
+class RemoteCache:
+    """The sizes of a cache. nbytes: of all ranks together."""
+
+    num_blocks: int
+    block_size: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RemoteStep:
+    """A step that was sent to the ranks. number: of its message."""
+
+    number: int
+
+
+class ParallelRunner:
+    """A model on several ranks. config: of the whole model.
+
+    num_blocks, max_seqs, max_batch_tokens: as the ranks can hold them. weight_bytes, cache_bytes: of all ranks together. processors:
+    the requests whose logits are processed, which the ranks do.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: RanksConfig) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.processors = Sender()
+        self._processes: list[_Process] = []
+        self._folder: Path | None = None
+        self._number = 0
+        self._closed = False
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self.num_blocks: int | None = ranks.num_blocks
+        self._start()
+
+    @property
+    def model(self) -> RemoteModel:
+        """Sizes of the model."""
+        return RemoteModel(self.config, RemotePlans(self.weight_bytes, torch.device(self.ranks.device)))
+
+    @property
+    def cache(self) -> RemoteCache:
+        """Sizes of the cache. Every rank has all blocks, with its own heads."""
+        return RemoteCache(self.num_blocks or 0, self.ranks.loading["block_size"], self.cache_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        """``cpu`` or ``cuda``."""
+        return torch.device(self.ranks.device)
+
+    # As a runner -----------------------------------------------------------------------------------------------------
+
+    def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
+        """As `Runner.run`."""
+        if self.processors:
+            return self.run_detailed(entries, rows, {}).ids
+        return self.collect(self.launch(entries, rows))
+
+    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> RemoteStep:
+        """As `Runner.launch`: the ranks have the step, and do not answer before it is collected."""
+        self._ensure_started()
+        step = RemoteStep(self._number + 1)
+        self._send("launch", step.number, self.processors.step(entries, rows))
+        return step
+
+    def collect(self, step: RemoteStep) -> list[int]:
+        """As `Runner.collect`."""
+        ids: list[int] = self.call("collect", step.number)[0]
+        return ids
+
+    def drop(self, step: RemoteStep) -> None:
+        """As `Runner.drop`."""
+        if self._processes:
+            self._send("drop", step.number)
+
+    def run_detailed(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        prompts: Mapping[str, PromptLogprobs],
+    ) -> StepResult:
+        """As `Runner.run_detailed`."""
+        self._ensure_started()
+        ids = {entry.id for entry in entries}
+        read = {request_id: prompt for request_id, prompt in prompts.items() if request_id in ids}
+        result: StepResult
+        result, updated = self.call("detailed", self.processors.step(entries, rows), read)[0]
+        for request_id, prompt in updated.items():
+            prompts[request_id].logprobs[:] = prompt.logprobs
+        return result
+
+    def logits(self, entries: Sequence[ScheduledRequest]) -> torch.Tensor:
+        """As `Runner.logits`, on the CPU."""
+        self._ensure_started()
+        logits: torch.Tensor = torch.from_numpy(self.call("logits", self.processors.step(entries, ()))[0])
+        return logits
+
+    def warm_up(self, config: SchedulerConfig) -> WarmUp:
+        """As `gristmill.runtime.warm_up.warm_up`, on all ranks; then all ranks must have chosen the same kernels."""
+        report: WarmUp = self.call("warm_up", config, seconds=LOADING * self.ranks.timeout)[0]
+        self._compare(self.call("choices"))
+        return report
+
+    def explain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The rows of `LLM.explain` and of `LLM.explain_graphs`, of rank 0."""
+        rows: tuple[list[dict[str, Any]], list[dict[str, Any]]] = self.call("explain")[0]
+        return rows
+
+    def close(self) -> None:
+        """End the ranks. No step can run afterwards; a second call does nothing."""
+        self._closed = True
+        self._end()
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
+        """Call a method of every `Rank`; returns the results in the order of the ranks.
+
+        seconds: the deadline; None = that of a step.
+
+        Raises:
+            RankError: a rank died, failed, or did not answer within the deadline. All have ended.
+        """
+        self._send(name, *arguments)
+        return self._answers(name, self.ranks.timeout if seconds is None else seconds)
+
+    def _send(self, name: str, *arguments: Any) -> None:
+        if self._closed:
+            raise RankError("the ranks were closed")
+        self._number += 1
+        message = (name, self._number, arguments)
+        for process in self._processes:
+            with suppress(BrokenPipeError, ConnectionResetError):  # its end is noticed with the answers
+                process.connection.send(message)
+
+    def _ensure_started(self) -> None:
+        if not self._processes and not self._closed:
+            self._start()
+
+    def _answers(self, name: str, seconds: float) -> list[Any]:
+        """The answers to the last message."""
+        deadline = time.monotonic() + seconds
+        results: dict[int, Any] = {}
+        waiting = {process.rank: process for process in self._processes}
+        while waiting:
+            objects = [p.connection for p in waiting.values()] + [p.sentinel for p in self._processes]
+            ready = wait(objects, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(f"{self._late(waiting)} did not answer {name!r} within {seconds:g} s", waiting)
+            for process in [p for p in waiting.values() if p.connection in ready]:
+                answer = self._receive(process)
+                if answer is None:
+                    self._fail(f"{name!r} failed", waiting)
+                number, results[process.rank] = answer
+                if number != self._number:
+                    self._fail(f"rank {process.rank} answered message {number}, not {self._number}", waiting)
+                del waiting[process.rank]
+            if any(p.sentinel in ready for p in self._processes):
+                self._fail(f"{name!r} failed", waiting)
+        return [results[rank] for rank in sorted(results)]
+
+    def _receive(self, process: _Process) -> tuple[int, Any] | None:
+        """An answer; None if the rank failed, or died."""
+        try:
+            answer = process.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+        if isinstance(answer, Failure):
+            process.failure = answer
+            return None
+        number, result = answer
+        return number, result
+
+    # Life and death --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start the ranks, and load the model on them."""
+        ranks, world = self.ranks, self.ranks.world
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="gristmill-ranks-"))
+        (folder / "progress").write_bytes(bytes(PROGRESS.size * world))
+        self._finalizer = weakref.finalize(self, _end_all, self._processes, folder)
+        self._number = 0
+        self.processors.reset()
+        questions = [Pipe() for _ in range(1, world)]
+        try:
+            for rank in range(world):
+                choices = [here for here, _ in questions] if rank == 0 else [questions[rank - 1][1]]
+                descriptors = tuple(connection.fileno() for connection in choices)
+                self._processes.append(_spawn(rank, descriptors))
+                job = Job(
+                    rank,
+                    world,
+                    ranks.device,
+                    str(folder),
+                    ranks.timeout,
+                    ranks.policy,
+                    ranks.loading,
+                    descriptors,
+                )
+                self._processes[-1].connection.send(job)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            for pair in questions:
+                for connection in pair:
+                    connection.close()
+        try:
+            self._load()
+        except BaseException:
+            self._end()
+            raise
+
+    def _load(self) -> None:
+        ranks, seconds = self.ranks, LOADING * self.ranks.timeout
+        sizes = ranks.memory, ranks.max_seqs, ranks.max_batch_tokens, ranks.limit
+        loaded: list[Loaded] = self.call("load", *sizes, seconds=seconds)
+        first = loaded[0]
+        for rank, other in enumerate(loaded):
+            if other.installation != first.installation:
+                raise RankError(
+                    f"rank {rank} is not like rank 0: {other.installation}, and rank 0 has {first.installation}"
+                )
+        self._compare([rank.choices for rank in loaded])
+        self.max_seqs, self.max_batch_tokens = first.max_seqs, first.max_batch_tokens
+        if self.num_blocks is None:
+            self.num_blocks = min(rank.num_blocks for rank in loaded)
+        self.weight_bytes = sum(rank.weight_bytes for rank in loaded)
+        self.cache_bytes = sum(
+            self.call("allocate", self.num_blocks, self.max_seqs, ranks.decode_graphs, seconds=seconds)
+        )
+
+    def _compare(self, choices: Sequence[dict[str, str]]) -> None:
+        for rank, other in enumerate(choices):
+            if different := difference(choices[0], other):
+                self._end()
+                raise RankError(f"rank {rank} has other kernels than rank 0 for {different}")
+
+    def _late(self, waiting: Mapping[int, _Process]) -> str:
+        """The ranks that the others wait for: of those that have not answered, the ones that came least far."""
+        if self._folder is None:
+            return "the ranks"
+        data = (self._folder / "progress").read_bytes()
+        progress = {rank: PROGRESS.unpack_from(data, rank * PROGRESS.size) for rank in waiting}
+        least = min(progress.values())
+        late = [str(rank) for rank, place in progress.items() if place == least]
+        return f"rank{'s' if len(late) > 1 else ''} {' and '.join(late)}"
+
+    def _fail(self, reason: str, waiting: Mapping[int, _Process]) -> NoReturn:
+        """End all ranks, and raise the error of the one that failed first."""
+        until = time.monotonic() + GRACE
+        open_pipes = {rank: p for rank, p in waiting.items() if p.failure is None}
+        while open_pipes and (left := until - time.monotonic()) > 0:
+            for connection in wait([p.connection for p in open_pipes.values()], left):
+                process = next(p for p in open_pipes.values() if p.connection is connection)
+                while (answer := self._receive(process)) is not None and process.connection.poll():
+                    pass
+                if answer is None:
+                    del open_pipes[process.rank]
+        dead = [(p.rank, p.process.poll()) for p in self._processes if p.failure is None]
+        killed = [f"rank {rank} died ({_status(code)})" for rank, code in dead if code is not None]
+        failures = sorted(
+            ((p.failure.at, p.rank, p.failure) for p in self._processes if p.failure is not None),
+            key=lambda item: item[:2],
+        )
+        self._end()
+        if killed:
+            raise RankError(f"{' and '.join(killed)}: {reason}, all ranks were ended")
+        if not failures:
+            raise RankError(f"{reason}; all ranks were ended")
+        _, rank, failure = failures[0]
+        if isinstance(failure.error, UsageError | PolicyError | NoKernelError):
+            raise failure.error
+        raise RankError(f"rank {rank}: {reason}, all ranks were ended\n{failure.text}") from failure.error
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._processes, self._folder = [], None
+
+
+def _spawn(rank: int, choices: Sequence[int]) -> _Process:
+    """Start the process of a rank. choices: descriptors that it inherits."""
+    here, there = Pipe()
+    read, write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "gristmill.runtime.parallel.rank",
+                str(there.fileno()),
+                str(read),
+                str(rank),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the standard output is the program's
+            pass_fds=(there.fileno(), read, *choices),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            process_group=0,
+        )
+    except BaseException:
+        here.close()
+        os.close(write)
+        raise
+    finally:
+        there.close()
+        os.close(read)
+    return _Process(rank, process, os.pidfd_open(process.pid), here, write)
+
+
+def _end_all(processes: list[_Process], folder: Path) -> None:
+    """Kill all ranks, also when the program ends or the runner is collected."""
+    for process in processes:
+        process.process.kill()  # all at once, so that none reports that another is gone
+    for process in processes:
+        process.end()
+    processes.clear()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _status(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

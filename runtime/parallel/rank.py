@@ -1,0 +1,211 @@
+"""One rank of a model: a process that loads its share of the weights and runs the steps that the driver sends.
+
+Started by the driver as ``python -m gristmill.runtime.parallel.rank``, with the descriptors of its pipes. It decides nothing: requests,
+blocks and sizes come with each step, kernels from rank 0. It ends when the driver does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gristmill import ops
+from gristmill.kernels.collective import groups
+from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
+from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
+from gristmill.runtime.parallel.mesh import Mesh
+from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Failure, Job, Loaded, Mirror, Step
+from gristmill.runtime.residency import Residency
+from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
+from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.runtime.steps_in_flight import LaunchedStep
+from gristmill.runtime.warm_up import WarmUp, warm_up
+
+UNANSWERED = ("launch", "drop")
+"""Messages that the driver does not wait for."""
+
+
+class Rank:
+    """A rank: its model, cache and runner. Its methods without an underscore are the messages of the driver."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._entered = 0
+        self._message = 0
+        self._steps: dict[int, LaunchedStep] = {}
+        with open(Path(job.folder) / "progress", "r+b") as file:
+            self._progress = mmap.mmap(file.fileno(), 0)
+        device = "cpu"
+        if job.device == "cuda":
+            device = f"cuda:{job.rank}"
+            torch.cuda.set_device(job.rank)  # before anything else touches a device
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // job.world))
+        resolver = ops.resolver(torch.device(device), job.policy)
+        connections = [Connection(descriptor) for descriptor in job.choices]
+        if job.rank == 0:
+            answer_in_thread(resolver, connections)
+        else:
+            resolver.chooser = Asking(connections[0])
+        dist.init_process_group(
+            "gloo" if job.device == "cpu" else "nccl",
+            init_method=f"file://{job.folder}/rendezvous",
+            rank=job.rank,
+            world_size=job.world,
+            timeout=timedelta(seconds=job.timeout),
+        )
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("torch.distributed made no group of all ranks")
+        groups.join(GROUP, group, self._enter)
+        self._resolver = resolver
+        self._mesh = Mesh(job.rank, job.world, device, GROUP)
+
+    def load(
+        self, memory: int | float | None, max_seqs: int | None, max_batch_tokens: int | None, length: int
+    ) -> Loaded:
+        """Load the model. length: tokens of the longest request; the others as in `Engine`."""
+        job = self.job
+        self._model = load_model(**job.loading, device=self._mesh.device, policy=job.policy, mesh=self._mesh)
+        plans = self._model.plans
+        max_seqs, max_batch_tokens = step_limits(plans.device, max_seqs, max_batch_tokens)
+        num_blocks = cache_blocks(self._model, plans.block_size, memory, max_seqs, length)
+        return Loaded(
+            num_blocks,
+            max_seqs,
+            max_batch_tokens,
+            plans.weight_bytes,
+            installation(self._resolver),
+            digests(plans),
+        )
+
+    def allocate(self, num_blocks: int, max_seqs: int, decode_graphs: bool | None) -> int:
+        """Allocate the cache, which has as many blocks on every rank; returns its bytes."""
+        cache = make_cache(self._model, num_blocks, self._model.plans.block_size)
+        self._runner = Runner(self._model, cache, decode_graphs, max_seqs)
+        self._mirror = Mirror(self._runner.processors)
+        self._residency = Residency(self._runner)
+        return cache.nbytes
+
+    def launch(self, number: int, message: Step) -> None:
+        """Launch a step. All ranks sample, with the same result, which the next step may read on the device."""
+        self._steps[number] = self._runner.launch(*self._mirror.read(message))
+
+    def collect(self, number: int) -> list[int] | None:
+        """Wait for a step that was launched; its ids, which only rank 0 sends."""
+        ids = self._runner.collect(self._steps.pop(number))
+        return ids if self.job.rank == 0 else None
+
+    def drop(self, number: int) -> None:
+        """Nobody will collect a step."""
+        self._runner.drop(self._steps.pop(number))
+
+    def detailed(
+        self, message: Step, prompts: Mapping[str, PromptLogprobs]
+    ) -> tuple[StepResult, Mapping[str, PromptLogprobs]] | None:
+        """As `Runner.run_detailed`, with the prompts as they are then."""
+        result = self._runner.run_detailed(*self._mirror.read(message), prompts)
+        return (result, prompts) if self.job.rank == 0 else None
+
+    def logits(self, message: Step) -> Any:
+        """As `Runner.logits`, as an array; None on ranks other than 0."""
+        entries, _ = self._mirror.read(message)
+        logits = self._runner.logits(entries)
+        return logits.cpu().numpy() if self.job.rank == 0 else None
+
+    def warm_up(self, config: SchedulerConfig) -> WarmUp:
+        """As `Engine.warm_up`."""
+        return warm_up(self._runner, config)
+
+    def sleep(self, level: int) -> None:
+        """As `Residency.sleep`."""
+        self._residency.sleep(level)
+
+    def wake_up(self, parts: Sequence[Any]) -> None:
+        """As `Residency.wake_up`."""
+        self._residency.wake_up(parts)
+
+    def explain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The rows of `LLM.explain` and of `LLM.explain_graphs`."""
+        decode = self._runner.decode
+        return explain_plans(self._model.plans), [] if decode is None else decode.explain()
+
+    def choices(self) -> dict[str, str]:
+        """The digests of all plans as they are now."""
+        return digests(self._model.plans)
+
+    def _enter(self) -> None:
+        """Note that a collective call begins."""
+        self._entered += 1
+        self._note()
+
+    def _begin(self, message: int) -> None:
+        self._message = message
+        self._note()
+
+    def _note(self) -> None:
+        PROGRESS.pack_into(self._progress, self.job.rank * PROGRESS.size, self._message, self._entered)
+
+
+def serve(connection: Connection) -> None:
+    """Answer messages, (name, number, arguments), with (number, result), until the driver closes the pipe. Those in `UNANSWERED` are
+    not answered: an exception of theirs is the answer of the next one."""
+    rank = Rank(connection.recv())
+    while True:
+        try:
+            name, number, arguments = connection.recv()
+        except EOFError:
+            return
+        rank._begin(number)
+        method: Callable[..., Any] = getattr(rank, name)
+        answer = method(*arguments)
+        if name not in UNANSWERED:
+            connection.send((number, answer))
+
+
+def main() -> None:
+    """Serve on the descriptors of the command line: the pipe of messages, and the one that ends with the driver."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends its ranks
+    descriptor, life, rank = map(int, sys.argv[1:])
+    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
+    if rank:
+        warnings.simplefilter("ignore")  # rank 0 says them
+    connection = Connection(descriptor)
+    try:
+        serve(connection)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)  # the driver has ended
+    except Exception as error:
+        text, at = traceback.format_exc(), time.monotonic()
+        try:
+            connection.send(Failure(error, text, at))
+        except (TypeError, ValueError, AttributeError):  # an exception that cannot be pickled
+            connection.send(Failure(None, text, at))
+        os._exit(1)  # peers may wait in a collective call, so no orderly end is possible
+    os._exit(0)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process when the driver's end of the pipe is closed, whatever the main thread waits for."""
+    os.read(descriptor, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

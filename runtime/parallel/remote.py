@@ -1,0 +1,112 @@
+"""What an engine sees of a model that is on other processes: its sizes, and its memory, which the ranks give back and take again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.config import parse_config
+from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.parallel.cuts import local_config
+from gristmill.runtime.parallel.driver import ParallelRunner, RanksConfig
+from gristmill.runtime.parallel.mesh import Mesh
+from gristmill.runtime.residency import Part
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of an engine as its caller gave them, with their meaning in `Engine`."""
+
+    num_blocks: int | None
+    memory: int | float | None
+    max_seqs: int | None
+    max_batch_tokens: int | None
+    max_model_len: int | None
+    decode_graphs: bool | None
+
+
+def start_ranks(
+    model: str | Path | Checkpoint,
+    world: int,
+    timeout: float,
+    device: str | torch.device,
+    policy: Policy | None,
+    limits: Limits,
+    loading: Mapping[str, Any],
+) -> ParallelRunner:
+    """The ranks of a model, with weights and cache. loading: arguments of `load_model` besides path, device and policy.
+
+    Raises:
+        UsageError: a model, a device or a number of ranks that do not go together.
+        RankError: a rank died, or did not load the model in time.
+    """
+    checkpoint = open_checkpoint(model)
+    config = parse_config(*checkpoint.config())
+    local_config(config, Mesh(0, world))  # refuses heads before any process is started
+    kind = str(device)
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(
+            f"tensor_parallel={world} takes device 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
+        )
+    if kind == "cuda" and torch.cuda.device_count() < world:
+        raise UsageError(
+            f"tensor_parallel={world} needs {world} CUDA devices; torch sees {torch.cuda.device_count()}"
+        )
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
+        raise UsageError(f"rank_timeout must be seconds, more than 0, got {timeout!r}")
+    return ParallelRunner(
+        config,
+        RanksConfig(
+            world,
+            kind,
+            policy or Policy.current(),
+            {"path": str(checkpoint.path), **loading},
+            min(limits.max_model_len or config.max_position, config.max_position),
+            limits.memory,
+            limits.max_seqs,
+            limits.max_batch_tokens,
+            limits.num_blocks,
+            limits.decode_graphs,
+            float(timeout),
+        ),
+    )
+
+
+class RemoteResidency:
+    """As `Residency`, on all ranks."""
+
+    def __init__(self, runner: ParallelRunner) -> None:
+        self.runner = runner
+        self.absent: set[Part] = set()
+
+    @property
+    def reason(self) -> str:
+        """Why no step can run; "" if one can."""
+        return "the engine sleeps: call wake_up" if self.absent else ""
+
+    def sleep(self, level: int) -> None:
+        """Give back the cache and, on GPUs, the weights, to host memory."""
+        if level != 1:
+            raise UsageError(
+                "sleep(level=2) is followed by update_weights, which a model over several ranks does not have"
+            )
+        self.runner.call("sleep", level)
+        self.absent = {"kv_cache", "weights"}
+
+    def wake_up(self, parts: Collection[Part]) -> None:
+        """Allocate parts that were given back."""
+        self.runner.call("wake_up", list(parts))
+        self.absent -= set(parts)
+
+    def update(self, source: object, quant: object, staging: object) -> None:
+        """Refused."""
+        raise UsageError(
+            "update_weights does not reach the ranks of tensor_parallel yet; make a new engine with the new weights"
+        )

@@ -1,0 +1,197 @@
+"""The messages between the driver and its ranks. A step is what changed since the last one, in plain tuples: a few hundred bytes.
+
+The driver has a `Sender`, each rank a `Mirror`. Block tables, sampling parameters and the tokens of processed requests are sent when
+they are new, and later only what was added to them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.logits_processors import LogitsProcessors
+from gristmill.runtime.sampler import SamplingRow
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import ScheduledRequest
+
+GROUP = "tensor_parallel"
+"""The name of the process group of all ranks."""
+PROGRESS = struct.Struct("qq")
+"""What a rank writes into the file of the progress of all: the number of its last message, and of collective calls it has entered."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is started for. device: ``cpu`` or ``cuda``, of which rank r has number r. folder: of the rendezvous and of the
+    progress of all ranks. timeout: seconds that a collective call may wait. loading: arguments of `load_model`. choices: descriptors
+    of the pipes to the other ranks (rank 0), or to rank 0."""
+
+    rank: int
+    world: int
+    device: str
+    folder: str
+    timeout: float
+    policy: Policy
+    loading: Mapping[str, Any]
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank knows after loading. num_blocks: cache blocks that fit on its device. choices: as `digests`."""
+
+    num_blocks: int
+    max_seqs: int
+    max_batch_tokens: int
+    weight_bytes: int
+    installation: str
+    choices: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a rank. at: time.monotonic, which all processes of a host share."""
+
+    error: Exception | None
+    text: str
+    at: float
+
+
+@dataclass(slots=True)
+class Processed:
+    """A request whose logits are processed. tokens: its known tokens, a list that the scheduler extends. sent: how many the ranks know;
+    None = not even the request."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+    stop_ids: Sequence[int]
+    sent: int | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """One step. entries: (id, start, count, samples, tokens, row, table or None, blocks added to the known table). rows:
+    (parameters or None for known ones, seed, index) of each entry that samples. ended: ids that ranks forget. processed:
+    new requests whose logits are processed; grown: id -> their new tokens."""
+
+    entries: list[tuple[Any, ...]]
+    rows: list[tuple[Any, ...]]
+    ended: list[str] = field(default_factory=list)
+    processed: dict[str, Processed] = field(default_factory=dict)
+    grown: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Sender:
+    """What the ranks know, on the side of the driver. It has the interface of `LogitsProcessors` as far as an engine uses it."""
+
+    def __init__(self) -> None:
+        self._processed: dict[str, Processed] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """The ranks are new and know nothing."""
+        self._tables: dict[str, tuple[list[int], int]] = {}
+        self._params: dict[str, SamplingParams] = {}
+        self._ended: list[str] = []
+        for request in self._processed.values():
+            request.sent = None
+
+    def __len__(self) -> int:
+        return len(self._processed)
+
+    def add(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        prompt_len: int,
+        stop_ids: Sequence[int],
+        grammar: object = None,
+    ) -> None:
+        """Process the request's rows from now on; as `LogitsProcessors.add`."""
+        if grammar is not None:
+            raise ValueError("a grammar cannot be sent to ranks")
+        self._processed[request_id] = Processed(params, tokens, prompt_len, stop_ids)
+
+    def remove(self, request_id: str) -> None:
+        """The request has ended."""
+        self._processed.pop(request_id, None)
+        if self._tables.pop(request_id, None) is not None:
+            self._params.pop(request_id, None)
+            self._ended.append(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._processed
+
+    def step(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> Step:
+        """The message of a committed plan. rows: one of each entry that samples; entries have no drafts."""
+        message = Step([], [], self._ended)
+        self._ended = []
+        sampling = iter(rows)
+        for entry in entries:
+            table, (known, count) = entry.block_ids, self._tables.get(entry.id, (None, 0))
+            # A preempted request gets another list.
+            new = (None, table[count:]) if known is table else (list(table), [])
+            self._tables[entry.id] = table, len(table)
+            message.entries.append(
+                (entry.id, entry.start, entry.count, entry.samples, entry.tokens, entry.row, *new)
+            )
+            if entry.samples:
+                row = next(sampling)
+                is_known = self._params.get(entry.id) is row.params
+                self._params[entry.id] = row.params
+                message.rows.append((None if is_known else row.params, row.seed, row.index))
+            if (request := self._processed.get(entry.id)) is not None:
+                if request.sent is None:
+                    tokens = list(request.tokens)
+                    message.processed[entry.id] = Processed(
+                        request.params, tokens, request.prompt_len, request.stop_ids
+                    )
+                elif request.sent < len(request.tokens):
+                    message.grown[entry.id] = list(request.tokens[request.sent :])
+                request.sent = len(request.tokens)
+        return message
+
+
+class Mirror:
+    """The requests as a rank knows them."""
+
+    def __init__(self, processors: LogitsProcessors) -> None:
+        self._processors = processors
+        self._tables: dict[str, list[int]] = {}
+        self._params: dict[str, SamplingParams] = {}
+        self._tokens: dict[str, list[int]] = {}
+
+    def read(self, message: Step) -> tuple[list[ScheduledRequest], list[SamplingRow]]:
+        """The entries of a step and their rows, as the driver has them."""
+        for request_id in message.ended:
+            self._tables.pop(request_id, None)
+            self._params.pop(request_id, None)
+            if self._tokens.pop(request_id, None) is not None:
+                self._processors.remove(request_id)
+        for request_id, request in message.processed.items():
+            tokens = self._tokens[request_id] = list(request.tokens)
+            self._processors.add(
+                request_id, request.params, tokens, request.prompt_len, list(request.stop_ids)
+            )
+        for request_id, added in message.grown.items():
+            self._tokens[request_id] += added
+        entries, rows, sampling = [], [], iter(message.rows)
+        for request_id, start, count, samples, tokens, place, table, new_blocks in message.entries:
+            if table is not None:
+                self._tables[request_id] = table
+            blocks = self._tables[request_id]
+            blocks += new_blocks
+            entries.append(
+                ScheduledRequest(request_id, start, count, samples, tokens, blocks, new_blocks, 0, place)
+            )
+            if samples:
+                params, seed, index = next(sampling)
+                if params is not None:
+                    self._params[request_id] = params
+                rows.append(SamplingRow(self._params[request_id], seed, index))
+        return entries, rows
