@@ -253,7 +253,7 @@ class AsyncEngine:
 
     # In the engine's thread --------------------------------------------------------------------------------------------
 
-    def _on_step(self, outputs: list[RequestOutput], began: float) -> None:
+    def _on_step(self, outputs: list[RequestOutput]) -> None:
         engine = self._thread.engine
         if self._metrics is not None:
             self._metrics.step(engine)
@@ -262,7 +262,8 @@ class AsyncEngine:
         if plan is not None:
             for name, hits in plan.admitted.items():
                 if (request := self._requests.get(name)) is not None:
-                    self._scheduled(request, name, len(hits) * engine.scheduler.config.block_size, began)
+                    cached_tokens = len(hits) * engine.scheduler.config.block_size
+                    self._scheduled(request, name, cached_tokens, engine.last_launched)
             for name in plan.preempted:
                 request = self._requests.get(name)
                 choice = None if request is None else request.open.get(name)
@@ -274,11 +275,11 @@ class AsyncEngine:
         if self._on_cache_events is not None and (events := engine.take_cache_events()):
             self._on_cache_events(events)
 
-    def _scheduled(self, request: ActiveRequest, name: str, cached_tokens: int, began: float) -> None:
+    def _scheduled(self, request: ActiveRequest, name: str, cached_tokens: int, launched: float) -> None:
         choice = request.open.get(name)
         if choice is None or choice.timing.scheduled is not None:
             return  # the caller has left, or it was preempted before
-        choice.timing.scheduled = began
+        choice.timing.scheduled = launched
         if self._metrics is not None:
             self._metrics.scheduled(choice.timing, cached_tokens)
         if request.span is not None:

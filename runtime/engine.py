@@ -269,6 +269,8 @@ class Engine(EngineMemory):
         self._clock = time.monotonic
         self.last_plan: StepPlan | None = None
         """The plan of the step that the last outputs are of, for metrics; None before the first."""
+        self.last_launched = 0.0
+        """When that step was launched, by time.monotonic."""
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
@@ -414,7 +416,7 @@ class Engine(EngineMemory):
             self.abort()
             self.reset_prefix_cache()
             raise
-        self.last_plan = self._pipeline.last_plan
+        self.last_plan, self.last_launched = self._pipeline.last_plan, self._pipeline.last_launched
         if self._with_logprobs:
             self._attach(outputs, logprobs)
         for output in outputs:

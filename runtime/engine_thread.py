@@ -26,15 +26,14 @@ class EngineDeadError(RuntimeError):
 class EngineThread:
     """Steps an engine while it has work, and sleeps while it has none.
 
-    engine: must not be used by other threads. on_step: called in the thread with the outputs of each step and when it
-    began, by time.monotonic. on_death: called once, in the
-    thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a step; None = any.
+    engine: must not be used by other threads. on_step: called in the thread with the outputs of each step. on_death: called once, in
+    the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a step; None = any.
     """
 
     def __init__(
         self,
         engine: Engine,
-        on_step: Callable[[list[RequestOutput], float], None],
+        on_step: Callable[[list[RequestOutput]], None],
         on_death: Callable[[EngineDeadError], None],
         watchdog_seconds: float | None,
     ) -> None:
@@ -118,11 +117,11 @@ class EngineThread:
                 idle = not engine.has_unfinished() or engine.paused
                 self._answer_calls(block=idle)
                 if self.error is None and engine.has_unfinished() and not engine.paused:
-                    self._step_began = began = time.monotonic()
+                    self._step_began = time.monotonic()
                     outputs = engine.step()
                     self._step_began = None
                     if self.error is None:
-                        self._on_step(outputs, began)
+                        self._on_step(outputs)
                 self._check_waits()
         except BaseException as error:
             self._die(f"a step failed: {type(error).__name__}: {error}", error)

@@ -14,7 +14,7 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingRow:
     """How one row of logits is sampled. seed: of the request. index: of the output token in the request, from 0."""
 

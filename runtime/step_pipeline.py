@@ -7,6 +7,7 @@ steps do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,6 +62,7 @@ class _InFlight:
 
     plan: StepPlan
     step: Any
+    launched: float
 
 
 class StepPipeline:
@@ -85,13 +87,15 @@ class StepPipeline:
         self.speculator = speculator
         self.in_flight: list[_InFlight] = []  # oldest first
         self.last_plan: StepPlan | None = None
+        self.last_launched = 0.0
         self._sampling_row = sampling_row
         self._with_logprobs, self._prompts = with_logprobs, prompts
 
     def advance(self) -> tuple[list[RequestOutput], Mapping[str, list[TokenLogprobs]]]:
         """Launch what can be launched, and wait for the oldest step. Its outputs, and the log-probabilities of their tokens by request.
 
-        last_plan becomes the plan of that step; it is empty if there was nothing to do. An exception discards all steps in flight.
+        last_plan becomes the plan of that step; it is empty if there was nothing to do. last_launched: when it was planned, by
+        time.monotonic. An exception discards all steps in flight.
         """
         while len(self.in_flight) < self.depth and self._launch():
             pass
@@ -107,7 +111,7 @@ class StepPipeline:
             self.discard()
             raise
         del self.in_flight[0]
-        self.last_plan = oldest.plan
+        self.last_plan, self.last_launched = oldest.plan, oldest.launched
         return outputs, result.logprobs
 
     def drop_idle(self) -> None:
@@ -131,6 +135,7 @@ class StepPipeline:
             return False
         if self.speculator is not None:
             self.speculator.propose()
+        begin = time.monotonic()
         plan = self.scheduler.plan()
         if not ahead:
             self.last_plan = plan
@@ -139,9 +144,10 @@ class StepPipeline:
             return False
         self.scheduler.commit(plan)
         try:
-            rows = [
-                row for entry in plan.sampling() for row in sampling_rows(entry, self._sampling_row(entry))
-            ]
+            rows = [self._sampling_row(entry) for entry in plan.sampling()]
+            if plan.has_drafts:
+                pairs = zip(plan.sampling(), rows, strict=True)
+                rows = [row for entry, first in pairs for row in sampling_rows(entry, first)]
             step: Any
             if detailed:
                 step = self.runner.run_detailed(plan.entries, rows, self._prompts)
@@ -150,7 +156,7 @@ class StepPipeline:
         except BaseException:
             self.discard()
             raise
-        self.in_flight.append(_InFlight(plan, step))
+        self.in_flight.append(_InFlight(plan, step, begin))
         return True
 
     def _needs_logits(self, plan: StepPlan) -> bool:

@@ -29,7 +29,7 @@ PARAMS = [
     SamplingParams(max_tokens=17, temperature=1.2, top_k=20, top_p=0.9, seed=5),
     SamplingParams(max_tokens=30),
 ]
-# The rows of these kernels do not depend on the batch: a step padded to a power of two gives the same bits.
+# The rows of these kernels do not depend on the batch: a padded step gives the same bits.
 TRITON = Policy(pins={"*": ("*_triton",)}, strict=True, origin="strict Triton")
 
 
