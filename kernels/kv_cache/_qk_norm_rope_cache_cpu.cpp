@@ -3,7 +3,7 @@
 // other while a head is in the L1 cache: the same bits as the three.
 // gm-levels: base avx2 avx512 neon
 #include "../norm/_rms_norm_row_cpu.h"
-#include "../rope/_rotate_head_cpu.h"
+#include "../rope/_rotate_heads_cpu.h"
 #include "_quantize_row_cpu.h"
 
 namespace gm {
@@ -36,7 +36,7 @@ void turn(const QkvJob& j, const T* from, const void* weight, const float* row, 
     rms_norm_row(from, static_cast<const T*>(weight), to, j.width, j.eps);
   else
     std::memcpy(to, from, static_cast<size_t>(j.width) * sizeof(T));
-  rotate_head(to, row, j.rot, j.interleaved != 0);
+  rotate_heads(to, 0, 1, row, j.rot, j.interleaved != 0);
 }
 
 template <class T>

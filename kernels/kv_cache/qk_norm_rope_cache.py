@@ -8,14 +8,14 @@ dtype before it is rotated, and a rotated key before it is quantized. Others fus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
 from gristmill.kernels.kv_cache import quantized, reshape_and_cache
-from gristmill.kernels.kv_cache.key_errors import error
+from gristmill.kernels.kv_cache.rotated_keys import error, rotated
 from gristmill.kernels.kv_cache.slots import check_slots, random_writes
 from gristmill.kernels.norm import rms_norm
 from gristmill.kernels.random_inputs import Draw
@@ -49,28 +49,9 @@ def reference(
     caches of e4m3 codes, per tensor, per head, or per token and head (written).
     """
     check_slots(NAME, slot_mapping, key_cache.shape[0] * key_cache.shape[1])
-    kv_heads = key_cache.shape[2]
-    q, k, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-    q, k = rotated(q, k, q_weight, k_weight, eps, positions, cos_sin, interleaved)
-    reshape_and_cache.reference(k, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    q, k, v = rotated(qkv, q_weight, k_weight, eps, positions, cos_sin, interleaved, key_cache.shape[2])
+    reshape_and_cache.reference(k, v, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return q
-
-
-def rotated(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    *rotation: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, Hq, D] and k [T, Hk, D], normalized and rotated; rotation: the other arguments of `rotary_embedding`."""
-    q, k = (
-        x.clone() if weight is None else rms_norm.reference(x, weight, eps)
-        for x, weight in ((q, q_weight), (k, k_weight))
-    )
-    rotary_embedding.reference(q, k, *rotation)
-    return q, k
 
 
 def norms_fit(q_weight: torch.Tensor | None, k_weight: torch.Tensor | None) -> str | None:
@@ -85,7 +66,7 @@ def check(problem: Problem) -> str | None:
     return rotary_embedding.misfit(*problem.integers("rot", "head_dim")) or quantized.misfit(problem)
 
 
-def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+def inputs(problem: Problem, seed: int, device: str) -> list[object]:
     """Random tokens for distinct slots of a cache with room for twice as many; about one in five is not written. The positions
     include the first and the last of the table."""
     import torch

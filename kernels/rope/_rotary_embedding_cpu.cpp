@@ -1,15 +1,5 @@
 // Rotary position embedding of queries and keys, in place.
-#include "_rotate_head_cpu.h"
-
-namespace {
-
-template <class T>
-void rotate_token(T* token, int64_t head_stride, int64_t heads, const float* row, int64_t rot,
-                  bool interleaved) {
-  for (int64_t h = 0; h < heads; ++h) gm::rotate_head(token + h * head_stride, row, rot, interleaved);
-}
-
-}  // namespace
+#include "_rotate_heads_cpu.h"
 
 // q [tokens, q_heads, >= rot] and k likewise (null: none), strides in elements, heads contiguous; positions
 // [tokens]; cos_sin [rows, rot]: rot/2 cosines, then rot/2 sines. interleaved: neighbours are pairs, else
@@ -27,11 +17,11 @@ GM_KERNEL(gm_rotary_embedding)(void* q, int64_t q_token_stride, int64_t q_head_s
       for (int64_t t = begin; t < end; ++t) {
         const int64_t p = positions[t];
         const float* row = p >= 0 && p < rows ? cos_sin + p * rot : nullptr;
-        rotate_token(static_cast<T*>(q) + t * q_token_stride, q_head_stride, q_heads, row, rot,
-                     interleaved != 0);
+        gm::rotate_heads(static_cast<T*>(q) + t * q_token_stride, q_head_stride, q_heads, row, rot,
+                         interleaved != 0);
         if (k_heads)
-          rotate_token(static_cast<T*>(k) + t * k_token_stride, k_head_stride, k_heads, row, rot,
-                       interleaved != 0);
+          gm::rotate_heads(static_cast<T*>(k) + t * k_token_stride, k_head_stride, k_heads, row, rot,
+                           interleaved != 0);
       }
     });
   })

@@ -244,9 +244,9 @@ rotary_embedding | t=16,hq=32,hk=8,d=128,rot=64,style=gptj | gfx942 | hip | - | 
 rotary_embedding | t=16,hq=32,hk=8,d=128,rot=128 | cpu:neon_i8mm | arm | - | rotary_embedding_cpu@neon_i8mm
 reshape_and_cache | t=16,h=8,d=128,dv=128 | sm_110 | cuda | - | reshape_and_cache_triton
 reshape_and_cache | t=16,h=8,d=128,dv=128 | cpu:avx2 | x86 | - | reshape_and_cache_cpu@avx2
-qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=128,rot=128,norm=true | h200 | cuda | - | qk_norm_rope_cache_triton
-qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=128,rot=128,kv=fp8,kv_scale=head | gfx942 | hip | - | qk_norm_rope_cache_triton
-qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=128,rot=128 | cpu:avx2 | x86 | - | qk_norm_rope_cache_cpu@avx2
+qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=128,rot=128,norm=true | sm_90 | cuda | - | qk_norm_rope_cache_triton
+qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=128,rot=128,kv=fp8,kv_scale=token | cpu:avx2 | x86 | - | qk_norm_rope_cache_cpu@avx2
+qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=2048,rot=64,kv=fp8,kv_scale=head | cpu:avx2 | torch | - | qk_norm_rope_cache_torch
 all_reduce | m=16,n=4096,world=2 | h200 | cuda | - | all_reduce_torch
 all_reduce | m=16,n=4096,world=4 | cpu:avx2 | x86 | - | all_reduce_torch
 all_gather | m=16,n=4096,world=2 | h200 | cuda | - | all_gather_torch

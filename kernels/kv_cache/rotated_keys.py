@@ -1,24 +1,61 @@
-"""The error of keys that were rotated and written into a paged cache, as they are or as e4m3 codes."""
+"""Normalized and rotated queries and keys, and the error of such keys in a paged cache, as they are or as e4m3 codes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.code_intervals import outside
 from gristmill.kernels.kv_cache import quantized
-from gristmill.kernels.rope.rotary_embedding import distance
+from gristmill.kernels.norm import rms_norm
+from gristmill.kernels.rope import rotary_embedding
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
+
+    Arguments: TypeAlias = tuple[
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        float,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        bool,
+        Tensor | None,
+        Tensor | None,
+    ]
+
+
+def rotated(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    kv_heads: int,
+) -> list[Tensor]:
+    """The heads of qkv [T, Hq + 2 Hk, D]: q and k normalized and rotated, and v as it is."""
+    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    q, k = (
+        x.clone() if weight is None else rms_norm.reference(x, weight, eps)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    rotary_embedding.reference(q, k, positions, cos_sin, interleaved)
+    return [q, k, v]
 
 
 def error(
     problem: Problem,
-    arguments: Sequence[Any],
-    outputs: Sequence[torch.Tensor],
-    references: Sequence[torch.Tensor],
+    arguments: Arguments,
+    outputs: Sequence[Tensor],
+    references: Sequence[Tensor],
 ) -> float:
     """Largest error of q and of the written keys of `qk_norm_rope_cache`; infinite if anything else differs: values, their scales,
     unwritten slots, and without a norm the elements past the rotated part.
@@ -42,7 +79,7 @@ def error(
         copies.append((q[..., rot:], q_ref[..., rot:]))
         if not scales:
             copies.append((keys[..., rot:], keys_ref[..., rot:]))
-    worst = distance(problem, q_ref, q.double() - q_ref.double())
+    worst = rotary_embedding.distance(problem, q_ref, q.double() - q_ref.double())
     if not scales:
         delta = keys.double() - keys_ref.double()
     else:
@@ -53,39 +90,15 @@ def error(
             copies.append((k_scale[unwritten], k_scale_ref[unwritten]))
             scale = k_scale[place]
             worst = max([worst, *((scale / k_scale_ref[place] - 1).abs() / math.sqrt(2)).flatten().tolist()])
-        keys_ref = _unquantized(arguments)[slots >= 0]
-        delta = _outside(keys, keys_ref.double() / scale[..., None]) * scale[..., None]
+        keys_ref = rotated(*arguments[:6], arguments[9], key_cache.shape[2])[1][slots >= 0]
+        delta = outside(keys, keys_ref.double() / scale[..., None]) * scale[..., None]
     if not all(map(_equal, *zip(*copies, strict=True))):
         return math.inf
-    return max(worst, distance(problem, keys_ref, delta))
+    return max(worst, rotary_embedding.distance(problem, keys_ref, delta))
 
 
-def _unquantized(arguments: Sequence[Any]) -> torch.Tensor:
-    """The keys [T, Hk, D] that are quantized."""
-    from gristmill.kernels.kv_cache.qk_norm_rope_cache import rotated
-
-    qkv, q_weight, k_weight, eps, positions, cos_sin, key_cache, _, _, interleaved, *_ = arguments
-    heads = key_cache.shape[2]
-    q, k, _ = qkv.split([qkv.shape[1] - 2 * heads, heads, heads], 1)
-    return rotated(q, k, q_weight, k_weight, eps, positions, cos_sin, interleaved)[1]
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether the bytes of two tensors are equal."""
     import torch
 
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def _outside(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The distance of float64 values from the interval that rounds to their e4m3 codes."""
-    import torch
-
-    finite = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().to(values.device)
-    middle = (finite[1:] + finite[:-1]) / 2
-    upper = torch.cat((middle, middle.new_full((1,), math.inf)))
-    lower = torch.cat((-middle[:1], middle))  # the interval of 0 extends to both sides
-    code = codes.contiguous().view(torch.uint8).long()
-    magnitude = (code & 0x7F).clamp(max=0x7E)
-    signed = torch.where(code >= 0x80, -values, values)
-    return (lower[magnitude] - signed).clamp_min(0) + (signed - upper[magnitude]).clamp_min(0)

@@ -1,4 +1,4 @@
-// Rotary position embedding of one head in place: each pair (a, b) becomes (a cos - b sin, b cos + a sin), in
+// Rotary position embedding of heads in place: each pair (a, b) becomes (a cos - b sin, b cos + a sin), in
 // float32, rounded once. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
 #pragma once
 #include "gm_cpu.h"
@@ -34,16 +34,21 @@ void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-// row: rot / 2 cosines, then rot / 2 sines; null for a position outside the table, which gives NaN.
+// The heads of a token. row: rot / 2 cosines, then rot / 2 sines; null for a position outside the table,
+// which gives NaN.
 template <class T>
-void rotate_head(T* x, const float* row, int64_t rot, bool interleaved) {
+void rotate_heads(T* token, int64_t head_stride, int64_t heads, const float* row, int64_t rot,
+                  bool interleaved) {
   const int64_t half = rot / 2;
-  if (row == nullptr) {
-    for (int64_t i = 0; i < rot; ++i) x[i] = from_float<T>(__builtin_nanf(""));
-  } else if (interleaved) {
-    rotate_neighbours(x, row, row + half, half);
-  } else {
-    rotate_halves(x, row, row + half, half);
+  for (int64_t h = 0; h < heads; ++h) {
+    T* x = token + h * head_stride;
+    if (row == nullptr) {
+      for (int64_t i = 0; i < rot; ++i) x[i] = from_float<T>(__builtin_nanf(""));
+    } else if (interleaved) {
+      rotate_neighbours(x, row, row + half, half);
+    } else {
+      rotate_halves(x, row, row + half, half);
+    }
   }
 }
 
