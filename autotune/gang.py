@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from gristmill.autotune.worker import TIMEOUT, Worker
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
-
-COLLECTIVE_SECONDS = 60.0
-"""Seconds that a rank waits for the others in one collective call."""
 
 
 class Gang:
@@ -49,9 +45,8 @@ class Gang:
         if not self._workers:
             self._folder = tempfile.TemporaryDirectory(prefix="gristmill-")
             rendezvous = str(Path(self._folder.name) / "rendezvous")
-            backend = "gloo" if kind == "cpu" else "nccl"
             self._workers = [
-                Worker(self.timeout, (str(rank), str(self.world), backend, rendezvous))
+                Worker(self.timeout, (str(rank), str(self.world), kind, rendezvous))
                 for rank in range(self.world)
             ]
         try:
@@ -90,26 +85,3 @@ class Gang:
 def shared_gang(world: int) -> Gang:
     """The gang of this process for `world` ranks."""
     return Gang(world)
-
-
-def join_gang(rank: int, world: int, backend: str, rendezvous: str) -> None:
-    """Make this process a rank of a gang. backend: ``gloo`` or ``nccl``; rendezvous: a file that all ranks can write."""
-    import torch
-    import torch.distributed as dist
-
-    from gristmill.kernels.collective.groups import join
-
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-    )
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("torch.distributed made no group of all ranks")
-    join("gang", group)

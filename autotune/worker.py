@@ -1,7 +1,7 @@
 """Verification in a child process: a fault kills the child, not the caller, and is recorded.
 
 The parent writes one JSON task per line and reads one JSON outcome per line. Run as ``python -m gristmill.autotune.worker``; with the
-arguments RANK, WORLD, BACKEND and RENDEZVOUS (a file) it is one rank of a gang, which verifies collective operations together.
+arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank of a gang, which verifies collective operations together.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from gristmill.kernel_registry.registry import default_registry
 
 TIMEOUT = 600.0
 """Seconds one verification may take, compilation included."""
+COLLECTIVE_SECONDS = 60.0
+"""Seconds that a rank of a gang waits for the others in one collective call."""
 
 
 class Worker:
@@ -187,10 +189,13 @@ def main() -> None:
     os.dup2(2, 1)
     registry, check = default_registry(), Verifier().verify
     if len(sys.argv) > 1:
-        from gristmill.autotune.gang import join_gang
+        import torch
 
-        rank, world, backend, rendezvous = sys.argv[1:]
-        join_gang(int(rank), int(world), backend, rendezvous)
+        from gristmill.kernels.collective.groups import rendezvous
+
+        rank, world, kind, file = sys.argv[1:]
+        torch.set_num_threads(1)
+        rendezvous("gang", int(rank), int(world), kind, file, COLLECTIVE_SECONDS)
         check = verify  # no rank may try again alone
     for line in sys.stdin:
         task = json.loads(line)

@@ -71,6 +71,7 @@ SECTIONS = {
         "QueueFull",
         "EngineDraining",
         "EngineDeadError",
+        "RankError",
         "PolicyError",
         "AxisError",
         "UnknownError",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.engine_thread import EngineDeadError as EngineDeadError
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
+    from gristmill.runtime.errors import RankError as RankError
     from gristmill.runtime.errors import UsageError as UsageError
     from gristmill.runtime.evaluate import Evaluation as Evaluation
     from gristmill.runtime.evaluate import read_tokens as read_tokens
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.models import Family as Family
     from gristmill.runtime.models.llama import Llama as Llama
     from gristmill.runtime.models.llama import decoder_table as decoder_table
+    from gristmill.runtime.parallel.cuts import Cut as Cut
     from gristmill.runtime.runner import Runner as Runner
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason

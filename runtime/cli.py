@@ -82,6 +82,14 @@ def model_options(function: F) -> F:
             click.option(
                 "--policy", metavar="FILE", help="Policy file (TOML or JSON) that pins or excludes kernels."
             ),
+            click.option(
+                "--tensor-parallel",
+                type=int,
+                default=1,
+                show_default=True,
+                metavar="N",
+                help="Processes that share the model, each on its own GPU (cuda:0 and on), or on the CPU.",
+            ),
         ]
     ):
         function = option(function)

@@ -23,11 +23,11 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
-from gristmill.runtime.errors import UsageError
+from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
-from gristmill.runtime.parallel.driver import ParallelRunner, RankError
+from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import Limits, RemoteResidency, start_ranks
 from gristmill.runtime.request_checks import check_integers, check_params
 from gristmill.runtime.residency import Residency
@@ -166,7 +166,7 @@ class Engine(EngineMemory):
         if speculation is not None and speculation.model is not None:
             model = open_checkpoint(model)
             drafting = check_draft_model(model, speculation.model)
-        runner: Runner | ParallelRunner
+        runner: Runner | ParallelRunner | None = None
         if tensor_parallel > 1:
             limits = Limits(num_blocks, memory, max_seqs, max_batch_tokens, max_model_len, decode_graphs)
             loading = {
@@ -186,7 +186,6 @@ class Engine(EngineMemory):
             max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
             if num_blocks is None:
                 num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model)
-            runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
         try:
             config = SchedulerConfig(
                 num_blocks=num_blocks,
@@ -205,6 +204,8 @@ class Engine(EngineMemory):
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
+        if runner is None:
+            runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
         draft = None
         if draft_model is not None:
             draft_cache = make_cache(draft_model, num_blocks, block_size)

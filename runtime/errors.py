@@ -13,3 +13,8 @@ class ConfigError(UsageError):
 
 class CheckpointError(UsageError):
     """Weights that are missing, damaged, of the wrong shape or dtype, or left over."""
+
+
+class RankError(RuntimeError):
+    """A process of `tensor_parallel` died, failed or missed its deadline; the message names it. All of them were ended. The engine's
+    requests ended with them; the next one starts them again, with an empty cache."""

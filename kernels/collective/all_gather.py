@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.arguments import Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
@@ -23,7 +23,7 @@ def reference(x: torch.Tensor, group: str, world: int, out: torch.Tensor) -> Non
     out.view(x.shape[0], world, x.shape[1]).copy_(gathered(x, group, world).transpose(0, 1))
 
 
-def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+def inputs(problem: Problem, seed: int, device: str) -> list[torch.Tensor | str | int]:
     """Values that differ between ranks, and a poisoned output."""
     import torch
 

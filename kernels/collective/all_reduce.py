@@ -32,7 +32,7 @@ def reference(x: torch.Tensor, group: str, world: int) -> None:
     x.copy_(total)
 
 
-def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+def inputs(problem: Problem, seed: int, device: str) -> list[torch.Tensor | str | int]:
     """Values that differ between ranks, in rows of very different sizes."""
     (m, n), world = problem.integers("m", "n"), problem.integer("world")
     group, rank = group_of(world)

@@ -28,6 +28,40 @@ def join(name: str, group: ProcessGroup, on_call: Callable[[], None] | None = No
         _CALLBACKS[name] = on_call
 
 
+def rendezvous(
+    name: str,
+    rank: int,
+    world: int,
+    device: str,
+    file: str,
+    seconds: float,
+    on_call: Callable[[], None] | None = None,
+) -> None:
+    """Make this process rank `rank` of `world`, and join the group of all by a name.
+
+    device: ``cpu`` (gloo) or ``cuda`` (NCCL; rank r has device r). file: a path that all ranks can write, where there is no file yet.
+    seconds: how long a rank waits for the others, here and in each call. on_call: as in `join`.
+    """
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
+    )
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed made no group of all ranks")
+    join(name, group, on_call)
+
+
 def enter(name: str, world: int) -> ProcessGroup:
     """The process group of a name, for a collective call that begins now; ValueError unless it has `world` ranks."""
     group = _GROUPS.get(name)

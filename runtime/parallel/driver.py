@@ -28,7 +28,7 @@ import torch
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.errors import UsageError
+from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.wire import PROGRESS, Failure, Job, Loaded, Sender
 from gristmill.runtime.runner import PromptLogprobs, StepResult
@@ -40,10 +40,6 @@ LOADING = 10
 """The deadline of loading and of warm-up, as a multiple of that of a step."""
 GRACE = 0.5
 """Seconds for the other ranks to say what they met, after one has failed."""
-
-
-class RankError(RuntimeError):
-    """A rank died, failed or missed its deadline, and all ranks were ended. The next step starts them again, with an empty cache."""
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gristmill import ops
-from gristmill.kernels.collective import groups
+from gristmill.kernels.collective.groups import rendezvous
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.loader.load import load_model
@@ -46,11 +44,12 @@ class Rank:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._entered = 0
+        self._entered = 1  # the rendezvous
         self._message = 0
         self._steps: dict[int, LaunchedStep] = {}
         with open(Path(job.folder) / "progress", "r+b") as file:
             self._progress = mmap.mmap(file.fileno(), 0)
+        self._note()
         device = "cpu"
         if job.device == "cuda":
             device = f"cuda:{job.rank}"
@@ -63,17 +62,8 @@ class Rank:
             answer_in_thread(resolver, connections)
         else:
             resolver.chooser = Asking(connections[0])
-        dist.init_process_group(
-            "gloo" if job.device == "cpu" else "nccl",
-            init_method=f"file://{job.folder}/rendezvous",
-            rank=job.rank,
-            world_size=job.world,
-            timeout=timedelta(seconds=job.timeout),
-        )
-        group = dist.group.WORLD
-        if group is None:
-            raise RuntimeError("torch.distributed made no group of all ranks")
-        groups.join(GROUP, group, self._enter)
+        meeting = str(Path(job.folder) / "rendezvous")
+        rendezvous(GROUP, job.rank, job.world, job.device, meeting, job.timeout, self._enter)
         self._resolver = resolver
         self._mesh = Mesh(job.rank, job.world, device, GROUP)
 
