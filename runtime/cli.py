@@ -147,8 +147,8 @@ def generate(
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop", "length" or "abort"), "logprobs" (null without
     --logprobs: {"token_id", "logprob", "rank", "top"}), "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
-    "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "max_ctx", "samples", "captured", "steps",
-    "reason"}), "speculation" (null without --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens",
+    "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured",
+    "steps", "reason"}), "speculation" (null without --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens",
     "accepted_by_position", "reasons", "gains", "draft_bytes"})}
     """
     from gristmill.runtime.sampling_params import SamplingParams
@@ -200,10 +200,11 @@ def generate(
     if graphs:
         console.table(
             "Decode steps",
-            ["requests up to", "context up to", "ends with", "CUDA graph", "steps", "why not"],
+            ["requests up to", "tokens each", "context up to", "ends with", "CUDA graph", "steps", "why not"],
             [
                 [
                     r["seqs"] or "",
+                    r["tokens_per_seq"] or "",
                     r["max_ctx"] or "",
                     {True: "ids", False: "logits", None: ""}[r["samples"]],
                     "yes" if r["captured"] else "no",
@@ -212,7 +213,7 @@ def generate(
                 ]
                 for r in graphs
             ],
-            right=("requests up to", "context up to", "steps"),
+            right=("requests up to", "tokens each", "context up to", "steps"),
         )
 
 

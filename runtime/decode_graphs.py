@@ -1,11 +1,13 @@
-"""Decode steps as CUDA graphs: one new token per sequence; one launch runs everything from the embedding to the sampled ids.
+"""Decode steps as CUDA graphs: one new token per sequence, or one and its drafts; one launch runs everything from the embedding to the
+sampled ids.
 
 Two such steps differ only in their inputs. One copy writes these into buffers at fixed addresses, and a graph that was captured
 over the buffers is replayed. There is one graph per number of sequences in `SIZES` and per power of two of the context
 bound, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention). A step
 uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing. A token that the step before
 has sampled is read on the device, from the row of its request, and the sampled ids are written there. A step whose logits are processed
-before they are sampled (penalties, bans) uses a graph that ends with the logits.
+before they are sampled (penalties, bans) uses a graph that ends with the logits. A step that verifies drafts uses a graph of the
+engine's most tokens per sequence; sequences with fewer are padded at their end.
 
 A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their scratch
 memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture.
@@ -36,7 +38,7 @@ from gristmill.runtime.steps_in_flight import SampledTokens
 SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 """Sequences of the graphs: padding costs at most 7 sequences up to 64, and 15 above, where the arithmetic of a step grows with them."""
 LARGEST = SIZES[-1]
-"""Sequences of the largest graph. In larger steps kernels are so long that their launches are hidden."""
+"""Tokens of the largest graph. In larger steps kernels are so long that their launches are hidden."""
 SHORTEST = 512
 """The smallest context bound of a graph."""
 
@@ -48,13 +50,16 @@ def padded(seqs: int) -> int:
 
 @dataclass
 class DecodeGraph:
-    """Steps of `seqs` sequences and contexts up to `bound`. samples: the graph ends with sampled ids, in its buffers; else with
-    logits. reason: why steps cannot be captured; "" if they can, and on a CPU. holds: objects that the graph uses and that must
-    live as long."""
+    """Steps of `seqs` sequences with up to `per_seq` new tokens each and contexts up to `bound`.
+
+    samples: the graph ends with sampled ids, in its buffers; else with logits. reason: why steps cannot be captured; "" if they can, and
+    on a CPU. holds: objects that the graph uses and that must live as long.
+    """
 
     seqs: int
     bound: int
     samples: bool
+    per_seq: int
     buffers: Buffers
     logits: Tensor | None = field(default=None, repr=False)
     reason: str = ""
@@ -68,12 +73,23 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The decode graphs of a model over its cache, made as steps need them."""
+    """The decode graphs of a model over its cache, made as steps need them.
 
-    def __init__(self, model: Model, cache: PagedCache, sampler: Sampler, sampled: SampledTokens) -> None:
+    most_drafts: per sequence; steps with drafts are padded to it, so that one graph serves them all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        sampler: Sampler,
+        sampled: SampledTokens,
+        most_drafts: int = 0,
+    ) -> None:
+        self.most_drafts = most_drafts
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.plans.device
-        self.graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, int, bool, int], DecodeGraph] = {}
         self.refused: Counter[str] = Counter()
         self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
         width = cdiv(self._limit, cache.block_size)
@@ -87,13 +103,15 @@ class DecodeGraphs:
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
     ) -> Callable[[], Tensor] | None:
         """The device's part of a decode step, whose inputs are in the host memory of this slot from now on. Its result is valid until the
-        next step: the sampled ids, padded, or with samples=False the logits [entries, vocab]. None if no graph fits the step, with the
+        next step: the sampled ids, padded, or with samples=False the logits [rows, vocab]. None if no graph fits the step, with the
         reason counted in `refused`.
         """
         if reason := self.why_not(entries):
             self.refused[reason] += 1
             return None
-        graph = self.graph(len(entries), max(entry.context for entry in entries), samples)
+        per_seq = self._per_seq(entries)
+        context = max(entry.start for entry in entries) + per_seq
+        graph = self.graph(len(entries), context, samples, per_seq)
         if graph.reason:
             self.refused[graph.reason] += 1
             return None
@@ -106,36 +124,47 @@ class DecodeGraphs:
                 graph.graph.replay()
             else:
                 self.compute(graph)
-            return graph.buffers.ids if graph.logits is None else graph.logits[: len(entries)]
+            return graph.buffers.ids if graph.logits is None else graph.logits[: len(rows)]
 
         return run
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
         """Why a step cannot run as a graph; "" if it can."""
-        if any(entry.count != 1 for entry in entries):
+        if any(entry.count != 1 + entry.drafts for entry in entries):
             return "a sequence has several new tokens"
         if not all(entry.samples for entry in entries):
             return "a sequence is inside its prompt"
-        return f"over {LARGEST} sequences" if len(entries) > LARGEST else ""
+        per_seq = self._per_seq(entries)
+        if len(entries) > LARGEST or padded(len(entries)) * per_seq > LARGEST:
+            return f"over {LARGEST} " + ("sequences" if per_seq == 1 else "tokens with drafts")
+        if per_seq > 1 and max(entry.start for entry in entries) + per_seq > self._limit:
+            return "no room for padding behind a sequence"
+        return ""
+
+    def _per_seq(self, entries: Sequence[ScheduledRequest]) -> int:
+        """Tokens per sequence of the graph for a step."""
+        most = max(entry.count for entry in entries)
+        return 1 if most == 1 else max(most, 1 + self.most_drafts)
 
     def bound(self, context: int) -> int:
         """The longest context of the graph for contexts up to `context`."""
         return min(max(SHORTEST, 1 << (context - 1).bit_length()), max(self._limit, context))
 
-    def graph(self, seqs: int, context: int, samples: bool = True) -> DecodeGraph:
-        """The graph for steps of `seqs` sequences and contexts up to `context`; made if there is none."""
-        key = (padded(seqs), self.bound(context), samples)
+    def graph(self, seqs: int, context: int, samples: bool = True, per_seq: int = 1) -> DecodeGraph:
+        """The graph for steps of `seqs` sequences with `per_seq` new tokens and contexts up to `context`; made if there is none."""
+        key = (padded(seqs), self.bound(context), samples, per_seq)
         if key not in self.graphs:
             self.graphs[key] = self._make(*key)
         return self.graphs[key]
 
     def explain(self) -> list[dict[str, Any]]:
-        """A row for each graph, {"seqs", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each kind of step
-        without a graph, whose seqs, max_ctx and samples are None. samples: the graph includes sampling; otherwise it ends with the
+        """A row for each graph, {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each
+        kind of step without a graph, whose first four are None. samples: the graph includes sampling; otherwise it ends with the
         logits, for steps whose logits are processed."""
         rows = [
             {
                 "seqs": g.seqs,
+                "tokens_per_seq": g.per_seq,
                 "max_ctx": g.bound,
                 "samples": g.samples,
                 "captured": g.captured,
@@ -147,6 +176,7 @@ class DecodeGraphs:
         return rows + [
             {
                 "seqs": None,
+                "tokens_per_seq": None,
                 "max_ctx": None,
                 "samples": None,
                 "captured": False,
@@ -157,10 +187,9 @@ class DecodeGraphs:
         ]
 
     @torch.inference_mode()
-    def _make(self, seqs: int, bound: int, samples: bool) -> DecodeGraph:
-        made = DecodeGraph(
-            seqs, bound, samples, Buffers(seqs, cdiv(bound, self.cache.block_size), self.memory)
-        )
+    def _make(self, seqs: int, bound: int, samples: bool, per_seq: int) -> DecodeGraph:
+        buffers = Buffers(seqs, cdiv(bound, self.cache.block_size), self.memory, per_seq)
+        made = DecodeGraph(seqs, bound, samples, per_seq, buffers)
         if self._stream is None:
             return made
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -190,8 +219,9 @@ class DecodeGraphs:
         """Run the step of a graph kernel by kernel."""
         with torch.cuda.device(self.device) if self._cuda else nullcontext():
             made.buffers.read_tokens()
-            hidden = self.model.forward(made.buffers.batch(made.bound), self.cache)
-            logits = self.model.logits(hidden)
+            batch = made.buffers.batch(made.bound)
+            hidden = self.model.forward(batch, self.cache)
+            logits = self.model.logits(hidden if made.per_seq == 1 else hidden[batch.rows])
             if made.samples:
                 self.sampler.draw(logits, made.buffers.sampling, made.buffers.ids)
                 made.buffers.write_tokens()

@@ -7,6 +7,7 @@ one copy sends it to the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,50 +82,72 @@ class DecodeInputs:
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(depth)]
 
 
-_PARTS: dict[str, torch.dtype] = {
+_TOKEN_PARTS: dict[str, torch.dtype] = {
     # 8-byte elements first, so that each part is aligned.
-    **dict.fromkeys(("tokens", "positions", "slots", "rows", "seed", "index"), torch.int64),
-    **dict.fromkeys(("seq_lens", "top_k"), torch.int32),
+    **dict.fromkeys(("tokens", "positions", "slots", "logit_rows", "seed", "index"), torch.int64),
+    "top_k": torch.int32,
     **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
+}
+"""Parts with an element per token. The sampled rows are one after another in logit_rows (places of their tokens) and what follows it."""
+_SEQUENCE_PARTS: dict[str, torch.dtype] = {
+    "rows": torch.int64,
+    "seq_lens": torch.int32,
     "table": torch.int32,
     "on_device": torch.bool,
 }
+"""Parts with an element per sequence, and the block tables."""
+_PARTS = dict(
+    sorted((_TOKEN_PARTS | _SEQUENCE_PARTS).items(), key=lambda part: part[1].itemsize, reverse=True)
+)
 
 
-def _sizes(seqs: int, width: int) -> dict[str, int]:
+def _shape(name: str, seqs: int, width: int, per_seq: int) -> tuple[int, ...]:
+    if name == "table":
+        return (seqs, width)
+    return (seqs * per_seq,) if name in _TOKEN_PARTS else (seqs,)
+
+
+def _sizes(seqs: int, width: int, per_seq: int = 1) -> dict[str, int]:
     """Bytes of each part."""
-    return {name: dtype.itemsize * seqs * (width if name == "table" else 1) for name, dtype in _PARTS.items()}
+    return {
+        name: dtype.itemsize * math.prod(_shape(name, seqs, width, per_seq)) for name, dtype in _PARTS.items()
+    }
 
 
 class Buffers:
-    """Inputs and outputs of decode steps of up to `seqs` sequences with up to `width` cache blocks each: parts of `memory`."""
+    """Inputs and outputs of decode steps of up to `seqs` sequences with up to `width` cache blocks and `per_seq` new tokens each: parts of
+    `memory`.
 
-    def __init__(self, seqs: int, width: int, memory: DecodeInputs) -> None:
-        self.seqs, self.width, self.memory = seqs, width, memory
-        self._size = sum(_sizes(seqs, width).values())
+    A step may have fewer tokens in a sequence: those that are missing at its end write nothing, and their logits are not computed.
+    """
+
+    def __init__(self, seqs: int, width: int, memory: DecodeInputs, per_seq: int = 1) -> None:
+        self.seqs, self.width, self.memory, self.per_seq = seqs, width, memory, per_seq
+        self._size = sum(_sizes(seqs, width, per_seq).values())
         device = memory.device.device
         parts = self.parts = self._split(memory.device)
         self.host: list[dict[str, Any]] = [
             {name: part.numpy() for name, part in self._split(host).items()} for host in memory.host
         ]
-        self.query_start = torch.arange(seqs + 1, dtype=torch.int32, device=device)
+        self.query_start = torch.arange(seqs + 1, dtype=torch.int32, device=device) * per_seq
         self.last_rows = torch.arange(seqs, device=device)
-        self.tokens = torch.zeros(seqs, dtype=torch.int64, device=device)
-        self.ids = torch.zeros(seqs, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(seqs * per_seq, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(seqs * per_seq, dtype=torch.int64, device=device)
         self.sampling = SamplingTensors(
             *(parts[name] for name in ("temperature", "top_p", "min_p", "seed", "index", "top_k"))
         )
 
     def _split(self, memory: Tensor) -> dict[str, Tensor]:
         parts, start = {}, 0
-        for name, size in _sizes(self.seqs, self.width).items():
-            shape = (self.seqs, self.width) if name == "table" else (self.seqs,)
+        for name, size in _sizes(self.seqs, self.width, self.per_seq).items():
+            shape = _shape(name, self.seqs, self.width, self.per_seq)
             parts[name] = memory[start : start + size].view(_PARTS[name]).view(shape)
             start += size
         return parts
 
     def batch(self, bound: int) -> Batch:
-        """The step for the layers; no context is longer than `bound`."""
+        """The step for the layers; no context is longer than `bound`. rows: the tokens whose logits are computed; with one token per
+        sequence they are all."""
         parts = self.parts
         return Batch(
             self.tokens,
@@ -133,8 +156,8 @@ class Buffers:
             self.query_start,
             parts["seq_lens"],
             parts["table"],
-            self.last_rows,
-            max_q=1,
+            self.last_rows if self.per_seq == 1 else parts["logit_rows"],
+            max_q=self.per_seq,
             max_ctx=bound,
             fresh=False,
         )
@@ -148,32 +171,45 @@ class Buffers:
         block_size: int,
     ) -> None:
         """Write the inputs of a step to the host memory of this slot of the ring, which no copy reads."""
-        host, count = self.host[slot], len(entries)
-        places = np.array(state.update(entries, rows), np.int64)
+        host, seqs, width = self.host[slot], len(entries), self.per_seq
+        counts = np.array([entry.count for entry in entries], np.int64)
+        first_rows = np.cumsum(counts) - counts
+        places = np.array(state.update(entries, [rows[row] for row in first_rows]), np.int64)
         starts = np.array([entry.start for entry in entries], np.int64)
-        host["rows"][:count] = places
-        host["positions"][:count] = starts
-        host["seq_lens"][:count] = starts + 1
-        blocks = state.table[places, starts // block_size].astype(np.int64)
-        host["slots"][:count] = blocks * block_size + starts % block_size
-        np.take(state.table[:, : self.width], places, axis=0, out=host["table"][:count], mode="clip")
-        tokens = [-1 if entry.tokens is None else entry.tokens[0] for entry in entries]
-        host["tokens"][:count] = tokens
-        host["on_device"][:count] = host["tokens"][:count] < 0
+        host["rows"][:seqs] = places
+        host["seq_lens"][:seqs] = starts + width
+        np.take(state.table[:, : self.width], places, axis=0, out=host["table"][:seqs], mode="clip")
+        offsets = np.arange(width)
+        known = offsets < counts[:, None]  # [seqs, per_seq]: whether there is such a token
+        positions = np.where(known, starts[:, None] + offsets, 0)
+        blocks = state.table[places[:, None], positions // block_size].astype(np.int64)
+        slots = np.where(known, blocks * block_size + positions % block_size, -1)
+        tokens = np.zeros(known.shape, np.int64)
+        tokens[known] = [t for entry in entries for t in ((-1,) if entry.tokens is None else entry.tokens)]
+        for name, values in (("positions", positions), ("slots", slots), ("tokens", tokens)):
+            host[name][: seqs * width] = values.reshape(-1)
+        host["on_device"][:seqs] = tokens[:, 0] < 0
+        count = len(rows)
+        host["logit_rows"][:count] = np.flatnonzero(known)
         host["index"][:count] = [row.index for row in rows]
+        places_of_rows = places.repeat(counts)
         for name in ("seed", "top_k", "temperature", "top_p", "min_p"):
-            host[name][:count] = getattr(state, name)[places]
-        self._idle(slot, count)
+            host[name][:count] = getattr(state, name)[places_of_rows]
+        self._idle(slot, seqs, count)
 
-    def _idle(self, slot: int, count: int) -> None:
-        """Pad the slots from `count` on: a query that reads one key, writes none, and takes the most likely token."""
-        host = self.host[slot]
-        for name in ("tokens", "positions", "temperature", "min_p", "seed", "index", "top_k", "table"):
+    def _idle(self, slot: int, seqs: int, count: int) -> None:
+        """Pad the sequences from `seqs` on, with queries that read one key and write none, and the sampled rows from `count` on, which
+        take the most likely token."""
+        host, tokens = self.host[slot], seqs * self.per_seq
+        for name in ("tokens", "positions"):
+            host[name][tokens:] = 0
+        host["slots"][tokens:] = -1
+        host["table"][seqs:] = 0
+        host["rows"][seqs:] = self.memory.sampled.rows
+        host["on_device"][seqs:] = False
+        host["seq_lens"][seqs:] = self.per_seq
+        for name in ("logit_rows", "temperature", "min_p", "seed", "index", "top_k"):
             host[name][count:] = 0
-        host["rows"][count:] = self.memory.sampled.rows
-        host["on_device"][count:] = False
-        host["slots"][count:] = -1
-        host["seq_lens"][count:] = 1
         host["top_p"][count:] = 1
 
     def send(self, slot: int) -> None:
@@ -184,15 +220,22 @@ class Buffers:
     def clear(self) -> None:
         """Make a step of padding only of the inputs on the device, for a run without requests."""
         self.memory.device.zero_()
-        for name, value in (("rows", self.memory.sampled.rows), ("slots", -1), ("seq_lens", 1), ("top_p", 1)):
+        idle = {"rows": self.memory.sampled.rows, "slots": -1, "seq_lens": self.per_seq, "top_p": 1}
+        for name, value in idle.items():
             self.parts[name].fill_(value)
 
     def read_tokens(self) -> None:
-        """On the device: tokens that the host knew, and those that the step before has sampled."""
+        """On the device: tokens that the host knew, and those that the step before has sampled. With several tokens per sequence, the host
+        knows all."""
         parts = self.parts
+        if self.per_seq > 1:
+            self.tokens.copy_(parts["tokens"])
+            return
         sampled = self.memory.sampled.read(parts["rows"])
         torch.where(parts["on_device"], sampled, parts["tokens"], out=self.tokens)
 
     def write_tokens(self) -> None:
-        """On the device: the sampled ids, for the step after this one."""
-        self.memory.sampled.write(self.parts["rows"], self.ids)
+        """On the device: the sampled ids, for the step after this one. With several tokens per sequence, the host says first which of
+        them count."""
+        if self.per_seq == 1:
+            self.memory.sampled.write(self.parts["rows"], self.ids)

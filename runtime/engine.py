@@ -276,7 +276,9 @@ class Engine(EngineMemory):
         self._prompts: dict[str, PromptLogprobs] = {}
         self._seeds = random.Random(seed)
         self.speculator = None
-        if speculation is not None and isinstance(runner, Runner):
+        if speculation is not None:
+            if isinstance(runner, ParallelRunner):
+                raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
             self.speculator = self._make_speculator(runner, speculation, draft)
         ahead = runner.device.type == "cuda" if async_steps is None else async_steps
         self._pipeline = StepPipeline(
@@ -291,6 +293,7 @@ class Engine(EngineMemory):
 
     def _make_speculator(self, runner: Runner, speculation: Speculation, draft: Runner | None) -> Speculator:
         config = self.scheduler.config
+        runner.expect_drafts(speculation.most_tokens)
         context = DraftContext(
             runner, config.max_seqs, config.max_batch_tokens, speculation.most_tokens, draft
         )
@@ -320,9 +323,14 @@ class Engine(EngineMemory):
         if self.residency.reason:
             raise UsageError(f"warm_up needs weights and cache: {self.residency.reason}")
         self.reset_prefix_cache()
+        speculator, config = self.speculator, self.scheduler.config
         if isinstance(self.runner, ParallelRunner):
-            return self.runner.warm_up(self.scheduler.config)
-        return warm_up(self.runner, self.scheduler.config, progress)
+            return self.runner.warm_up(config)
+        if speculator is None:
+            return warm_up(self.runner, config, progress)
+        report = warm_up(self.runner, config, progress, drafts=speculator.config.most_tokens)
+        draft = speculator.proposer.runner
+        return report if draft is None else report.with_draft_model(warm_up(draft, config, progress))
 
     def close(self) -> None:
         """End the processes of `tensor_parallel`; no step can run afterwards. Nothing happens in an engine of one process."""

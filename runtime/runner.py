@@ -64,13 +64,20 @@ class Runner:
         self.processors = LogitsProcessors(model.config.vocab_size, self.device)
         self._sampled = SampledTokens(max_seqs, self.device)
         self._ring = StepRing(self.device)
+        self._most_drafts = 0
         self.decode: DecodeGraphs | None = None
         if self.device.type == "cuda" if decode_graphs is None else decode_graphs:
             self.make_decode_graphs()
 
     def make_decode_graphs(self) -> None:
         """Run decode steps by graphs from now on, captured anew."""
-        self.decode = DecodeGraphs(self.model, self.cache, self.sampler, self._sampled)
+        self.decode = DecodeGraphs(self.model, self.cache, self.sampler, self._sampled, self._most_drafts)
+
+    def expect_drafts(self, most: int) -> None:
+        """Steps will verify up to this many drafts per request: their graphs are padded to it."""
+        self._most_drafts = most
+        if self.decode is not None:
+            self.decode.most_drafts = most
 
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
         """Compute the entries of a plan; returns one id per row: 1 + drafts rows for each entry that samples, in order.

@@ -2,8 +2,9 @@
 
 Steps are recorded first, without running: the kernels that they need are verified, and so compiled, by several processes at a time.
 Then they run on a cache that nobody uses: prompts of each bucket of tokens, from their beginning and behind cached tokens with other
-sequences beside them; decode steps of each number of sequences and each bound of the context that has a graph; and the logits and
-samples of each bucket of rows. What a step of the engine can meet within its limits has then run once.
+sequences beside them; decode steps of each number of sequences and each bound of the context that has a graph, with and without
+drafts if the engine drafts; and the logits and samples of each bucket of rows. What a step of the engine can meet within its limits
+has then run once.
 """
 
 from __future__ import annotations
@@ -44,12 +45,22 @@ class WarmUp:
     graphs: int
     kernels: int
 
+    def with_draft_model(self, other: WarmUp) -> WarmUp:
+        """This warm-up and that of the draft model, as one."""
+        seconds = self.seconds | {f"draft model: {stage}": time for stage, time in other.seconds.items()}
+        return WarmUp(seconds, self.graphs + other.graphs, self.kernels + other.kernels)
+
 
 def warm_up(
-    runner: Runner, config: SchedulerConfig, progress: Progress | None = None, workers: int | None = None
+    runner: Runner,
+    config: SchedulerConfig,
+    progress: Progress | None = None,
+    workers: int | None = None,
+    drafts: int = 0,
 ) -> WarmUp:
     """Run every kind of step once. No request may be unfinished: the cache is written over.
 
+    drafts: per request and step, of an engine that verifies drafts; of its steps with drafts, those with this many are run.
     From then on a kernel that is selected while requests wait is reported by a RuntimeWarning. workers: processes that verify
     kernels at a time; None = by the machine.
     """
@@ -58,8 +69,10 @@ def warm_up(
     stages: dict[str, list[Callable[[], object]]] = {
         "prompts": list(_prompts(runner, config)),
         "decode steps": list(_decode_steps(runner, config)),
-        "sampling": list(_samples(runner, config)),
     }
+    if drafts:
+        stages["verified steps"] = list(_decode_steps(runner, config, drafts))
+    stages["sampling"] = list(_samples(runner, config, drafts))
     seconds = {}
     begin = time.perf_counter()
     _verify(runner, [step for steps in stages.values() for step in steps], workers, progress)
@@ -122,10 +135,10 @@ def _decode_sizes(runner: Runner, most: int) -> list[int]:
     return [*(size for size in SIZES if size < most), *(b for b in BUCKETS if LARGEST < b < most), most]
 
 
-def _sequence(start: int, count: int, block_size: int) -> ScheduledRequest:
+def _sequence(start: int, count: int, block_size: int, drafts: int = 0) -> ScheduledRequest:
     """A sequence over the first blocks of the cache."""
     blocks = list(range(cdiv(start + count, block_size)))
-    return ScheduledRequest("warm-up", start, count, True, [0] * count, blocks, [])
+    return ScheduledRequest("warm-up", start, count, True, [0] * count, blocks, [], drafts)
 
 
 def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
@@ -149,22 +162,25 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
                 yield partial(step, mixed, cached)
 
 
-def _decode_steps(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
-    """Steps with one new token per sequence, and the graphs of those that have one."""
+def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> Iterator[Callable[[], object]]:
+    """Steps with one new token and `drafts` drafts per sequence, and the graphs of those that have one."""
     block = config.block_size
     room = config.capacity
-    for seqs in _decode_sizes(runner, min(config.max_seqs, config.max_batch_tokens)):
-        context, more = min(2, room), True
+    count = 1 + drafts
+    if count > min(room, config.max_batch_tokens):
+        return
+    for seqs in _decode_sizes(runner, min(config.max_seqs, config.max_batch_tokens // count)):
+        context, more = min(1 + count, room), True
         while more:
-            entries = [_sequence(context - 1, 1, block)] * seqs
-            yield partial(runner.run, entries, [_ROW] * len(entries))
+            entries = [_sequence(context - count, count, block, drafts)] * seqs
+            yield partial(runner.run, entries, [_ROW] * (seqs * count))
             if runner.decode is None or runner.decode.why_not(entries):
                 break
             bound = runner.decode.bound(context)
             more, context = bound < room, min(bound + 1, room)
 
 
-def _samples(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
+def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:
     """Logits and samples of rows of prompts, and samples of processed logits, which are float32."""
     model = runner.model
 
@@ -175,5 +191,5 @@ def _samples(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
         for values in (logits, logits.float()):
             runner.sampler(values, [_ROW] * rows)
 
-    for rows in _sizes(config.max_seqs):
+    for rows in _sizes(min(config.max_seqs * (1 + drafts), config.max_batch_tokens)):
         yield partial(step, rows)

@@ -63,7 +63,7 @@ class _Times:
     @property
     def speed(self) -> float:
         """Tokens per second and sequence."""
-        return sum(self.tokens) / len(self.tokens) / median(self.seconds)
+        return sum(self.tokens) / len(self.tokens) / max(median(self.seconds), 1e-9)
 
 
 @dataclass(slots=True)

@@ -80,9 +80,9 @@ def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.Monkey
     """Planted fault: an unused row writes to the cache instead of nowhere."""
     idle = Buffers._idle
 
-    def careless(self: Buffers, slot: int, count: int) -> None:
-        idle(self, slot, count)
-        self.host[slot]["slots"][count:] = 5
+    def careless(self: Buffers, slot: int, seqs: int, count: int) -> None:
+        idle(self, slot, seqs, count)
+        self.host[slot]["slots"][seqs:] = 5
 
     without, through = both(make, LLAMA)
     monkeypatch.setattr(Buffers, "_idle", careless)
@@ -93,8 +93,8 @@ def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.Monkey
 def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make(LLAMA, decode_graphs=True)
 
-    def refuse(self: DecodeGraphs, seqs: int, bound: int, samples: bool) -> Any:
-        graph = original(self, seqs, bound, samples)
+    def refuse(self: DecodeGraphs, *key: Any) -> Any:
+        graph = original(self, *key)
         graph.reason = "no graph can hold this kernel"
         return graph
 
@@ -104,6 +104,7 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
     assert completions == make(LLAMA).generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     assert {
         "seqs": None,
+        "tokens_per_seq": None,
         "max_ctx": None,
         "samples": None,
         "captured": False,

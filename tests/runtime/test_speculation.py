@@ -13,6 +13,7 @@ from gristmill.runtime import logits_processors
 from gristmill.runtime import runner as runner_module
 from gristmill.runtime import step_pipeline as pipeline_module
 from gristmill.runtime.completion import Completion
+from gristmill.runtime.decode_inputs import Buffers
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -96,6 +97,67 @@ def test_same_ids_in_every_state(
     use(llm.engine, sources(known(reference(LLAMA)), llm.config.vocab_size)["partly"])
     assert content(llm.generate(PROMPTS, PARAMS)) == content(reference(LLAMA))
     assert bool(preempted) == (state == "preemption")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["right", "partly"])
+def test_verified_steps_in_decode_graphs(
+    make: Callable[..., LLM], reference: Callable[[str], list[Completion]], name: str, kind: str
+) -> None:
+    """Graphs of five tokens per sequence, whose sequences have one to five; with sampled ids, and with logits that are processed."""
+    llm = make(name, speculate=FIXED, decode_graphs=True, max_seqs=5)
+    expected = reference(name)
+    ids = known([*expected, expected[0], expected[2]])
+    use(llm.engine, sources(ids, llm.config.vocab_size)[kind])
+    assert content(llm.generate(PROMPTS, PARAMS)) == content(expected)
+    assert content(llm.generate(PROMPTS[:3:2], PARAMS[:3:2])) == content(expected[:3:2])
+    steps = [row for row in llm.explain_graphs() if row["tokens_per_seq"] == 5]
+    assert {row["samples"] for row in steps} == {False, True} and sum(row["steps"] for row in steps) > 5
+
+
+def test_verified_steps_that_no_graph_holds(make: Callable[..., LLM], shared: Callable[..., LLM]) -> None:
+    """Many drafts of many sequences, and sequences at the end of the cache, run kernel by kernel."""
+    prompts, params = [oracle.eval_tokens()[9 * i :][:9] for i in range(12)], SamplingParams(max_tokens=23)
+    expected = shared(LLAMA).generate(prompts, params)
+    llm = make(LLAMA, speculate=Speculation("ngram", 20, adaptive=False), decode_graphs=True)
+    use(llm.engine, sources(known(expected), llm.config.vocab_size)["partly"])
+    assert content(llm.generate(prompts, params)) == content(expected)
+    reasons = {row["reason"]: row["steps"] for row in llm.explain_graphs() if row["seqs"] is None}
+    assert reasons["over 256 tokens with drafts"] > 0
+    # Steps of nine tokens from positions 7, 16 and 25 on; five drafts behind 25 would be padded beyond the 32 tokens of the cache.
+    one, whole = prompts[0][:7], SamplingParams(max_tokens=25, ignore_eos=True)
+    expected = shared(LLAMA).generate([one], whole)
+    short = make(LLAMA, speculate=replace(FIXED, tokens=8), decode_graphs=True, num_blocks=2)
+    use(short.engine, sources(known(expected), llm.config.vocab_size)["right"])
+    assert content(short.generate([one], whole)) == content(expected)
+    assert "no room for padding behind a sequence" in [row["reason"] for row in short.explain_graphs()]
+
+
+@pytest.mark.parametrize("fault", ["slots", "logit_rows"])
+def test_wrong_padding_shows(
+    make: Callable[..., LLM],
+    reference: Callable[[str], list[Completion]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    """Planted faults: the padding behind a sequence is written to the cache; logits are those of the first tokens of the step."""
+    fill = Buffers.fill
+
+    def wrong(self: Buffers, slot: int, *arguments: Any) -> None:
+        fill(self, slot, *arguments)
+        values = self.host[slot][fault]
+        if fault == "slots":
+            values[values < 0] = 1
+        else:
+            values[:] = range(len(values))
+
+    monkeypatch.setattr(Buffers, "fill", wrong)
+    llm = make(LLAMA, speculate=FIXED, decode_graphs=True)
+    ids = known(reference(LLAMA))
+    source = use(llm.engine, sources(ids, llm.config.vocab_size)["partly"])
+    source.known = {}
+    source.draft = lambda _, count, request: ids[request.id][len(request.tokens) - request.prompt_len :][:3]
+    assert content(llm.generate(PROMPTS, PARAMS)) != content(reference(LLAMA))
 
 
 @pytest.mark.parametrize("method", ["ngram:5", "suffix"])

@@ -20,7 +20,9 @@ from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime.oracle import DEEPSEEK, LLAMA
+from gristmill.runtime.speculation.config import Speculation
+from gristmill.runtime.warm_up import warm_up
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 LIMITS = {"num_blocks": 40, "max_batch_tokens": 90, "max_seqs": 6, "max_model_len": 600}
 
@@ -35,9 +37,9 @@ def nothing_is_made() -> Iterator[list[str]]:
         made.append(f"{plan.static} bucket {index}")
         return bind(plan, index)
 
-    def counted_make(graphs: DecodeGraphs, seqs: int, bound: int, samples: bool) -> object:
-        made.append(f"graph {seqs} {bound} {samples}")
-        return make(graphs, seqs, bound, samples)
+    def counted_make(graphs: DecodeGraphs, seqs: int, bound: int, samples: bool, per_seq: int) -> object:
+        made.append(f"graph {seqs} of {per_seq} {bound} {samples}")
+        return make(graphs, seqs, bound, samples, per_seq)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundPlan, "_bind", counted_bind)
@@ -93,6 +95,29 @@ def test_nothing_is_selected_while_serving(model: str, graphs: bool, make: Calla
     assert [serve(cold, seed) for seed in range(2)] == served
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("covered", [True, False], ids=["covered", "planted: no verified steps"])
+def test_verified_steps_are_covered(covered: bool, make: Callable[..., LLM]) -> None:
+    """Also those of the draft model, and with fewer drafts than the most."""
+    speculate = Speculation("draft", 3, MODELS / LLAMA, adaptive=False)
+    engine = make(LLAMA, decode_graphs=True, speculate=speculate, **LIMITS).engine
+    assert engine.speculator is not None and engine.speculator.proposer.runner is not None
+    if covered:
+        report = engine.warm_up()
+        stages = ["kernels", "prompts", "decode steps", "verified steps", "sampling"]
+        unverified = [name for name in stages if name != "verified steps"]
+        assert list(report.seconds) == [*stages, *(f"draft model: {name}" for name in unverified)]
+    else:
+        warm_up(engine.runner, engine.scheduler.config)
+        warm_up(engine.speculator.proposer.runner, engine.scheduler.config)
+    with nothing_is_made() as made:
+        served = serve(engine, 0)
+    assert bool([one for one in made if not one.endswith("False")]) != covered
+    assert served == serve(make(LLAMA, **LIMITS).engine, 0)
+    status = engine.status().speculation
+    assert status is not None and status.accepted_tokens > 10
+
+
 @pytest.mark.parametrize("stage", ["prompts", "decode_steps", "samples"])
 def test_each_stage_is_needed(
     stage: str, make: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +125,7 @@ def test_each_stage_is_needed(
     """Planted fault: a stage is left out, and what it covers is selected or captured while serving, with a warning for kernels."""
     from gristmill.runtime import warm_up
 
-    monkeypatch.setattr(warm_up, f"_{stage}", lambda runner, config: iter(()))
+    monkeypatch.setattr(warm_up, f"_{stage}", lambda *arguments: iter(()))
     own = replace(policy, weight_memory=1.06 + 0.01 * len(stage))  # whose plans no other engine has used
     engine = make(LLAMA, dtype="bf16", decode_graphs=True, policy=own, **LIMITS).engine
     engine.warm_up()
