@@ -35,6 +35,22 @@ class SampledTokens:
         self.values.index_copy_(0, rows, ids.clamp(min=0))
 
 
+class StreamEvent:
+    """An event on the current stream of a GPU, which need not be the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        """It will have happened when everything that was launched so far has ended."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """Wait for it; at once if it was never recorded."""
+        self._event.synchronize()
+
+
 @dataclass(slots=True)
 class LaunchedStep:
     """A step that the device computes, or has computed. slot: its place in the ring. host: int64, pinned on a GPU: its ids come here.
@@ -42,7 +58,7 @@ class LaunchedStep:
 
     slot: int
     host: Tensor
-    ended: torch.cuda.Event | None
+    ended: StreamEvent | None
     count: int = 0
     open: bool = False
 
@@ -100,5 +116,5 @@ class StepRing:
     def _memory(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
-    def _event(self) -> torch.cuda.Event | None:
-        return torch.cuda.Event() if self.device.type == "cuda" else None
+    def _event(self) -> StreamEvent | None:
+        return StreamEvent(self.device) if self.device.type == "cuda" else None

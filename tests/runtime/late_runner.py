@@ -33,7 +33,7 @@ class Queue:
 
 
 class Event:
-    """Like torch.cuda.Event."""
+    """Like `StreamEvent`."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue, self.after = queue, 0
