@@ -96,6 +96,13 @@ def model_options(function: F) -> F:
     return function
 
 
+speculate_option = click.option(
+    "--speculate",
+    metavar="METHOD",
+    help="Draft tokens and verify several per step, with the same text, such as ngram:4. 'gristmill supported' lists the methods.",
+)
+
+
 @cli.command()
 @model_options
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
@@ -105,11 +112,7 @@ def model_options(function: F) -> F:
     default=None,
     help="Run decode steps as CUDA graphs. Default: on a GPU.",
 )
-@click.option(
-    "--speculate",
-    metavar="METHOD",
-    help="Draft tokens and verify several per step, with the same text, such as ngram:4. 'gristmill supported' lists the methods.",
-)
+@speculate_option
 @click.option(
     "--stats", is_flag=True, help="Print counts of the engine: of --speculate, drafts and their acceptance."
 )
@@ -408,6 +411,7 @@ def quantize(
 
 @cli.command()
 @model_options
+@speculate_option
 @click.option("--max-seqs", type=int, metavar="N", help="Requests per step. Default: by the device.")
 @click.option("--max-batch-tokens", type=int, metavar="N", help="Tokens per step. Default: by the device.")
 @click.option(

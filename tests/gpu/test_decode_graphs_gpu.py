@@ -18,6 +18,7 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.workspace import Arenas
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
@@ -36,6 +37,24 @@ TRITON = Policy(pins={"*": ("*_triton",)}, strict=True, origin="strict Triton")
 def prompts() -> list[list[int]]:
     start = oracle.eval_tokens()[:40]
     return [start + oracle.eval_tokens()[n : n + 7] for n in (100, 200, 300, 400)] + [start] * 3
+
+
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
+@pytest.mark.parametrize("method", ["ngram:4", "draft"])
+def test_same_ids_with_drafts(model: str, method: str) -> None:
+    """Verified steps are captured, those of the draft model too, and give the ids of single tokens without graphs."""
+    speculate = Speculation(
+        method.split(":")[0], 4, MODELS / LLAMA if method == "draft" else None, adaptive=False
+    )
+    options = {"dtype": "fp32", "device": "cuda", "policy": TRITON, "num_blocks": 256}
+    without = LLM(MODELS / model, decode_graphs=False, **options)
+    through = LLM(MODELS / model, decode_graphs=True, speculate=speculate, **options)
+    params = [PARAMS[i % 4] for i in range(len(prompts()))]
+    assert through.generate(prompts(), params) == without.generate(prompts(), params)
+    status = through.engine.status().speculation
+    assert status is not None and status.accepted_tokens > 0
+    verified = [row for row in through.explain_graphs() if row["tokens_per_seq"] == 5]
+    assert verified and all(row["captured"] for row in verified)
 
 
 @pytest.mark.parametrize(

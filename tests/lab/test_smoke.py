@@ -123,6 +123,11 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         as_it_is,
         f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",
     ),
+    "speculation": (
+        as_it_is,
+        f"--model {MODEL} --draft {MODEL} --tokens {TOKENS} --prompts 1 --prompt-tokens 16 --max-tokens 6 --counts 2 "
+        "--temperatures 0 --out OUT",
+    ),
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 

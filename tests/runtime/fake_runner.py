@@ -14,6 +14,7 @@ from gristmill.runtime.engine import Engine
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig, StepPlan
+from gristmill.runtime.speculation.config import Speculation
 from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
 
@@ -46,7 +47,8 @@ class FakeRunner:
     def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> LateStep:
         self.before_step()
         self.steps += 1
-        assert len(rows) == sum(entry.samples for entry in entries)
+        sampling = [entry for entry in entries if entry.samples]
+        assert len(rows) == sum(1 + entry.drafts for entry in sampling)
         copies = [replace(entry, block_ids=list(entry.block_ids)) for entry in entries]
         step = LateStep(StepPlan(0, copies, sum(entry.count for entry in entries)))
         self._launched.append(step)
@@ -60,6 +62,9 @@ class FakeRunner:
         assert step.ids is not None and not step.dropped
         return step.ids
 
+    def expect_drafts(self, most: int) -> None:
+        """Any number will do."""
+
     def drop(self, step: LateStep) -> None:
         step.dropped = True  # the device runs it all the same
 
@@ -67,13 +72,27 @@ class FakeRunner:
         """The device runs steps in the order in which they were launched, those that were dropped, too."""
         while step.ids is None:
             first = self._launched.pop(0)
-            first.ids = self.fake.run(first.plan)
+            runs = self.fake.run(first.plan)
+            first.ids = [
+                token
+                for entry, run in zip(first.plan.sampling(), runs, strict=True)
+                for token in drawn(entry, run)
+            ]
 
 
-def fake_engine(async_steps: bool = True, **options: Any) -> tuple[Engine, FakeRunner]:
+def drawn(entry: ScheduledRequest, run: int | list[int]) -> list[int]:
+    """Returns an id for each row of an entry: the accepted run, then poison that nobody may read."""
+    ids = [run] if isinstance(run, int) else run
+    return ids + [1 << 60] * (1 + entry.drafts - len(ids))
+
+
+def fake_engine(
+    async_steps: bool = True, speculate: Speculation | None = None, **options: Any
+) -> tuple[Engine, FakeRunner]:
     """Returns an engine over a fake runner, and the runner; options: of its SchedulerConfig."""
     config = SchedulerConfig(
         **{"num_blocks": 64, "block_size": 4, "max_batch_tokens": 64, "max_seqs": 8, **options}
     )
     runner = FakeRunner(config)
-    return Engine.from_parts(runner, config, async_steps=async_steps), runner  # type: ignore[arg-type]
+    engine = Engine.from_parts(runner, config, speculate=speculate, async_steps=async_steps)  # type: ignore[arg-type]
+    return engine, runner
