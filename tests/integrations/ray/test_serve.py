@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -11,7 +12,9 @@ from dataclasses import fields
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+from ray.exceptions import RayError
 
 from gristmill import LLM, EngineStatus, SamplingParams
 from gristmill.integrations.ray import build
@@ -150,6 +153,35 @@ def test_a_dead_engine_is_unhealthy() -> None:
             await server.check_health()
 
     asyncio.run(main())
+
+
+def test_a_killed_replica_is_replaced(served: tuple[Any, str], expected: Any) -> None:
+    """The last test with the deployment: its stream ends with an error, and a new replica answers."""
+    handle = served[0]
+
+    def replica() -> psutil.Process:
+        """The only one: Ray names its processes after what runs in them."""
+        (found,) = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if "ServeReplica:gristmill" in " ".join(child.cmdline())
+        ]
+        return found
+
+    killed, stream = replica(), handle.options(stream=True).stream.remote(PROMPT, LONG)
+    next(iter(stream))
+    killed.kill()
+    with pytest.raises(RayError):
+        for _ in stream:
+            pass
+    deadline = time.monotonic() + 180
+    while True:
+        with contextlib.suppress(RayError):
+            [answer] = handle.generate.remote(PROMPT, PARAMS).result(timeout_s=60)
+            break
+        assert time.monotonic() < deadline, "no replica answers"
+        time.sleep(1)
+    assert tuple(answer["token_ids"]) == expected.token_ids and replica().pid != killed.pid
 
 
 def test_arguments() -> None:

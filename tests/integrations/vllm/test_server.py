@@ -33,10 +33,11 @@ START_S = 300
 END_S = 60
 
 
-def page_command(beginning: str) -> list[str]:
-    """The first command of the page that begins so."""
+def page_command(beginning: str, option: str = "") -> list[str]:
+    """The first command of the page that begins so and has the option."""
     commands = re.findall(r"^```sh\n(.*?)^```", PAGE, re.S | re.M)
-    return shlex.split(next(text for text in commands if text.startswith(beginning)))
+    text = next(text for text in commands if text.startswith(beginning) and option in text)
+    return shlex.split(text.replace("\\\n", ""))
 
 
 @dataclass
@@ -65,11 +66,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
+def serve(folder: Path, environment: dict[str, str], option: str = "") -> Iterator[Server]:
+    """The page's server; option: which one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *page_command("vllm serve")[1:]]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *page_command("vllm serve", option)[1:]]
     command += ["--port", str(port), "--host", "127.0.0.1", "--max-num-batched-tokens", "256"]
     log = folder / "server.log"
     with log.open("wb") as out:
@@ -210,8 +212,8 @@ def test_the_log_names_the_kernels(server: Server) -> None:
     assert "Traceback" not in log
 
 
-def test_a_killed_worker_ends_the_server(server: Server) -> None:
-    """The last test of the module. No process is left behind."""
+def end_by_killing_the_worker(server: Server) -> None:
+    """The server ends by itself, says why, and leaves no process behind."""
     family = server.family()
     (worker,) = [
         process for process in family if "Worker" in process.name() or "Worker" in "".join(process.cmdline())
@@ -221,3 +223,25 @@ def test_a_killed_worker_ends_the_server(server: Server) -> None:
     assert "died unexpectedly" in server.log.read_text()
     _, alive = psutil.wait_procs(family, END_S)
     assert alive == []
+
+
+def test_a_killed_worker_ends_the_server(server: Server) -> None:
+    """The last test with the server of the module."""
+    end_by_killing_the_worker(server)
+
+
+@pytest.mark.slow
+def test_vllms_own_model_by_the_commands_of_the_page(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Serve it with --quantization gristmill, ask it; then vLLM's own worker is killed, and the server ends."""
+    with serve(tmp_path, environment, "--quantization gristmill") as running:
+        body = page_command("curl")[-1]
+        request = urllib.request.Request(
+            f"{running.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer = json.load(response)
+        assert answer["usage"]["completion_tokens"] == 24 and len(answer["choices"][0]["text"]) > 24
+        log = running.log.read_text()
+        (line,) = re.findall(r"^gristmill: model.*the first of its kind.*", PAGE, re.M)
+        assert line in log, line
+        end_by_killing_the_worker(running)
