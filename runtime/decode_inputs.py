@@ -173,8 +173,10 @@ class Buffers:
         """Write the inputs of a step to the host memory of this slot of the ring, which no copy reads."""
         host, seqs, width = self.host[slot], len(entries), self.per_seq
         counts = np.array([entry.count for entry in entries], np.int64)
-        first_rows = np.cumsum(counts) - counts
-        places = np.array(state.update(entries, [rows[row] for row in first_rows]), np.int64)
+        firsts = rows
+        if len(rows) > seqs:
+            firsts = [rows[row] for row in (np.cumsum(counts) - counts).tolist()]
+        places = np.array(state.update(entries, firsts), np.int64)
         starts = np.array([entry.start for entry in entries], np.int64)
         host["rows"][:seqs] = places
         host["seq_lens"][:seqs] = starts + width
