@@ -1,0 +1,72 @@
+"""Models on several GPUs: the ids of one GPU, by decode graphs and kernel by kernel; a rank that is killed is named and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.errors import RankError
+from gristmill.runtime.evaluate import window_logits
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel.driver import ParallelRunner
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime import oracle
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+
+pytestmark = pytest.mark.gpu
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PROMPTS = 4
+
+
+@pytest.fixture(params=[LLAMA, DEEPSEEK])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LLM]]:
+    """Returns a model on one GPU and on two, in bfloat16."""
+    policy = Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
+    models = [
+        LLM(
+            MODELS / request.param,
+            device="cuda",
+            dtype="bf16",
+            policy=policy,
+            num_blocks=256,
+            tensor_parallel=world,
+        )
+        for world in (1, 2)
+    ]
+    yield models
+    models[1].close()
+
+
+@needs_two
+def test_two_gpus_compute_the_logits_of_one(pair: list[LLM]) -> None:
+    """Partial sums are rounded to bfloat16 on each rank: logits agree to its precision, and two runs have the same bits."""
+    ids = oracle.window(0)[:129]
+    one, two = (window_logits(llm.engine, ids).cpu() for llm in pair)
+    assert float((one - two).abs().max() / one.abs().max()) < 0.05
+    params = SamplingParams(max_tokens=48)
+    prompts = oracle.prompts()[:PROMPTS]
+    first, second = ([r.token_ids for r in pair[1].generate(prompts, params)] for _ in range(2))
+    assert first == second
+    assert any(row["captured"] and row["steps"] for row in pair[1].explain_graphs()), (
+        "collectives are captured"
+    )
+
+
+@needs_two
+def test_a_killed_rank_is_named_and_replaced(pair: list[LLM]) -> None:
+    llm = pair[1]
+    runner = llm.engine.runner
+    assert isinstance(runner, ParallelRunner)
+    prompt, params = oracle.prompts()[5], SamplingParams(max_tokens=16)
+    expected = llm.generate([prompt], params)[0].token_ids
+    stream = llm.stream([prompt], SamplingParams(max_tokens=64))
+    next(stream)
+    os.kill(runner._processes[1].process.pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1 died"):
+        list(stream)
+    assert llm.generate([prompt], params)[0].token_ids == expected
