@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -47,6 +48,7 @@ class Rank:
         self._entered = 1  # the rendezvous
         self._message = 0
         self._steps: dict[int, LaunchedStep] = {}
+        tempfile.tempdir = job.folder  # which the driver removes, however this process ends
         with open(Path(job.folder) / "progress", "r+b") as file:
             self._progress = mmap.mmap(file.fileno(), 0)
         self._note()

@@ -186,9 +186,7 @@ class Mirror:
                 self._tables[request_id] = table
             blocks = self._tables[request_id]
             blocks += new_blocks
-            entries.append(
-                ScheduledRequest(request_id, start, count, samples, tokens, blocks, new_blocks, 0, place)
-            )
+            entries.append(ScheduledRequest(request_id, start, count, samples, tokens, blocks, [], 0, place))
             if samples:
                 params, seed, index = next(sampling)
                 if params is not None:
