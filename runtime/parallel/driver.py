@@ -8,6 +8,7 @@ includes the ends of the processes.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -226,10 +227,10 @@ class ParallelRunner:
         if self._closed:
             raise RankError("the ranks were closed")
         self._number += 1
-        message = (name, self._number, arguments)
+        message = pickle.dumps((name, self._number, arguments), pickle.HIGHEST_PROTOCOL)  # once for all ranks
         for process in self._processes:
             with suppress(BrokenPipeError, ConnectionResetError):  # its end is noticed with the answers
-                process.connection.send(message)
+                process.connection.send_bytes(message)
 
     def _ensure_started(self) -> None:
         if not self._processes and not self._closed:
