@@ -696,6 +696,44 @@ def rms_norm(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def rms_norm_quant(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """RMSNorm over the last dimension to 8-bit codes and scales; with a residual, residual += x in place first.
+
+    x [..., N], weight [N] -> codes [..., N] and scales float32 [rows, groups] of RMSNorm(x) · weight, written in place.
+
+    residual [..., N]: becomes x + residual, rounded to its dtype, which is normalized instead of x; None: x is. format: fp8 (codes
+    by the given scale [1, 1]), fp8_token, fp8_g128, int8_token, int8_g32 or int8_g128. The norm is rounded to x's dtype, then
+    quantized by the rules of activations: the bits of rms_norm or fused_add_rms_norm, quantized.
+
+    Written in place: residual, codes, scales.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: length of an output row; an integer of at least 1
+        x: dtype of x; a dtype, one of fp32, fp16, bf16
+        q: dtype of the codes; a dtype, one of fp8, int8
+        format: what shares a scale, and the codes; one of fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128
+        residual: whether x is added to a residual first; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def rotary_embedding(
     q: Tensor,
     k: Tensor | None,
@@ -787,6 +825,39 @@ def silu_and_mul(
         m: rows (tokens); an integer of at least 0
         n: length of gate, of up, and of an output row; an integer of at least 1
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def silu_and_mul_quant(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """Silu(gate) · up of the two halves of each row, to 8-bit codes and scales.
+
+    x [..., 2N], gate first -> codes [..., N] and scales float32 [rows, groups] of silu(x[..., :N]) · x[..., N:], written in place.
+
+    format: fp8 (codes by the given scale [1, 1]), fp8_token, fp8_g128, int8_token, int8_g32 or int8_g128. The product is rounded to
+    x's dtype, then quantized by the rules of activations: the bits of silu_and_mul, quantized.
+
+    Written in place: codes, scales.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: length of an output row; an integer of at least 1
+        x: dtype of x; a dtype, one of fp32, fp16, bf16
+        q: dtype of the codes; a dtype, one of fp8, int8
+        format: what shares a scale, and the codes; one of fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.

@@ -239,6 +239,11 @@ fused_add_rms_norm | m=16,n=4096 | sm_121 | cuda | - | fused_add_rms_norm_triton
 fused_add_rms_norm | m=16,n=4096 | gfx1030 | both | - | fused_add_rms_norm_torch
 silu_and_mul | m=16,n=4096 | sm_120 | cuda | - | silu_and_mul_triton
 silu_and_mul | m=16,n=4096 | cpu:avx2 | x86 | - | silu_and_mul_cpu@avx2
+silu_and_mul_quant | m=16,n=4096 | gfx942 | hip | - | silu_and_mul_quant_triton
+silu_and_mul_quant | m=16,n=4096,q=int8,format=int8_token | cpu:avx2 | x86 | - | silu_and_mul_quant_cpu@avx2
+rms_norm_quant | m=16,n=4096,format=fp8_g128,residual=true | sm_90 | cuda | - | rms_norm_quant_triton
+rms_norm_quant | m=16,n=20000 | sm_90 | cuda | - | rms_norm_quant_torch
+rms_norm_quant | m=16,n=4096,format=fp8 | cpu:avx2 | x86 | - | rms_norm_quant_cpu@avx2
 rotary_embedding | t=16,hq=32,hk=8,d=128,rot=128 | sm_103 | cuda | - | rotary_embedding_triton
 rotary_embedding | t=16,hq=32,hk=8,d=128,rot=64,style=gptj | gfx942 | hip | - | rotary_embedding_triton
 rotary_embedding | t=16,hq=32,hk=8,d=128,rot=128 | cpu:neon_i8mm | arm | - | rotary_embedding_cpu@neon_i8mm

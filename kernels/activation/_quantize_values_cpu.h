@@ -1,0 +1,78 @@
+// The codes and scales of one row, e4m3 or int8 (kernels/quantized_rows.py has the formats,
+// quant/activations.py the rules). The values are computed by the caller, once for the largest and once for
+// the codes: a row needs no memory.
+#pragma once
+#include "gm_cpu.h"
+
+namespace gm {
+namespace {
+
+struct RowFormat {
+  int64_t group;     // columns that share a scale; 0: the row
+  float least, top;  // lower bound of amax, 0: the scale is given; largest code, 127 for int8
+};
+
+typedef int8_t vc __attribute__((vector_size(kLanes)));
+
+// v rounded to T and back.
+template <class T>
+inline vf rounded(vf v) {
+  if constexpr (sizeof(T) == sizeof(float))
+    return v;
+  else
+    return widen(narrow(v, T{}), T{});
+}
+
+// To nearest, ties to even, saturated at -128 and 127. The code of NaN is arbitrary: its scale is NaN.
+inline vc to_int8(vf v) {
+  const vf magic =
+      splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
+  const vf clamped = min(max(v, splat(-128.0f)), splat(127.0f));
+  return __builtin_convertvector((vi)(clamped + magic) - 0x4b400000, vc);
+}
+
+inline void store_codes(int8_t* p, vf v) {
+  const vc codes = to_int8(v);
+  std::memcpy(p, &codes, sizeof codes);
+}
+inline void store_codes(f8e4m3* p, vf v) { store(p, v); }
+
+// values(c, n) -> the n <= kLanes values from column c; lanes past n are ignored here.
+template <class Code, class Values>
+void quantize_values(const Values& values, int64_t cols, Code* codes, float* scales, const RowFormat& f) {
+  constexpr int64_t L = kLanes;
+  const int64_t group = f.group ? f.group : cols;
+  for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
+    const int64_t end = begin + group < cols ? begin + group : cols;
+    if (f.least > 0.0f) {
+      vi most{};  // as integers magnitudes are in the same order, and NaN is the largest
+      for (int64_t c = begin; c < end; c += L) {
+        const int64_t n = end - c < L ? end - c : L;
+        vi magnitude = (vi)values(c, n) & 0x7fffffff;
+        for (int64_t i = n; i < L; ++i) magnitude[i] = 0;
+        most = magnitude > most ? magnitude : most;
+      }
+      int32_t top = 0;
+      for (int i = 0; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
+      const float amax = bit_cast<float>(top);
+      scales[g] = (amax < f.least ? f.least : amax) / f.top;
+    }
+    const float scale = scales[g];
+    int64_t c = begin;
+    for (; c + L <= end; c += L) store_codes(codes + c, values(c, L) / scale);
+    if (c < end) {
+      Code tail[kLanes];
+      store_codes(tail, values(c, end - c) / scale);
+      std::memcpy(codes + c, tail, size_t(end - c));
+    }
+  }
+}
+
+// Whether the scales are of rows, so that each row has its own; else one is given for all.
+inline int64_t scales_of_row(const RowFormat& f, int64_t cols) {
+  if (f.least == 0.0f) return 0;
+  return f.group ? (cols + f.group - 1) / f.group : 1;
+}
+
+}  // namespace
+}  // namespace gm

@@ -1,0 +1,58 @@
+"""silu(gate) · up with quantized output in C++ for CPUs (`_silu_and_mul_quant_cpu.cpp`), compiled for every ISA level."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
+from gristmill.kernels.native import best_config, check, cpu_function
+from gristmill.kernels.quantized_rows import config_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ARGUMENTS = (*(c_void_p, c_int64) * 2, c_void_p, *(c_int64,) * 3, *(c_float,) * 2, c_int)
+_LEVEL = best_config("gm_silu_and_mul_quant")
+
+
+def launch(config: Config, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:
+    """The arguments of `silu_and_mul_quant.reference`."""
+    n = codes.shape[-1]
+    code = cpu_function("gm_silu_and_mul_quant", config["level"], ARGUMENTS)(
+        x.data_ptr(),
+        row_stride(x),
+        codes.data_ptr(),
+        row_stride(codes),
+        scales.data_ptr(),
+        codes.numel() // n,
+        n,
+        config["group"],
+        config["least"],
+        config["top"],
+        DTYPE_CODES[dtype_name(x.dtype)],
+    )
+    check(code, "silu_and_mul_quant_cpu")
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The code level, and the format."""
+    return {**_LEVEL(problem, target), **config_of(problem)}
+
+
+KERNEL = Kernel(
+    op="silu_and_mul_quant",
+    name="silu_and_mul_quant_cpu",
+    provider="gristmill",
+    language="cpp",
+    target=f"{__name__}:launch",
+    requires=Requirement(vendors=("cpu",), code="cpp"),
+    summary="rows over threads, values computed for the largest and again for the codes",
+    config=config,
+    batch_invariant=True,
+    priority=100,
+)

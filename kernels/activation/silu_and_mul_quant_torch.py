@@ -1,0 +1,28 @@
+"""silu(gate) · up with quantized output by torch: the reference itself, which does not synchronize."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.activation.silu_and_mul_quant import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def launch(config: Config, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:
+    """The arguments of `silu_and_mul_quant.reference`."""
+    reference(x, codes, scales, format)
+
+
+KERNEL = Kernel(
+    op="silu_and_mul_quant",
+    name="silu_and_mul_quant_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="silu, mul, then quantize_activation",
+)

@@ -1,0 +1,37 @@
+"""RMSNorm with quantized output by torch: the reference itself, which does not synchronize."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.norm.rms_norm_quant import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+) -> None:
+    """The arguments of `rms_norm_quant.reference`."""
+    reference(x, residual, weight, eps, codes, scales, format)
+
+
+KERNEL = Kernel(
+    op="rms_norm_quant",
+    name="rms_norm_quant_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="norm, then quantize_activation",
+)

@@ -1,0 +1,160 @@
+"""RMSNorm with quantized output in Triton: one program per row, which stays in registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.activation._quantize_values_triton import quantize_block
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.common import row_stride
+from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.quantized_rows import as_stored, config_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LONGEST_ROW = 16384
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The whole row, one warp for each 512 elements of it, and the format."""
+    block = max(128, next_power_of_2(problem.integer("n")))
+    return {"block": block, "warps": min(16, max(1, block // 512)), **config_of(problem)}
+
+
+def accepts(problem: Problem) -> str | None:
+    """Rows that fit in the registers of a program."""
+    n = problem.integer("n")
+    return None if n <= LONGEST_ROW else f"keeps rows of at most {LONGEST_ROW} elements in registers, not {n}"
+
+
+@jit
+def rms_norm_quant_kernel(
+    x,
+    residual,
+    weight,
+    codes,
+    scales,
+    x_stride,
+    residual_stride,
+    codes_stride,
+    groups,
+    n,
+    eps,
+    least,
+    top,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ADD: tl.constexpr,
+    INT8: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        sums = residual + row * residual_stride + columns
+        values += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
+        stored = values.to(x.dtype.element_ty)
+        tl.store(sums, stored, mask=inside)
+        values = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / n + eps)
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = (values * scale * gain).to(x.dtype.element_ty).to(tl.float32)
+    quantize_block(
+        normed,
+        columns,
+        n,
+        codes + row * codes_stride,
+        scales + row * groups,
+        0,
+        least,
+        top,
+        BLOCK,
+        GROUP,
+        INT8,
+        GIVEN,
+    )
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+) -> None:
+    """The arguments of `rms_norm_quant.reference`."""
+    n, given = x.shape[-1], config["least"] == 0
+    rows = x.numel() // n
+    if rows:
+        rms_norm_quant_kernel[(rows,)](
+            x,
+            x if residual is None else residual,
+            weight,
+            as_stored(codes),
+            scales,
+            row_stride(x),
+            0 if residual is None else row_stride(residual),
+            row_stride(codes),
+            0 if given else cdiv(n, int(config["group"]) or n),
+            n,
+            eps,
+            config["least"],
+            config["top"],
+            BLOCK=config["block"],
+            GROUP=config["group"] or config["block"],
+            ADD=residual is not None,
+            INT8=config["top"] == 127,
+            GIVEN=given,
+            num_warps=config["warps"],
+        )
+
+
+def aot(target: Target) -> list[AotCase]:
+    """What the compile matrix builds, in bf16 with a residual: a scale per row, per 128 columns, of the tensor; e4m3 and int8."""
+    pointers = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "scales": "*fp32"}
+    names = ("x_stride", "residual_stride", "codes_stride", "groups", "n")
+    sizes = dict.fromkeys(names, "i32") | dict.fromkeys(("eps", "least", "top"), "fp32")
+    constants = {"BLOCK": 4096, "GROUP": 4096, "ADD": True, "INT8": False, "GIVEN": False}
+    cases: dict[str, dict[str, int | bool]] = {
+        "fp8_token": {},
+        "fp8_g128": {"GROUP": 128},
+        "fp8": {"GIVEN": True},
+        "int8_token": {"INT8": True},
+    }
+    return [
+        AotCase(
+            name,
+            rms_norm_quant_kernel,
+            pointers | sizes | {"codes": "*i8" if "INT8" in chosen else "*u8"},
+            constants | chosen,
+            {"num_warps": 8},
+        )
+        for name, chosen in cases.items()
+    ]
+
+
+KERNEL = Kernel(
+    op="rms_norm_quant",
+    name="rms_norm_quant_triton",
+    provider="gristmill",
+    language="triton",
+    target=f"{__name__}:launch",
+    aot=f"{__name__}:aot",
+    requires=Requirement(code="triton"),
+    summary="one program per row, float32 inside",
+    accepts=accepts,
+    config=config,
+    batch_invariant=True,
+    priority=50,
+)
