@@ -19,12 +19,12 @@ from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, St
 from gristmill.runtime.scheduler.policy import Admission
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
 from gristmill.runtime.scheduler.scheduler import (
-    Pause,
     QueueFull,
     RequestTooLarge,
     Scheduler,
     SchedulerStuck,
 )
+from gristmill.runtime.scheduler.state import Pause
 
 __all__ = [
     "Admission",

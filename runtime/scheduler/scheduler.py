@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from enum import Enum
 
-from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache, blocks_needed
-from gristmill.runtime.scheduler.config import SchedulerConfig
-from gristmill.runtime.scheduler.inspection import check, dump, snapshot
+from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache, blocks_needed
 from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.planner import Planner
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
+from gristmill.runtime.scheduler.state import Pause, SchedulerState
 
 IN_FLIGHT = 2
 """Committed plans that may wait for their results."""
@@ -36,30 +34,8 @@ class SchedulerStuck(RuntimeError):
     """Requests are unfinished, none waits for an external event, and a step would do nothing. Always a bug."""
 
 
-class Pause(Enum):
-    """The work that a paused scheduler plans. Requests may be added during a pause; they wait."""
-
-    NEW = "new"  # requests that have been admitted before continue, no other is admitted
-    ALL = "all"  # nothing; requests keep their blocks
-
-
-class Scheduler:
+class Scheduler(SchedulerState):
     """Continuous batching over a paged KV pool. Not thread-safe: one owner calls it."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.cache = PrefixCache(self.pool) if config.prefix_caching else None
-        self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []  # always sorted by queue_key
-        self.held: dict[str, Request] = {}
-        self.queued_tokens = 0  # prompt tokens of waiting and held requests
-        self.paused: Pause | None = None
-        self.in_flight: list[StepPlan] = []  # committed, waiting for results; oldest first
-        self.free_rows = list(range(config.max_seqs - 1, -1, -1))  # the lowest one is taken first
-        self._version = 0
-        self._arrivals = 0
 
     # Requests come and go ------------------------------------------------------------------------------------------
 
@@ -283,20 +259,6 @@ class Scheduler:
     def serves(self, plan: StepPlan) -> bool:
         """Whether any request of a committed plan has not ended: whether its results matter."""
         return any(self._is_current(entry) for entry in plan.entries)
-
-    # Inspection ----------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise PoolError with a dump unless every invariant holds. O(everything): for tests and idle times."""
-        check(self)
-
-    def snapshot(self) -> tuple[object, ...]:
-        """The whole state as values; equal snapshots mean equal states."""
-        return (self._version, self._arrivals, *snapshot(self))
-
-    def dump(self) -> str:
-        """The state as text, for errors."""
-        return dump(self)
 
     # Mechanism -----------------------------------------------------------------------------------------------------
 
