@@ -99,7 +99,7 @@ def empty(draw: Draw) -> list[object]:
     m, n, text = *problem.integers("m", "n"), problem.text("format")
     shape = (1, 1) if text == "fp8" else (m, cdiv(n, GROUPS[text] or n))
     codes = torch.zeros(m, n, dtype=torch_dtype(problem.text("q")), device=draw.device)
-    return [codes, torch.full(shape, 1 / 64, device=draw.device), text]
+    return [codes, torch.full(shape, 1 / 64, dtype=torch.float32, device=draw.device), text]
 
 
 def written_bytes(problem: Problem) -> int:

@@ -36,10 +36,17 @@ def test_the_example_works_as_written(policy_file, capsys: pytest.CaptureFixture
 def test_an_engine_of_parts_checks_that_they_fit(shared) -> None:
     runner: Runner = shared(LLAMA).engine.runner
     num_blocks = runner.cache.num_blocks
-    engine = gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=num_blocks))
+    engine = gristmill.Engine.from_parts(
+        runner, SchedulerConfig(num_blocks=num_blocks, max_seqs=runner.max_seqs)
+    )
     assert engine.runner is runner and not engine.has_unfinished()
     with pytest.raises(
         UsageError,
         match=f"the cache has {num_blocks} blocks of 16 tokens, the scheduler {num_blocks - 1} of 16",
     ):
         gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=num_blocks - 1))
+    rows = runner.max_seqs
+    with pytest.raises(
+        UsageError, match=f"rows for {rows} requests, and max_seqs of the scheduler is {rows + 1}"
+    ):
+        gristmill.Engine.from_parts(runner, SchedulerConfig(num_blocks=num_blocks, max_seqs=rows + 1))

@@ -245,9 +245,11 @@ def test_what_is_left_out_of_gpt_oss_shows(fault: str, make: Callable[..., LLM],
 
 
 def test_a_norm_left_out_shows(make: Callable[..., LLM], tmp_path: Path) -> None:
-    """Planted fault: one head norm of one layer is missing."""
+    """Planted fault: the head norms of one layer are missing."""
     model = build("qwen3", tmp_path)
     llm, expected = make(tmp_path), oracle.logits(model, IDS)
-    llm.model.layers[1].attention.k_norm = None  # type: ignore[attr-defined]
+    attention, plans = llm.model.layers[1].attention, llm.model.plans  # type: ignore[attr-defined]
+    attention.q_norm = attention.k_norm = None
+    attention.write = plans.bind_packed(attention.write.static.with_values(norm=False))
     assert float((window_logits(llm.engine, IDS) - expected).abs().max() / expected.abs().max()) > 1e-2
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +90,8 @@ def test_new_ranks_are_told_everything() -> None:
     assert again.entries[0][-2] == table and again.rows[0][0] == WARM and "a" in again.processed
 
 
-def test_rank_0_chooses_for_the_others(policy: Policy) -> None:
+def test_rank_0_chooses_for_the_others(policy: Policy, tmp_path: Path) -> None:
+    policy = replace(policy, cache=str(tmp_path))  # where nothing is verified yet
     here, there = Pipe()
     first, other = Resolver("cpu", policy), Resolver("cpu", policy)
     answer_in_thread(first, [here])
