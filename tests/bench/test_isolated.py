@@ -61,7 +61,7 @@ def own_store(policy_file):
 
 def us(kernel, *, isolated: bool) -> float:
     arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu", hot=True), isolated=isolated)
-    actual = statistics.median(arm.sample() for _ in range(40))
+    actual = min(arm.sample() for _ in range(40))  # a busy machine only adds time
     arm.conclude()  # no audit objects
     return actual
 
