@@ -60,8 +60,10 @@ class Mark:
                     self._release()
 
     def left(self, patience: float) -> tuple[Verification, ...]:
-        """Take out the records of a process that died. Raises as `trial`; no trial of this process may run."""
+        """Take out the records of a process that died; none while a trial of this process runs, which took them. Raises as `trial`."""
         with self._mutex:
+            if self._file is not None:  # a second lock of the file would wait for the first
+                return ()
             left_records = self._take(patience)
             self._release()
         return left_records

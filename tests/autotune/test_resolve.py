@@ -315,6 +315,16 @@ class Together(Worker):
         return RIGHT
 
 
+def test_what_died_is_not_asked_for_during_a_trial_of_this_process(tmp_path: Path) -> None:
+    """The lock is held: to take it again would wait for itself."""
+    mark = Mark(tmp_path / "trying")
+    record = Verification(OP.name, "k", "", "", "", "h200", "", ok=False, reason="trying")
+    with mark.trial(record, 0.1):
+        assert mark.left(0.1) == ()
+        assert len(json.loads(mark.path.read_text())) == 1
+    assert mark.left(0.1) == () and mark.path.read_text() == ""
+
+
 def test_as_many_verifications_run_at_a_time_as_are_allowed(
     h200: Callable[[object], Resolver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
