@@ -13,7 +13,8 @@ from gristmill.autotune.verify import kernel_arguments, run_reference
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.quant import pack, unpack
+from gristmill.kernels.linear.linear import layout_for
+from gristmill.quant import QuantScheme, pack, unpack
 from tests.quant.oracle import variants
 
 pytestmark = [
@@ -34,9 +35,12 @@ def test_a_plan_of_the_second_device_runs_there(op: Op, tmp_path) -> None:
         selection = resolver.resolve(op, problem)
         assert selection.best is not None, text
         kernel = resolver.kernel(op, selection.best.kernel.name)
-        plan = ops.bind(
-            op.name, op.static(problem), SECOND, resolver.policy, frozenset(kernel.layouts) or None
+        layouts = (
+            frozenset({layout_for(kernel, QuantScheme.parse(problem.text("w"))).name})
+            if kernel.layouts
+            else None
         )
+        plan = ops.bind(op.name, op.static(problem), SECOND, resolver.policy, layouts)
         arguments = op.inputs(problem, 7, SECOND)
         packed = kernel_arguments(op, kernel, arguments)
         outputs = [torch.empty(shape, dtype=dtype, device=SECOND) for shape, dtype in op.like(*packed)]
