@@ -13,8 +13,9 @@ from gristmill.autotune.verify import kernel_arguments, run_reference
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.linear.linear import layout_for
-from gristmill.quant import QuantScheme, pack, unpack
+from gristmill.quant import pack, unpack
 from tests.quant.oracle import variants
 
 pytestmark = [
