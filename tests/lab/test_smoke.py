@@ -21,6 +21,7 @@ from lab import (
     gguf_model,
     gpu_graphs,
     linear_a8,
+    linear_dense,
     linear_sanitized,
     linear_w8a8,
     linear_weight_only,
@@ -44,6 +45,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         gpu_graphs,
         linear_weight_only,
+        linear_dense,
         linear_w8a8,
         linear_sanitized,
         mla_attention,
@@ -55,7 +57,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mla_attention, moe, paged_attention):
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
-    for module in (linear_weight_only, linear_w8a8):
+    for module in (linear_dense, linear_weight_only, linear_w8a8):
         monkeypatch.setattr(module, "Graphs", Calls)
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(linear_sanitized, "device_target", lambda device, policy: Target.parse("h200"))
@@ -99,6 +101,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "linear_a8": (short_reads, "--shape 64x256 --scheme int4_g128 --m 2 --seconds 0 --out OUT"),
+    "linear_dense": (
+        on_a_cpu,
+        "--shapes 64x96+silu_mul --m 2 --rounds 2 --kernels linear_torch --out OUT --store FILE",
+    ),
     "linear_sanitized": (on_a_cpu, "--schemes nvfp4 --problems 7x200x2304"),
     "linear_w8a8": (
         on_a_cpu,

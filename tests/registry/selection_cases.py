@@ -192,6 +192,9 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | sm_110 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_decode_sm90
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
+linear | m=1,n=4096,k=4096 | sm_90 | sm90a | - | linear_dense_decode_sm90
+linear | m=16,n=256,k=7168,x=fp16,w=fp16 | sm_90 | sm90a | - | linear_dense_decode_sm90
+linear | m=17,n=4096,k=4096 | sm_90 | sm90a | - | linear_torch
 linear | m=257,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
 linear | m=64,n=28672,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
 linear | m=1,n=4096,k=4096,w=int4_g64 | sm_90 | sm90a | - | linear_w4a16_decode_sm90
@@ -347,6 +350,11 @@ rms_norm | m=1,n=4096,x=fp32 | sm_90 | flashinfer | flashinfer | rms_norm_flashi
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_triton | problem | not int4_g128
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_torch | problem | multiplies dense weights, not int4_g128
 linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_dequant_torch | problem | multiplies quantized weights, not dense ones
+linear | m=17,n=4096,k=4096 | sm_90 | sm90a | - | linear_dense_decode_sm90 | problem | made for M <= 16, not 17
+linear | m=1,n=4096,k=4100 | sm_90 | sm90a | - | linear_dense_decode_sm90 | problem | K = 4100 is not a multiple
+linear | m=1,n=4096,k=4096,x=fp16,w=bf16 | sm_90 | sm90a | - | linear_dense_decode_sm90 | problem | not fp16 by bf16
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_dense_decode_sm90 | problem | not bf16 by int4_g128
+linear | m=1,n=4096,k=4096 | sm_100 | sm90a | - | linear_dense_decode_sm90 | hardware | lacks wgmma
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | cpu:avx512_vnni | x86 | - | linear_cpu | problem | not int8_token
 linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | - | linear_a8_cpu | problem | not their own dtype
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | multiplies fp8_block.fp8_g128, not int4_g128

@@ -1,0 +1,78 @@
+"""Launching skinny dense products on Hopper: the argument struct (`args.h`), checks of the arguments, the call."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
+from gristmill.kernels.native import check, cuda_function
+
+
+class Args(ctypes.Structure):
+    """`gm_linear_dense_args` of args.h, which documents the fields. The library rejects a struct of another size."""
+
+    __slots__ = ()  # a name that is no field is an error
+    _fields_ = (
+        ("size", c_int32),
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("y", c_void_p),
+        ("x", c_void_p),
+        ("ldx", c_int64),
+        ("w", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("type", c_int32),
+        ("silu_mul", c_int32),
+        ("pdl", c_int32),
+        ("rt", c_int32),
+        ("wk", c_int32),
+        ("split", c_int32),
+    )
+
+
+SIZE = ctypes.sizeof(Args)
+ARGUMENTS = (POINTER(Args),)
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+    n: int,
+    workspace: Tensor | None,
+    out: Tensor,
+) -> None:
+    """x [..., K] fp16 or bf16, one dense tensor [N, K] of the same dtype -> out [..., N or N / 2]; at most 16 rows of x."""
+    dense, k = weight[0], x.shape[-1]
+    if dense.data_ptr() % 16 or not dense.is_contiguous():
+        raise ValueError("linear_dense_decode_sm90: the weight must be contiguous and 16-byte aligned")
+    m = x.numel() // k
+    if m == 0:
+        return
+    stride = row_stride(x)
+    if stride % 8 or x.data_ptr() % 16:
+        x, stride = x.reshape(m, k).clone(memory_format=torch.contiguous_format), k
+    device = x.get_device()
+    args = Args(SIZE, device)  # pointers that are not set are null
+    args.stream = torch.cuda.current_stream(device).cuda_stream
+    args.y, args.x, args.ldx, args.w = out.data_ptr(), x.data_ptr(), stride, dense.data_ptr()
+    if bias is not None:
+        args.bias = bias.data_ptr()
+    if residual is not None:
+        args.residual = residual.data_ptr()
+    args.m, args.n, args.k = m, dense.shape[0], k
+    args.type, args.silu_mul, args.pdl = DTYPE_CODES[dtype_name(x.dtype)], silu_mul, 1
+    args.rt, args.wk, args.split = int(config["rt"]), int(config["wk"]), int(config["split"])
+    check(cuda_function("gm_linear_dense_decode_sm90", "sm_90a", ARGUMENTS)(args), "linear_dense_decode_sm90")

@@ -1,0 +1,24 @@
+/* The arguments of gm_linear_dense_decode_sm90: `Args` of _launch.py is the same struct for ctypes. */
+#pragma once
+#include <stdint.h>
+
+typedef struct gm_linear_dense_args {
+  int32_t size;         /* sizeof(gm_linear_dense_args) as the caller has it; another one is refused */
+  int32_t device;       /* ordinal */
+  void* stream;         /* a CUstream of the device */
+  void* y;              /* [m, n], with silu_mul [m, n / 2] */
+  const void* x;        /* [m, k], rows ldx elements apart, 16-byte aligned */
+  int64_t ldx;          /* in elements, a multiple of 8 */
+  const void* w;        /* [n, k], 16-byte aligned */
+  const void* bias;     /* [n] or null */
+  const void* residual; /* as y, or null */
+  int32_t m;            /* 0 to 16 */
+  int32_t n;
+  int32_t k;        /* a multiple of 8 */
+  int32_t type;     /* of all tensors: 1 fp16, 2 bf16 */
+  int32_t silu_mul; /* y = silu(z[:, : n / 2]) * z[:, n / 2 :] */
+  int32_t pdl;      /* programmatic dependent launch */
+  int32_t rt;       /* tiles of 16 rows of W per warp: 1 or 2 */
+  int32_t wk;       /* warps of a CTA, along K: 1 to 8 */
+  int32_t split;    /* CTAs of a cluster, along K: 1, 2, 4 or 8 */
+} gm_linear_dense_args;

@@ -1,0 +1,247 @@
+"""The engine on one device: warm-up, output tokens per second, time per token at batch 1, and how the device spends a decode step.
+
+    python -m lab.engine --model qwen3-0.6b --async-steps off,on --out engine.json
+
+The workload is the one of the comparison with other engines: 256 requests, prompts of 100 to 1,024 random ids, 100 to 1,024 tokens
+of output each, greedy, without end tokens. A name instead of a directory makes a model of that shape with random weights. Every
+value of --async-steps is an engine of its own in one process, so the kernels of the second are compiled already: its warm-up is that
+with a filled store. The share of a step without a kernel comes from a trace of decode steps (CUPTI through torch.profiler).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gristmill import LLM, SamplingParams
+from gristmill.autotune.device import device_target
+from gristmill.autotune.environment import environment
+from gristmill.kernel_registry.policy import Policy
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "llama3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+}
+"""Entries of config.json by name."""
+
+LONG_GAP = 5.0
+"""Microseconds between two kernels that are longer than what lies between the kernels of a graph."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Decode steps on the device, in microseconds per step.
+
+    batch, steps: what was traced. step: from the first kernel of a step to that of the next one. idle: no kernel or copy runs; long_idle:
+    in pieces of more than LONG_GAP. launches: kernels and copies per step. kernels: the largest, by name.
+    """
+
+    batch: int
+    steps: int
+    step: float
+    idle: float
+    long_idle: float
+    launches: float
+    kernels: dict[str, float]
+
+
+def random_model(name: str, folder: Path) -> Path:
+    """A directory with a model of the shape `name` in bfloat16, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dict(SHAPES[name])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / name, max_shard_size="20GB")
+    return folder / name
+
+
+def workload(
+    requests: int, vocabulary: int, shortest: int, longest: int
+) -> tuple[list[list[int]], list[int]]:
+    """Prompts and numbers of output tokens; the same for every engine that is compared."""
+    generator = random.Random(0)
+    top = min(10000, vocabulary - 1)
+    prompts = [
+        [generator.randint(0, top) for _ in range(generator.randint(shortest, longest))] for _ in range(256)
+    ]
+    outputs = [generator.randint(shortest, longest) for _ in range(256)]
+    return prompts[:requests], outputs[:requests]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def throughput(llm: LLM, prompts: list[list[int]], outputs: list[int]) -> float:
+    """Output tokens per second."""
+    begin = time.perf_counter()
+    results = llm.generate(prompts, [greedy(count) for count in outputs])
+    wait()
+    return sum(len(result.token_ids) for result in results) / (time.perf_counter() - begin)
+
+
+def per_token(llm: LLM, prompt: list[int], tokens: int) -> float:
+    """Milliseconds per token of one request, its prompt included."""
+    begin = time.perf_counter()
+    llm.generate([prompt], greedy(tokens))
+    wait()
+    return (time.perf_counter() - begin) / tokens * 1e3
+
+
+def trace(llm: LLM, prompts: list[list[int]], steps: int) -> Trace:
+    """Trace `steps` decode steps of requests that are all in their output."""
+    engine = llm.engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"trace {index}", prompt, greedy(4 * steps + 64))
+    while len(engine.step()) < len(prompts):  # prompts
+        pass
+    for _ in range(steps):
+        engine.step()
+    wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            engine.step()
+        wait()
+    engine.abort()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation
+    )
+    return summary(spans, len(prompts), steps)
+
+
+def summary(spans: list[tuple[float, float, str]], batch: int, steps: int) -> Trace:
+    """spans: begin, end and name of each kernel and copy, in the order of their begins."""
+    idle, long_idle, end = 0.0, 0.0, spans[0][0]
+    times: Counter[str] = Counter()
+    for begin, stop, name in spans:
+        if begin > end:
+            idle += begin - end
+            long_idle += begin - end if begin - end > LONG_GAP else 0.0
+        end = max(end, stop)
+        times[name[:90]] += stop - begin  # type: ignore[assignment]
+    whole = end - spans[0][0]
+    kernels = {name: round(value / steps, 2) for name, value in times.most_common(30)}
+    return Trace(batch, steps, whole / steps, idle / steps, long_idle / steps, len(spans) / steps, kernels)
+
+
+def measure(folder: Path, async_steps: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """A row: one engine."""
+    begin = time.perf_counter()
+    llm = LLM(folder, quant=options.quant, device=options.device, async_steps=async_steps, **options.limits)
+    wait()
+    row: dict[str, Any] = {"async_steps": async_steps, "load_seconds": time.perf_counter() - begin}
+    begin = time.perf_counter()
+    report = llm.engine.warm_up()
+    wait()
+    row |= {"warm_up_seconds": time.perf_counter() - begin, "warm_up": asdict(report)}
+    begin = time.perf_counter()
+    prompts, outputs = workload(options.requests, llm.config.vocab_size, *options.lengths)
+    per_token(llm, prompts[0][: options.lengths[0]], 1)
+    row["first_token_ms"] = (time.perf_counter() - begin) * 1e3
+    print(json.dumps({name: row[name] for name in row if name != "warm_up"}), flush=True)
+    row["tokens_per_second"] = [throughput(llm, prompts, outputs) for _ in range(options.rounds)]
+    per_token(llm, prompts[0][:128], options.tokens // 8)
+    row["ms_per_token"] = [per_token(llm, prompts[0][:128], options.tokens) for _ in range(options.rounds)]
+    row["ids"] = [result.token_ids for result in llm.generate([p[:64] for p in prompts[:4]], greedy(32))]
+    print(json.dumps({name: row[name] for name in ("tokens_per_second", "ms_per_token")}), flush=True)
+    if options.device.startswith("cuda"):
+        row["traces"] = []
+        for batch in (1, len(prompts)):
+            part = trace(llm, [p[:256] for p in prompts[:batch]], options.steps)
+            row["traces"].append(asdict(part))
+            print(json.dumps(asdict(part)), flush=True)
+    llm.close()
+    return row
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m lab.engine", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--model", required=True, help=f"a directory, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--quant", help="number format of the weights")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--async-steps", default="off,on", help="off, on, or both by commas")
+    parser.add_argument("--requests", type=int, default=256, help="at most 256")
+    parser.add_argument("--lengths", default="100,1024", help="shortest and longest prompt and output")
+    parser.add_argument("--tokens", type=int, default=256, help="output at batch 1")
+    parser.add_argument("--steps", type=int, default=20, help="decode steps of a trace")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limits", default="{}", type=json.loads, help="JSON of further arguments of LLM")
+    parser.add_argument("--out", required=True, help="where the JSON goes")
+    options = parser.parse_args(argv)
+    options.lengths = tuple(int(length) for length in options.lengths.split(","))
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    options = arguments(argv)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (
+            random_model(options.model, Path(scratch)) if options.model in SHAPES else Path(options.model)
+        )
+        for text in options.async_steps.split(","):
+            rows.append(measure(folder, text == "on", options))
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            result = {
+                "environment": environment(
+                    device_target(options.device, Policy()), f"python -m lab.engine {shlex.join(argv)}"
+                ),
+                "same_ids": len({str(row["ids"]) for row in rows}) == 1,
+                "rows": rows,
+            }
+            Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        mode = "asynchronous" if row["async_steps"] else "synchronous"
+        speed = statistics.median(row["tokens_per_second"])
+        print(f"{mode:12} {speed:9.0f} tokens/s {min(row['ms_per_token']):7.3f} ms per token at batch 1")
+
+
+if __name__ == "__main__":
+    main()
