@@ -117,9 +117,9 @@ speculate_option = click.option(
     "--stats", is_flag=True, help="Print counts of the engine: of --speculate, drafts and their acceptance."
 )
 @click.option(
-    "--async-steps",
-    is_flag=True,
-    help="Launch each step before the results of the one before it are on the host.",
+    "--async-steps/--no-async-steps",
+    default=None,
+    help="Launch each step before the results of the one before it are on the host. Default: on a GPU.",
 )
 @click.option(
     "--explain",

@@ -97,7 +97,7 @@ class Engine(EngineMemory):
         decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
             without capture.
         async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
-            outputs are the same. On a CPU nothing overlaps.
+            outputs are the same. None = on a GPU, without tensor_parallel; on a CPU nothing overlaps.
         queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
         priority_span: under ``priority``, younger requests that may pass a request for each level they are ahead of it, so that
             no request starves; None = any number.
@@ -137,7 +137,7 @@ class Engine(EngineMemory):
         enable_prefix_cache: bool = True,
         seed: int = 0,
         decode_graphs: bool | None = None,
-        async_steps: bool = False,
+        async_steps: bool | None = None,
         queue_order: Literal["fcfs", "priority"] = "fcfs",
         priority_span: int | None = 256,
         max_queued: int | None = None,
@@ -219,7 +219,7 @@ class Engine(EngineMemory):
         config: SchedulerConfig,
         seed: int = 0,
         speculate: Speculation | str | None = None,
-        async_steps: bool = False,
+        async_steps: bool | None = None,
         draft: Runner | None = None,
     ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
@@ -237,7 +237,7 @@ class Engine(EngineMemory):
         runner: Runner | ParallelRunner,
         config: SchedulerConfig,
         seed: int,
-        async_steps: bool,
+        async_steps: bool | None,
         quant: str | QuantScheme | torch.dtype | None = None,
         speculation: Speculation | None = None,
         draft: Runner | None = None,
@@ -251,8 +251,10 @@ class Engine(EngineMemory):
             raise UsageError(
                 f"the runner has rows for {runner.max_seqs} requests, and max_seqs of the scheduler is {config.max_seqs}"
             )
-        if async_steps not in (True, False):
-            raise UsageError(f"async_steps must be True or False, got {async_steps!r}")
+        if async_steps not in (True, False, None):
+            raise UsageError(f"async_steps must be True, False or None, got {async_steps!r}")
+        if async_steps is None:
+            async_steps = isinstance(runner, Runner) and runner.device.type == "cuda"
         if type(seed) is not int:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner

@@ -62,7 +62,7 @@ class LLM:
         enable_prefix_cache: bool = True,
         seed: int = 0,
         decode_graphs: bool | None = None,
-        async_steps: bool = False,
+        async_steps: bool | None = None,
         queue_order: Literal["fcfs", "priority"] = "fcfs",
         priority_span: int | None = 256,
         max_queued: int | None = None,

@@ -65,3 +65,11 @@ def test_the_second_step_is_launched_while_the_first_runs() -> None:
     assert launched[1] - begin < 0.1 < time.perf_counter() - begin
     llm.engine.abort()
     assert not llm.engine.has_unfinished() and llm.generate([[1, 2, 3]], params)[0].finish_reason == "length"
+
+
+def test_they_are_the_default_on_a_gpu() -> None:
+    depths = [
+        LLM(MODELS / LLAMA, device="cuda", num_blocks=64, async_steps=asked).engine._pipeline.depth
+        for asked in (None, True, False)
+    ]
+    assert depths == [2, 2, 1]

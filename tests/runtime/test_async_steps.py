@@ -297,10 +297,10 @@ def test_a_pause_takes_the_outputs_in_flight(paused: Engine) -> None:
 
 
 def test_what_an_engine_refuses(make: Callable[..., LLM]) -> None:
-    with pytest.raises(UsageError, match="async_steps must be True or False, got 3"):
+    with pytest.raises(UsageError, match="async_steps must be True, False or None, got 3"):
         make(LLAMA, async_steps=3)
     llm = make(LLAMA, max_seqs=4)
-    assert llm.engine._pipeline.depth == 1  # on a CPU nothing would overlap
+    assert llm.engine._pipeline.depth == 1  # by default: on a CPU nothing would overlap
     config = make(LLAMA, max_seqs=5).engine.scheduler.config
     with pytest.raises(UsageError, match="rows for 4 requests, and max_seqs of the scheduler is 5"):
         Engine.from_parts(llm.engine.runner, config)
