@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -11,12 +14,17 @@ GATING = {"block": 1024, "warps": 4}
 
 def finish(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor) -> None:
     """z [..., N] (+ bias), silu(gate) * up, (+ residual) -> out. On a GPU gating alone is one launch, where torch has four."""
-    if silu_mul and bias is None and residual is None and z.is_cuda:
+    if silu_mul and bias is None and residual is None and z.is_cuda and _has_triton():
         from gristmill.kernels.activation.silu_and_mul_triton import launch
 
         launch(GATING, z, out)
     else:
         finish_in_torch(z, bias, residual, silu_mul, out)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def finish_in_torch(

@@ -27,7 +27,7 @@ def launch(
     """x [..., K], one dense tensor [N, K] -> out [..., N or N / 2]."""
     import torch
 
-    from gristmill.kernels.linear._epilogue import finish_in_torch
+    from gristmill.kernels.linear._epilogue import finish
 
     dense = weight[0]
     if dense.dtype != x.dtype:
@@ -35,7 +35,7 @@ def launch(
     if bias is None and residual is None and not silu_mul and x.dtype == out.dtype:
         torch.mm(x.reshape(-1, x.shape[-1]), dense.T, out=out.view(-1, out.shape[-1]))
         return
-    finish_in_torch(torch.nn.functional.linear(x, dense), bias, residual, silu_mul, out)
+    finish(torch.nn.functional.linear(x, dense), bias, residual, silu_mul, out)
 
 
 def accepts(problem: Problem) -> str | None:
