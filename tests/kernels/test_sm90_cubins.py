@@ -263,6 +263,25 @@ def test_decode_attention() -> None:
         assert not re.search("LDL|STL", loop), name
 
 
+def test_dense_decode() -> None:
+    """Weights go to registers by 16-byte loads, a ring of them before the kernel waits for its predecessor; nothing is spilled."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("dense_")]
+    assert {name for name, _, _ in usage} == {
+        f"dense_{x}_{columns}_{tiles}" for x in ("fp16", "bf16") for columns in (8, 16) for tiles in (1, 2)
+    }
+    assert all(registers <= 152 and stack == 0 for _, registers, stack in usage), usage
+    for name, _, _ in usage:
+        text = bodies(())[name]
+        before, after = text.split("ACQBULK", 1)
+        loads = re.findall(r"LDG\.E\.\S*128\S*", before)
+        assert len(loads) >= 16 and len(loads) == len(re.findall(r"LDG\.", before)), (
+            f"{name}: loads before the wait"
+        )
+        assert all("CONSTANT" in load for load in loads), f"{name}: only weights are read before the wait"
+        assert "HMMA.16816" not in before and len(re.findall("HMMA.16816", after)) >= 16, name
+        assert "LDL" not in text and "STL" not in text, name
+
+
 def test_experts() -> None:
     """Every instance is present; nothing is spilled between products, which do not wait for each other."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("grouped_")]
@@ -293,6 +312,7 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "linear_w8a16_decode_ws_sm90": r"linear_decode_ws_(int8|fp8)",
         "linear_w4a16_gemm_ws_sm90": r"linear_gemm_ws_(int4|nvfp4|mxfp4)",
         "linear_w8a16_gemm_ws_sm90": r"linear_gemm_ws_(int8|fp8)",
+        "linear_dense_decode_sm90": r"dense_",
         "linear_w8a8_sm90": r"(linear_w8a8|quantize_rows)_",
         "paged_attention_sm90": r"paged_attention_",
         "paged_attention_sm90_split": r"paged_(attention|decode)_",
