@@ -112,4 +112,5 @@ KERNEL = Kernel(
     waits=True,
     triggers=True,
     priority=110,
+    proven="sm_90: H200",
 )
