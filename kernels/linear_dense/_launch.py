@@ -21,12 +21,12 @@ class Args(ctypes.Structure):
         ("size", c_int32),
         ("device", c_int32),
         ("stream", c_void_p),
-        ("y", c_void_p),
+        ("w", c_void_p),
         ("x", c_void_p),
         ("ldx", c_int64),
-        ("w", c_void_p),
         ("bias", c_void_p),
         ("residual", c_void_p),
+        ("y", c_void_p),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
@@ -75,4 +75,4 @@ def launch(
     args.m, args.n, args.k = m, dense.shape[0], k
     args.type, args.silu_mul, args.pdl = DTYPE_CODES[dtype_name(x.dtype)], silu_mul, 1
     args.rt, args.wk, args.split = int(config["rt"]), int(config["wk"]), int(config["split"])
-    check(cuda_function("gm_linear_dense_decode_sm90", "sm_90a", ARGUMENTS)(args), "linear_dense_decode_sm90")
+    check(cuda_function("gm_dense_decode_sm90", "sm_90a", ARGUMENTS)(args), "linear_dense_decode_sm90")

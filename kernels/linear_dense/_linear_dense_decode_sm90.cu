@@ -245,7 +245,7 @@ bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0
 }  // namespace
 
 // y = x . W^T + bias (gated) + residual. Returns GM_OK, or an error.
-GM_CUDA_ENTRY(gm_linear_dense_decode_sm90)(const gm_linear_dense_args* args) {
+GM_CUDA_ENTRY(gm_dense_decode_sm90)(const gm_linear_dense_args* args) {
   const gm_linear_dense_args& a = *args;
   if (a.size != int(sizeof a)) return GM_E_ABI;
   if (a.type != 1 && a.type != 2) return GM_E_DTYPE;

@@ -1,4 +1,4 @@
-/* The arguments of gm_linear_dense_decode_sm90: `Args` of _launch.py is the same struct for ctypes. */
+/* The arguments of gm_dense_decode_sm90: `Args` of _launch.py is the same struct for ctypes. */
 #pragma once
 #include <stdint.h>
 
@@ -6,12 +6,12 @@ typedef struct gm_linear_dense_args {
   int32_t size;         /* sizeof(gm_linear_dense_args) as the caller has it; another one is refused */
   int32_t device;       /* ordinal */
   void* stream;         /* a CUstream of the device */
-  void* y;              /* [m, n], with silu_mul [m, n / 2] */
+  const void* w;        /* [n, k], 16-byte aligned */
   const void* x;        /* [m, k], rows ldx elements apart, 16-byte aligned */
   int64_t ldx;          /* in elements, a multiple of 8 */
-  const void* w;        /* [n, k], 16-byte aligned */
   const void* bias;     /* [n] or null */
   const void* residual; /* as y, or null */
+  void* y;              /* [m, n], with silu_mul [m, n / 2] */
   int32_t m;            /* 0 to 16 */
   int32_t n;
   int32_t k;        /* a multiple of 8 */
