@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from gristmill.bench.cli import main
+from gristmill.bench.cli import cli, main
+from gristmill.kernel_registry.policy import Policy
 
 VERDICTS = {"selected", "eligible", "unverified", "hardware", "build", "problem", "policy", "quarantined"}
 SOURCES = {"measured", "near", "sibling", "model", "priority", None}
@@ -32,23 +34,31 @@ def kernelbench(*arguments: str, cache: Path, policy: Path | None = None) -> sub
     )
 
 
-def answer(*arguments: str, cache: Path, status: int = 0, policy: Path | None = None) -> Any:
-    result = kernelbench(*arguments, "--json", cache=cache, policy=policy)
-    assert result.returncode == status, result.stderr
+@pytest.fixture(autouse=True)
+def own_store(policy_file) -> None:
+    policy_file()
+
+
+def answer(*arguments: str, status: int = 0) -> Any:
+    """Returns what a command prints with --json, run in this process."""
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert result.exit_code == status, result.output
     return json.loads(result.stdout)
 
 
 def test_list_has_exactly_the_promised_fields(tmp_path: Path) -> None:
-    rows = answer("list", cache=tmp_path)
+    process = kernelbench("list", "--json", cache=tmp_path)
+    assert process.returncode == 0, process.stderr
+    rows = json.loads(process.stdout)
     assert {tuple(row) for row in rows} == {("op", "kernel", "provider", "language", "available", "reasons")}
     assert all(row["available"] == (not row["reasons"]) for row in rows)
-    only = answer("list", "--op", "rms_norm", "--target", "gfx942", cache=tmp_path)
+    only = answer("list", "--op", "rms_norm", "--target", "gfx942")
     assert {row["op"] for row in only} == {"rms_norm"}
     assert next(row for row in only if row["kernel"] == "rms_norm_triton")["available"]
     assert "runs on cpu" in next(row for row in only if row["kernel"] == "rms_norm_cpu")["reasons"][0]
 
 
-def test_list_imports_no_torch(tmp_path: Path) -> None:
+def test_list_imports_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['kernelbench', 'list', '--json']\nfrom gristmill.bench import cli\n"
         "try: cli.main()\nexcept SystemExit: pass\nassert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
@@ -63,8 +73,8 @@ def test_list_imports_no_torch(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
 
 
-def test_explain_here_selects_and_verifies(tmp_path: Path) -> None:
-    output = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu", cache=tmp_path)
+def test_explain_here_selects_and_verifies() -> None:
+    output = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu")
     assert list(output) == ["op", "problem", "target", "selected", "candidates"]
     assert {tuple(row) for row in output["candidates"]} == {
         ("kernel", "verdict", "reasons", "expected_us", "source")
@@ -75,8 +85,8 @@ def test_explain_here_selects_and_verifies(tmp_path: Path) -> None:
     assert chosen == [output["selected"]]
 
 
-def test_explain_elsewhere_verifies_nothing(tmp_path: Path) -> None:
-    output = answer("explain", "rms_norm", "--problem", "m=4,n=64", "--target", "sm_121", cache=tmp_path)
+def test_explain_elsewhere_verifies_nothing() -> None:
+    output = answer("explain", "rms_norm", "--problem", "m=4,n=64", "--target", "sm_121")
     assert output["target"] == "sm_121" and output["selected"] == "rms_norm_triton"
     assert {row["verdict"] for row in output["candidates"]} <= {
         "unverified",
@@ -85,11 +95,11 @@ def test_explain_elsewhere_verifies_nothing(tmp_path: Path) -> None:
         "problem",
         "policy",
     }
-    assert not (tmp_path / "gristmill" / "store.json").exists()
+    assert not Policy.current().store_path.exists()
 
 
-def test_explain_without_the_dynamic_size_prints_a_plan(tmp_path: Path) -> None:
-    output = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu", cache=tmp_path)
+def test_explain_without_the_dynamic_size_prints_a_plan() -> None:
+    output = answer("explain", "rms_norm", "--problem", "n=64,x=fp32", "--target", "cpu")
     assert [row["m_max"] for row in output["plan"]] == [
         1,
         2,
@@ -109,15 +119,13 @@ def test_explain_without_the_dynamic_size_prints_a_plan(tmp_path: Path) -> None:
     assert all({"m_max", "kernel", "layout", "config"} <= row.keys() for row in output["plan"])
 
 
-def test_axes_are_listed(tmp_path: Path) -> None:
-    output = answer("explain", "rms_norm", "--axes", cache=tmp_path)
+def test_axes_are_listed() -> None:
+    output = answer("explain", "rms_norm", "--axes")
     assert [row["axis"] for row in output["axes"]] == ["m", "n", "x"]
 
 
-def test_verify_and_bench_rows(tmp_path: Path) -> None:
-    rows = answer(
-        "verify", "--op", "rms_norm", "--kernel", "rms_norm_torch", "--target", "cpu", cache=tmp_path
-    )
+def test_verify_and_bench_rows() -> None:
+    rows = answer("verify", "--op", "rms_norm", "--kernel", "rms_norm_torch", "--target", "cpu")
     assert rows and all(row["ok"] and row["error"] <= row["tolerance"] for row in rows)
     assert {"op", "kernel", "problem", "ok", "error", "tolerance"} <= rows[0].keys()
     timed = answer(
@@ -130,41 +138,40 @@ def test_verify_and_bench_rows(tmp_path: Path) -> None:
         "--target",
         "cpu",
         "--save",
-        cache=tmp_path,
     )
     assert all({"us", "spread", "gbs", "tflops", "fraction_of_floor", "error"} <= row.keys() for row in timed)
     assert all((row["us"] is None) == bool(row["reason"]) for row in timed)
     timed = [row for row in timed if row["us"]]
     fastest = min(timed, key=lambda row: row["us"])["kernel"]
-    output = answer(
-        "explain", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--target", "cpu", cache=tmp_path
-    )
+    output = answer("explain", "rms_norm", "--problem", "m=64,n=512,x=fp32", "--target", "cpu")
     assert output["selected"] == fastest and output["candidates"][0]["source"] == "measured"
 
 
-def test_noise_states_the_floor_and_refuses_less(tmp_path: Path) -> None:
+def test_noise_states_the_floor_and_refuses_less() -> None:
     arguments = ("noise", "rms_norm", "--problem", "m=64,n=512", "--target", "cpu", "--comparisons", "3")
-    output = answer(*arguments, "--min-effect", "0.0000001", cache=tmp_path, status=3)
+    output = answer(*arguments, "--min-effect", "0.0000001", status=3)
     assert output["comparisons"] == 3 and 0 < output["floor"] <= output["worst"]
     assert "is below this machine's noise floor of" in output["refused"]
-    output = answer(*arguments, "--min-effect", "0.99", "--kernel", "rms_norm_torch", cache=tmp_path)
+    output = answer(*arguments, "--min-effect", "0.99", "--kernel", "rms_norm_torch")
     assert output["refused"] == "" and output["kernel"] == "rms_norm_torch" and output["false"] == 0
 
 
-def test_doctor_reports(tmp_path: Path) -> None:
-    output = answer("doctor", cache=tmp_path)
+def test_doctor_reports() -> None:
+    output = answer("doctor")
     assert output["devices"][-1]["vendor"] == "cpu" and output["registry"]["kernels"] > 0
     assert output["devices"][-1]["measured"] is None and output["devices"][-1]["state"]["threads"] >= 1
-    assert "None" not in kernelbench("doctor", cache=tmp_path).stdout
+    assert "None" not in CliRunner().invoke(cli, ["doctor"]).stdout
 
 
-def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(tmp_path: Path) -> None:
-    policy = tmp_path / "p.toml"
-    policy.write_text('strict = true\n[pins]\nrms_norm = ["rms_norm_torch"]\n')
+def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = ("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu")
-    assert answer(*problem, cache=tmp_path, policy=policy)["selected"] == "rms_norm_torch"
-    policy.write_text('strict = true\n[pins]\nrms_norm = ["no_such_kernel"]\n')
-    assert answer(*problem, cache=tmp_path, policy=policy)["selected"] is None
+    for pinned, selected in (("rms_norm_torch", "rms_norm_torch"), ("no_such_kernel", None)):
+        policy = tmp_path / f"{pinned}.toml"  # a policy is read once per name of a file
+        policy.write_text(f'cache = "{tmp_path}"\nstrict = true\n[pins]\nrms_norm = ["{pinned}"]\n')
+        monkeypatch.setenv("GRISTMILL_POLICY", str(policy))
+        assert answer(*problem)["selected"] == selected
 
 
 @pytest.mark.parametrize(
@@ -234,8 +241,6 @@ def test_a_wrong_policy_file_is_a_mistake_too(tmp_path: Path) -> None:
 
 
 def commands() -> list[tuple[str, ...]]:
-    from gristmill.bench.cli import cli
-
     return [
         (name, sub) if sub else (name,)
         for name, command in cli.commands.items()
@@ -245,9 +250,5 @@ def commands() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_every_command_helps(command: tuple[str, ...]) -> None:
-    from click.testing import CliRunner
-
-    from gristmill.bench.cli import cli
-
     result = CliRunner().invoke(cli, [*command, "--help"])
     assert result.exit_code == 0 and "--json" in result.stdout and len(result.stdout.splitlines()) > 8
