@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from gristmill.bench.peers import PEERS, unwrapped
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
+from tests import ceilings, forked
 
 KERNELS = """
 from gristmill.kernel_registry.kernel import Kernel
@@ -49,17 +48,12 @@ def peer(tmp_path: Path) -> Path:
 
 def ask(folder: Path, *arguments: str) -> list[dict]:
     policy = folder / "policy.toml"
-    policy.write_text(f'store = "{folder / "store.json"}"\n')
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(folder), *filter(None, sys.path))),
-        "GRISTMILL_POLICY": str(policy),
-    }
-    process = subprocess.run(
-        [sys.executable, "-m", "gristmill.bench.cli", *arguments, "--target", "cpu", "--json"],
-        env=env,
-        capture_output=True,
-        text=True,
+    policy.write_text(f'cache = "{folder}"\n')
+    ceilings.keep(folder)  # to measure them takes seconds
+    process = forked.run(
+        *("-m", "gristmill.bench.cli", *arguments, "--target", "cpu", "--json"),
+        env={**os.environ, "GRISTMILL_POLICY": str(policy)},
+        path=(folder,),
     )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
