@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytest_benchmark") is None,
@@ -66,26 +66,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     (place / "policy.toml").write_text(f'cache = "{place}"\n')
     # This suite is distributed over workers.
     outer = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-rA",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--benchmark-only",
-            "--benchmark-json=out.json",
-        ],
+    process = forked.run(
+        *("-m", "pytest", "-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"),
+        *("--benchmark-only", "--benchmark-json=out.json"),
         cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**outer, "PYTHONPATH": path, "GRISTMILL_POLICY": str(place / "policy.toml")},
+        env={**outer, "GRISTMILL_POLICY": str(place / "policy.toml")},
+        path=(ROOT,),
     )
     assert (place / "out.json").exists(), process.stdout + process.stderr
     return process.stdout, json.loads((place / "out.json").read_text())

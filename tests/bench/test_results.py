@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from gristmill.bench.result_file import ResultError, read
 from gristmill.bench.statistics.verdict import Rule
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.store import StoreError
+from tests import forked
 
 
 def run(*arguments: str):
@@ -111,13 +110,7 @@ def test_a_repro_runs(results: Path) -> None:
     assert output["command"].startswith(
         "kernelbench bench rms_norm --kernels rms_norm_cpu --problem m=64,n=1024 --target cpu"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", output["script"]],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""},
-    )
+    process = forked.run("-c", output["script"], env={"PATH": ""})
     assert process.returncode == 0 and process.stdout.endswith("us\n"), process.stderr
     assert run("repro", str(results), "7").exit_code != 0
 

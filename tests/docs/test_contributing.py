@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.packaging.test_cuda_build import configure
 
 ROOT = Path(__file__).parents[2]
@@ -62,18 +62,10 @@ def run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(cache)}
     # A Triton kernel is never selected automatically on a CPU, and the worker does not know the folder:
     # nothing else runs.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     (cache / "sitecustomize.py").write_text(
         f"import sys\nimport gristmill.kernels.activation as family\nfamily.__path__.append({str(folder)!r})\n"
     )
-    environment["PYTHONPATH"] = f"{cache}{os.pathsep}{environment['PYTHONPATH']}"
-    return subprocess.run(
-        [sys.executable, "-c", CHECK, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return forked.run("-c", CHECK, str(folder), env=environment, path=(cache,))
 
 
 def write(folder: Path, contents: dict[str, str]) -> Path:
@@ -144,9 +136,7 @@ def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
     def checked() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", CUDA_CHECK, str(folder), str(tmp_path / "build" / "_lib")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return forked.run("-c", CUDA_CHECK, str(folder), str(tmp_path / "build" / "_lib"))
 
     result = checked()
     assert result.returncode == 0, result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import pytest
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
 from gristmill.kernel_registry.registry import Registry, default_registry, with_plugins
+from tests import forked
 from tests.registry import fakes
 
 GOOD = """
@@ -78,19 +78,8 @@ def install(folder: Path, name: str, source: str, group: str = "gristmill.kernel
 
 
 def kernelbench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(folder), *filter(None, sys.path))),
-        "XDG_CACHE_HOME": str(folder),
-        "COLUMNS": "240",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "gristmill.bench.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "COLUMNS": "240"}
+    return forked.run("-m", "gristmill.bench.cli", *arguments, env=environment, path=(folder,))
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +132,8 @@ def test_operations_are_functions_beside_plugins_that_failed(folder: Path, tmp_p
         "print(hasattr(ops, 'gm_fine'), hasattr(ops, 'gm_op'), hasattr(ops, 'gm_late'), 'gm_late' in registry().ops)\n"
         "print(*(failure for failure in registry().failures if failure.plugin.name == 'late'))\n"
     )
-    path = os.pathsep.join((str(folder), str(tmp_path), *filter(None, sys.path)))
-    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    process = forked.run("-c", code, env=environment, path=(folder, tmp_path))
     assert process.returncode == 0, process.stderr
     total, present, late = process.stdout.splitlines()
     assert float(total) == 3.0 and present == "True False False False"
