@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant import awq
 from gristmill.quant.formats import open_format
 from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
@@ -26,6 +27,12 @@ from gristmill.runtime.models import model_table
 from gristmill.runtime.quantizing.methods import make_method
 from tests.runtime import oracle, test_models
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries three exponents of AWQ instead of twenty: which are chosen does not matter to what is written."""
+    monkeypatch.setattr(awq, "ALPHAS", awq.ALPHAS[::8])
 
 
 def write(
