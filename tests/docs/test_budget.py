@@ -46,6 +46,16 @@ def test_build_seconds_count_each_command_once() -> None:
     assert budget.build_seconds(log) == 5.0
 
 
+def test_the_seconds_of_a_child_count_before_and_after_it_ends() -> None:
+    begin = budget.cpu_seconds()
+    code = "import sys; sum(range(10_000_000)); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        alive = budget.cpu_seconds()
+        child.communicate()
+    assert alive - begin > 0.1 and budget.cpu_seconds() - alive < 0.1
+
+
 @pytest.mark.parametrize(("seconds", "status"), [(0, 1), (1000, 0)])
 def test_the_plugin_fails_a_run_that_is_over_budget(tmp_path: Path, seconds: int, status: int) -> None:
     """A tree with one suite of one test, run by two workers as in CI."""
