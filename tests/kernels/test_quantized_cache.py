@@ -383,9 +383,13 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
     assert float(((out.double() - expected).abs() / torch.maximum(expected.abs(), rms)).max()) <= 1.3e-2
 
 
-def test_inductor_compiles_the_write_and_the_read(policy_file: Callable[..., Path]) -> None:
+def test_inductor_compiles_the_write_and_the_read(
+    policy_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiles to one graph, which also serves another number of blocks; the caches and the scales of tokens
     are written in place."""
+    from torch._inductor import config as inductor_config
+
     policy_file()
 
     def step(q: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
@@ -395,6 +399,8 @@ def test_inductor_compiles_the_write_and_the_read(policy_file: Callable[..., Pat
         places = torch.tensor([[0, 1]], **index), torch.tensor([0, 6], **index), torch.tensor([6], **index)
         return ops.paged_attention(q, *caches, *places, 6, 6, 0.25, k_scale=k_scale, v_scale=v_scale)
 
+    # For two small sources, to compile torch's headers beforehand takes longer than to read them.
+    monkeypatch.setattr(inductor_config, "cpp_cache_precompile_headers", False)
     compiled = torch.compile(step, fullgraph=True)
     for blocks in (2, 3):
         q, results = torch.randn(6, 4, 16).bfloat16(), []

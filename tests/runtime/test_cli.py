@@ -18,6 +18,7 @@ import pytest
 
 from gristmill import LLM, SamplingParams
 from gristmill.runtime.cli import main
+from tests import forked
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 MODEL = str(MODELS / LLAMA)
@@ -64,15 +65,11 @@ def test_as_a_program(cache: Path) -> None:
     """In a separate process: text on stdout, timings on stderr; an error is status 2 and one line."""
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "GRISTMILL_POLICY": str(cache / "policy.toml"), "PYTHONPATH": str(source)}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "gristmill.runtime.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-    options = ("generate", "--model", MODEL, "--dtype", "fp32")
-    result = run(*options, "--prompt", "The SELECT", "--max-tokens", "4")
+    options = ("-m", "gristmill.runtime.cli", "generate", "--model", MODEL, "--dtype", "fp32")
+    command = [sys.executable, *options, "--prompt", "The SELECT", "--max-tokens", "4"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0 and result.stdout.strip() and "4 tokens in" in result.stderr
-    wrong = run(*options, "--prompt", "")
+    wrong = forked.run(*options, "--prompt", "", env=environment)
     assert (wrong.returncode, wrong.stdout) == (2, "") and len(wrong.stderr.strip().splitlines()) == 1
 
 
