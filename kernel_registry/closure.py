@@ -139,6 +139,8 @@ class Sources:
 
     read: Read = read_file
     _texts: dict[str, bytes | None] = field(default_factory=dict, repr=False)
+    _paths: dict[str, str] = field(default_factory=dict, repr=False)
+    _homes: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict, repr=False)
     _steps: dict[str, _Step] = field(default_factory=dict, repr=False)
     _reach: dict[tuple[str, ...], Reach] = field(default_factory=dict, repr=False)
     _hashes: dict[tuple[object, ...], str] = field(default_factory=dict, repr=False)
@@ -256,6 +258,11 @@ class Sources:
 
     def _path(self, module: str) -> str:
         """Where the source of a module is; "" for one that has none."""
+        if module not in self._paths:
+            self._paths[module] = self._find(module)
+        return self._paths[module]
+
+    def _find(self, module: str) -> str:
         top, *rest = module.split(".")
         for folder in _folders(top):
             stem = os.path.join(folder, *rest)
@@ -280,6 +287,11 @@ class Sources:
 
     def _lazy_names(self, package: str) -> dict[str, tuple[str, str]]:
         """Lazy names of a package, and their origin: what it imports under ``if TYPE_CHECKING``."""
+        if package not in self._homes:
+            self._homes[package] = self._read_lazy_names(package)
+        return self._homes[package]
+
+    def _read_lazy_names(self, package: str) -> dict[str, tuple[str, str]]:
         path = self._path(package)
         text = self._text(path) if path.endswith("__init__.py") else None
         homes = {
