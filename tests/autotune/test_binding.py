@@ -20,6 +20,7 @@ from gristmill.autotune.binding import PLANS
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry import default_registry
 from gristmill.runtime import SchedulerConfig
+from tests import forked
 from tests.runtime.oracle import LLAMA, MODELS
 
 NORM = "n=64,x=fp32"
@@ -162,7 +163,9 @@ def test_serving_measures_nothing(tmp_path: Path) -> None:
         "import sys; print(sorted(n for n in sys.modules if n.startswith('gristmill.')"
         " and n.rpartition('.')[2] in ('floor', 'timing', 'clock', 'gpu_clock', 'disturbance', 'reading')))"
     )
-    assert fresh(code).splitlines() == ["3", "[]"]
+    process = forked.run("-c", code)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == ["3", "[]"]
     assert not list(tmp_path.rglob("ceilings.json"))
     records = json.loads((tmp_path / "cache" / "store.json").read_text(encoding="utf-8"))
     assert records["verified"] and records["timed"] == []

@@ -29,6 +29,7 @@ from gristmill.kernel_registry.registry import Registry, default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.store import Store, Verification, config_key, target_key
 from gristmill.kernel_registry.target import Target
+from tests import forked
 
 OP = default_registry().op("rms_norm")
 PROBLEM = OP.problem("m=4,n=64,x=fp32")
@@ -423,12 +424,7 @@ def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
         "from gristmill.kernel_registry.store import Verification; writer = _Writer(Path(sys.argv[1])); writer.due = 1e9 * 1e9; "
         "writer.add(Verification('o', 'k', '', '', '', 't', '', ok=True)); assert not Path(sys.argv[1]).exists()"
     )
-    path = os.pathsep.join(filter(None, sys.path))
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "store.json")],
-        check=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    assert forked.run("-c", code, str(tmp_path / "store.json")).returncode == 0
     assert len(Store.read(tmp_path / "store.json").verifications) == 1
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from gristmill.autotune.store import save
 from gristmill.kernel_registry.store import Store, Timing
+from tests import forked
 
 EACH = 12
 WRITER = """
@@ -36,8 +37,8 @@ for index in range(int(sys.argv[3])):
 """
 
 
-def start(code: str, *arguments: object, **more: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(more)
+def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
@@ -120,9 +121,10 @@ def test_serving_goes_on_from_defaults_with_one_warning(
     store.write_text(damage(store.read_text()))
     damaged = store.read_text()
     (tmp_path / "policy.toml").write_text(f'cache = "{cache}"\n')
-    serving = start(SERVE, GRISTMILL_POLICY=str(tmp_path / "policy.toml"))
-    out, stderr = serving.communicate(timeout=120)
-    assert serving.returncode == 0 and out == "served\n", stderr
+    environment = {**os.environ, "GRISTMILL_POLICY": str(tmp_path / "policy.toml")}
+    serving = forked.run("-c", SERVE, env=environment)
+    stderr = serving.stderr
+    assert serving.returncode == 0 and serving.stdout == "served\n", stderr
     warned = [text for text in stderr.splitlines() if "Warning" in text]
     if line:
         assert (

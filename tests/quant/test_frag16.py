@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, numeric, pack, quantize, unpack
+from tests import forked
 from tests.quant.oracle import act_order, variants, weight
 
 LAYOUTS = tuple(default_registry().layout(f"{name}_frag16_v1") for name in ("w4", "f4", "w8"))
@@ -273,13 +272,6 @@ def test_the_packing_kernel_agrees_with_torch() -> None:
         f"for case in {KERNEL_CASES}:\n    a, b = packed_by_the_kernel(*case)\n    assert torch.equal(a, b), case\n"
     )
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    process = forked.run("-c", code, cwd=root, env=environment, path=(root, root / "src"))
     assert process.returncode == 0, process.stderr[-2000:]
