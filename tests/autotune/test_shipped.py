@@ -10,6 +10,7 @@ import pytest
 
 from gristmill.autotune.store import save
 from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.plan import make_plan
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -28,13 +29,13 @@ GEMM = tuple(name for name, schedule_name in SCHEDULES.items() if schedule_name 
 BUILD = Build.of({"torch": "2.13.0", "triton": "3.9.0"}, cuda_archs=("sm_90a",), triton_backends=("cuda",))
 
 
-def chosen(text: str, target: str, store: Store) -> Selection:
+def chosen(text: str, target: str, store: Store, build: Build = BUILD) -> Selection:
     return select(
         OP,
         OP.problem(text),
         default_registry().kernels_of("linear"),
         Target.parse(target),
-        BUILD,
+        build,
         store,
         Policy(),
         foreign=True,
@@ -101,6 +102,28 @@ def test_a_table_problem_is_selected_by_measured_time(scheme: str) -> None:
             key=lambda t: t.us,
         )
         assert dict(best.config or {}) == dict(record.config)
+
+
+def test_shipped_times_stay_measured_when_code_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of instances that is edited changes the hash of every kernel that reads it, and no shipped time."""
+    text = "m=1,n=28672,k=4096,w=int4_g128"
+    record = min((t for t in shipped_times() if t.problem == str(OP.problem(text))), key=lambda t: t.us)
+    packages = dict(part.split("=") for part in record.toolchain.split(","))
+    same = Build.of(
+        {name: packages[name] for name in ("torch", "triton")},
+        cuda_archs=("sm_90a",),
+        triton_backends=("cuda",),
+        python=packages["py"],
+        library=packages["lib"],
+        driver=packages["driver"],
+    )
+    assert same.key() == record.toolchain
+    monkeypatch.setattr(Kernel, "code_hash", lambda *given, **more: "of edited sources")
+    for code, source in (("", "measured"), ("of yesterday", "near")):
+        store = Store()
+        store.add(replace(record, code=code))
+        best = chosen(text, "h200", store, same).best
+        assert best is not None and (best.kernel.name, best.source) == (record.kernel, source)
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "nvfp4", "mxfp4", "int8_ch", "fp8_block"])
