@@ -105,6 +105,8 @@ def test_the_command_measures_and_writes(tmp_path: Path) -> None:
             "cpu",
             "--minutes",
             "1",
+            "--workers",
+            "1",
             "--results",
             str(path),
             "--json",

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALE = ROOT / "tests" / "packaging" / "_scale_sm90.cu"
-PERMUTE = "kernels/moe/_permute_cpu.cpp"  # the smallest core
+SMALLEST = ("-DGRISTMILL_CPU_SOURCES=kernels/moe/_permute_cpu.cpp", "-DGRISTMILL_CPU_LEVELS=base")
+"""Of the CPU's library the smallest core at one level."""
 
 needs_cmake = pytest.mark.skipif(
     shutil.which("cmake") is None or shutil.which("ninja") is None, reason="cmake and ninja"
@@ -63,7 +64,7 @@ def status_line(process: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_off(tmp_path: Path) -> None:
-    process = configure(tmp_path, "-DGRISTMILL_CUDA=off", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
+    process = configure(tmp_path, "-DGRISTMILL_CUDA=off", *SMALLEST)
     assert "off, by GRISTMILL_CUDA" in status_line(process)
     assert not (tmp_path / "_lib" / "manifest.json").exists(), "nothing is built yet"
     subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
@@ -98,7 +99,7 @@ def test_without_nvcc(tmp_path: Path) -> None:
 
 @needs_nvcc
 def test_kernel_is_compiled_embedded_and_loadable(tmp_path: Path) -> None:
-    options = (f"-DGRISTMILL_SM90_SOURCES={SCALE}", f"-DGRISTMILL_CPU_SOURCES={PERMUTE}")
+    options = (f"-DGRISTMILL_SM90_SOURCES={SCALE}", *SMALLEST)
     process = configure(tmp_path, "-DGRISTMILL_CUDA=on", *options)
     assert "sm_90a by nvcc" in status_line(process)
     subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
