@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from tests.runtime.oracle import MODELS
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    """The default policy, with a cache for this run."""
-    return Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
+    """The default policy, with a cache for this run, which workers of pytest-xdist share: one verifies, the others read."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return Policy(cache=str(folder / "gristmill"))
 
 
 @pytest.fixture(scope="session")
