@@ -51,6 +51,17 @@ def test_each_has_its_own_environment_folder_and_modules(tmp_path: Path) -> None
     assert run("-m", "gm_forked", env={"GM_X": "4"}).returncode == 1
 
 
+def test_a_program_that_is_interrupted_leaves_the_next_one_its_own_answer() -> None:
+    previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("interrupted"))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(pytest.fail.Exception, match="interrupted"):
+            run("-c", "import time; time.sleep(1); raise SystemExit(5)")
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert run("-c", "print(7)").stdout == "7\n"
+
+
 def test_nothing_but_torch_is_imported_beforehand() -> None:
     modules = run("-c", "import sys; print(*sys.modules)").stdout.split()
     assert "torch" in modules and not {"triton", "transformers", "gristmill.ops"} & {*modules}
