@@ -60,6 +60,10 @@ def rendezvous(
     if group is None:
         raise RuntimeError("torch.distributed made no group of all ranks")
     join(name, group, on_call)
+    if device == "cuda":
+        from gristmill.kernels.collective.symmetric import share
+
+        share(name, group, seconds)
 
 
 def enter(name: str, world: int) -> ProcessGroup:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
-from gristmill.runtime.layers.linear import Linear, SumOfRanks
+from gristmill.runtime.layers.linear import Linear, Summand
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
@@ -43,10 +43,10 @@ class ClampedExperts:
         self.gate_up = _Product(plans, weights, f"{name}.experts.gate_up", moe.top_k)
         self.down = _Product(plans, weights, f"{name}.experts.down", 0)
         self.combine = plans.bind("combine", top_k=moe.top_k, h=self.down.rows, x=plans.x)
-        self.sum = SumOfRanks(plans, self.down.rows) if weights.is_partial(down) else None
+        self.is_partial = weights.is_partial(down)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
+    def __call__(self, x: Tensor) -> Tensor | Summand:
+        """x [tokens, hidden] -> [tokens, hidden], to be summed by the caller if ranks share the experts."""
         tokens, moe = x.shape[0], self.moe
         scores = x.new_empty(tokens, moe.top_k, dtype=torch.float32)
         ids = x.new_empty(tokens, moe.top_k, dtype=torch.int32)
@@ -64,7 +64,7 @@ class ClampedExperts:
         inner = (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(x.dtype)
         rows, out = self.down(inner, offsets, None, owner), x.new_empty(x.shape)
         self.combine(rows, inverse, scores, out)
-        return out if self.sum is None else self.sum(out)
+        return Summand(out) if self.is_partial else out
 
 
 class _Product:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple, overload
+
 import torch
 from torch import Tensor
 
@@ -99,6 +101,15 @@ class SplitLinear:
         return out
 
 
+class Summand(NamedTuple):
+    """What a layer returns if it leaves its sum over the ranks to the caller: to the norm after it (`RMSNorm.add`), for example.
+
+    x: [tokens, hidden], contiguous, of this rank.
+    """
+
+    x: Tensor
+
+
 class SumOfRanks:
     """x of every rank becomes the sum over all ranks, in place. columns: of x."""
 
@@ -110,6 +121,17 @@ class SumOfRanks:
         """x [tokens, columns], contiguous; returned."""
         self.plan(x, self.mesh.group, self.mesh.world)
         return x
+
+
+class SummandLinear:
+    """A linear layer whose columns the ranks share, without a bias: the product of this rank."""
+
+    def __init__(self, part: Linear | SplitLinear) -> None:
+        self.part, self.target = part, part.target
+
+    def __call__(self, x: Tensor) -> Summand:
+        """x [tokens, K of this rank] -> [tokens, N]."""
+        return Summand(self.part(x))
 
 
 class SummedLinear:
@@ -126,20 +148,31 @@ class SummedLinear:
         return y if self.bias is None else y.add_(self.bias)
 
 
+@overload
+def load_linear(
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., summed: Literal[True] = ...
+) -> Linear | SplitLinear | SummedLinear: ...
+
+
+@overload
+def load_linear(
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., summed: bool
+) -> Linear | SplitLinear | SummedLinear | SummandLinear: ...
+
+
 def load_linear(
     plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False, summed: bool = True
-) -> Linear | SplitLinear | SummedLinear:
+) -> Linear | SplitLinear | SummedLinear | SummandLinear:
     """The linear layer of a parameter, with a bias if the table has ``TARGET.bias``.
 
-    summed: False leaves the sum over the ranks to the caller, if they share its columns; such a layer has no bias.
+    summed: False leaves the sum over the ranks, if they share its columns, to the caller, who gets a `Summand`. A bias is added after
+    the sum: a layer that has one sums by itself.
     """
-    partial = weights.is_partial(target)
     parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
-    if partial and summed:
-        return SummedLinear(plans, _linear(plans, parts, None, target, silu_mul), bias)
-    if partial and bias is not None:
-        raise ValueError(f"{target} has a bias, which each rank would add")
-    return _linear(plans, parts, bias, target, silu_mul)
+    if not weights.is_partial(target):
+        return _linear(plans, parts, bias, target, silu_mul)
+    part = _linear(plans, parts, None, target, silu_mul)
+    return SummedLinear(plans, part, bias) if summed or bias is not None else SummandLinear(part)
 
 
 def _linear(

@@ -17,7 +17,7 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.layers.linear import Linear, load_linear
+from gristmill.runtime.layers.linear import Linear, Summand, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -25,10 +25,18 @@ from gristmill.runtime.loader.weights import Weights
 
 
 class LatentAttention:
-    """Down-projections to latents, rotary embedding, cache write, attention, output projection."""
+    """Down-projections to latents, rotary embedding, cache write, attention, output projection. summed: as of `load_linear`."""
 
     def __init__(
-        self, c: ModelConfig, mla: MlaConfig, plans: Plans, weights: Weights, name: str, rope: Rope
+        self,
+        c: ModelConfig,
+        mla: MlaConfig,
+        plans: Plans,
+        weights: Weights,
+        name: str,
+        rope: Rope,
+        *,
+        summed: bool = True,
     ) -> None:
         if plans.cache_format.quantized:
             raise UsageError(
@@ -50,7 +58,7 @@ class LatentAttention:
         self.w_k = per_head[:, : mla.nope_dim].contiguous()
         self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()
         plans.own(self.w_k, self.w_v)
-        self.out = load_linear(plans, weights, f"{name}.out")
+        self.out = load_linear(plans, weights, f"{name}.out", summed=summed)
         self.rotate = plans.bind(
             "rotary_embedding",
             hq=c.num_heads,
@@ -80,7 +88,7 @@ class LatentAttention:
             x=plans.x,
         )
 
-    def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor | Summand:
         """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
         mla, tokens = self.mla, x.shape[0]
         down = self.latents(x)

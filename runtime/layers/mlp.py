@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gristmill.runtime.layers.linear import load_linear
+from gristmill.runtime.layers.linear import Summand, load_linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
@@ -16,6 +16,6 @@ class MLP:
         self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=True)
         self.down = load_linear(plans, weights, f"{name}.down", summed=summed)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Summand:
         """x [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x))

@@ -11,7 +11,7 @@ from torch import Tensor
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
-from gristmill.runtime.layers.linear import Linear, SumOfRanks
+from gristmill.runtime.layers.linear import Linear, Summand, SumOfRanks
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
@@ -21,9 +21,12 @@ class MixtureOfExperts:
     """Router in float32, routed experts, shared experts as one MLP.
 
     Every rank has the router and all tokens, and runs its own experts; one sum over the ranks completes routed and shared experts.
+    summed: False leaves it to the caller, as of `load_linear`.
     """
 
-    def __init__(self, moe: MoeConfig, plans: Plans, weights: Weights, name: str) -> None:
+    def __init__(
+        self, moe: MoeConfig, plans: Plans, weights: Weights, name: str, *, summed: bool = True
+    ) -> None:
         self.moe = moe
         self.plans = plans
         self.target = f"{name}.experts"
@@ -61,11 +64,13 @@ class MixtureOfExperts:
         self.gate_up = pack(weights.linear(f"{name}.experts.gate_up"), layout).tensors
         plans.own(*self.gate_up, *self.down)
         self.sum = SumOfRanks(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
+        self.summed = summed
         # One sum completes both where the ranks share both.
-        self.joint = self.sum is not None and moe.num_shared > 0 and weights.is_partial(f"{name}.shared.down")
-        self.shared = MLP(plans, weights, f"{name}.shared", summed=not self.joint) if moe.num_shared else None
+        self.shared = None
+        if moe.num_shared:
+            self.shared = MLP(plans, weights, f"{name}.shared", summed=self.sum is None)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Summand:
         """x [tokens, hidden] -> [tokens, hidden]."""
         scores, ids = self.route(x)
         out = x.new_empty(x.shape)
@@ -74,11 +79,13 @@ class MixtureOfExperts:
             ids -= self.first  # those of other ranks are outside the range, and add nothing
         self.experts(x, scores, ids, self.gate_up, self.down, self.inner, scratch, out)
         shared = None if self.shared is None else self.shared(x)
-        if shared is not None and self.joint:
-            out = out + shared
+        if isinstance(shared, Summand):
+            out, shared = out + shared.x, None
         if self.sum is not None:
+            if shared is None and not self.summed:
+                return Summand(out)
             out = self.sum(out)
-        return out if shared is None or self.joint else out + shared
+        return out if shared is None else out + shared
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and ids int32, [tokens, top_k] each, of the chosen experts."""

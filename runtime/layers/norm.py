@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gristmill.runtime.layers.linear import Summand
 from gristmill.runtime.layers.plans import Plans
 
 
@@ -16,6 +17,12 @@ class RMSNorm:
         plans.own(weight)
         self.plan = plans.bind("rms_norm", n=weight.shape[0], x=plans.x)
         self.add_plan = plans.bind("fused_add_rms_norm", n=weight.shape[0], x=plans.x)
+        self.mesh = plans.mesh
+        self.sum_plan = None
+        if self.mesh.world > 1:
+            self.sum_plan = plans.bind(
+                "all_reduce_add_rms_norm", n=weight.shape[0], x=plans.x, world=self.mesh.world
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, N] -> [tokens, N]."""
@@ -23,7 +30,13 @@ class RMSNorm:
         self.plan(x, self.weight, self.eps, out)
         return out
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x in place; returns the norm of the sum, which overwrites x."""
+    def add(self, x: Tensor | Summand, residual: Tensor) -> Tensor:
+        """residual += x in place, the sum of all ranks' x if it is a `Summand`; returns the norm of the residual, which overwrites x."""
+        if isinstance(x, Summand):
+            if self.sum_plan is None:
+                raise ValueError("a summand of several ranks in a model of one")
+            part, mesh = x.x, self.mesh
+            self.sum_plan(part, residual, self.weight, self.eps, mesh.group, mesh.world, part)
+            return part
         self.add_plan(x, residual, self.weight, self.eps, x)
         return x

@@ -13,6 +13,7 @@ from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.clamped_experts import ClampedExperts
+from gristmill.runtime.layers.linear import Summand
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -67,16 +68,18 @@ class Layer:
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = Attention(c, plans, weights, name, rope, c.windows[index])
+        self.attention = Attention(c, plans, weights, name, rope, c.windows[index], summed=False)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
         self.mlp = ClampedExperts(_moe(c), c.extra["swiglu_limit"], plans, weights, name)
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
-        """x: added to the residual [tokens, hidden] first; returns the x of the next layer."""
-        x = self.attention_norm.add(x, residual)
-        x = self.attention(x, batch, cache)
-        x = self.mlp_norm.add(x, residual)
-        return self.mlp(x)
+    def __call__(
+        self, x: Tensor | Summand, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
+    ) -> Tensor | Summand:
+        """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
+        y = self.attention_norm.add(x, residual)
+        x = self.attention(y, batch, cache)
+        y = self.mlp_norm.add(x, residual)
+        return self.mlp(y)
 
 
 class GptOss(Llama):

@@ -13,6 +13,7 @@ from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import embedding_and_head
+from gristmill.runtime.layers.linear import Summand
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
@@ -89,20 +90,22 @@ class Layer:
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = Attention(c, plans, weights, name, rope)
+        self.attention = Attention(c, plans, weights, name, rope, summed=False)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
         self.mlp: MLP | MixtureOfExperts
         if c.moe is not None and c.is_moe_layer(index):
-            self.mlp = MixtureOfExperts(c.moe, plans, weights, name)
+            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, summed=False)
         else:
-            self.mlp = MLP(plans, weights, name)
+            self.mlp = MLP(plans, weights, name, summed=False)
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor:
-        """x: added to the residual [tokens, hidden] first; returns the x of the next layer."""
-        x = self.attention_norm.add(x, residual)
-        x = self.attention(x, batch, cache)
-        x = self.mlp_norm.add(x, residual)
-        return self.mlp(x)
+    def __call__(
+        self, x: Tensor | Summand, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
+    ) -> Tensor | Summand:
+        """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
+        y = self.attention_norm.add(x, residual)
+        x = self.attention(y, batch, cache)
+        y = self.mlp_norm.add(x, residual)
+        return self.mlp(y)
 
 
 class Llama:
@@ -122,8 +125,9 @@ class Llama:
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""
-        x = self.embedding(batch.tokens)
-        residual = x.new_zeros(x.shape)
+        embedded = self.embedding(batch.tokens)
+        residual = embedded.new_zeros(embedded.shape)
+        x: Tensor | Summand = embedded
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x = layer(x, residual, batch, layer_cache)
         return self.norm.add(x, residual)

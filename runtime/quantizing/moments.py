@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.layers.linear import Linear, SplitLinear
+from gristmill.runtime.layers.linear import Summand
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.loader.weights import Weight
 
@@ -87,7 +88,7 @@ class _Experts:
         self.gate_up = table[f"{layer.target}.gate_up"]
         self.down = table[f"{layer.target}.down"]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Summand:
         ids = self.layer.route(x)[1]
         for expert in ids.unique().tolist():
             rows = x[(ids == expert).any(1)].float()

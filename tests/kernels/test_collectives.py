@@ -14,7 +14,8 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.collective.groups import enter, group_of
 
 REGISTRY = default_registry()
-KERNELS = [*REGISTRY.kernels_of("all_reduce"), *REGISTRY.kernels_of("all_gather")]
+OPS = ("all_reduce", "all_reduce_add_rms_norm", "all_gather")
+KERNELS = [k for op in OPS for k in REGISTRY.kernels_of(op) if k.language == "python"]
 SHAPES = ("m=1,n=1", "m=7,n=257,x=fp32", "m=7,n=257", "m=33,n=64,x=fp16")
 
 
@@ -32,7 +33,8 @@ def test_two_ranks_match_the_reference(pair: Gang, kernel: Kernel) -> None:
     for shape in SHAPES:
         outcome = pair.verify(op, kernel, {}, op.problem(f"{shape},world=2"), "cpu")
         assert outcome["ok"], (shape, outcome["reason"])
-        assert outcome["error"] == 0, "the sum of two numbers is rounded once, whatever the order"
+        if "norm" not in op.name:
+            assert outcome["error"] == 0, "the sum of two numbers is rounded once, whatever the order"
 
 
 @pytest.mark.slow

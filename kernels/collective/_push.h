@@ -1,0 +1,217 @@
+// What the all-reduce kernels share: how ranks hand each other vectors of 16 bytes.
+//
+// A rank writes its values into the memory of its peers, where each vector says by itself that it has
+// arrived: memory that waits for values holds kAbsent in every word, which no value has. So there is no
+// barrier and no flag, and a sum takes one crossing of the link. The protocol is that of Lamport-style
+// all-reduce kernels (NVIDIA TensorRT-LLM, allReduceFusion).
+//
+// Three buffers serve calls in turn. Call e uses buffer e % 3 and empties that of call e - 1. A peer writes
+// into the latter in its call e + 2, which follows its call e + 1, which waits for values that this rank
+// sends in its call e + 1, so after the emptying. The number of the call is in device memory: replays of a
+// captured call count, too.
+#pragma once
+#include <cstdint>
+
+#include "gm_cuda.h"
+
+constexpr int kMaxRanks = 8, kBuffers = 3;
+
+struct PushParams {
+  uint64_t peers[kMaxRanks];  // the buffers of each rank, mapped here
+  uint32_t*
+      state;  // number of the call, CTAs that have read it, vectors of the last call, whether one failed
+  uint32_t* failed;  // in host memory: 1 + the rank that did not send in time
+  int64_t limit;     // nanoseconds to wait for a vector
+  int64_t capacity;  // vectors of a buffer
+  int rank, world;
+};
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace push {
+
+constexpr uint32_t kAbsent = 0x80000000u;
+
+__device__ __forceinline__ uint4 peek(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void send(uint4* to, const uint4& v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};"
+               :
+               : "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ bool arrived(const uint4& v) {
+  return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
+}
+
+// The same values without the word kAbsent: -0 (of a pair of 16-bit values, one that stands above a +0)
+// becomes +0. Every rank sums what was sent, its own values too, so that all get the same bits.
+__device__ __forceinline__ uint4 sendable(uint4 v) {
+  v.x = v.x == kAbsent ? 0 : v.x;
+  v.y = v.y == kAbsent ? 0 : v.y;
+  v.z = v.z == kAbsent ? 0 : v.z;
+  v.w = v.w == kAbsent ? 0 : v.w;
+  return v;
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Waits for one vector. A peer that has died must not leave this kernel running: past the limit the failure
+// is noted for the host, and this call and later ones end with whatever there is.
+__device__ __noinline__ uint4 wait(const uint4* from, const PushParams& p, int source) {
+  const uint64_t begin = nanoseconds();
+  uint4 v;
+  for (int tries = 1; !arrived(v = peek(from)); ++tries) {
+    if (tries % 1024 != 0) continue;
+    const bool late = nanoseconds() - begin > uint64_t(p.limit);
+    if (late) {
+      *reinterpret_cast<volatile uint32_t*>(p.failed) = 1u + source;
+      __threadfence_system();
+      atomicExch(p.state + 3, 1u);
+    }
+    if (late || *reinterpret_cast<volatile uint32_t*>(p.state + 3)) return sendable(v);
+  }
+  return v;
+}
+
+template <typename T>
+constexpr int kValues = 16 / sizeof(T);
+
+template <typename T>
+__device__ __forceinline__ void add(float (&sum)[kValues<T>], const uint4& v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      sum[i] += __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(words + i));
+      sum[2 * i] += pair.x, sum[2 * i + 1] += pair.y;
+    } else {
+      sum[2 * i] += __uint_as_float(words[i] << 16),
+          sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 rounded(const float (&sum)[kValues<T>]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      words[i] = __float_as_uint(sum[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// `count` values: fewer than a vector only at the end of the tensor.
+template <typename T>
+__device__ __forceinline__ uint4 load(const T* from, int count = kValues<T>) {
+  if (count >= kValues<T>) return __ldcg(reinterpret_cast<const uint4*>(from));
+  uint4 v{};
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const uint32_t bits = sizeof(T) == 4 ? *reinterpret_cast<const uint32_t*>(from + i)
+                                         : *reinterpret_cast<const uint16_t*>(from + i);
+    const uint32_t shifted = bits << i * sizeof(T) % 4 * 8;
+    const int word = i * sizeof(T) / 4;
+    v.x |= word == 0 ? shifted : 0, v.y |= word == 1 ? shifted : 0, v.z |= word == 2 ? shifted : 0;
+    v.w |= word == 3 ? shifted : 0;
+  }
+  return v;
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* to, const uint4& v, int count = kValues<T>) {
+  if (count >= kValues<T>) {
+    *reinterpret_cast<uint4*>(to) = v;
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const int word = i * sizeof(T) / 4;
+    const uint32_t bits = (word == 0   ? v.x
+                           : word == 1 ? v.y
+                           : word == 2 ? v.z
+                                       : v.w) >>
+                          i * sizeof(T) % 4 * 8;
+    if constexpr (sizeof(T) == 4)
+      *reinterpret_cast<uint32_t*>(to + i) = bits;
+    else
+      *reinterpret_cast<uint16_t*>(to + i) = bits;
+  }
+}
+
+// One call, as a CTA sees it.
+struct Call {
+  const PushParams& p;
+  uint32_t number, last;
+
+  __device__ __forceinline__ explicit Call(const PushParams& params) : p(params) {
+    number = *reinterpret_cast<volatile uint32_t*>(p.state);
+    last = *reinterpret_cast<volatile uint32_t*>(p.state + 2);
+  }
+
+  // Where the values of `source` arrive in the memory of `owner`. stride: vectors of one source.
+  __device__ __forceinline__ uint4* slot(int owner, int source, int64_t stride) const {
+    return reinterpret_cast<uint4*>(p.peers[owner]) + number % kBuffers * p.capacity +
+           (source < owner ? source : source - 1) * stride;
+  }
+
+  // Empties what the last call used, and announces that this CTA has read the call's number; the last CTA
+  // counts it. All threads call it, once they have sent.
+  __device__ __forceinline__ void settle(uint32_t used) const {
+    uint4* old = reinterpret_cast<uint4*>(p.peers[p.rank]) + (number + kBuffers - 1) % kBuffers * p.capacity;
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < last; i += gridDim.x * blockDim.x)
+      old[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicInc(p.state + 1, gridDim.x - 1) == gridDim.x - 1) {
+      p.state[2] = used;
+      p.state[0] = number + 1;
+    }
+  }
+
+  // The sum over all ranks, in rank order, of vector `i` of their slots; own: what this rank has sent.
+  template <typename T, int W>
+  __device__ __forceinline__ void sum(float (&total)[kValues<T>], const uint4& own, int64_t stride,
+                                      int64_t i) const {
+    uint4 v[W];
+#pragma unroll
+    for (int s = 0; s < W; ++s)
+      if (s < p.world && s != p.rank) v[s] = peek(slot(p.rank, s, stride) + i);
+#pragma unroll
+    for (int s = 0; s < W; ++s) {
+      if (s >= p.world) continue;
+      if (s == p.rank)
+        v[s] = own;
+      else if (!arrived(v[s]))
+        v[s] = wait(slot(p.rank, s, stride) + i, p, s);
+      add<T>(total, v[s]);
+    }
+  }
+};
+
+}  // namespace push
+#endif

@@ -1,0 +1,112 @@
+"""All-reduce, residual addition and RMSNorm in one launch in CUDA C++ for Hopper GPUs that can write each other's memory
+(`_all_reduce_add_rms_norm_sm90.cu`, `_push.h`).
+
+The algorithm is that of TensorRT-LLM's allReduceFusion kernels: one-shot, in which memory says by its value that it is written.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.collective.groups import enter
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIGNATURE = (*(c_void_p,) * 5, c_int64, c_int, c_float, *(c_int,) * 4, c_void_p)
+_THREADS = 512
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: str,
+    world: int,
+    out: Tensor,
+) -> None:
+    """x [M, N], residual [M, N] (written in place), weight [N] -> out [M, N]."""
+    import torch
+
+    enter(group, world)
+    memory = symmetric(group)
+    for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("out", out)):
+        if tensor.data_ptr() % 16:
+            raise ValueError(
+                f"all_reduce_add_rms_norm: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
+            )
+    code = cuda_function("gm_all_reduce_add_rms_norm_sm90", "sm_90a", _SIGNATURE)(
+        memory.address,
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        eps,
+        DTYPE_CODES[dtype_name(x.dtype)],
+        config["each"],
+        memory.sms,
+        x.get_device(),
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    check(code, "all_reduce_add_rms_norm_sm90")
+
+
+def accepts(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    (m, n), world, x = problem.integers("m", "n"), problem.integer("world"), problem.text("x")
+    if not 2 <= world <= RANKS:
+        return f"made for 2 to {RANKS} ranks, not {world}"
+    if x not in ("fp16", "bf16"):
+        return f"takes fp16 or bf16, not {x}"
+    if n % 8 or n > 16 * _THREADS:
+        return f"made for rows of up to {16 * _THREADS} values, a multiple of 8, not {n}"
+    received = (world - 1) * m * n * 2
+    if received > BUFFER_BYTES:
+        return f"a rank receives {received} bytes, more than the {BUFFER_BYTES} of its memory"
+    return None
+
+
+def config(problem: Problem, target: Target) -> dict[str, int]:
+    """each: vectors of 16 bytes per thread. One, where a CTA has enough threads: all of a row is on its way at once."""
+    return {"each": 1 if problem.integer("n") <= 8 * _THREADS else 2}
+
+
+def space(problem: Problem, target: Target) -> list[dict[str, int]]:
+    """Vectors per thread."""
+    return [{"each": each} for each in (1, 2) if problem.integer("n") <= 8 * each * _THREADS]
+
+
+KERNEL = Kernel(
+    op="all_reduce_add_rms_norm",
+    name="all_reduce_add_rms_norm_sm90",
+    provider="gristmill",
+    language="cuda",
+    target=f"{__name__}:launch",
+    requires=Requirement(
+        features=(frozenset({"wgmma", "tma"}),),
+        vendors=("nvidia",),
+        code="cuda:sm_90a",
+        packages=(("torch", "2.11"),),
+    ),
+    summary="one-shot all-reduce without a barrier; a CTA per row keeps the sums in registers for the norm",
+    accepts=accepts,
+    config=config,
+    space=space,
+    batch_invariant=True,
+    waits=True,
+    triggers=True,
+    priority=60,
+    proven="sm_90: H200",
+)

@@ -1,0 +1,138 @@
+"""All-reduce in CUDA C++ for Hopper GPUs that can write each other's memory, in one launch (`_all_reduce_sm90.cu`, `_push.h`).
+
+The algorithms are those of the custom all-reduce kernels of TensorRT-LLM and vLLM: one-shot, and two-shot (reduce-scatter, then
+all-gather). The sum has the order of ranks, in float32, so all ranks get the same bits, for any number of rows.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.collective.groups import enter
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
+from gristmill.kernels.common import DTYPE_CODES, ITEM_BYTES, dtype_name
+from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIGNATURE = (c_void_p, c_void_p, c_int64, *(c_int,) * 5, c_void_p)
+
+
+def launch(config: Config, x: Tensor, group: str, world: int) -> None:
+    """x [M, N], in place."""
+    import torch
+
+    enter(group, world)
+    memory = symmetric(group)
+    if x.data_ptr() % 16:
+        raise ValueError(f"all_reduce: x must begin at a multiple of 16 bytes, got address {x.data_ptr():#x}")
+    code = cuda_function("gm_all_reduce_sm90", "sm_90a", _SIGNATURE)(
+        memory.address,
+        x.data_ptr(),
+        x.numel(),
+        DTYPE_CODES[dtype_name(x.dtype)],
+        config["shots"],
+        config["threads"],
+        memory.sms,
+        x.get_device(),
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    check(code, "all_reduce_sm90")
+
+
+def _received(problem: Problem, shots: int) -> int:
+    """Bytes that a rank receives from the others, whole vectors of 16 bytes."""
+    (m, n), world = problem.integers("m", "n"), problem.integer("world")
+    vectors = -(-m * n * ITEM_BYTES[problem.text("x")] // 16)
+    return 16 * (world - 1) * (vectors if shots == 1 else 2 * -(-vectors // world))
+
+
+def _accepts(problem: Problem, shots: int) -> str | None:
+    world = problem.integer("world")
+    if not 2 <= world <= RANKS:
+        return f"made for 2 to {RANKS} ranks, not {world}"
+    received = _received(problem, shots)
+    if received > BUFFER_BYTES:
+        return f"a rank receives {received} bytes, more than the {BUFFER_BYTES} of its memory"
+    return None
+
+
+def accepts_one(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    return _accepts(problem, 1)
+
+
+def accepts_two(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    return _accepts(problem, 2)
+
+
+def config_one(problem: Problem, target: Target) -> dict[str, int]:
+    """Small calls in more CTAs: each vector crosses the link on its own."""
+    return {"shots": 1, "threads": 128 if _received(problem, 1) <= 256 << 10 else 512}
+
+
+def config_two(problem: Problem, target: Target) -> dict[str, int]:
+    """As one-shot."""
+    return {"shots": 2, "threads": 128 if _received(problem, 2) <= 256 << 10 else 512}
+
+
+def space_one(problem: Problem, target: Target) -> list[dict[str, int]]:
+    """Threads per CTA."""
+    return [{"shots": 1, "threads": threads} for threads in (128, 256, 512)]
+
+
+def space_two(problem: Problem, target: Target) -> list[dict[str, int]]:
+    """Threads per CTA."""
+    return [{"shots": 2, "threads": threads} for threads in (128, 256, 512)]
+
+
+_HOPPER = Requirement(
+    features=(frozenset({"wgmma", "tma"}),),
+    vendors=("nvidia",),
+    code="cuda:sm_90a",
+    packages=(("torch", "2.11"),),
+)
+
+KERNELS = (
+    Kernel(
+        op="all_reduce",
+        name="all_reduce_one_shot_sm90",
+        provider="gristmill",
+        language="cuda",
+        target=f"{__name__}:launch",
+        requires=_HOPPER,
+        summary="every rank writes its values into the memory of all others, which wait for each vector; no barrier",
+        accepts=accepts_one,
+        config=config_one,
+        space=space_one,
+        batch_invariant=True,
+        waits=True,
+        triggers=True,
+        priority=60,
+        proven="sm_90: H200",
+    ),
+    Kernel(
+        op="all_reduce",
+        name="all_reduce_two_shot_sm90",
+        provider="gristmill",
+        language="cuda",
+        target=f"{__name__}:launch",
+        requires=_HOPPER,
+        summary="every rank adds a part of x and sends the sums to all others; values wait in memory as in the one-shot kernel",
+        accepts=accepts_two,
+        config=config_two,
+        space=space_two,
+        batch_invariant=True,
+        waits=True,
+        triggers=True,
+        priority=55,
+        proven="sm_90: H200",
+    ),
+)

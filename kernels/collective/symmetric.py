@@ -1,0 +1,122 @@
+"""Memory that the GPUs of a group write into: allocated and mapped by torch's symmetric memory, once per group.
+
+`_push.h` says how the kernels use it. Ranks get it together, when they join the group on GPUs.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+RANKS = 8
+"""Most ranks of a group (kMaxRanks)."""
+BUFFERS = 3
+BUFFER_BYTES = 8 << 20
+"""Bytes that a rank receives in one call."""
+_ABSENT = -(2**31)
+
+
+class PushParams(Structure):
+    """The struct of `_push.h`."""
+
+    _fields_ = (
+        ("peers", c_uint64 * RANKS),
+        ("state", c_void_p),
+        ("failed", c_void_p),
+        ("limit", c_int64),
+        ("capacity", c_int64),
+        ("rank", c_int),
+        ("world", c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """The memory of one group on this rank. sms: multiprocessors of its device."""
+
+    params: PushParams
+    sms: int
+    seconds: float
+    failed: Tensor
+    holds: tuple[object, ...]
+
+    @property
+    def address(self) -> Any:
+        """Of `params`, for a launch."""
+        return byref(self.params)
+
+    def check(self) -> None:
+        """RuntimeError if a rank did not send its values in time in a call that has ended."""
+        if source := int(self.failed[0]):
+            raise RuntimeError(
+                f"rank {source - 1} sent nothing for {self.seconds:.0f} s to a collective call of rank {self.params.rank}: it has "
+                "ended or hangs. The results since then are wrong, and the group cannot be used any more; start its processes again"
+            )
+
+
+_MEMORY: dict[str, Symmetric | str] = {}
+
+
+def share(name: str, group: ProcessGroup, seconds: float) -> None:
+    """Allocate and map the memory of a group, whose rank r has the CUDA device r. A collective call.
+
+    seconds: how long a kernel waits for the values of another rank. Where devices cannot write each other's memory, `symmetric` says so.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm_mem
+
+    rank, world = group.rank(), group.size()
+    if world > RANKS:
+        _MEMORY[name] = f"made for up to {RANKS} ranks, not {world}"
+        return
+    # Every rank tests all pairs, so that all come to the same end.
+    apart = [
+        (a, b)
+        for a in range(world)
+        for b in range(world)
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        _MEMORY[name] = "GPU {} cannot access the memory of GPU {}".format(*apart[0])
+        return
+    device = torch.device("cuda", rank)
+    memory = symm_mem.empty(BUFFERS * BUFFER_BYTES // 4, dtype=torch.int32, device=device)
+    handle = symm_mem.rendezvous(memory, group)
+    memory.fill_(_ABSENT)
+    state = torch.zeros(4, dtype=torch.int32, device=device)
+    failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    params = PushParams(
+        state=state.data_ptr(),
+        failed=failed.data_ptr(),
+        limit=int(seconds * 1e9),
+        capacity=BUFFER_BYTES // 16,
+        rank=rank,
+        world=world,
+    )
+    params.peers[:world] = handle.buffer_ptrs
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody sends into memory that is not empty yet
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    _MEMORY[name] = Symmetric(params, sms, seconds, failed, (memory, handle, state))
+
+
+def symmetric(name: str) -> Symmetric:
+    """The memory of a group; RuntimeError if it has none, or if a rank has failed."""
+    memory = _MEMORY.get(name, "it is not a group of CUDA devices")
+    if isinstance(memory, str):
+        raise RuntimeError(f"group {name!r} has no symmetric memory: {memory}")
+    memory.check()
+    return memory
+
+
+def check(name: str) -> None:
+    """RuntimeError if a collective call of the group has ended without the values of a rank. Reads host memory only."""
+    memory = _MEMORY.get(name)
+    if isinstance(memory, Symmetric):
+        memory.check()
