@@ -1,4 +1,4 @@
-"""Verification of collective operations: one child process per rank, all of which run the same task at the same time.
+"""Verification and timing of collective operations: one child process per rank, all of which run the same task at the same time.
 
 Every rank generates its own arguments, calls the kernel and the reference together with the others, and compares its own result. The
 kernel is right if it is right on every rank.
@@ -19,7 +19,7 @@ from gristmill.kernel_registry.problem import Problem
 
 
 class Gang:
-    """`world` child processes that verify together, with the interface of `Worker`. On GPUs rank r has device r."""
+    """`world` child processes that verify and time together, with the interface of `Worker`. On GPUs rank r has device r."""
 
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
         self.world = world
@@ -31,15 +31,30 @@ class Gang:
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
         """As `Worker.verify`: the outcome of the first rank on which the kernel failed, or that of rank 0. One thread at a time."""
         with self._mutex:
-            return self._verify(op, kernel, config, problem, device)
+            return self._together(op, kernel, config, problem, device)[0]
 
-    def _verify(
-        self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str
+    def time(
+        self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, rounds: int
     ) -> dict[str, Any]:
+        """As `verify`, with the times of the slowest rank: ``times``, by timing mode, microseconds per call of each round."""
+        with self._mutex:
+            outcomes = self._together(op, kernel, config, problem, device, rounds)
+        if not outcomes[0]["ok"]:
+            return outcomes[0]
+        ranks = [outcome["times"] for outcome in outcomes]
+        slowest = {
+            mode: [max(us) for us in zip(*(own[mode] for own in ranks), strict=True)] for mode in ranks[0]
+        }
+        return outcomes[0] | {"times": slowest}
+
+    def _together(
+        self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, rounds: int = 0
+    ) -> list[dict[str, Any]]:
+        """The outcomes of all ranks, or the one of a failure."""
         kind = device.partition(":")[0]
         missing = self._missing_devices(kind)
         if missing:
-            return {"ok": False, "error": None, "tolerance": None, "reason": missing, "judged": False}
+            return [{"ok": False, "error": None, "tolerance": None, "reason": missing, "judged": False}]
         if not all(worker.is_alive for worker in self._workers):
             self.close()
         if not self._workers:
@@ -51,17 +66,18 @@ class Gang:
             ]
         try:
             for rank, worker in enumerate(self._workers):
-                worker.send(op, kernel, config, problem, kind if kind == "cpu" else f"{kind}:{rank}")
+                own = kind if kind == "cpu" else f"{kind}:{rank}"
+                worker.send(op, kernel, config, problem, own, rounds)
             outcomes = [worker.receive() for worker in self._workers]
         except BaseException:
             self.close()
             raise
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if not outcome["ok"]]
         if not failed:
-            return outcomes[0]
+            return outcomes
         self.close()  # the ranks may not be at the same place any more
         rank, outcome = failed[0]
-        return outcome | {"reason": f"rank {rank}: {outcome['reason']}"}
+        return [outcome | {"reason": f"rank {rank}: {outcome['reason']}"}]
 
     def close(self) -> None:
         """End the children."""

@@ -49,8 +49,10 @@ class Worker:
             self.close()  # a fault persists in the device context and would be attributed to the next kernel
         return outcome
 
-    def send(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> None:
-        """Start a verification; `receive` returns its outcome."""
+    def send(
+        self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, rounds: int = 0
+    ) -> None:
+        """Start a verification, or with rounds, of a gang's rank, its timing; `receive` returns the outcome."""
         process = self._alive()
         task = {
             "op": op.name,
@@ -58,6 +60,7 @@ class Worker:
             "config": dict(config),
             "problem": str(problem),
             "device": device,
+            "rounds": rounds,
         }
         assert process.stdin is not None
         try:
@@ -182,6 +185,7 @@ def _pump(stream: IO[str], outcomes: queue.Queue[str | None]) -> None:
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
+    from gristmill.autotune.gang_timing import time_together
     from gristmill.autotune.verify import Verifier, verify
 
     # Kernels and libraries may print; the pipe to the parent carries outcomes only.
@@ -202,6 +206,13 @@ def main() -> None:
         op = registry.op(task["op"])
         kernel = registry.kernel(op.name, task["kernel"])
         try:
+            if task["rounds"]:
+                times = time_together(
+                    op, kernel, task["config"], op.problem(task["problem"]), task["device"], task["rounds"]
+                )
+                output.write(json.dumps({"ok": True, "judged": True, "reason": "", "times": times}) + "\n")
+                output.flush()
+                continue
             outcome = check(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
             error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
             message = {
@@ -213,6 +224,10 @@ def main() -> None:
             }
         except UnverifiableError as fault:
             message = _failure(str(fault), judged=False)
+        except Exception as fault:
+            if not task["rounds"]:
+                raise
+            message = _failure(f"{type(fault).__name__}: {fault}")
         output.write(json.dumps(message) + "\n")
         output.flush()
 

@@ -2,8 +2,8 @@
 
 `step`: a step of the engine as a caller sees it: scheduling, inputs to the device, the decode graph, sampled ids back. `device`: the
 graph alone, replayed back to back. `linear`: the model's linear layers alone, in the model's order, as a graph of their own; `head`:
-the logits head likewise. Weights of a large model do not stay in a cache from one replay to the next. `floor`: the bytes of weights
-over the measured read bandwidth of the device.
+the logits head likewise; `norm`: the norms between the blocks, which complete the sums over ranks. Weights of a large model do not stay
+in a cache from one replay to the next. `floor`: the bytes of weights over the measured read bandwidth of the device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.decode_graphs import LARGEST, padded
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.explain import explain_plans, summarize
-from gristmill.runtime.layers.linear import Linear, SplitLinear
+from gristmill.runtime.layers.linear import Linear, SplitLinear, Summand
+from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model, families, model_table
+from gristmill.runtime.parallel.mesh import ALONE, Mesh
 from gristmill.runtime.quantizing.moments import find_linears
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
@@ -68,14 +70,16 @@ def measure_decode(
     steps: int,
     device: str,
     policy: Policy | None = None,
+    mesh: Mesh = ALONE,
 ) -> Iterator[dict[str, Any]]:
     """A row for each batch: milliseconds per step, with samples, and what they consist of.
 
-    quant: of linear weights; ``bf16`` keeps them. context: tokens of a prompt; `steps` steps follow it and are measured.
+    quant: of linear weights; ``bf16`` keeps them. context: tokens of a prompt; `steps` steps follow it and are measured. mesh: of a rank; all
+    ranks of a group measure together.
     """
     begin = time.perf_counter()
     with torch.inference_mode():
-        model = random_model(config, "bf16", None if quant == "bf16" else quant, device, policy)
+        model = random_model(config, "bf16", None if quant == "bf16" else quant, device, policy, mesh=mesh)
     _wait(device)
     made = time.perf_counter() - begin
     for batch in batches:
@@ -130,11 +134,12 @@ def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) 
     whole = _samples(_graph_of(runner, batch, context), device)
     linear = _samples(_captured(lambda: [layer(inputs[layer]) for layer in linears], device), device)
     head = _samples(_captured(lambda: model.head(inputs[model.head]), device), device)  # type: ignore[attr-defined]
+    norm = _samples(_captured(_norms(model, rows), device), device)
     weights = sum(_bytes(layer) for layer in linears)
     head_bytes = _bytes(model.head)  # type: ignore[attr-defined]
     cached = batch * context * token_bytes(model.config, model.plans.dtype)
     rate = ceilings(device).read_gbs
-    ms = {"device_ms": whole, "linear_ms": linear, "head_ms": head}
+    ms = {"device_ms": whole, "linear_ms": linear, "head_ms": head, "norm_ms": norm}
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in ms.items()}
     return medians | {
         "linear_share": medians["linear_ms"] / medians["device_ms"],
@@ -156,6 +161,19 @@ def _graph_of(runner: Runner, batch: int, context: int) -> Callable[[], Any]:
         raise ValueError("the runner has no decode graphs")
     graph = decode.graph(batch, context + 1)
     return graph.graph.replay if graph.captured else lambda: decode.compute(graph)
+
+
+def _norms(model: Model, rows: int) -> Callable[[], Any]:
+    """The norms that add to the residual, in the model's order, each on its own rows; of several ranks, on what they sum."""
+    norms = [norm for layer in model.layers for norm in vars(layer).values() if isinstance(norm, RMSNorm)]  # type: ignore[attr-defined]
+    norms.append(model.norm)  # type: ignore[attr-defined]
+    plans = model.plans
+    x, residual = (
+        torch.zeros(rows, model.config.hidden_size, dtype=plans.dtype, device=plans.device) for _ in range(2)
+    )
+    first, *others = norms
+    part = Summand(x) if plans.mesh.world > 1 else x
+    return lambda: [first.add(x, residual), *(norm.add(part, residual) for norm in others)]
 
 
 def _input(layer: Linear | SplitLinear, rows: int, model: Model) -> torch.Tensor:

@@ -23,6 +23,7 @@ from gristmill.bench.problems import (
     problem_options,
     workloads,
 )
+from gristmill.bench.rank_rows import rank_rows
 from gristmill.bench.result_file import write
 from gristmill.kernel_registry.registry import default_registry
 
@@ -44,6 +45,12 @@ from gristmill.kernel_registry.registry import default_registry
     "--config",
     metavar="A=1,B=2",
     help="With one kernel in --kernels: its configuration, instead of the default one.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Of collective operations: N processes, on a GPU each, or on the CPU. The time is that of the slowest.",
 )
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option("--seconds", type=Finite(0.01), default=0.5, show_default=True, help="Time spent on each row.")
@@ -77,6 +84,7 @@ def bench(
     kernels: str | None,
     baseline: str | None,
     config: str | None,
+    ranks: int | None,
     target: str | None,
     seconds: float,
     quick: bool,
@@ -88,6 +96,7 @@ def bench(
 
     \b
     kernelbench bench rms_norm --problem "m=1|64,n=4096" --baseline rms_norm_torch
+    kernelbench bench all_reduce --ranks 2 --problem "m=1|8|32|128|512,n=4096"
     kernelbench bench --model llama-3-8b --tp 2 --weights int4_g128 --mix decode --baseline "*_torch"
 
     \b
@@ -116,6 +125,7 @@ def bench(
     here_or_refuse(here)
     if save:
         store_to_write(here.policy.store_path)
+    problem_texts = _of_ranks(op_name, problem_texts, ranks)
     work = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
     ops = [*dict.fromkeys(one.op for one in work)]
     held = chosen(ops, kernels, here)
@@ -137,16 +147,19 @@ def bench(
             if config is not None
             else None
         )
-        made = kernel_rows(
-            one.op,
-            one.problem,
-            held[one.op.name],
-            here,
-            baseline=base,
-            seconds=seconds,
-            all_timings=not quick,
-            configs=configs,
-        )
+        if one.op.world(one.problem) > 1:
+            made = rank_rows(one.op, one.problem, held[one.op.name], here, baseline=base, configs=configs)
+        else:
+            made = kernel_rows(
+                one.op,
+                one.problem,
+                held[one.op.name],
+                here,
+                baseline=base,
+                seconds=seconds,
+                all_timings=not quick,
+                configs=configs,
+            )
         made += [
             gap_row(one.op, one.problem, name, why)
             for name, why in unwrapped(one.op, here).items()
@@ -166,6 +179,21 @@ def bench(
         _print(work, rows, here, baseline)
     if any(row["wrong"] for row in rows):
         click.get_current_context().exit(1)
+
+
+def _of_ranks(op_name: str | None, texts: tuple[str, ...], ranks: int | None) -> tuple[str, ...]:
+    """The problems of a collective operation with the number of ranks; UsageError for another operation."""
+    if ranks is None:
+        return texts
+    op = default_registry().op(op_name) if op_name is not None else None
+    if op is None or op.ranks is None:
+        raise click.UsageError("--ranks is of collective operations: name one, such as all_reduce")
+    own = texts or tuple(
+        dict.fromkeys(str(op.problem(text).with_values(**{op.ranks: None})) for text in op.bench)
+    )
+    if any(f"{op.ranks}=" in text for text in own):
+        raise click.UsageError(f"give the number of ranks once, by --ranks or by {op.ranks} in --problem")
+    return tuple(f"{text},{op.ranks}={ranks}" for text in own)
 
 
 def _print(work: list[Workload], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:

@@ -42,6 +42,9 @@ from gristmill.bench.result_file import write
 @click.option(
     "--steps", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Steps to measure."
 )
+@click.option(
+    "--ranks", type=click.IntRange(2), metavar="N", help="Share the model among N processes, on a GPU each."
+)
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
 @click.option(
     "--out",
@@ -56,6 +59,7 @@ def decode(
     batch: str,
     context: int,
     steps: int,
+    ranks: int | None,
     target: str | None,
     out: Path | None,
     as_json: bool,
@@ -67,14 +71,16 @@ def decode(
     \b
     step          a step of the engine, until its ids are on the host      device   its graph alone, replayed back to back
     linear, head  the linear layers, the logits head, as graphs alone      share    of linear in device
+    norm          the norms between the blocks; of several ranks with the sums that they complete
     floor         bytes of the linear weights (or of everything that is read, with head and cache) over the measured read bandwidth
 
     \b
-    With --json, a list of {"quant", "batch", "context", "steps", "load_s", "step_ms", "tokens_per_s", "device_ms", "linear_ms", "head_ms",
+    With --json, a list of {"quant", "batch", "context", "steps", "load_s", "step_ms", "tokens_per_s", "device_ms", "linear_ms", "head_ms", "norm_ms",
     "linear_share", "linear_floor_ms", "floor_ms", "read_gbs", "linear_bytes", "head_bytes", "kv_bytes", "weight_bytes",
     "graphs", "kernels"}
     """
     from gristmill.bench.decode import measure_decode, model_config
+    from gristmill.bench.rank_decode import measure_together
     from gristmill.bench.shapes import load_config
 
     here = place(target)
@@ -87,7 +93,12 @@ def decode(
         )
     rows: list[dict[str, Any]] = []
     for scheme in quant.split(","):
-        for row in measure_decode(config, scheme.strip(), sizes, context, steps, here.device, here.policy):
+        measure = config, scheme.strip(), sizes, context, steps, here.device
+        if ranks is None:
+            measured = measure_decode(*measure, here.policy)
+        else:
+            measured = measure_together(*measure, ranks, here.policy)
+        for row in measured:
             rows.append(row)
             if not as_json:
                 _show(name, row)
@@ -116,7 +127,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _show(name: str, row: dict[str, Any]) -> None:
     ms = {
         key: f"{row[key]:.3f}"
-        for key in ("step_ms", "device_ms", "linear_ms", "head_ms", "linear_floor_ms", "floor_ms")
+        for key in ("step_ms", "device_ms", "linear_ms", "head_ms", "norm_ms", "linear_floor_ms", "floor_ms")
     }
     console.table(
         f"{name}, {row['quant']}, batch {row['batch']}, context {row['context']}",
@@ -125,6 +136,7 @@ def _show(name: str, row: dict[str, Any]) -> None:
             "device",
             "linear",
             "head",
+            "norm",
             "share of linear",
             "floor of linear",
             "floor of all",
@@ -136,6 +148,7 @@ def _show(name: str, row: dict[str, Any]) -> None:
                 ms["device_ms"],
                 ms["linear_ms"],
                 ms["head_ms"],
+                ms["norm_ms"],
                 f"{row['linear_share'] * 100:.0f} %",
                 ms["linear_floor_ms"],
                 ms["floor_ms"],

@@ -16,6 +16,8 @@ from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.load import parse_device, parse_dtype, parse_scheme
 from gristmill.runtime.loader.weights import Weights, WeightTable
 from gristmill.runtime.models import Model, build_model, model_table
+from gristmill.runtime.parallel.cuts import local_config
+from gristmill.runtime.parallel.mesh import ALONE, Mesh
 
 
 class RandomCheckpoint:
@@ -71,11 +73,11 @@ def random_model(
     policy: Policy | None = None,
     seed: int = 0,
     block_size: int = BLOCK_SIZE,
+    mesh: Mesh = ALONE,
 ) -> Model:
     """A model with random weights; arguments as in `load_model`. UsageError: an unknown dtype, scheme or device, stacked experts."""
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size)
+    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, mesh=mesh)
     table = model_table(config)
     checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)
-    return build_model(
-        config, Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant)), plans
-    )
+    weights = Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant), mesh=mesh)
+    return build_model(local_config(config, mesh), weights, plans)

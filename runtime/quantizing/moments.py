@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.runtime.layers.linear import Linear, SplitLinear
-from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.linear import Linear, SplitLinear, Summand
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.loader.weights import Weight
 

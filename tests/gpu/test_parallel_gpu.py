@@ -1,4 +1,4 @@
-"""Models on several GPUs: the ids of one GPU, by decode graphs and kernel by kernel; a rank that is killed is named and replaced."""
+"""Models on several GPUs: the logits of one GPU, by decode graphs; a rank that is killed is named and replaced."""
 
 from __future__ import annotations
 
@@ -44,10 +44,17 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @needs_two
 def test_two_gpus_compute_the_logits_of_one(pair: list[LLM]) -> None:
-    """Partial sums are rounded to bfloat16 on each rank: logits agree to its precision, and two runs have the same bits."""
+    """Partial sums are rounded to bfloat16 on each rank: logits agree to its precision, and two runs have the same bits.
+
+    Where the scores of two experts are that close, a token gets another expert: in a model with experts, at few positions.
+    """
     ids = oracle.window(0)[:129]
-    one, two = (window_logits(llm.engine, ids).cpu() for llm in pair)
-    assert float((one - two).abs().max() / one.abs().max()) < 0.05
+    one, two = (window_logits(llm.engine, ids).float().cpu() for llm in pair)
+    far = (one - two).abs().amax(-1) / one.abs().max() > 0.05
+    experts = pair[0].engine.runner.model.config.moe is not None
+    assert int(far.sum()) <= (len(ids) // 10 if experts else 0), far.nonzero().flatten().tolist()
+    chosen = {row["op"]: row["kernel"] for row in pair[1].explain()}
+    assert chosen["all_reduce_add_rms_norm"] == "all_reduce_add_rms_norm_sm90", chosen
     params = SamplingParams(max_tokens=48)
     prompts = oracle.prompts()[:PROMPTS]
     first, second = ([r.token_ids for r in pair[1].generate(prompts, params)] for _ in range(2))

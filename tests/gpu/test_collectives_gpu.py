@@ -1,0 +1,167 @@
+"""All-reduce kernels over peer memory on two GPUs: odd shapes, ranks that are late, replayed graphs, a rank that has ended."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.autotune.captures import capturing
+from gristmill.autotune.gang import Gang
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.collective.groups import rendezvous
+from gristmill.kernels.collective.symmetric import symmetric
+from gristmill.kernels.load import load
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+REGISTRY, TARGET = default_registry(), Target.parse("h200")
+KERNELS = [
+    kernel
+    for op in ("all_reduce", "all_reduce_add_rms_norm")
+    for kernel in REGISTRY.kernels_of(op)
+    if kernel.language != "python" or kernel.provider == "torch"
+]
+SHAPES = (
+    "m=0,n=64",
+    "m=1,n=1",
+    "m=7,n=257",
+    "m=7,n=257,x=fp32",
+    "m=33,n=768,x=fp16",
+    "m=3,n=4104",
+    "m=1,n=4096",
+    "m=257,n=4096",
+    "m=513,n=4096",
+    "m=512,n=8192",
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Gang]:
+    """Returns a gang of two GPUs."""
+    gang = Gang(2, timeout=120)
+    yield gang
+    gang.close()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_two_ranks_match_the_reference(pair: Gang, kernel: Any) -> None:
+    op, checked = REGISTRY.op(kernel.op), 0
+    for shape in SHAPES:
+        problem = op.problem(f"{shape},world=2")
+        if kernel.accepts(problem) is not None:
+            continue
+        configs = [dict(c) for c in kernel.space(problem, TARGET)] if kernel.space is not None else []
+        for config in configs if kernel.language == "cuda" else [dict(kernel.config(problem, TARGET))]:
+            outcome = pair.verify(op, kernel, config, problem, "cuda")
+            assert outcome["ok"], (shape, config, outcome["reason"])
+            if op.name == "all_reduce":
+                assert outcome["error"] == 0, "the sum of two numbers is rounded once, whatever the order"
+            checked += 1
+    assert checked >= 6
+
+
+def late_ranks(rank: int) -> None:
+    """Thousands of calls in turn, of three kernels and all sizes, while each rank sleeps now and then."""
+    one, two, norm = _kernels()
+    shared, own = random.Random(5), random.Random(100 + rank)
+    wrong = torch.zeros((), device=f"cuda:{rank}")
+    for _ in range(2000):
+        shape = shared.choice([1, 2, 7, 33, 130]), shared.choice([8, 256, 4096])
+        value, kind = shared.randint(1, 50), shared.randint(0, 2)
+        x = torch.full(shape, float(value * (rank + 1)), dtype=torch.bfloat16, device=wrong.device)
+        if own.random() < 0.05:
+            torch.cuda._sleep(own.randint(1000, 200000))
+        if kind == 2:
+            residual, weight = torch.zeros_like(x), torch.ones(shape[1], dtype=x.dtype, device=x.device)
+            norm({"each": 1}, x, residual, weight, 0.0, "pair", 2, x)
+            wrong += (x != 1).any()
+            x = residual
+        else:
+            (one, two)[kind]({"shots": kind + 1, "threads": 256}, x, "pair", 2)
+        wrong += (x != torch.tensor(3.0 * value, dtype=x.dtype)).any()
+    assert float(wrong) == 0
+    symmetric("pair").check()
+
+
+def replays(rank: int) -> None:
+    """A captured call counts like any other: replays and eager calls in turn, with new values."""
+    one, two, _ = _kernels()
+    x = torch.zeros(4, 4096, dtype=torch.bfloat16, device=f"cuda:{rank}")
+    y, small = torch.zeros_like(x), torch.ones(2, 8, dtype=x.dtype, device=x.device)
+    wrong = torch.zeros((), device=x.device)
+    one({"shots": 1, "threads": 128}, y, "pair", 2)
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with capturing(graph, stream=stream):
+        for _ in range(3):
+            y.copy_(x)
+            one({"shots": 1, "threads": 128}, y, "pair", 2)
+    for turn in range(300):
+        x.fill_(float(turn % 50 * (rank + 1)))
+        graph.replay()
+        wrong += (y != float(turn % 50 * 3)).any()
+        if turn % 7 == 0:
+            small.fill_(1.0)
+            two({"shots": 2, "threads": 128}, small, "pair", 2)
+            wrong += (small != 2).any()
+    assert float(wrong) == 0
+
+
+def zeros_and_nans(rank: int) -> None:
+    """Every value arrives: -0 and NaN too, of which the protocol uses one as a mark. All ranks get the same bits."""
+    one, two, _ = _kernels()
+    special = torch.tensor([-0.0, 0.0, float("nan"), float("inf"), -1.0, 1e-40, -3e38, 2.0])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        values = special.to(dtype).repeat(9)[None].cuda(rank)
+        for kernel, shots in ((one, 1), (two, 2)):
+            x = values.clone() if rank == 0 else torch.full_like(values, -0.0)
+            kernel({"shots": shots, "threads": 128}, x, "pair", 2)
+            assert torch.equal(x.nan_to_num(7.0), values.nan_to_num(7.0)), (dtype, shots)
+            both = [torch.empty_like(x) for _ in range(2)]
+            torch.distributed.all_gather(both, x)
+            assert torch.equal(both[0].view(torch.uint8), both[1].view(torch.uint8)), (dtype, shots)
+
+
+def a_rank_that_has_ended(rank: int) -> None:
+    """The kernel ends at the limit, the error names the rank, and later calls are refused."""
+    if rank:
+        return
+    one, *_ = _kernels()
+    memory = symmetric("pair")
+    memory.params.limit = 10**9
+    x, begin = torch.zeros(512, 4096, dtype=torch.bfloat16, device="cuda:0"), time.monotonic()
+    one({"shots": 1, "threads": 512}, x, "pair", 2)
+    torch.cuda.synchronize()
+    assert 0.9 < time.monotonic() - begin < 5
+    with pytest.raises(RuntimeError, match="rank 1 sent nothing"):
+        memory.check()
+    with pytest.raises(RuntimeError, match="rank 1 sent nothing"):
+        one({"shots": 1, "threads": 512}, x, "pair", 2)
+
+
+def _kernels() -> list[Callable[..., None]]:
+    names = {"all_reduce": ("one_shot_sm90", "two_shot_sm90"), "all_reduce_add_rms_norm": ("sm90",)}
+    return [load(REGISTRY.kernel(op, f"{op}_{name}")) for op, own in names.items() for name in own]
+
+
+def _run(rank: int, case: Callable[[int], None], file: str) -> None:
+    rendezvous("pair", rank, 2, "cuda", file, 60.0)
+    case(rank)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "case", [late_ranks, replays, zeros_and_nans, a_rank_that_has_ended], ids=lambda case: case.__name__
+)
+def test_with_two_processes(case: Callable[[int], None], tmp_path: Path) -> None:
+    """A case that fails in a process fails here, with its traceback."""
+    torch.multiprocessing.spawn(_run, (case, str(tmp_path / "rendezvous")), nprocs=2)
