@@ -40,6 +40,7 @@ def verify(
     process, so a crash is reported as a result. With --properties each kernel that matched runs repeatedly, and on parts
     of a batch; cases that cannot be tested (ragged batches) are null. Exit status 1 if any kernel is wrong.
     """
+    from gristmill.autotune.gang import shared_gang
     from gristmill.autotune.worker import Worker
 
     registry, here = default_registry(), place(target)
@@ -64,7 +65,8 @@ def verify(
     rows, worker = [], Worker()
     for op, kernel, text in console.progress(work, lambda item: f"{item[1].name} {item[2]}", quiet=as_json):
         problem = op.problem(text)
-        outcome = worker.verify(op, kernel, kernel.config(problem, here.target), problem, device)
+        together = worker if op.world(problem) == 1 else shared_gang(op.world(problem))
+        outcome = together.verify(op, kernel, kernel.config(problem, here.target), problem, device)
         row = {
             "op": op.name,
             "kernel": kernel.name,
@@ -77,7 +79,7 @@ def verify(
         if tried:
             row |= (
                 _properties(op, kernel, problem, here)
-                if row["ok"]
+                if row["ok"] and together is worker
                 else {"deterministic": None, "batch_invariant": None}
             )
         rows.append(row)

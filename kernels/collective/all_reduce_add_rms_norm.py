@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.arguments import Scalar, Tensor
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
@@ -31,7 +31,7 @@ def reference(
     return fused_add_rms_norm.reference(total, residual, weight, eps)
 
 
-def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
+def inputs(problem: Problem, seed: int, device: str) -> list[torch.Tensor | float | str | int]:
     """x that differs between ranks, in rows of very different sizes; residual and weight that do not."""
     (m, n), world = problem.integers("m", "n"), problem.integer("world")
     group, rank = group_of(world)
@@ -50,7 +50,7 @@ def cost(problem: Problem) -> Cost:
 
 def error(
     problem: Problem,
-    arguments: Sequence[Any],
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, str, int],
     outputs: Sequence[torch.Tensor],
     references: Sequence[torch.Tensor],
 ) -> float:

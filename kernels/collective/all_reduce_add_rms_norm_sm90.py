@@ -10,7 +10,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
@@ -103,6 +103,9 @@ KERNEL = Kernel(
     summary="one-shot all-reduce without a barrier; a CTA per row keeps the sums in registers for the norm",
     accepts=accepts,
     config=config,
+    examples=problems(
+        "m=0,n=64,world=2  m=1,n=8,world=2  m=33,n=768,world=2,x=fp16  m=3,n=4104,world=2  m=257,n=4096,world=2"
+    ),
     space=space,
     batch_invariant=True,
     waits=True,

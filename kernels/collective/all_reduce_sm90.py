@@ -10,7 +10,7 @@ from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
-from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
@@ -99,6 +99,9 @@ _HOPPER = Requirement(
     code="cuda:sm_90a",
     packages=(("torch", "2.11"),),
 )
+EXAMPLES = problems(
+    "m=0,n=64,world=2  m=1,n=1,world=2,x=fp32  m=7,n=257,world=2  m=33,n=768,world=2,x=fp16  m=257,n=4096,world=2"
+)
 
 KERNELS = (
     Kernel(
@@ -111,6 +114,7 @@ KERNELS = (
         summary="every rank writes its values into the memory of all others, which wait for each vector; no barrier",
         accepts=accepts_one,
         config=config_one,
+        examples=EXAMPLES,
         space=space_one,
         batch_invariant=True,
         waits=True,
@@ -128,6 +132,7 @@ KERNELS = (
         summary="every rank adds a part of x and sends the sums to all others; values wait in memory as in the one-shot kernel",
         accepts=accepts_two,
         config=config_two,
+        examples=EXAMPLES,
         space=space_two,
         batch_invariant=True,
         waits=True,

@@ -55,6 +55,7 @@ def rendezvous(
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=seconds),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     group = dist.group.WORLD
     if group is None:

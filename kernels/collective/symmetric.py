@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Symmetric:
     holds: tuple[object, ...]
 
     @property
-    def address(self) -> Any:
+    def address(self) -> object:
         """Of `params`, for a launch."""
         return byref(self.params)
 

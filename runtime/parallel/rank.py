@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gristmill import ops
+from gristmill.kernels.collective import symmetric
 from gristmill.kernels.collective.groups import rendezvous
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.explain import explain_plans
@@ -102,6 +103,7 @@ class Rank:
     def collect(self, number: int) -> list[int] | None:
         """Wait for a step that was launched; its ids, which only rank 0 sends."""
         ids = self._runner.collect(self._steps.pop(number))
+        symmetric.check(GROUP)
         return ids if self.job.rank == 0 else None
 
     def drop(self, number: int) -> None:
@@ -113,13 +115,16 @@ class Rank:
     ) -> tuple[StepResult, Mapping[str, PromptLogprobs]] | None:
         """As `Runner.run_detailed`, with the prompts as they are then."""
         result = self._runner.run_detailed(*self._mirror.read(message), prompts)
+        symmetric.check(GROUP)
         return (result, prompts) if self.job.rank == 0 else None
 
     def logits(self, message: Step) -> Any:
         """As `Runner.logits`, as an array; None on ranks other than 0."""
         entries, _ = self._mirror.read(message)
         logits = self._runner.logits(entries)
-        return logits.cpu().numpy() if self.job.rank == 0 else None
+        values = logits.cpu().numpy() if self.job.rank == 0 else None
+        symmetric.check(GROUP)
+        return values
 
     def warm_up(self, config: SchedulerConfig) -> WarmUp:
         """As `Engine.warm_up`."""

@@ -144,6 +144,41 @@ def all_reduce(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def all_reduce_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: str,
+    world: int,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Residual += the sum of x over all ranks, then RMSNorm of the stored residual.
+
+    `all_reduce` of x [M, N], then `fused_add_rms_norm` of the sum: residual [M, N] becomes sum + residual; returns its norm [M, N].
+
+    The sum is rounded to the dtype before it is added, so that the result is that of the two operations in turn. Residual and weight
+    [N] are the same on every rank. The output may be x itself.
+
+    Written in place: residual.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: row length (hidden size); an integer of at least 1
+        world: ranks; an integer of at least 1
+        x: dtype of x, residual, weight and the output; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def combine(
     y: Tensor,
     inverse: Tensor,

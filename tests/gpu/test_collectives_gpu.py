@@ -28,7 +28,7 @@ KERNELS = [
     kernel
     for op in ("all_reduce", "all_reduce_add_rms_norm")
     for kernel in REGISTRY.kernels_of(op)
-    if kernel.language != "python" or kernel.provider == "torch"
+    if "cpu" not in kernel.requires.vendors
 ]
 SHAPES = (
     "m=0,n=64",

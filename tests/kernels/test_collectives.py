@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from gristmill import ops
+from gristmill.autotune.device import device_target
 from gristmill.autotune.gang import Gang
 from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.collective.groups import enter, group_of
 
 REGISTRY = default_registry()
 OPS = ("all_reduce", "all_reduce_add_rms_norm", "all_gather")
-KERNELS = [k for op in OPS for k in REGISTRY.kernels_of(op) if k.language == "python"]
+KERNELS = [k for op in OPS for k in REGISTRY.kernels_of(op) if k.language in ("python", "cpp")]
 SHAPES = ("m=1,n=1", "m=7,n=257,x=fp32", "m=7,n=257", "m=33,n=64,x=fp16")
 
 
@@ -27,11 +30,18 @@ def pair() -> Iterator[Gang]:
     gang.close()
 
 
+def verified(gang: Gang, kernel: Kernel, problem: str) -> dict[str, Any]:
+    """Returns the outcome of a kernel with its default configuration."""
+    op = REGISTRY.op(kernel.op)
+    asked = op.problem(problem)
+    return gang.verify(op, kernel, kernel.config(asked, device_target("cpu", Policy())), asked, "cpu")
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_two_ranks_match_the_reference(pair: Gang, kernel: Kernel) -> None:
     op = REGISTRY.op(kernel.op)
     for shape in SHAPES:
-        outcome = pair.verify(op, kernel, {}, op.problem(f"{shape},world=2"), "cpu")
+        outcome = verified(pair, kernel, f"{shape},world=2")
         assert outcome["ok"], (shape, outcome["reason"])
         if "norm" not in op.name:
             assert outcome["error"] == 0, "the sum of two numbers is rounded once, whatever the order"
@@ -43,9 +53,8 @@ def test_more_ranks_match_the_reference(world: int) -> None:
     gang = Gang(world, timeout=90)
     try:
         for kernel in KERNELS:
-            op = REGISTRY.op(kernel.op)
             for shape in SHAPES:
-                outcome = gang.verify(op, kernel, {}, op.problem(f"{shape},world={world}"), "cpu")
+                outcome = verified(gang, kernel, f"{shape},world={world}")
                 assert outcome["ok"], (shape, outcome["reason"])
     finally:
         gang.close()
@@ -79,6 +88,26 @@ def test_planted_faults_exceed_the_tolerance(fault: str) -> None:
     assert op.error is not None
     assert op.error(problem, (x, group, world), [out], [x]) > op.tolerance(problem).limit
     assert op.error(problem, (x, group, world), [x], [x]) == 0
+
+
+@pytest.mark.parametrize("fault", ["one element of the norm", "one element of the residual", "sum left out"])
+def test_planted_faults_of_the_fused_norm_exceed_the_tolerance(fault: str) -> None:
+    op = REGISTRY.op("all_reduce_add_rms_norm")
+    problem = op.problem("m=7,n=257,world=1")
+    arguments = op.inputs(problem, 0, "cpu")
+    x, residual, weight, eps, group, world = arguments
+    stored = residual.clone()
+    normed = op.reference(x, stored, weight, eps, group, world)
+    outputs = [normed.clone(), stored.clone()]
+    if fault == "sum left out":
+        outputs[1] = residual
+    else:
+        wrong = outputs[0 if "norm" in fault else 1]
+        place = int((normed.float() * stored.float()).abs().argmax())
+        wrong.view(-1)[place] *= 1.02
+    assert op.error is not None
+    assert op.error(problem, arguments, outputs, [normed, stored]) > op.tolerance(problem).limit
+    assert op.error(problem, arguments, [normed, stored], [normed, stored]) == 0
 
 
 def test_calls_outside_a_group_are_refused() -> None:

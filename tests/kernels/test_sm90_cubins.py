@@ -320,6 +320,9 @@ def test_experts() -> None:
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for its predecessor, and lets its successor start early, exactly where its spec says so."""
     groups = {
+        "all_reduce_one_shot_sm90": r"all_reduce_one_shot_",
+        "all_reduce_two_shot_sm90": r"all_reduce_two_shot_",
+        "all_reduce_add_rms_norm_sm90": r"all_reduce_norm_",
         "linear_w4a16_decode_sm90": r"linear_decode_(int4|nvfp4|mxfp4)",
         "linear_w8a16_decode_sm90": r"linear_decode_(int8|fp8)",
         "linear_w4a16_decode_ws_sm90": r"linear_decode_ws_(int4|nvfp4|mxfp4)",
