@@ -102,10 +102,10 @@ __device__ __forceinline__ void sum_and_norm(const AllReduceNormParams& q) {
       all_reduce_norm_##name##_##W##_##V(const __grid_constant__ AllReduceNormParams q) { \
     sum_and_norm<T, W, V>(q);                                                             \
   }
-#define GM_KERNELS(name, T)                                                                           \
-  GM_KERNEL(name, T, 2, 1)                                                                            \
-  GM_KERNEL(name, T, 2, 2) GM_KERNEL(name, T, 4, 1) GM_KERNEL(name, T, 4, 2) GM_KERNEL(name, T, 8, 1) \
-      GM_KERNEL(name, T, 8, 2)
+#define GM_KERNELS(name, T) \
+  GM_KERNEL(name, T, 2, 1)  \
+  GM_KERNEL(name, T, 2, 2)  \
+  GM_KERNEL(name, T, 4, 1) GM_KERNEL(name, T, 4, 2) GM_KERNEL(name, T, 8, 1) GM_KERNEL(name, T, 8, 2)
 
 GM_KERNELS(fp16, __half)
 GM_KERNELS(bf16, __nv_bfloat16)

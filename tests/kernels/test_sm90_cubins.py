@@ -320,6 +320,7 @@ def test_experts() -> None:
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for its predecessor, and lets its successor start early, exactly where its spec says so."""
     groups = {
+        "all_gather_sm90": r"all_gather_",
         "all_reduce_one_shot_sm90": r"all_reduce_one_shot_",
         "all_reduce_two_shot_sm90": r"all_reduce_two_shot_",
         "all_reduce_add_rms_norm_sm90": r"all_reduce_norm_",

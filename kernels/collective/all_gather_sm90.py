@@ -1,0 +1,81 @@
+"""All-gather of columns in CUDA C++ for Hopper GPUs that can write each other's memory, in one launch (`_all_gather_sm90.cu`)."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem, problems
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.collective.groups import enter
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
+from gristmill.kernels.common import ITEM_BYTES
+from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIGNATURE = (*(c_void_p,) * 3, *(c_int64,) * 2, *(c_int,) * 2, c_void_p)
+
+
+def launch(config: Config, x: Tensor, group: str, world: int, out: Tensor) -> None:
+    """x [M, N] -> out [M, world * N]. A -0 may arrive as +0."""
+    import torch
+
+    enter(group, world)
+    memory = symmetric(group)
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.data_ptr() % 16:
+            raise ValueError(
+                f"all_gather: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
+            )
+    code = cuda_function("gm_all_gather_sm90", "sm_90a", _SIGNATURE)(
+        memory.address,
+        x.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1] * x.element_size(),
+        memory.sms,
+        x.get_device(),
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    check(code, "all_gather_sm90")
+
+
+def accepts(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    (m, n), world = problem.integers("m", "n"), problem.integer("world")
+    row = n * ITEM_BYTES[problem.text("x")]
+    if not 2 <= world <= RANKS:
+        return f"made for 2 to {RANKS} ranks, not {world}"
+    if row % 16:
+        return f"made for rows of a multiple of 16 bytes, not {row}"
+    if (world - 1) * m * row > BUFFER_BYTES:
+        return f"a rank receives {(world - 1) * m * row} bytes, more than the {BUFFER_BYTES} of its memory"
+    return None
+
+
+KERNEL = Kernel(
+    op="all_gather",
+    name="all_gather_sm90",
+    provider="gristmill",
+    language="cuda",
+    target=f"{__name__}:launch",
+    requires=Requirement(
+        features=(frozenset({"wgmma", "tma"}),),
+        vendors=("nvidia",),
+        code="cuda:sm_90a",
+        packages=(("torch", "2.11"),),
+    ),
+    summary="every rank writes its columns into the memory of all others, which wait for each vector; no barrier",
+    accepts=accepts,
+    examples=problems(
+        "m=0,n=64,world=2  m=1,n=8,world=2  m=7,n=264,world=2,x=fp32  m=33,n=768,world=2,x=fp16"
+    ),
+    batch_invariant=True,
+    waits=True,
+    triggers=True,
+    priority=60,
+    proven="sm_90: H200",
+)
