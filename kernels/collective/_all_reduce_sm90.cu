@@ -113,11 +113,11 @@ __device__ __forceinline__ void two_shot(const AllReduceParams& q) {
       all_reduce_##shots##_##name##_##W(const __grid_constant__ AllReduceParams q) { \
     shots<T, W>(q);                                                                  \
   }
-#define GM_KERNELS(name, T)                                                                       \
-  GM_KERNEL(one_shot, name, T, 2)                                                                 \
-  GM_KERNEL(one_shot, name, T, 4)                                                                 \
-  GM_KERNEL(one_shot, name, T, 8) GM_KERNEL(two_shot, name, T, 2) GM_KERNEL(two_shot, name, T, 4) \
-      GM_KERNEL(two_shot, name, T, 8)
+#define GM_KERNELS(name, T)       \
+  GM_KERNEL(one_shot, name, T, 2) \
+  GM_KERNEL(one_shot, name, T, 4) \
+  GM_KERNEL(one_shot, name, T, 8) \
+  GM_KERNEL(two_shot, name, T, 2) GM_KERNEL(two_shot, name, T, 4) GM_KERNEL(two_shot, name, T, 8)
 
 GM_KERNELS(fp32, float)
 GM_KERNELS(fp16, __half)
