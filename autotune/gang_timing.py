@@ -1,6 +1,6 @@
 """Timing of a collective kernel by the ranks of a gang, in one rank: all make the same calls, however long they take.
 
-A barrier of the host precedes each round, so a round includes no wait for a rank that is late by more than that.
+A barrier precedes each round, so a round includes no wait for a rank that is late by more than that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.load import load
+
+CAPTURED = 100
+"""Calls in a graph: ranks leave a barrier some microseconds apart, which all calls share."""
 
 
 def time_together(
@@ -38,7 +41,13 @@ def time_together(
                 sets.append(_arguments(op, kernel, config, problem, len(sets), device))
         for graph in (True, False) if kernel.capturable and device != "cpu" else (False,):
             turn = _Turn(run, config, sets)
-            timed = Timed(turn.step, device, calls=max(GPU_CALLS, len(sets)), graph=graph, start=turn.start)
+            timed = Timed(
+                turn.step,
+                device,
+                calls=CAPTURED if graph else max(GPU_CALLS, len(sets)),
+                graph=graph,
+                start=turn.start,
+            )
             samples = []
             for _ in range(rounds + 1):
                 dist.barrier()

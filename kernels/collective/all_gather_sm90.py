@@ -77,5 +77,4 @@ KERNEL = Kernel(
     waits=True,
     triggers=True,
     priority=60,
-    proven="sm_90: H200",
 )
