@@ -35,6 +35,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             policy=policy,
             num_blocks=256,
             tensor_parallel=world,
+            enable_prefix_cache=False,  # a prompt that is partly cached runs in other shapes, with other rounding
         )
         for world in (1, 2)
     ]
