@@ -291,7 +291,7 @@ class ParallelRunner:
                     world,
                     ranks.device,
                     str(folder),
-                    ranks.timeout,
+                    LOADING * ranks.timeout,
                     ranks.policy,
                     ranks.loading,
                     descriptors,

@@ -26,8 +26,9 @@ PROGRESS = struct.Struct("qq")
 @dataclass(frozen=True)
 class Job:
     """What a rank is started for. device: ``cpu`` or ``cuda``, of which rank r has number r. folder: of the rendezvous and of the
-    progress of all ranks. timeout: seconds that a collective call may wait. loading: arguments of `load_model`. choices: descriptors
-    of the pipes to the other ranks (rank 0), or to rank 0."""
+    progress of all ranks. timeout: seconds that a collective call may wait, no less than the driver waits for an answer: it is the
+    driver that names the rank that is late. loading: arguments of `load_model`. choices: descriptors of the pipes to the other
+    ranks (rank 0), or to rank 0."""
 
     rank: int
     world: int
