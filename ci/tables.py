@@ -58,6 +58,8 @@ LETTERS = {
 """Language of our own kernels, or provider of others -> its letter in the table and its name in the legend."""
 
 CHAINS = {
+    "all_reduce_add_rms_norm_ordered_triton": ("fused_add_rms_norm_triton",),
+    "all_reduce_add_rms_norm_triton": ("fused_add_rms_norm_triton",),
     "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
     "moe_chain_w_triton": ("permute_triton", "grouped_linear_w_triton", "combine_triton"),
 }
