@@ -86,8 +86,13 @@ def share(name: str, group: ProcessGroup, seconds: float) -> None:
         _MEMORY[name] = "GPU {} cannot access the memory of GPU {}".format(*apart[0])
         return
     device = torch.device("cuda", rank)
-    memory = symm_mem.empty(BUFFERS * BUFFER_BYTES // 4, dtype=torch.int32, device=device)
-    handle = symm_mem.rendezvous(memory, group)
+    try:
+        memory = symm_mem.empty(BUFFERS * BUFFER_BYTES // 4, dtype=torch.int32, device=device)
+        handle = symm_mem.rendezvous(memory, group)
+    except RuntimeError as error:  # by the driver or the container; other kernels do not need it
+        _MEMORY[name] = f"torch cannot map it: {error}"
+        dist.barrier(group)
+        return
     memory.fill_(_ABSENT)
     state = torch.zeros(4, dtype=torch.int32, device=device)
     failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)

@@ -9,6 +9,7 @@ import torch
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.collective import all_gather_sm90, all_reduce_add_rms_norm_sm90, all_reduce_sm90
+from gristmill.kernels.collective import symmetric as memories
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, PushParams, Symmetric, check, symmetric
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.runtime.layers.linear import Summand
@@ -106,6 +107,31 @@ def test_a_group_without_such_memory_says_so() -> None:
     check("nobody")
     with pytest.raises(RuntimeError, match="'nobody' has no symmetric memory: it is not a group of CUDA"):
         symmetric("nobody")
+
+
+def test_memory_that_cannot_be_mapped_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining the group goes on; the kernels that need the memory say why they cannot run."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    def refuse(*size: int, **options: object) -> torch.Tensor:
+        raise RuntimeError("CUDA driver error: invalid argument")
+
+    class Two:
+        rank, size = (lambda self: 0), (lambda self: 2)
+
+    waited = []
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(torch.distributed, "barrier", waited.append)
+    monkeypatch.setattr(symm_mem, "empty", refuse)
+    monkeypatch.setattr(memories, "_MEMORY", {})
+    memories.share("refused", Two(), 60.0)
+    assert len(waited) == 1, "the other ranks wait here, too"
+    with pytest.raises(RuntimeError, match="torch cannot map it: CUDA driver error: invalid argument"):
+        symmetric("refused")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    memories.share("apart", Two(), 60.0)
+    with pytest.raises(RuntimeError, match="GPU 0 cannot access the memory of GPU 1"):
+        symmetric("apart")
 
 
 def test_a_summand_needs_ranks() -> None:
