@@ -60,17 +60,19 @@ def make_batch(
             rows += range(len(tokens) - 1 - entry.drafts, len(tokens))
     if all_rows:
         rows = list(range(len(tokens)))
-    total, seqs = len(tokens), len(entries)
-    int64_values = send([*tokens, *positions, *slots, *rows], torch.int64, device)
-    int32_values = send([*starts, *contexts, *table], torch.int32, device)
+    seqs = len(entries)
+    sent_tokens, sent_positions, sent_slots, sent_rows = send_parts(
+        (tokens, positions, slots, rows), torch.int64, device
+    )
+    query_start, seq_lens, block_table = send_parts((starts, contexts, table), torch.int32, device)
     return Batch(
-        tokens=int64_values[:total],
-        positions=int64_values[total : 2 * total],
-        slots=int64_values[2 * total : 3 * total],
-        rows=int64_values[3 * total :],
-        query_start=int32_values[: seqs + 1],
-        seq_lens=int32_values[seqs + 1 : 2 * seqs + 1],
-        block_table=int32_values[2 * seqs + 1 :].view(seqs, width),
+        tokens=sent_tokens,
+        positions=sent_positions,
+        slots=sent_slots,
+        rows=sent_rows,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_table=block_table.view(seqs, width),
         max_q=max(entry.count for entry in entries),
         max_ctx=max(contexts),
         fresh=all(entry.start == 0 for entry in entries),
@@ -103,9 +105,7 @@ def make_feedback(entries: Sequence[ScheduledRequest], device: torch.device) -> 
         if entry.samples:
             write_rows.append(entry.row)
         place += entry.count
-    values = send([*places, *read_rows, *write_rows], torch.int64, device)
-    count = len(places)
-    return Feedback(values[:count], values[count : 2 * count], values[2 * count :])
+    return Feedback(*send_parts((places, read_rows, write_rows), torch.int64, device))
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -113,3 +113,20 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+ALIGNMENT = 16
+"""Bytes to which every part of a copy is aligned, as memory of its own is: Triton compiles a kernel anew for less aligned arguments."""
+
+
+def send_parts(parts: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Lists of numbers as tensors on the device, in one copy without synchronization."""
+    unit = ALIGNMENT // dtype.itemsize
+    values: list[float] = []
+    starts = []
+    for part in parts:
+        starts.append(len(values))
+        values += part
+        values += [0] * (-len(part) % unit)
+    sent = send(values, dtype, device)
+    return [sent[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]

@@ -2,8 +2,8 @@
 sampled ids.
 
 Two such steps differ only in their inputs. One copy writes these into buffers at fixed addresses, and a graph that was captured
-over the buffers is replayed. There is one graph per number of sequences in `SIZES` and per power of two of the context
-bound, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention). A step
+over the buffers is replayed. There is one graph per number of sequences in `SIZES` and per bound of the context, each `GROWTH` times the
+one before it, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention). A step
 uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing. A token that the step before
 has sampled is read on the device, from the row of its request, and the sampled ids are written there. A step whose logits are processed
 before they are sampled (penalties, bans) uses a graph that ends with the logits. A step that verifies drafts uses a graph of the
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.autotune.captures import capturing
+from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache
@@ -41,6 +41,9 @@ LARGEST = SIZES[-1]
 """Tokens of the largest graph. In larger steps kernels are so long that their launches are hidden."""
 SHORTEST = 512
 """The smallest context bound of a graph."""
+GROWTH = 4
+"""From one bound to the next: kernels find the work of each step on the device, so a bound that is too large costs little, and each one
+takes a capture for every number of sequences."""
 
 
 def padded(seqs: int) -> int:
@@ -148,7 +151,10 @@ class DecodeGraphs:
 
     def bound(self, context: int) -> int:
         """The longest context of the graph for contexts up to `context`."""
-        return min(max(SHORTEST, 1 << (context - 1).bit_length()), max(self._limit, context))
+        longest, bound = max(self._limit, context), SHORTEST
+        while bound < context:
+            bound *= GROWTH
+        return bound if 2 * bound <= longest else longest
 
     def graph(self, seqs: int, context: int, samples: bool = True, per_seq: int = 1) -> DecodeGraph:
         """The graph for steps of `seqs` sequences with `per_seq` new tokens and contexts up to `context`; made if there is none."""
@@ -200,7 +206,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use the device during the capture.
-            with capturing(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with capturing_on(self._stream, graph, pool=self._pool, capture_error_mode="thread_local"):
                 self.compute(made)
         except UnpreparedError as error:
             made.reason = str(error)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Batch
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.batch import ALIGNMENT, Batch
 from gristmill.runtime.sampler import SamplingRow, SamplingTensors
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import DEPTH, SampledTokens
@@ -83,7 +84,6 @@ class DecodeInputs:
 
 
 _TOKEN_PARTS: dict[str, torch.dtype] = {
-    # 8-byte elements first, so that each part is aligned.
     **dict.fromkeys(("tokens", "positions", "slots", "logit_rows", "seed", "index"), torch.int64),
     "top_k": torch.int32,
     **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
@@ -108,9 +108,10 @@ def _shape(name: str, seqs: int, width: int, per_seq: int) -> tuple[int, ...]:
 
 
 def _sizes(seqs: int, width: int, per_seq: int = 1) -> dict[str, int]:
-    """Bytes of each part."""
+    """Bytes of each part, whole multiples of its alignment."""
     return {
-        name: dtype.itemsize * math.prod(_shape(name, seqs, width, per_seq)) for name, dtype in _PARTS.items()
+        name: ALIGNMENT * cdiv(dtype.itemsize * math.prod(_shape(name, seqs, width, per_seq)), ALIGNMENT)
+        for name, dtype in _PARTS.items()
     }
 
 
@@ -140,8 +141,8 @@ class Buffers:
     def _split(self, memory: Tensor) -> dict[str, Tensor]:
         parts, start = {}, 0
         for name, size in _sizes(self.seqs, self.width, self.per_seq).items():
-            shape = _shape(name, self.seqs, self.width, self.per_seq)
-            parts[name] = memory[start : start + size].view(_PARTS[name]).view(shape)
+            shape, dtype = _shape(name, self.seqs, self.width, self.per_seq), _PARTS[name]
+            parts[name] = memory[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
             start += size
         return parts
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gristmill.autotune.bound import BoundPlan
-from gristmill.runtime.batch import send
+from gristmill.runtime.batch import send, send_parts
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampling_params import SamplingParams
 
@@ -52,11 +52,9 @@ class Sampler:
         """logits [rows, vocab] -> ids int64 [rows] as in a call, on the device, without synchronization."""
         count, device = len(rows), logits.device
         params = [row.params for row in rows]
-        shares = [w.temperature for w in params] + [w.top_p for w in params] + [w.min_p for w in params]
-        temperature, top_p, min_p = send(shares, torch.float32, device).view(3, count)
-        seed, index = send([r.seed for r in rows] + [r.index for r in rows], torch.int64, device).view(
-            2, count
-        )
+        shares = [w.temperature for w in params], [w.top_p for w in params], [w.min_p for w in params]
+        temperature, top_p, min_p = send_parts(shares, torch.float32, device)
+        seed, index = send_parts(([r.seed for r in rows], [r.index for r in rows]), torch.int64, device)
         top_k = send([min(row.params.top_k, self.vocab_size) for row in rows], torch.int32, device)
         ids = torch.empty(count, dtype=torch.int64, device=device)
         self.draw(logits, SamplingTensors(temperature, top_p, min_p, seed, index, top_k), ids)

@@ -39,8 +39,9 @@ def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
     return low
 
 
-@jit
-def flash_kernel(
+# Sizes of the batch differ from step to step: without this, Triton would compile again for 1 and for multiples of 16.
+@jit(do_not_specialize=["seqs", "tokens", "part_length", "table_stride"])  # type: ignore[call-arg, untyped-decorator]
+def flash_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -232,8 +233,8 @@ def flash_kernel(
                 tl.store(lse + token * heads + head, lse_i, mask=live)
 
 
-@jit
-def merge_kernel(
+@jit(do_not_specialize=["tokens", "count"])  # type: ignore[call-arg, untyped-decorator]
+def merge_kernel(  # type: ignore[no-untyped-def]
     out,
     lse,
     sinks,
