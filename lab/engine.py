@@ -1,11 +1,14 @@
-"""The engine on one device: warm-up, output tokens per second, time per token at batch 1, and how the device spends a decode step.
+"""The engine on one device: start, output tokens per second, time per token at batch 1, and how the device spends a decode step.
 
     python -m lab.engine --model qwen3-0.6b --async-steps off,on --out engine.json
 
 The workload is the one of the comparison with other engines: 256 requests, prompts of 100 to 1,024 random ids, 100 to 1,024 tokens
 of output each, greedy, without end tokens. A name instead of a directory makes a model of that shape with random weights. Every
-value of --async-steps is an engine of its own in one process, so the kernels of the second are compiled already: its warm-up is that
-with a filled store. The share of a step without a kernel comes from a trace of decode steps (CUPTI through torch.profiler).
+value of --async-steps is an engine of its own in one process, so the kernels of the second are compiled already. The share of a step
+without a kernel comes from a trace of decode steps (CUPTI through torch.profiler), which itself delays launches a little.
+
+--starts begins with as many new processes, one after another, that load the model, warm up and give a token: the first with an empty
+store and without compiled kernels, the others with what it has left. Their seconds, by phase, are `starts` in the result.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,16 +160,60 @@ def trace(llm: LLM, prompts: list[list[int]], steps: int) -> Trace:
 def summary(spans: list[tuple[float, float, str]], batch: int, steps: int) -> Trace:
     """spans: begin, end and name of each kernel and copy, in the order of their begins."""
     idle, long_idle, end = 0.0, 0.0, spans[0][0]
-    times: Counter[str] = Counter()
+    times: dict[str, float] = {}
     for begin, stop, name in spans:
         if begin > end:
             idle += begin - end
             long_idle += begin - end if begin - end > LONG_GAP else 0.0
         end = max(end, stop)
-        times[name[:90]] += stop - begin  # type: ignore[assignment]
+        times[name[:90]] = times.get(name[:90], 0.0) + stop - begin
     whole = end - spans[0][0]
-    kernels = {name: round(value / steps, 2) for name, value in times.most_common(30)}
+    largest = sorted(times.items(), key=lambda item: -item[1])[:30]
+    kernels = {name: round(value / steps, 2) for name, value in largest}
     return Trace(batch, steps, whole / steps, idle / steps, long_idle / steps, len(spans) / steps, kernels)
+
+
+def start(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Load, warm up and give a token in this process; seconds by phase."""
+    imported = time.time()
+    llm = LLM(folder, quant=options.quant, device=options.device, **options.limits)
+    wait()
+    loaded = time.time()
+    report = llm.engine.warm_up()
+    wait()
+    warm = time.time()
+    llm.generate([[1, 2, 3]], greedy(1))
+    row = {
+        "load": loaded - imported,
+        **report.seconds,
+        "warm-up": warm - loaded,
+        "first token": time.time() - warm,
+    }
+    return {"import": imported - options.began, **row, "total": time.time() - options.began}
+
+
+def starts(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row of `start` for each of several new processes, over caches that are empty at first."""
+    rows = []
+    passed = ["--model", str(folder), "--device", options.device, "--limits", json.dumps(options.limits)]
+    passed += ["--quant", options.quant] if options.quant else []
+    with tempfile.TemporaryDirectory() as caches:
+        env = os.environ | {"XDG_CACHE_HOME": caches, "TRITON_CACHE_DIR": f"{caches}/triton"}
+        for _ in range(options.starts):
+            command = [
+                sys.executable,
+                "-m",
+                "lab.engine",
+                *passed,
+                "--out",
+                "-",
+                "--began",
+                repr(time.time()),
+            ]
+            text = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+            rows.append(json.loads(text.splitlines()[-1]))
+            print(json.dumps({name: round(seconds, 2) for name, seconds in rows[-1].items()}), flush=True)
+    return rows
 
 
 def measure(folder: Path, async_steps: bool, options: argparse.Namespace) -> dict[str, Any]:
@@ -210,6 +258,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="decode steps of a trace")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limits", default="{}", type=json.loads, help="JSON of further arguments of LLM")
+    parser.add_argument("--starts", type=int, default=0, help="processes that only start")
+    parser.add_argument(
+        "--began", type=float, help=argparse.SUPPRESS
+    )  # of such a process: when it was started
     parser.add_argument("--out", required=True, help="where the JSON goes")
     options = parser.parse_args(argv)
     options.lengths = tuple(int(length) for length in options.lengths.split(","))
@@ -219,20 +271,24 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     options = arguments(argv)
-    rows = []
+    if options.began is not None:
+        print(json.dumps(start(Path(options.model), options)))
+        return
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = (
             random_model(options.model, Path(scratch)) if options.model in SHAPES else Path(options.model)
         )
+        began = starts(folder, options)
         for text in options.async_steps.split(","):
             rows.append(measure(folder, text == "on", options))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+            command = f"python -m lab.engine {shlex.join(argv)}"
             result = {
-                "environment": environment(
-                    device_target(options.device, Policy()), f"python -m lab.engine {shlex.join(argv)}"
-                ),
+                "about": environment(device_target(options.device, Policy()), command),
+                "starts": began,
                 "same_ids": len({str(row["ids"]) for row in rows}) == 1,
                 "rows": rows,
             }

@@ -98,6 +98,11 @@ MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" /
 FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "attention_cpu": (as_it_is, "--cases smallest --rounds 1 --out OUT"),
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
+    "engine": (
+        as_it_is,
+        f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
+        '--limits {"max_seqs":2,"max_batch_tokens":16,"num_blocks":16}',
+    ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "linear_a8": (short_reads, "--shape 64x256 --scheme int4_g128 --m 2 --seconds 0 --out OUT"),
@@ -137,7 +142,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 
-SLOW = ("first_token",)
+SLOW = ("engine", "first_token")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
 
 
