@@ -114,7 +114,7 @@ class BoundPlan:
             self._load(len(BUCKETS) if entry.m_max is None else bucket_index(entry.m_max), entry)
         return self
 
-    def record(self, calls: set[tuple[BoundPlan, int]]) -> None:
+    def record(self, calls: dict[tuple[BoundPlan, int], None]) -> None:
         """Until `stop_recording`, add the plan and the bucket of each call by this thread to `calls` instead of running it."""
         self._recorded = self._runners
         self._runners = [
@@ -127,10 +127,10 @@ class BoundPlan:
         self._runners = self._recorded
 
     def _record_call(
-        self, calls: set[tuple[BoundPlan, int]], thread: int, index: int, *arguments: Any
+        self, calls: dict[tuple[BoundPlan, int], None], thread: int, index: int, *arguments: Any
     ) -> None:
         if threading.get_ident() == thread:
-            calls.add((self, index))
+            calls[self, index] = None
             return
         runner = self._recorded[index]  # another model that shares the plan is serving
         if runner is None:

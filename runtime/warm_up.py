@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,18 +66,11 @@ def warm_up(
     """
     plans = runner.model.plans
     plans.set_warm(False)
-    stages: dict[str, list[Callable[[], object]]] = {
-        "prompts": list(_prompts(runner, config)),
-        "decode steps": list(_decode_steps(runner, config)),
-    }
-    if drafts:
-        stages["verified steps"] = list(_decode_steps(runner, config, drafts))
-    stages["sampling"] = list(_samples(runner, config, drafts))
     seconds = {}
     begin = time.perf_counter()
-    _verify(runner, [step for steps in stages.values() for step in steps], workers, progress)
+    _verify(runner, lambda: _stages(runner, config, drafts), workers, progress)
     seconds["kernels"] = time.perf_counter() - begin
-    for stage, steps in stages.items():
+    for stage, steps in _stages(runner, config, drafts).items():
         begin = time.perf_counter()
         for done, step in enumerate(steps):
             if progress is not None:
@@ -93,15 +86,30 @@ def warm_up(
     return WarmUp(seconds, 0 if runner.decode is None else len(runner.decode.graphs), entries)
 
 
+def _stages(runner: Runner, config: SchedulerConfig, drafts: int) -> dict[str, list[Callable[[], object]]]:
+    """The steps to run, by stage."""
+    stages = {
+        "prompts": list(_prompts(runner, config)),
+        "decode steps": list(_decode_steps(runner, config)),
+    }
+    if drafts:
+        stages["verified steps"] = list(_decode_steps(runner, config, drafts))
+    return stages | {"sampling": list(_samples(runner, config, drafts))}
+
+
 def _verify(
-    runner: Runner, steps: Sequence[Callable[[], object]], workers: int | None, progress: Progress | None
+    runner: Runner,
+    stages: Callable[[], dict[str, list[Callable[[], object]]]],
+    workers: int | None,
+    progress: Progress | None,
 ) -> None:
-    """Verify the kernels that the steps call."""
-    graphs, runner.decode = runner.decode, None  # whose steps call the same kernels
+    """Verify the kernels that the steps of the stages call."""
+    graphs, runner.decode = runner.decode, None  # whose steps call the same kernels, in fewer kinds of steps
     try:
         with runner.model.plans.recorded() as calls:
-            for step in steps:
-                step()
+            for steps in reversed(stages().values()):  # kernels of sampling take longest to compile
+                for step in steps:
+                    step()
     finally:
         runner.decode = graphs
     problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in calls]

@@ -181,7 +181,7 @@ def settle(
 
 
 # A vocabulary of one token would become a constant, on which Triton 3.6 fails to compile.
-@jit(do_not_specialize=["v"])  # type: ignore[call-arg, untyped-decorator]
+@jit(do_not_specialize=["v", "splits"])  # type: ignore[call-arg, untyped-decorator]
 def search_kernel(  # type: ignore[no-untyped-def]
     logits,
     temperatures,

@@ -283,7 +283,7 @@ def launch(
         splits,
         listed,
         unit,
-        SPLITS=padded,
+        SPLITS=max(256, padded),  # takes longest to compile
         SHORT=min(list_size, 1024),
         LIST=list_size,
         BLOCK=config["search"],

@@ -56,7 +56,7 @@ class Plans:
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
         self.is_warm = False
-        self._calls: set[tuple[BoundPlan, int]] | None = None  # those recorded
+        self._calls: dict[tuple[BoundPlan, int], None] | None = None  # those recorded
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.arenas = Arenas(device)
 
@@ -124,9 +124,9 @@ class Plans:
             plan.is_warm = warm
 
     @contextmanager
-    def recorded(self) -> Iterator[set[tuple[BoundPlan, int]]]:
-        """The plans that are called meanwhile, with their buckets: no kernel runs, and outputs are zeros."""
-        self._calls = calls = set[tuple[BoundPlan, int]]()
+    def recorded(self) -> Iterator[dict[tuple[BoundPlan, int], None]]:
+        """The plans that are called meanwhile, with their buckets, in the order of first calls: no kernel runs, and outputs are zeros."""
+        self._calls = calls = dict[tuple[BoundPlan, int], None]()
         for plan in self.bound.values():
             plan.record(calls)
         try:
