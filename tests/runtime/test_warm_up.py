@@ -14,6 +14,7 @@ import pytest
 
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.worker import Worker
+from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.engine import Engine
@@ -158,16 +159,19 @@ def test_all_kernels_are_verified_before_a_step_runs(
     if planted:
         monkeypatch.setattr(warm_up, "_verify", lambda *arguments: None)
     engine = make(model, decode_graphs=True, policy=replace(policy, cache=str(tmp_path)), **LIMITS).engine
-    stages, verified = ["kernels"], []
+    stages, verified, operations = ["kernels"], [], []
     verify = Worker.verify
 
-    def counted(worker: Worker, *task: object) -> object:
+    def counted(worker: Worker, op: Op, *task: object) -> object:
         verified.append(stages[-1])
-        return verify(worker, *task)  # type: ignore[arg-type]
+        operations.append(op.name)
+        return verify(worker, op, *task)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Worker, "verify", counted)
     engine.warm_up(lambda stage, done, total: stages.append(stage))
     assert len(verified) > 5 and (set(verified) != {"kernels"}) == planted
+    # On a GPU these take longest to compile: if they came last, one process would work while the others wait.
+    assert (operations[0] == "sample") != planted
 
 
 def test_another_thread_serves_while_calls_are_recorded(make: Callable[..., LLM]) -> None:
