@@ -41,7 +41,7 @@ LARGEST = SIZES[-1]
 """Tokens of the largest graph. In larger steps kernels are so long that their launches are hidden."""
 SHORTEST = 512
 """The smallest context bound of a graph."""
-GROWTH = 4
+GROWTH = 8
 """From one bound to the next: kernels find the work of each step on the device, so a bound that is too large costs little, and each one
 takes a capture for every number of sequences."""
 
