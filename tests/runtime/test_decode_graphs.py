@@ -71,7 +71,7 @@ def test_least_graph_that_holds_the_step(make: Callable[..., LLM]) -> None:
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True))
     llm.generate([[1] * 510], SamplingParams(max_tokens=4, ignore_eos=True))
     rows = {(r["seqs"], r["max_ctx"]): r["steps"] for r in llm.explain_graphs() if r["seqs"]}
-    assert rows == {(4, 512): 3, (1, 512): 2, (1, 2048): 1}
+    assert rows == {(4, 512): 3, (1, 512): 2, (1, 4096): 1}
     (refused,) = [r for r in llm.explain_graphs() if not r["seqs"]]
     assert refused["reason"] == "a sequence has several new tokens" and refused["steps"] == 2
 
