@@ -1,8 +1,10 @@
 // y[M, N] = x[M, K] · W[N, K]^T in fp16 or bf16 at M <= 16, at the speed at which W is read.
 //
 //  - W is the A operand of mma.m16n8k16, x the B operand: the 16-wide side is N, the 8-wide side is M.
-//  - The products of a sum may come in any order, so K is permuted alike in both operands: the 16 bytes that a
-//    lane loads are its fragments of two instructions. W goes from memory to registers, without shared memory.
+//  - The products of a sum may come in any order, so K is permuted alike in both operands: the 16 bytes that
+//  a
+//    lane loads are its fragments of two instructions. W goes from memory to registers, without shared
+//    memory.
 //  - The warps of a CTA, and the CTAs of a cluster, take slices of K. Their sums meet in shared memory, in a
 //    fixed order: the result is bitwise reproducible.
 //  - Weights are immutable, so their first loads start before griddepcontrol.wait; x is read after it.
@@ -52,10 +54,10 @@ __device__ __forceinline__ uint4 load_x(const uint4* p) {
 // NT: columns of x in eights.  RT: tiles of 16 rows of W per warp.
 template <typename T, int NT, int RT>
 __device__ __forceinline__ void linear_dense(const DenseParams& p) {
-  constexpr int kDepth = 4 / RT;              // steps of W in flight
+  constexpr int kDepth = 4 / RT;               // steps of W in flight
   constexpr int kAhead = NT > 1 ? 2 : kDepth;  // steps of x in flight
-  constexpr int kElems = RT * NT * 32;        // float4 of a warp's sums
-  extern __shared__ float4 sums[];            // of each warp; then those of the cluster's CTAs
+  constexpr int kElems = RT * NT * 32;         // float4 of a warp's sums
+  extern __shared__ float4 sums[];             // of each warp; then those of the cluster's CTAs
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), warps = blockDim.x >> 5;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1);
@@ -93,7 +95,8 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
       for (int r = 0; r < RT; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          w[slot][r][h][c] = here ? load_weights(rows[r][h] + step * (kStep / 8) + c * 4) : make_uint4(0, 0, 0, 0);
+          w[slot][r][h][c] =
+              here ? load_weights(rows[r][h] + step * (kStep / 8) + c * 4) : make_uint4(0, 0, 0, 0);
     }
   };
 #pragma unroll
@@ -104,7 +107,8 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   const uint4* columns[NT];
 #pragma unroll
   for (int n = 0; n < NT; ++n)
-    columns[n] = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + min(n * 8 + g, p.m - 1) * p.ldx + k0);
+    columns[n] =
+        reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + min(n * 8 + g, p.m - 1) * p.ldx + k0);
   uint4 x[kAhead][NT][2];
   const auto load_columns = [&](int slot, int step) {
 #pragma unroll
@@ -193,13 +197,15 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
     for (int e = threadIdx.x; e < kElems; e += threads) store(e, total(sums, warps, e));
     return;
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // the first CTA runs: its memory may be written
+  asm volatile("barrier.cluster.wait.aligned;" ::
+                   : "memory");  // the first CTA runs: its memory may be written
   float4* inbox = sums + warps * kElems;
   for (int e = threadIdx.x; e < kElems; e += threads) {
     const float4 v = total(sums, warps, e);
     uint32_t to = smem_u32(inbox + rank * kElems + e);
     asm volatile("mapa.shared::cluster.u32 %0, %0, 0;" : "+r"(to));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
                  : "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -209,23 +215,23 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
 
 }  // namespace gm
 
-#define GM_KERNEL(name, type, T, nt, rt)                                          \
-  extern "C" __global__ void __launch_bounds__(gm::kMostWarps * 32, 1)            \
-      name(const __grid_constant__ DenseParams p) {                               \
-    gm::linear_dense<T, nt, rt>(p);                                               \
+#define GM_KERNEL(name, type, T, nt, rt)                               \
+  extern "C" __global__ void __launch_bounds__(gm::kMostWarps * 32, 1) \
+      name(const __grid_constant__ DenseParams p) {                    \
+    gm::linear_dense<T, nt, rt>(p);                                    \
   }
 #else
 #define GM_KERNEL(name, type, T, nt, rt) {type, nt, rt, {GM_CUBIN, #name}},
 #endif
 
-#define GM_KERNELS                                         \
-  GM_KERNEL(dense_fp16_8_1, 1, __half, 1, 1)               \
-  GM_KERNEL(dense_fp16_8_2, 1, __half, 1, 2)               \
-  GM_KERNEL(dense_fp16_16_1, 1, __half, 2, 1)              \
-  GM_KERNEL(dense_fp16_16_2, 1, __half, 2, 2)              \
-  GM_KERNEL(dense_bf16_8_1, 2, __nv_bfloat16, 1, 1)        \
-  GM_KERNEL(dense_bf16_8_2, 2, __nv_bfloat16, 1, 2)        \
-  GM_KERNEL(dense_bf16_16_1, 2, __nv_bfloat16, 2, 1)       \
+#define GM_KERNELS                                   \
+  GM_KERNEL(dense_fp16_8_1, 1, __half, 1, 1)         \
+  GM_KERNEL(dense_fp16_8_2, 1, __half, 1, 2)         \
+  GM_KERNEL(dense_fp16_16_1, 1, __half, 2, 1)        \
+  GM_KERNEL(dense_fp16_16_2, 1, __half, 2, 2)        \
+  GM_KERNEL(dense_bf16_8_1, 2, __nv_bfloat16, 1, 1)  \
+  GM_KERNEL(dense_bf16_8_2, 2, __nv_bfloat16, 1, 2)  \
+  GM_KERNEL(dense_bf16_16_1, 2, __nv_bfloat16, 2, 1) \
   GM_KERNEL(dense_bf16_16_2, 2, __nv_bfloat16, 2, 2)
 
 #ifdef __CUDACC__
@@ -258,7 +264,16 @@ GM_CUDA_ENTRY(gm_dense_decode_sm90)(const gm_linear_dense_args* args) {
     if (i.type == a.type && i.nt == nt && i.rt == a.rt) one = &i;
   if (one == nullptr) return GM_E_ARG;
   if (a.m == 0) return GM_OK;
-  DenseParams p{a.w, a.x, a.y, a.bias, a.residual, a.ldx, a.m, a.n, a.k, a.silu_mul ? a.n / 2 : 0,
+  DenseParams p{a.w,
+                a.x,
+                a.y,
+                a.bias,
+                a.residual,
+                a.ldx,
+                a.m,
+                a.n,
+                a.k,
+                a.silu_mul ? a.n / 2 : 0,
                 __builtin_ctz(unsigned(a.split))};
   const int tile = (a.silu_mul ? 8 : 16) * a.rt, rows = a.silu_mul ? a.n / 2 : a.n;
   const int64_t ctas = (int64_t(rows) + tile - 1) / tile * a.split;
