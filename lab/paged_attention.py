@@ -31,7 +31,7 @@ KERNELS = "paged_attention_sm90,paged_attention_triton_split"
 @dataclass(frozen=True)
 class Case:
     """New tokens and contexts of each sequence; (query heads, KV heads, elements of a head); a page's tokens; the window; the axis
-    kv_scale, where the caches hold e4m3 codes."""
+    kv_scale, where the caches hold e4m3 codes; the soft cap of the scores."""
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -39,6 +39,7 @@ class Case:
     page: int = 16
     window: int = 0
     kv_scale: str = "none"
+    softcap: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -102,6 +103,15 @@ CASES = {
     "prefill_8k_fp8": prefill(8192, kv_scale="head"),
     "chunk_2k_at_16k_fp8": Case((2048,), (16384,), kv_scale="head"),
     "mixed_2k_31_fp8": Case((2048, *(1,) * 31), (2048, *(3000,) * 31), kv_scale="head"),
+    "prefill_2k_softcap": prefill(2048, softcap=50.0),
+    "prefill_8k_softcap": prefill(8192, softcap=50.0),
+    "prefill_2k_fp8_softcap": prefill(2048, kv_scale="head", softcap=50.0),
+    "mixed_2k_31_softcap": Case((2048, *(1,) * 31), (2048, *(3000,) * 31), softcap=50.0),
+    "decode_b1_1k_softcap": Case((1,), (1024,), softcap=50.0),
+    "decode_b1_32k_softcap": Case((1,), (32768,), softcap=50.0),
+    "decode_b16_1k_softcap": Case((1,) * 16, (1024,) * 16, softcap=50.0),
+    "decode_b1_32k_fp8_softcap": Case((1,), (32768,), kv_scale="head", softcap=50.0),
+    "decode_b16_4k_d256_softcap": Case((1,) * 16, (4096,) * 16, heads=(16, 8, 256), softcap=50.0),
     "smallest": Case((3, 1), (5, 9), heads=(2, 1, 64)),
 }
 
@@ -141,10 +151,11 @@ class Inputs:
             None,
             None,
         )
+        self.softcap = case.softcap
         self.problem = OP.problem(
             f"q_tokens={int(ends[-1])},seqs={len(blocks)},max_q={max(case.queries)},max_ctx={max(case.contexts)},"
             f"total_ctx={sum(case.contexts)},heads={heads},kv_heads={kv_heads},head_dim={dim},block_size={case.page},"
-            f"window={case.window},kv={'fp8' if codes else 'x'},kv_scale={case.kv_scale}"
+            f"window={case.window},kv={'fp8' if codes else 'x'},kv_scale={case.kv_scale},softcap={str(case.softcap > 0).lower()}"
         )
 
 
@@ -160,7 +171,7 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callabl
     )
     launch = kernel.load()
     return [
-        partial(launch, config, *arguments, *inputs.rest, space, *scales, inputs.out)
+        partial(launch, config, *arguments, *inputs.rest, space, *scales, inputs.softcap, inputs.out)
         for arguments, scales in inputs.sets
     ]
 
@@ -173,6 +184,7 @@ def cudnn_calls(case: Case) -> list[Callable[[], Any]] | None:
         or case.window
         or DEVICE == "cpu"
         or case.kv_scale != "none"
+        or case.softcap
     ):
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel

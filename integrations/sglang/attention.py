@@ -156,6 +156,7 @@ class GristmillAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is r
             None,
             None,
             None,
+            0.0,
             out,
         )
         return out.view(tokens, -1)

@@ -215,6 +215,7 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
             None,
             None,
             None,
+            0.0,
             output[:tokens].view(tokens, self.num_heads, self.head_size),
         )
         return output

@@ -2,6 +2,7 @@
 // so do queries; the scales stay outside of the products.
 #pragma once
 #include "_attention_copy_sm90.cuh"
+#include "_soft_cap_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -183,8 +184,9 @@ __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_
 
 // Scores of keys with scales of their own, in units of log 2. The scale of its values is a summand of a key's
 // exponent, so that fp16 has the largest weight times scale as 1.
-template <int D>
-__device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem, int tile, int row) {
+template <int D, bool CAP>
+__device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem, int tile, int row,
+                                             const SoftCap<CAP>& cap) {
   using S = AttentionShape<D>;
   const float* const rows = reinterpret_cast<const float*>(smem + S::kRowScales) + row;
   const float by[2] = {rows[0], rows[8]};
@@ -195,8 +197,12 @@ __device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem
     const float4 two = keys[j * 4];  // scale and summand of two keys
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      s[j * 4 + r * 2] = fmaf(s[j * 4 + r * 2] * by[r], two.x, two.y);
-      s[j * 4 + r * 2 + 1] = fmaf(s[j * 4 + r * 2 + 1] * by[r], two.z, two.w);
+      float &first = s[j * 4 + r * 2], &second = s[j * 4 + r * 2 + 1];
+      if constexpr (CAP) {
+        first = cap(first * by[r] * two.x) + two.y, second = cap(second * by[r] * two.z) + two.w;
+      } else {
+        first = fmaf(first * by[r], two.x, two.y), second = fmaf(second * by[r], two.z, two.w);
+      }
     }
   }
 }

@@ -7,14 +7,16 @@
 // = seq_lens [seqs]. Dense (block_table null): k and v [blocks = all keys, kv_heads, d] by slot and head
 // stride, starts = context_start [seqs + 1]. v == k: values are the first dv elements of the keys. lse
 // [tokens, heads] and sinks [heads] may be null; window <= 0: none. k_scale and v_scale are null, and k and v
-// of `dtype`, or k and v are e4m3 codes with float scales of the given strides.
+// of `dtype`, or k and v are e4m3 codes with float scales of the given strides. softcap > 0: a score s
+// becomes softcap tanh(s / softcap).
 GM_KERNEL(gm_attention)(const void* q, const void* k, const void* v, void* out, float* lse,
                         const float* sinks, const int32_t* block_table, const int32_t* query_start,
                         const int32_t* starts, const float* k_scale, const float* v_scale,
-                        const int64_t* sizes, float scale, int dtype) {
+                        const int64_t* sizes, float scale, float softcap, int dtype) {
   gm::Attention a{};
   a.q = q, a.k = k, a.v = v, a.out = out, a.lse = lse, a.sinks = sinks;
   a.table = block_table, a.query_start = query_start, a.starts = starts, a.scale = scale;
+  a.softcap = softcap;
   a.k_scale = k_scale, a.v_scale = v_scale;
   int64_t* const fields[] = {&a.tokens,       &a.heads,         &a.kv_heads,      &a.dk,
                              &a.dv,           &a.seqs,          &a.blocks,        &a.block_size,

@@ -34,6 +34,7 @@ def attend_sequences(
     sinks: Tensor | None,
     lse: Tensor | None,
     out: Tensor,
+    softcap: float = 0.0,
 ) -> None:
     """q [tokens, heads, Dk] -> out [tokens, heads, Dv], lse [tokens, heads] or None; contexts int32 [seqs]."""
     if q.device.type == "cpu":
@@ -61,6 +62,7 @@ def attend_sequences(
                 sinks,
                 out[new_tokens],
                 None if lse is None else lse[new_tokens],
+                softcap,
             )
         return
     if q.shape[0] == 0:
@@ -90,6 +92,7 @@ def attend_sequences(
             sinks,
             padded_out,
             padded_lse,
+            softcap,
         )
         # Rows past the end of the sequence are computed and discarded.
         rows = torch.where(inside, rows, q.shape[0])
@@ -118,6 +121,7 @@ def _attend(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    softcap: float,
 ) -> None:
     """One sequence: q [n, heads, Dk] at query_positions [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at key_positions [c]."""
     count, heads, dim = q.shape
@@ -133,6 +137,8 @@ def _attend(
         scores = (torch.matmul(tile.to(keys.dtype), keys).float() * scale).view(
             kv_heads, group, len(positions), -1
         )
+        if softcap > 0:
+            scores = softcap * (scores / softcap).tanh()
         visible = (key_positions <= positions[:, None]) & (key_positions < context)
         if window > 0:
             visible &= key_positions > positions[:, None] - window
@@ -201,11 +207,14 @@ def launch_paged(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
     gather = paged_gather(k_cache, v_cache, block_table, k_scale, v_scale)
-    attend_sequences(q, gather, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse, out)
+    attend_sequences(
+        q, gather, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse, out, softcap
+    )
 
 
 def launch_mla(

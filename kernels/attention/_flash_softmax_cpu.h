@@ -46,6 +46,23 @@ inline float top_of(float* p, int64_t whole, Visible seen, const float* scales) 
   return max(best);
 }
 
+// tanh: 1 - 2 / (1 + e^2x), or near 0, where that loses digits, the first terms of its series.
+inline vf tanh(vf x) {
+  const vf square = x * x, positive = max(x, -x);
+  const vf series = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315))));
+  const vf whole = 1.0f - 2.0f / (1.0f + exp(max(splat(-20.0f), x > 20.0f ? splat(20.0f) : x) * 2.0f));
+  return positive < 0.3f ? series : whole;
+}
+
+// Soft cap of the scores of a row; scales: of its keys, or null.
+inline void cap_scores(float* p, int64_t whole, const float* scales, float softcap) {
+  const float by = 1 / softcap;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const vf score = scales ? load(p + i) * load(scales + i) : load(p + i);
+    store(p + i, tanh(score * by) * softcap);
+  }
+}
+
 // Scores p [rows, kTile] of a tile become weights; keys that a row does not see have weight exactly 0, and a
 // tile without visible keys changes nothing. alpha [rows]: what the sums so far are multiplied with. scales
 // of keys and values, [kv_heads, 2, kTile] or null, are not part of the softmax's sum.
@@ -56,8 +73,12 @@ inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole
   for (int64_t n = 0; n < t.kv_heads; ++n)
     for (int64_t query = 0; query < t.queries; ++query) {
       const Visible seen = visible(a, t.first + query, at);
-      for (int64_t head = 0; head < t.heads; ++head, ++row)
-        alpha[row] = top_of(p + row * kTile, whole, seen, scales ? scales + n * 2 * kTile : nullptr);
+      const float* of_keys = scales ? scales + n * 2 * kTile : nullptr;
+      for (int64_t head = 0; head < t.heads; ++head, ++row) {
+        float* scores = p + row * kTile;
+        if (a.softcap > 0) cap_scores(scores, whole, of_keys, a.softcap);
+        alpha[row] = top_of(scores, whole, seen, a.softcap > 0 ? nullptr : of_keys);
+      }
     }
   for (int64_t r = rows; r % kLanes; ++r) alpha[r] = minus_infinity();
   for (int64_t r = 0; r < rows; r += kLanes) {

@@ -39,6 +39,17 @@ def find_sequence(query_start, seqs, tile, TILE_Q: tl.constexpr):
     return low
 
 
+@jit
+def soft_cap(scores, softcap):
+    """softcap · tanh(s / softcap) of scores s in units of log 2: 1 - 2 / (1 + e^2x), or near 0, where that loses digits, the
+    first terms of the series."""
+    x = scores * (LN2 / softcap)
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
+    whole = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return tl.where(tl.abs(x) < 0.3, series, whole) * (softcap * LOG2E)
+
+
 # Sizes of the batch differ from step to step: without this, Triton would compile again for 1 and for multiples of 16.
 @jit(do_not_specialize=["seqs", "tokens", "part_length", "table_stride"])  # type: ignore[call-arg, untyped-decorator]
 def flash_kernel(  # type: ignore[no-untyped-def]
@@ -60,6 +71,7 @@ def flash_kernel(  # type: ignore[no-untyped-def]
     tokens,
     heads,
     scale,
+    softcap,
     window,
     part_length,
     table_stride,
@@ -96,6 +108,7 @@ def flash_kernel(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,
     TOKEN_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     HEADS: tl.constexpr = (GROUP + HEAD_TILES - 1) // HEAD_TILES
     TILE_Q: tl.constexpr = BLOCK_M // HEADS
@@ -171,6 +184,8 @@ def flash_kernel(  # type: ignore[no-untyped-def]
                     other=0.0,
                 )
                 scores = scores * k_scales[None, :]
+            if SOFTCAP:
+                scores = soft_cap(scores, softcap)
             visible = in_context[None, :] & (position[None, :] <= query_position[:, None])
             if WINDOW:
                 visible = visible & (position[None, :] > query_position[:, None] - window)
@@ -311,7 +326,7 @@ SIGNATURE = {
     **dict.fromkeys(("table", "query_start", "seq_lens", "context_start"), "*i32"),
     **dict.fromkeys(("parts", "parts_lse", "k_scale", "v_scale"), "*fp32"),
     **dict.fromkeys(("seqs", "tokens", "heads"), "i32"),
-    "scale": "fp32",
+    **dict.fromkeys(("scale", "softcap"), "fp32"),
     **dict.fromkeys(
         ("window", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"), "i32"
     ),
@@ -358,6 +373,7 @@ def flash_case(
     lse: bool = False,
     split: bool = False,
     kv_scale: str = "none",
+    softcap: bool = False,
 ) -> AotCase:
     """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`; kv_scale: of caches in e4m3."""
     config = tile_config(dk, dv, dtype, rows, target)
@@ -379,6 +395,7 @@ def flash_case(
         "FP8": kv_scale != "none",
         "TOKEN_SCALES": kv_scale == "token",
         "NATIVE": kv_scale != "none" and has_e4m3(target),
+        "SOFTCAP": softcap,
     }
     signature = SIGNATURE | dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     if kv_scale != "none":

@@ -89,6 +89,7 @@ def launch_paged(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. If every sequence has one new token, the decode

@@ -1,5 +1,5 @@
-// Paged attention for Hopper: the kernels by dtype, head size and how pages are copied, and their entry
-// point.
+// Paged attention for Hopper: the kernels by dtype, head size, how pages are copied and soft cap, and their
+// entry point.
 #include "_paged_attention_sm90.cuh"
 #include "gm_cuda.h"
 
@@ -22,7 +22,14 @@
       paged_attention_##type##_d##d##_##label(                                                  \
           const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q, \
           const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {       \
-    gm::paged_attention<T, d, COPIES>(p, q, k, v);                                              \
+    gm::paged_attention<T, d, COPIES, false>(p, q, k, v, {});                                   \
+  }                                                                                             \
+  extern "C" __global__ void __launch_bounds__(gm::AttentionShape<d>::kThreads, 1)              \
+      paged_attention_##type##_d##d##_##label##_cap(                                            \
+          const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q, \
+          const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,         \
+          const __grid_constant__ gm::SoftCap<true> cap) {                                      \
+    gm::paged_attention<T, d, COPIES, true>(p, q, k, v, cap);                                   \
   }
 GM_EACH(GM_ONE)
 
@@ -34,11 +41,16 @@ struct Instance {
   int dtype, head_dim;  // dtype: of q, out and the caches; 0 where the caches hold codes
   gm::Copies copies;
   unsigned smem;
-  gm::CudaKernel kernel;
+  gm::CudaKernel plain, capped;
 };
 
-#define GM_ONE(type, code, T, d, label, COPIES) \
-  {code, d, COPIES, gm::AttentionShape<d>::kBytes, {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label}},
+#define GM_ONE(type, code, T, d, label, COPIES)             \
+  {code,                                                    \
+   d,                                                       \
+   COPIES,                                                  \
+   gm::AttentionShape<d>::kBytes,                           \
+   {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label}, \
+   {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label "_cap"}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
@@ -71,20 +83,21 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, con
 // head_dim: a multiple of 8, of 16 for codes, up to 128. dtype: of q and out, 1 is fp16, 2 bf16. lse and
 // sinks may be null. counters: 32 + `units` integers that are zero, and are zero again after the launch.
 // parts: (units + 4 ctas) (dim / 8 + 1) 512 bytes, dim: 64 or 128. scale > 0. part_tiles: tiles of 128 keys
-// of a part of a context. reading: weight of a tile of decode against one of prefill, in eighths. Everything
-// but the last dimensions' contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE otherwise). device < 0
-// asks for the bytes of shared memory.
+// of a part of a context. softcap >= 0, 0: none. reading: weight of a tile of decode against one of prefill,
+// in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE
+// otherwise). device < 0 asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_attention_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
  const void* query_start, const void* seq_lens, const void* sinks, const void* k_scale, const void* v_scale,
  void* counters, void* parts, const int64_t* strides, int units, int tokens, int seqs, int heads,
  int kv_heads, int head_dim, int blocks, int page, int dtype, int by_token, int window, float scale,
- int part_tiles, int reading, int ctas, int device, void* stream) {
+ float softcap, int part_tiles, int reading, int ctas, int device, void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || blocks < 0)
     return GM_E_SHAPE;
   const int group = heads / kv_heads;
-  if (group > 128 || !(scale > 0.f) || ctas < 1 || reading < 1 || units < 0 || part_tiles < 1)
+  if (group > 128 || !(scale > 0.f) || !(softcap >= 0.f) || ctas < 1 || reading < 1 || units < 0 ||
+      part_tiles < 1)
     return GM_E_ARG;
   const bool codes = k_scale != nullptr;
   if (codes != (v_scale != nullptr)) return GM_E_ARG;
@@ -115,7 +128,8 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   p.window = window, p.part_tiles = part_tiles, p.reading = reading, p.blocks = blocks, p.page = page,
   p.by_page = gm::reciprocal(page);
   p.by_group = (65536 + group - 1) / group;
-  p.scale = scale, p.score_scale = scale * 1.4426950408889634f, p.scale_log2 = codes ? 1.f : p.score_scale;
+  p.scale = scale, p.score_scale = scale * 1.4426950408889634f,
+  p.scale_log2 = codes || softcap > 0.f ? 1.f : p.score_scale;
   p.k_scale = static_cast<const float*>(k_scale), p.v_scale = static_cast<const float*>(v_scale);
   p.k_scale_block = strides[11], p.k_scale_slot = strides[12], p.k_scale_head = strides[13];
   p.v_scale_block = strides[14], p.v_scale_slot = strides[15], p.v_scale_head = strides[16];
@@ -140,13 +154,15 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   // No batch of as many tokens has more pieces of work.
   const int64_t most =
       (int64_t(tokens) / p.tile_q + int64_t(seqs) * (units > 0 ? gm::kMostParts : 1)) * kv_heads;
-  void* args[] = {&p, &maps[0], &maps[1], &maps[2]};
-  return instance->kernel.launch(device, stream,
-                                 {.grid_x = unsigned(most < ctas ? most : ctas),
-                                  .block = gm::AttentionShape<128>::kThreads,
-                                  .smem = instance->smem,
-                                  .pdl = true},
-                                 args);
+  gm::SoftCap<true> cap = gm::soft_cap(softcap, codes ? 0.f : scale);
+  void* args[] = {&p, &maps[0], &maps[1], &maps[2], &cap};  // the last one is of capped kernels
+  gm::CudaKernel& kernel = softcap > 0.f ? instance->capped : instance->plain;
+  return kernel.launch(device, stream,
+                       {.grid_x = unsigned(most < ctas ? most : ctas),
+                        .block = gm::AttentionShape<128>::kThreads,
+                        .smem = instance->smem,
+                        .pdl = true},
+                       args);
 }
 
 #endif

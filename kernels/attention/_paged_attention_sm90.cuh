@@ -18,6 +18,7 @@
 #include "_attention_codes_sm90.cuh"
 #include "_attention_copy_sm90.cuh"
 #include "_attention_rows_sm90.cuh"
+#include "_soft_cap_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -89,9 +90,10 @@ __device__ __forceinline__ void start_values(float (&o)[D / 2], const uint32_t (
   wgmma_commit();
 }
 
-// A multiplying warpgroup, 0 or 1. T: of the products.
-template <typename T, int D, Copies COPIES>
-__device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem, uint32_t base, int group) {
+// A multiplying warpgroup, 0 or 1. T: of the products. CAP: scores have a soft cap.
+template <typename T, int D, Copies COPIES, bool CAP>
+__device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap<CAP>& cap, uint8_t* smem,
+                                         uint32_t base, int group) {
   using S = AttentionShape<D>;
   using Out = std::conditional_t<COPIES == kCodeCopies, EitherHalf, T>;
   constexpr bool BOXES = COPIES == kBoxCopies, CODES = COPIES == kCodeCopies;
@@ -111,7 +113,9 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
     const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
-    std::conditional_t<CODES, float[2], SameScale> scale_log2;
+    std::conditional_t<CODES, float[2], SameScale>
+        scale_log2;  // of scores, or where they are capped of those
+    float cap_by[2] = {cap.in, cap.in};
     if constexpr (CODES) {
       if (!shared || group == 0)
         convert_queries<D>(p, smem, row0, p.by_token ? 1.f : p.k_scale[work.head * p.k_scale_head]);
@@ -121,6 +125,10 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
         bar_sync(kBarGroup + group, 128);
       const float* const scales = reinterpret_cast<const float*>(smem + S::kRowScales) + mine;
       scale_log2[0] = p.by_token ? 1.f : scales[0], scale_log2[1] = p.by_token ? 1.f : scales[8];
+      if constexpr (CAP) {
+        cap_by[0] *= scale_log2[0], cap_by[1] *= scale_log2[1];
+        scale_log2[0] = scale_log2[1] = 1.f;
+      }
     } else {
       scale_log2.value = p.scale_log2;
     }
@@ -151,7 +159,13 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
     // Scores of a tile to weights.
     const auto weigh = [&](int i) {
       if constexpr (CODES) {
-        if (p.by_token) scale_scores<D>(s, smem, tile + i, mine);
+        if (p.by_token) scale_scores<D>(s, smem, tile + i, mine, cap);
+      }
+      if constexpr (CAP) {
+        if (!CODES || !p.by_token) {
+#pragma unroll
+          for (int j = 0; j < 64; ++j) s[j] = cap(s[j], cap_by[j >> 1 & 1]);
+        }
       }
       mask(i);
       const float2 before = make_float2(rows.l[0], rows.l[1]);
@@ -295,9 +309,10 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, uint8_t* smem
   }
 }
 
-template <typename T, int D, Copies COPIES>
+template <typename T, int D, Copies COPIES, bool CAP>
 __device__ __forceinline__ void paged_attention(const AttentionParams& p, const CUtensorMap& q_map,
-                                                const CUtensorMap& k_map, const CUtensorMap& v_map) {
+                                                const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                                const SoftCap<CAP>& cap) {
   using S = AttentionShape<D>;
   constexpr bool BOXES = COPIES == kBoxCopies;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -330,7 +345,7 @@ __device__ __forceinline__ void paged_attention(const AttentionParams& p, const 
       p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has asked for the last time
   } else {
     registers_up<COPIES == kCodeCopies ? 216 : 224>();
-    multiply<T, D, COPIES>(p, smem, base, warp >> 2);
+    multiply<T, D, COPIES, CAP>(p, cap, smem, base, warp >> 2);
   }
 }
 

@@ -21,8 +21,16 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
 from gristmill.kernels.kv_cache.quantized import by_token, scale_strides
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, *(c_int,) * 4, c_void_p)
-DECODE_ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, *(c_int,) * 2, c_void_p)
+ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, c_float, *(c_int,) * 4, c_void_p)
+DECODE_ARGUMENTS = (
+    *(c_void_p,) * 13,
+    c_int64 * 17,
+    *(c_int,) * 11,
+    c_float,
+    c_float,
+    *(c_int,) * 2,
+    c_void_p,
+)
 
 
 def launch(
@@ -42,6 +50,7 @@ def launch(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
     decode: bool = False,
 ) -> None:
@@ -108,6 +117,7 @@ def launch(
             max_ctx,
             window,
             scale,
+            softcap,
             processors,
             device,
             stream,
@@ -126,6 +136,7 @@ def launch(
             token_scales,
             window,
             scale,
+            softcap,
             config["part_tiles"],
             config["reading"],
             processors,
@@ -152,6 +163,7 @@ def launch_split(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
 ) -> None:
     """As `launch`; batches in which every sequence has few rows run in the kernel for those, or in the split Triton kernel.
@@ -178,6 +190,6 @@ def launch_split(
     )
     if kernel == "triton":
         behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]
-        launch_triton(config, *arguments, behind, k_scale, v_scale, out)
+        launch_triton(config, *arguments, behind, k_scale, v_scale, softcap, out)
     else:
-        launch(config, *arguments, workspace, k_scale, v_scale, out, decode=kernel == "decode")
+        launch(config, *arguments, workspace, k_scale, v_scale, softcap, out, decode=kernel == "decode")

@@ -1,27 +1,6 @@
-// Paged attention for few rows of each sequence on Hopper: the kernels by dtype, head size and rows, and
-// their entry point.
-#include "_paged_decode_sm90.cuh"
-#include "gm_cuda.h"
-
-#define GM_EACH(K)                           \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64)  \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 80)  \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 96)  \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128) \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 192) \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 256) \
-  K(fp16, 1, gm::Floats<__half>, 64)         \
-  K(fp16, 1, gm::Floats<__half>, 80)         \
-  K(fp16, 1, gm::Floats<__half>, 96)         \
-  K(fp16, 1, gm::Floats<__half>, 128)        \
-  K(fp16, 1, gm::Floats<__half>, 192)        \
-  K(fp16, 1, gm::Floats<__half>, 256)        \
-  K(codes, 0, gm::Codes, 64)                 \
-  K(codes, 0, gm::Codes, 80)                 \
-  K(codes, 0, gm::Codes, 96)                 \
-  K(codes, 0, gm::Codes, 128)                \
-  K(codes, 0, gm::Codes, 192)                \
-  K(codes, 0, gm::Codes, 256)
+// Paged attention for few rows of each sequence on Hopper: the kernels by dtype and head size, and their
+// entry point.
+#include "_paged_decode_instances_sm90.cuh"
 
 #ifdef __CUDACC__
 
@@ -29,7 +8,7 @@
   extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, 8, C::kBytes>::kThreads,  \
                                                gm::DecodeShape<d, 8, C::kBytes>::kResident) \
       paged_decode_##type##_d##d(const __grid_constant__ gm::DecodeParams p) {              \
-    gm::paged_decode<C, d, 8>(p);                                                           \
+    gm::paged_decode<C, d, 8, false>(p, {});                                                \
   }
 GM_EACH(GM_ONE)
 
@@ -73,19 +52,20 @@ bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
 // with a scale per token and head. No sequence has more than max_q new tokens and max_ctx keys;
 // max_q times the query heads of a KV head is at most 8, and KV heads are at most the processors. dtype: of q
 // and out, 1 is fp16, 2 bf16. lse and sinks may be null. counters: 2 processors integers that are zero, and
-// are zero again after the launch. parts: 4 processors (head_dim + 2) 32 bytes. scale > 0. device < 0 asks
-// for the bytes of shared memory.
+// are zero again after the launch. parts: 4 processors (head_dim + 2) 32 bytes. scale > 0. softcap >= 0, 0:
+// none. device < 0 asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_decode_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
  const void* query_start, const void* seq_lens, const void* sinks, const void* k_scale, const void* v_scale,
  void* counters, void* parts, const int64_t* strides, int tokens, int seqs, int heads, int kv_heads,
  int head_dim, int page, int dtype, int by_token, int max_q, int max_ctx, int window, float scale,
- int processors, int device, void* stream) {
+ float softcap, int processors, int device, void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || max_q < 1)
     return GM_E_SHAPE;
   const int group = heads / kv_heads;
-  if (int64_t(max_q) * group > 8 || !(scale > 0.f) || processors < 1 || max_ctx < 1) return GM_E_ARG;
+  if (int64_t(max_q) * group > 8 || !(scale > 0.f) || !(softcap >= 0.f) || processors < 1 || max_ctx < 1)
+    return GM_E_ARG;
   const bool codes = k_scale != nullptr;
   if (codes != (v_scale != nullptr)) return GM_E_ARG;
   const int bytes = codes ? 1 : 2;
@@ -113,7 +93,7 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   p.pieces = processors * instance->resident / kv_heads;
   if (p.pieces < 1) return GM_E_ARG;
   p.by_page = 0xffffffffu / unsigned(page), p.by_group = (65536 + group - 1) / group;
-  p.score_scale = scale * 1.4426950408889634f, p.scale_log2 = codes ? 1.f : p.score_scale;
+  p.score_scale = scale * 1.4426950408889634f, p.scale_log2 = codes || softcap > 0.f ? 1.f : p.score_scale;
   p.k_scale = static_cast<const float*>(k_scale), p.v_scale = static_cast<const float*>(v_scale);
   p.k_scale_block = strides[11], p.k_scale_slot = strides[12], p.k_scale_head = strides[13];
   p.v_scale_block = strides[14], p.v_scale_slot = strides[15], p.v_scale_head = strides[16];
@@ -121,13 +101,16 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
   const int64_t most = (int64_t(seqs) * ((int64_t(max_ctx) + 2 * step - 1) / step) + 3) / 4;
+  const gm::Launch shape{.grid_x = unsigned((most < p.pieces ? most : p.pieces) * kv_heads),
+                         .block = 128,
+                         .smem = instance->smem,
+                         .pdl = true};
+  if (softcap > 0.f) {
+    const gm::SoftCap<true> cap = gm::soft_cap(softcap, codes ? 0.f : scale);
+    return gm_paged_decode_softcap_sm90(&p, &cap, instance->dtype, head_dim, &shape, device, stream);
+  }
   void* args[] = {&p};
-  return instance->kernel.launch(device, stream,
-                                 {.grid_x = unsigned((most < p.pieces ? most : p.pieces) * kv_heads),
-                                  .block = 128,
-                                  .smem = instance->smem,
-                                  .pdl = true},
-                                 args);
+  return instance->kernel.launch(device, stream, shape, args);
 }
 
 #endif

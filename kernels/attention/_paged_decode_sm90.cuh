@@ -108,9 +108,9 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
       });
 }
 
-template <typename C, int D, int N>
-__device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem, const Stretch& at,
-                                            int start, int piece_steps) {
+template <typename C, int D, int N, bool CAP>
+__device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap<CAP>& cap, uint8_t* smem,
+                                            const Stretch& at, int start, int piece_steps) {
   using S = DecodeShape<D, N, C::kBytes>;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
   const DecodeSequence& seq = at.seq;
@@ -165,10 +165,10 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, uint8_t* smem
     if constexpr (C::kBytes == 1)
       decode_step_codes<D>(sums, queries, tile,
                            reinterpret_cast<const float*>(smem + (tile - base) + 2 * S::kTile), p.by_token,
-                           whole, key + g, limit, p.window, p.by_group);
+                           whole, key + g, limit, p.window, p.by_group, cap);
     else
       decode_step<typename C::Out, D, N>(sums, base + S::kQ, tile, p.scale_log2, whole, key + g, limit,
-                                         p.window, p.by_group);
+                                         p.window, p.by_group, cap);
     __syncwarp();
     if (ahead < stop) copy(ahead, next, tile);
     copies_commit();
@@ -204,8 +204,8 @@ __device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) 
   return sums;
 }
 
-template <typename C, int D, int N>
-__device__ __forceinline__ void paged_decode(const DecodeParams& p) {
+template <typename C, int D, int N, bool CAP>
+__device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCap<CAP>& cap) {
   using S = DecodeShape<D, N, C::kBytes>;
   extern __shared__ __align__(16) uint8_t smem[];
   __shared__ int totals[S::kWarps], found[2];
@@ -233,7 +233,7 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p) {
   }
   while (true) {
     at.from = step - start, at.count = min(stop, start + at.seq.steps) - step;
-    run_stretch<C, D, N>(p, smem, at, start, piece_steps);
+    run_stretch<C, D, N, CAP>(p, cap, smem, at, start, piece_steps);
     step += at.count;
     if (step >= stop) return;
     start = step;

@@ -1,6 +1,7 @@
 // One step of decode on Hopper: the weights of its keys, then their values, by one warp.
 #pragma once
 #include "_paged_decode_copy_sm90.cuh"
+#include "_soft_cap_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -48,10 +49,10 @@ struct DecodeSums {
 
 // One step: weights of 16 keys, then their values. tile: of this step, keys before values. key: of this
 // lane's first row; limit: keys that the first query sees.
-template <typename T, int D, int N>
+template <typename T, int D, int N, bool CAP>
 __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, uint32_t tile,
                                             float scale_log2, bool whole, int key, int limit, int window,
-                                            uint32_t by_group) {
+                                            uint32_t by_group, const SoftCap<CAP>& cap) {
   constexpr int kRow = D * 2 + 16;
   const int lane = threadIdx.x & 31, t = lane & 3;
   const uint32_t keys = tile + (lane & 15) * kRow + (lane >> 4) * 16,
@@ -78,6 +79,10 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
     float (&c)[4] = s[n][0];
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] += s[n][1][i];
+    if constexpr (CAP) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = cap(c[i]);
+    }
     if (!whole) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -161,11 +166,11 @@ struct CodeQueries {
 // 2. Scales of keys multiply scores. A scale of a value is a summand of its exponent, so that fp16 has the
 // largest weight times scale as 1: what the maximum is then relative to, the sum of the weights without
 // scales is too.
-template <int D>
+template <int D, bool CAP>
 __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const CodeQueries<D>& q,
                                                   uint32_t tile, const float* scales, bool by_token,
                                                   bool whole, int key, int limit, int window,
-                                                  uint32_t by_group) {
+                                                  uint32_t by_group, const SoftCap<CAP>& cap) {
   using S = DecodeShape<D, 8, 1>;
   constexpr int kHalves = S::kStep / 16, kKeys = S::kStep / 8;  // of the step; keys of a lane
   int lane = threadIdx.x & 31;
@@ -198,6 +203,10 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
       raised[i] = max_or_nan(__log2f(scales[S::kStep + lane / 4 + i * 8]), -126.f);
       c[i][0] *= of_key, c[i][1] *= of_key;
     }
+  }
+  if constexpr (CAP) {
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) c[i][0] = cap(c[i][0]), c[i][1] = cap(c[i][1]);
   }
   if (!whole) {
 #pragma unroll

@@ -11,14 +11,20 @@ if TYPE_CHECKING:
 
 
 def causal_attention(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """q [n, heads, Dk], keys [c, kv_heads, Dk], values [c, kv_heads, Dv] -> (out [n, heads, Dv], lse [n, heads]), float32.
 
     The n queries are the last of the c positions. softmax(scale · q·k + mask) · v, the query at position p seeing keys 0..p or,
-    with window > 0, the last `window` of them; query head h reads KV head h // (heads / kv_heads). sinks [heads]: one
-    additional logit per head in the denominator, without a value. lse is the natural logarithm of the denominator; a query that
-    sees nothing gives 0 and lse -inf.
+    with window > 0, the last `window` of them; query head h reads KV head h // (heads / kv_heads). softcap > 0: scores s become
+    softcap · tanh(s / softcap) before the mask. sinks [heads]: one additional logit per head in the denominator, without a value.
+    lse is the natural logarithm of the denominator; a query that sees nothing gives 0 and lse -inf.
     """
     import torch
 
@@ -27,6 +33,8 @@ def causal_attention(
     keys = keys.float().repeat_interleave(heads // kv_heads, dim=1)
     values = values.float().repeat_interleave(heads // kv_heads, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if softcap > 0:
+        scores = softcap * (scores / softcap).tanh()
     position = torch.arange(context, device=q.device)
     query_position = torch.arange(context - count, context, device=q.device)[:, None]
     visible = position <= query_position
@@ -49,6 +57,7 @@ def attend(
     out: Tensor,
     window: int = 0,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`causal_attention` of every sequence with new tokens, with keys and values from ``context(index)``; returns `out`, zero for rows
     of no sequence. lse is written in place."""
@@ -58,7 +67,7 @@ def attend(
     for index in range(len(begin) - 1):
         rows = slice(begin[index], begin[index + 1])
         if rows.start < rows.stop:
-            attended, sequence_lse = causal_attention(q[rows], *context(index), scale, window, sinks)
+            attended, sequence_lse = causal_attention(q[rows], *context(index), scale, window, sinks, softcap)
             out[rows] = attended.to(q.dtype)
             if lse is not None:
                 lse[rows] = sequence_lse

@@ -13,7 +13,7 @@ from gristmill.kernels.native import check, cpu_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ARGUMENTS = (*(c_void_p,) * 12, c_float, c_int)
+_ARGUMENTS = (*(c_void_p,) * 12, c_float, c_float, c_int)
 _Sizes = c_int64 * 28
 
 
@@ -33,10 +33,11 @@ def attend(
     out: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """k and v [blocks, block_size, kv_heads, D] with block_table and starts = seq_lens [seqs], or, without a block_table,
     [1, keys, kv_heads, D] and starts = context_start [seqs + 1]. v may begin where k does (latent attention). k_scale and
-    v_scale: of k and v in e4m3, as in `kv_cache.quantized`.
+    v_scale: of k and v in e4m3, as in `kv_cache.quantized`. softcap: of the scores, 0 = none.
 
     ValueError when an index tensor names a token, block or key that does not exist.
     """
@@ -77,6 +78,7 @@ def attend(
         None if v_scale is None else v_scale.data_ptr(),
         sizes,
         scale,
+        softcap,
         DTYPE_CODES[dtype_name(q.dtype)],
     )
     check(code, name)

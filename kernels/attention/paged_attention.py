@@ -24,6 +24,9 @@ from gristmill.kernels.kv_cache.quantized import scales_fit
 if TYPE_CHECKING:
     import torch
 
+SOFTCAP = 2.5
+"""The soft cap of random problems: scores with a spread of about 2 are partly far under it and partly over it."""
+
 
 def reference(
     q: torch.Tensor,
@@ -41,6 +44,7 @@ def reference(
     workspace: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """q [tokens, heads, D], k_cache and v_cache [blocks, block_size, kv_heads, D], block_table int32 [seqs, max_blocks],
     query_start int32 [seqs + 1], seq_lens int32 [seqs] -> out [tokens, heads, D] in q's dtype, float32 inside.
@@ -52,6 +56,8 @@ def reference(
 
     k_scale, v_scale: the scales of caches of e4m3 codes, float32 [1, 1, 1] (per tensor), [1, 1, kv_heads] (per head) or
     [blocks, block_size, kv_heads] (per token and head); None for caches of q's dtype. Keys are code · scale in float32.
+
+    softcap: a score s becomes softcap · tanh(s / softcap), before the mask and without the sink's logit (Gemma 2); 0 = scores as they are.
     """
     import torch
 
@@ -63,7 +69,7 @@ def reference(
         keys = quantized.dequantize(k_cache[slots], k_scale[at])
         return keys, quantized.dequantize(v_cache[slots], v_scale[at])
 
-    return attend(q, query_start, context, scale, lse, torch.zeros_like(q), window, sinks)
+    return attend(q, query_start, context, scale, lse, torch.zeros_like(q), window, sinks, softcap)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -78,7 +84,16 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     *caches, k_scale, v_scale = quantized.stored(draw, *pages)
     sequences = (table, draw.query_start, draw.indices(draw.contexts))
     sinks = draw.normal(heads) + 1 if problem["sinks"] else None
-    options = (dim**-0.5, problem.integer("window"), sinks, draw.lse(), None, k_scale, v_scale)
+    options = (
+        dim**-0.5,
+        problem.integer("window"),
+        sinks,
+        draw.lse(),
+        None,
+        k_scale,
+        v_scale,
+        SOFTCAP if problem["softcap"] else 0.0,
+    )
     return [qkv.to(draw.dtype)[:, :heads], *caches, *sequences, *draw.bounds, *options]
 
 
@@ -110,6 +125,7 @@ OP = Op(
         Axis("sinks", "bool", "one more softmax logit per head", default=False),
         Axis("lse", "bool", "the log-sum-exp is written too", default=False),
         *quantized.AXES,
+        Axis("softcap", "bool", "scores are limited by softcap · tanh(score / softcap)", default=False),
     ),
     arguments=(
         Tensor("q", "q_tokens heads head_dim", strides=VECTORS),
@@ -122,9 +138,10 @@ OP = Op(
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
         Scratch(),
         *quantized.scale_arguments(mutable=False),
+        Scalar("softcap", "float", 0.0, minimum=0.0, finite=True),
     ),
     returns=(Tensor("out", "q_tokens heads head_dim", strides=VECTORS),),
-    values={"window": "max(0, window)", **quantized.VALUES},
+    values={"window": "max(0, window)", "softcap": "softcap > 0", **quantized.VALUES},
     rules=(ragged.queries_fit, ragged.table_fits, scales_fit),
     reference=reference,
     inputs=inputs,
@@ -146,6 +163,9 @@ OP = Op(
         "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=6,kv_heads=3,head_dim=80,x=fp32,window=9,lse=true,kv=fp8,kv_scale=token",
         "q_tokens=21,seqs=3,max_q=16,max_ctx=40,total_ctx=77,heads=4,kv_heads=2,head_dim=96,block_size=7,x=fp16,sinks=true,lse=true,kv=fp8,kv_scale=token",
         "q_tokens=2,seqs=2,max_q=1,max_ctx=620,total_ctx=700,heads=4,kv_heads=2,head_dim=64,sinks=true,lse=true,kv=fp8,kv_scale=token",
+        "q_tokens=29,seqs=4,max_q=17,max_ctx=53,total_ctx=120,heads=6,kv_heads=2,head_dim=80,x=fp32,window=9,lse=true,softcap=true",
+        "q_tokens=5,seqs=5,max_q=1,max_ctx=620,total_ctx=1200,heads=8,kv_heads=2,head_dim=256,softcap=true",
+        "q_tokens=21,seqs=3,max_q=16,max_ctx=40,total_ctx=77,heads=4,kv_heads=2,head_dim=96,block_size=7,x=fp16,sinks=true,lse=true,kv=fp8,kv_scale=token,softcap=true",
     ),
     bench=(
         "q_tokens=1,seqs=1,max_q=1,max_ctx=1024,total_ctx=1024,heads=32,kv_heads=8",

@@ -30,6 +30,7 @@ def launch(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
 ) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
@@ -49,6 +50,7 @@ def launch(
         out,
         k_scale,
         v_scale,
+        softcap,
     )
 
 

@@ -8,13 +8,15 @@ from gristmill.kernel_registry.requirement import Requirement
 
 
 def accepts(problem: Problem) -> str | None:
-    """Half precision, heads of 64, 128 or 256, no sinks."""
+    """Half precision, heads of 64, 128 or 256, no sinks, no soft cap."""
     if problem["x"] == "fp32":
         return "FlashInfer takes fp16 and bf16"
     if problem["kv"] != "x":
         return f"called with caches of q's dtype only, not {problem['kv']}"
     if problem["head_dim"] not in (64, 128, 256):
         return f"head_dim {problem['head_dim']}: FlashInfer has 64, 128 and 256"
+    if problem["softcap"]:
+        return "called without a soft cap of the scores"
     return "FlashInfer's paged wrappers take no sinks on every architecture" if problem["sinks"] else None
 
 

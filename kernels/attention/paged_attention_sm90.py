@@ -47,6 +47,8 @@ EXAMPLES = (
     "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,kv=fp8,kv_scale=head,lse=true",
     "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=token,window=33,sinks=true",
     "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=80,window=33,lse=true",
+    "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,window=33,lse=true,softcap=true",
+    "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=token,sinks=true,softcap=true",
 )
 
 SPLIT_EXAMPLES = (
@@ -54,6 +56,8 @@ SPLIT_EXAMPLES = (
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=6,kv_heads=2,x=fp16,kv=fp8,kv_scale=token,window=33,sinks=true",
     "q_tokens=9,seqs=5,max_q=2,max_ctx=300,total_ctx=800,heads=4,kv_heads=1,head_dim=96,block_size=7,kv=fp8,kv_scale=token,lse=true",
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,head_dim=256,sinks=true",
+    "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,head_dim=256,window=100,softcap=true",
+    "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,kv=fp8,kv_scale=head,lse=true,softcap=true",
 )
 """Also of decodes alone, which take other head sizes too."""
 

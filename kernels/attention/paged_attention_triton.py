@@ -118,6 +118,7 @@ def launch(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
     splits: int = 1,
 ) -> None:
@@ -157,6 +158,7 @@ def launch(
         tokens,
         heads,
         scale,
+        softcap,
         window,
         part_length(reach(max_q, max_ctx, window), splits, step),
         block_table.stride(0),
@@ -183,6 +185,7 @@ def launch(
         FP8=fp8,
         TOKEN_SCALES=k_scale is not None and by_token(k_scale),
         NATIVE=fp8 and config["native"],
+        SOFTCAP=softcap > 0,
         **flags,
         num_warps=config["warps"],
         num_stages=config["stages"],
@@ -223,6 +226,7 @@ def launch_split(
     workspace: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    softcap: float,
     out: Tensor,
 ) -> None:
     """As `launch`; decode batches run in small tiles, and small ones split the context.
@@ -231,7 +235,7 @@ def launch_split(
     """
     kv_heads, seqs, keys = k_cache.shape[2], seq_lens.shape[0], reach(max_q, max_ctx, window)
     arguments = (q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale)
-    options = (window, sinks, lse, workspace, k_scale, v_scale, out)
+    options = (window, sinks, lse, workspace, k_scale, v_scale, softcap, out)
     group, rows = q.shape[1] // kv_heads, int(config["decode_m"])
     if max_q * group > rows and max_q > 1:
         launch(config, *arguments, *options)
@@ -250,6 +254,7 @@ def aot(target: Target) -> list[AotCase]:
         flash_case("d80_fp32", target, 64, 80, 80, 1, dtype="fp32"),
         flash_case("d256", target, 64, 256, 256, 2),
         flash_case("d128_fp8", target, 64, 128, 128, kv_scale="head"),
+        flash_case("d256_softcap_window", target, 64, 256, 256, 2, window=True, softcap=True),
     ]
 
 
@@ -262,6 +267,7 @@ def aot_split(target: Target) -> list[AotCase]:
         flash_case("prefill_d128", target, 128, 128, 128, 4),
         flash_case("d128_fp8", target, 16, 128, 128, 4, split=True, kv_scale="head"),
         flash_case("d64_fp8_token", target, 16, 64, 64, 8, dtype="fp16", split=True, kv_scale="token"),
+        flash_case("d128_fp8_softcap", target, 16, 128, 128, 4, split=True, kv_scale="head", softcap=True),
         AotCase("merge", merge_kernel, MERGE_SIGNATURE, merge, {"num_warps": 1}, ("out", "lse", "parts")),
     ]
 

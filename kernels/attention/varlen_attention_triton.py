@@ -72,6 +72,7 @@ def launch(
         tokens,
         heads,
         scale,
+        0.0,
         0,
         0,
         0,
@@ -103,6 +104,7 @@ def launch(
         FP8=False,
         TOKEN_SCALES=False,
         NATIVE=False,
+        SOFTCAP=False,
         num_warps=config["warps"],
         num_stages=config["stages"],
     )

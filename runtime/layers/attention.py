@@ -113,6 +113,7 @@ class Attention:
             self.plans.scratch(self.attend, tokens),
             k_scale,
             v_scale,
+            0.0,
             out,
         )
         return self.out(out.view(tokens, -1))

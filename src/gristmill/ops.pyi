@@ -509,6 +509,7 @@ def paged_attention(
     workspace: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    softcap: float = 0.0,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -525,6 +526,8 @@ def paged_attention(
 
     k_scale, v_scale: the scales of caches of e4m3 codes, float32 [1, 1, 1] (per tensor), [1, 1, kv_heads] (per head) or
     [blocks, block_size, kv_heads] (per token and head); None for caches of q's dtype. Keys are code · scale in float32.
+
+    softcap: a score s becomes softcap · tanh(s / softcap), before the mask and without the sink's logit (Gemma 2); 0 = scores as they are.
 
     Written in place: lse.
 
@@ -544,6 +547,7 @@ def paged_attention(
         lse: the log-sum-exp is written too; true or false
         kv: dtype of the caches; x: the other tensors' dtype; a dtype, one of x, fp8
         kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
+        softcap: scores are limited by softcap · tanh(score / softcap); true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.

@@ -68,7 +68,7 @@ SCHEMAS = {
     "paged_attention": (
         "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start, "
         "Tensor seq_lens, int max_q, int max_ctx, float scale, int window=0, Tensor? sinks=None, "
-        "Tensor(a!)? lse=None, Tensor(w!)? workspace=None, Tensor? k_scale=None, Tensor? v_scale=None",
+        "Tensor(a!)? lse=None, Tensor(w!)? workspace=None, Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0.0",
         ("out",),
     ),
     "permute": ("Tensor ids, int experts", ("expert_offsets", "permutation", "inverse")),

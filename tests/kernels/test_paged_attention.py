@@ -62,6 +62,8 @@ def by_hand(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
             for h in range(q.shape[1]):
                 where = [(table[i, s // size], s % size, h // group) for s in range(first, p + 1)]
                 scores = np.array([q[t, h] @ keys[w] for w in where]) * a["scale"]
+                if a["softcap"]:
+                    scores = a["softcap"] * np.tanh(scores / a["softcap"])
                 terms = scores if a["sinks"] is None else np.append(scores, float(a["sinks"][h]))
                 lse[t, h] = terms.max() + np.log(np.exp(terms - terms.max()).sum())
                 out[t, h] = sum(np.exp(s - lse[t, h]) * values[w] for s, w in zip(scores, where, strict=True))
@@ -169,6 +171,14 @@ def no_sinks(a: dict[str, Any]) -> None:
     a["sinks"] = None
 
 
+def no_softcap(a: dict[str, Any]) -> None:
+    a["softcap"] = 0.0
+
+
+def softcap_of_another_layer(a: dict[str, Any]) -> None:
+    a["softcap"] *= 1.2
+
+
 def wrong_head_mapping(a: dict[str, Any]) -> None:
     """Query head h reads KV head h % kv_heads instead of h // group."""
     group = a["q"].shape[1] // a["k_cache"].shape[2]
@@ -221,6 +231,8 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], None], Callable[[Problem], bool]]]
     (window_one_more, lambda p: p.integer("window") > 0),
     (window_one_less, lambda p: p.integer("window") > 0),
     (no_sinks, lambda p: bool(p["sinks"])),
+    (no_softcap, lambda p: bool(p["softcap"])),
+    (softcap_of_another_layer, lambda p: bool(p["softcap"])),
     (wrong_head_mapping, lambda p: 1 < p.integer("kv_heads") < p.integer("heads")),
     (neighbours_rows, lambda p: True),
     (scale_forgotten, lambda p: p.integer("max_ctx") > 1),
@@ -455,3 +467,23 @@ def test_guard_refuses(name: str, change: Callable[[Any], Any]) -> None:
     a[name] = change(a[name])
     with pytest.raises(ValueError, match="paged_attention"):
         OP.guard(static)(*a.values(), out)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 1e6])
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("level", [x for x in runnable_levels() if x in ("base", "avx2", "avx512", "neon")])
+def test_soft_caps_of_any_size(level: str, scales: str, softcap: float) -> None:
+    """Caps far under the scores, as of Gemma 2, and so large that nothing is left of them but rounding."""
+    problem, a = arguments_of(f"{LONG},window=700{scales},softcap=true")
+    a["softcap"] = softcap
+    assert figure(problem, a, cpp(a, level)) <= OP.tolerance(problem).limit
+    assert figure(problem, a, run(TORCH.load(), {}, a)) <= OP.tolerance(problem).limit
+    if softcap == 1e6:
+        assert figure(problem, {**a, "softcap": 0.0}, cpp(a, level)) <= OP.tolerance(problem).limit
+
+
+@pytest.mark.parametrize("softcap", [-1.0, math.inf, math.nan])
+def test_soft_caps_that_are_none_are_refused(softcap: float) -> None:
+    _, a = arguments_of(OP.examples[2])
+    with pytest.raises(ValueError, match="softcap"):
+        OP.describe(*{**a, "softcap": softcap}.values())

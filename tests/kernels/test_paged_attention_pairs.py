@@ -29,6 +29,7 @@ FEATURES: dict[str, list[str]] = {
     "window": ["window=0", "window=5", "window=40"],
     "sinks": ["sinks=false", "sinks=true"],
     "lse": ["lse=false", "lse=true"],
+    "softcap": ["softcap=false", "softcap=true"],
 }
 Row = tuple[str, ...]
 

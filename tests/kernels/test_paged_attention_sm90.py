@@ -129,13 +129,13 @@ def shared_memory(decode: bool, codes: bool, head_dim: int, **changes: Any) -> i
     shape = (8, 2, 2 * given["group"], 2, head_dim)
     rest: tuple[Any, ...]
     if decode:
-        rest = (16, given["dtype"], 0, 1, 100, 0, 1.0, 132, -1, None)
+        rest = (16, given["dtype"], 0, 1, 100, 0, 1.0, 0.0, 132, -1, None)
         return int(
             cuda_function("gm_paged_decode_sm90", "sm_90a", launchers.DECODE_ARGUMENTS)(
                 *pointers, *shape, *rest
             )
         )
-    rest = (9, 16, given["dtype"], 0, 0, 1.0, 16, 10, 132, -1, None)
+    rest = (9, 16, given["dtype"], 0, 0, 1.0, 0.0, 16, 10, 132, -1, None)
     return int(
         cuda_function("gm_paged_attention_sm90", "sm_90a", launchers.ARGUMENTS)(*pointers, 0, *shape, *rest)
     )

@@ -377,6 +377,7 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
         None,
         None,
         *scales_of_tokens,
+        0.0,
         out,
     )
     rms = expected.square().mean(-1, keepdim=True).sqrt()

@@ -373,6 +373,8 @@ linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | gfx942 | aiter | aiter |
 paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
 paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
 paged_attention | ~paged,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | head_dim 80
+paged_attention | ~paged,softcap=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | without a soft cap
+paged_attention | ~paged,softcap=true | sm_90 | cuda | invariant | paged_attention_triton
 mla_attention | ~mla,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
 mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
 # the policy
