@@ -66,13 +66,14 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, S, D], key [B, Hkv, S', D], value [B, Hkv, S', Dv] -> ([B, S, H, Dv], None).
 
-    attention_mask: what `mask` gave; on the left of S' or on its right, padding is left out. s_aux: sinks [H].
+    attention_mask: what `mask` gave; on the left of S' or on its right, padding is left out. s_aux: sinks [H]. softcap: of the scores
+    (Gemma 2).
 
     Raises:
         NotImplementedError: what gristmill's attention does not compute; nothing is left out silently.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    refuse(module, causal=causal, dropout=dropout, softcap=softcap)
+    refuse(module, causal=causal, dropout=dropout)
     batch, heads, steps, dim = query.shape
     keys = key.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -82,7 +83,9 @@ def attention(
         first_q, first_k = (
             torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (steps, keys)
         )
-        out = attend(q, k, v, first_q, first_k, steps, keys, scale, sliding_window or 0, s_aux)
+        out = attend(
+            q, k, v, first_q, first_k, steps, keys, scale, sliding_window or 0, s_aux, softcap or 0.0
+        )
         return out.view(batch, steps, heads, -1), None
     if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
         raise NotImplementedError(
@@ -101,6 +104,7 @@ def attention(
         scale,
         sliding_window or 0,
         s_aux,
+        softcap or 0.0,
     )
     out = q.new_zeros(batch, steps, heads, found.shape[-1])
     out[kept] = found
@@ -127,7 +131,7 @@ def paged(
     cache = kwargs.get("cache")
     if cache is None:
         raise ValueError("paged|gristmill is for continuous batching; use attn_implementation='gristmill'")
-    refuse(module, causal=True, dropout=dropout, softcap=softcap)
+    refuse(module, causal=True, dropout=dropout)
     window = int(getattr(module, "sliding_window", 0) or 0)
     window = window if window > 1 else 0
     if UPDATES_ARGUMENTS:
@@ -155,6 +159,7 @@ def paged(
         scale,
         window,
         s_aux if s_aux is not None else getattr(module, "sinks", None),
+        softcap or 0.0,
     )
     return out[None], None
 
@@ -170,13 +175,14 @@ def attend(
     scale: float,
     window: int,
     sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
     """q [tokens, H, D], k [ctx, Hkv, D], v [ctx, Hkv, Dv], starts int32 [sequences + 1] -> [tokens, H, Dv], causal from the end.
 
-    With a window that matters, or sinks, keys are taken as a cache of blocks of one token.
+    With a window that matters, sinks, or a soft cap, keys are taken as a cache of blocks of one token.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    if sinks is None and not 0 < window < max_keys:
+    if sinks is None and not softcap and not 0 < window < max_keys:
         given = (q, k, v, query_start, key_start, max_q, max_keys, scale)
         return ops.varlen_attention(*given, plan=plan_of("varlen_attention", (q, k, v), (), given))
     lengths = key_start[1:] - key_start[:-1]
@@ -185,11 +191,12 @@ def attend(
     blocks = (k[:, None], v[:, None], table)
     sinks = None if sinks is None else sinks.detach().float()
     paged = (q, *blocks, query_start, lengths, max_q, max_keys, scale, window, sinks)
-    plan = plan_of("paged_attention", (q, *blocks[:2]), (window, sinks is None), paged)
-    return ops.paged_attention(*paged, plan=plan)
+    options = (None, None, None, None, float(softcap))
+    plan = plan_of("paged_attention", (q, *blocks[:2]), (window, sinks is None, softcap > 0), paged + options)
+    return ops.paged_attention(*paged, *options, plan=plan)
 
 
-def refuse(module: torch.nn.Module, *, causal: bool, dropout: float, softcap: float | None) -> None:
+def refuse(module: torch.nn.Module, *, causal: bool, dropout: float) -> None:
     """NotImplementedError for what our attention does not compute."""
     if not causal:
         raise NotImplementedError(
@@ -197,8 +204,6 @@ def refuse(module: torch.nn.Module, *, causal: bool, dropout: float, softcap: fl
         )
     if dropout:
         raise NotImplementedError("gristmill's attention has no dropout: call model.eval()")
-    if softcap:
-        raise NotImplementedError(f"gristmill's attention has no soft cap of logits ({softcap}): use 'eager'")
 
 
 def _starts(kept: Tensor) -> Tensor:

@@ -122,9 +122,13 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("kind", ["Mistral", "GptOss"])
-def test_windows_sinks_and_padding(kind: str, left: bool) -> None:
-    model = tiny(kind, sliding_window=8, **({"num_local_experts": 4} if kind == "GptOss" else {}))
+@pytest.mark.parametrize("kind", ["Mistral", "GptOss", "Gemma2"])
+def test_windows_sinks_soft_caps_and_padding(kind: str, left: bool) -> None:
+    special = {
+        "GptOss": {"num_local_experts": 4},
+        "Gemma2": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16},
+    }
+    model = tiny(kind, sliding_window=8, **special.get(kind, {}))
     ids = torch.randint(1, 97, (3, 21))
     mask = torch.ones_like(ids)
     for row, pad in enumerate((0, 5, 12)):
@@ -178,7 +182,6 @@ def test_what_is_not_computed_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     for wrong, message in (
         ({"dropout": 0.1}, "no dropout: call model.eval"),
         ({"is_causal": False}, "LlamaAttention is not: use attn_implementation='sdpa'"),
-        ({"softcap": 30.0}, r"no soft cap of logits \(30.0\)"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             attention.attention(layer, q, q, q, None, **wrong)
