@@ -20,7 +20,7 @@ struct Attention {
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
   int64_t tokens, blocks, table_width;  // bounds that the index tensors are checked against
   int64_t seqs, heads, kv_heads, dk, dv, block_size, window;
-  float scale, softcap;  // softcap <= 0: none
+  float scale, softcap;            // softcap <= 0: none
   const float *k_scale, *v_scale;  // of codes; null: keys and values are of q's type
   int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
   int64_t token_scales;  // they are of tokens and heads; else of heads, or one with strides of 0
