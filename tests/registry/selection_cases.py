@@ -270,6 +270,7 @@ merge_attention_states | t=16,h=8,d=128 | sm_89 | cuda | - | merge_attention_sta
 merge_attention_states | t=16,h=8,d=128 | cpu:avx2 | x86 | - | merge_attention_states_cpu@avx2
 paged_attention | ~paged | sm_90 | cuda | - | paged_attention_triton_split
 paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton
+paged_attention | ~paged,softcap=true | sm_90 | cuda | invariant | paged_attention_triton
 paged_attention | ~paged | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer
 paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_triton_split
 paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_torch
@@ -374,7 +375,6 @@ paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_trito
 paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
 paged_attention | ~paged,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | head_dim 80
 paged_attention | ~paged,softcap=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | without a soft cap
-paged_attention | ~paged,softcap=true | sm_90 | cuda | invariant | paged_attention_triton
 mla_attention | ~mla,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
 mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
 # the policy

@@ -176,7 +176,9 @@ def native_reach(entries: frozenset[str]) -> frozenset[str]:
             others = {
                 e
                 for f in files
-                for e in re.findall(r"^[^/\n]*GM_CAT\((gm_\w+)", (PACKAGE / f).read_text(), re.M)
+                for e in re.findall(
+                    r"^[^/\n]*(?:GM_CAT\(|extern \"C\" int )(gm_\w+)", (PACKAGE / f).read_text(), re.M
+                )
             }
             if others - entries:
                 reached |= native_reach(frozenset(others))
