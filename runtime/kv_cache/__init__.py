@@ -1,11 +1,22 @@
 """Bookkeeping of the paged KV cache, on the host and without torch: the owner and the content of each block.
 
-A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer. This package uses
+A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer of a group. This package uses
 block ids only; the tensors belong to the runner.
 """
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError, blocks_needed
+from gristmill.runtime.kv_cache.groups import KVGroup, first_needed, make_groups
 from gristmill.runtime.kv_cache.pool_plan import PoolPlan
 from gristmill.runtime.kv_cache.prefix_cache import CachedBlock, PrefixCache
 
-__all__ = ["BlockPool", "CachedBlock", "PoolError", "PoolPlan", "PrefixCache", "blocks_needed"]
+__all__ = [
+    "BlockPool",
+    "CachedBlock",
+    "KVGroup",
+    "PoolError",
+    "PoolPlan",
+    "PrefixCache",
+    "blocks_needed",
+    "first_needed",
+    "make_groups",
+]

@@ -39,9 +39,9 @@ def blocks_needed(tokens: int, block_size: int) -> int:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens; ids are 0 .. num_blocks - 1.
+    """`num_blocks` blocks of `block_size` tokens; ids are 0 .. num_blocks - 1, and num_blocks is the null block (`groups`).
 
-    `on_evict(content)` is called when a block with registered content is reused.
+    `on_evict(block, content)` is called when a block with registered content is reused.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -53,7 +53,7 @@ class BlockPool:
         self.block_size = block_size
         self.refs: list[int] = [0] * num_blocks
         self.content: list[object | None] = [None] * num_blocks
-        self.on_evict: Callable[[Any], None] | None = None
+        self.on_evict: Callable[[int, Any], None] | None = None
         self.num_available = num_blocks  # free + cached, the length of the queue
         self.num_cached = 0
         # Links of the queue. Index num_blocks is the sentinel: its next is the front, its prev is the tail.
@@ -108,7 +108,7 @@ class BlockPool:
             self.content[block] = None
             self.num_cached -= 1
             if self.on_evict is not None:
-                self.on_evict(content)
+                self.on_evict(block, content)
 
     def share(self, block: int) -> None:
         """Add an owner to a referenced or cached block, which keeps its content."""
@@ -122,9 +122,11 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one owner from each block of a table.
 
-        From the last to the first, so that the children of a chain are evicted before their parents.
+        From the last to the first, so that the children of a chain are evicted before their parents. Null blocks are skipped.
         """
         for block in reversed(blocks):
+            if block == self.num_blocks:
+                continue
             refs = self.refs[block] - 1
             if refs < 0:
                 raise PoolError(f"block {block} released twice\n{self.dump()}")

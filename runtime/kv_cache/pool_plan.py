@@ -58,6 +58,8 @@ class PoolPlan:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one owner from each block, last to first as `BlockPool.release` does."""
         for block in reversed(blocks):
+            if block == self._pool.num_blocks:
+                continue
             refs = self.refs(block) - 1
             self._refs[block] = refs
             if refs == 0:

@@ -4,32 +4,36 @@ The content of a full block is identified by a chained hash: hash(hash of the pa
 lookup key: a hit also compares the tokens, the extra key and the chain of parents, so a collision costs a miss and
 never gives a wrong answer. Blocks are registered when they are full *and computed*, never earlier.
 
+With several groups (`groups`) a content has a block per group, evicted one by one. A prefix is found if each group has what queries
+after it read: all of its blocks, or those of its last window.
+
 Chained block hashes are vLLM's automatic prefix caching; comparing tokens on a hit is nano-vllm's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError
 from gristmill.runtime.kv_cache.events import EventLog
+from gristmill.runtime.kv_cache.groups import first_needed
 
 HashFunction = Callable[[tuple[int, tuple[int, ...], Hashable]], int]
 
 
 class CachedBlock:
-    """One registered content: the tokens of a block and, through `parent`, everything before them."""
+    """One registered content: the tokens of a block and, through `parent`, everything before them. blocks: of each group, None without."""
 
-    __slots__ = ("__weakref__", "block", "extra", "hash", "parent", "tokens")
+    __slots__ = ("__weakref__", "blocks", "extra", "hash", "parent", "tokens")
 
     def __init__(
-        self, hash_: int, tokens: tuple[int, ...], extra: Hashable, parent: CachedBlock | None, block: int
+        self, hash_: int, tokens: tuple[int, ...], extra: Hashable, parent: CachedBlock | None, groups: int
     ) -> None:
         self.hash = hash_
         self.tokens = tokens
         self.extra = extra
         self.parent = parent
-        self.block = block
+        self.blocks: list[int | None] = [None] * groups
 
 
 def same_prefix(a: CachedBlock | None, b: CachedBlock | None) -> bool:
@@ -42,13 +46,17 @@ def same_prefix(a: CachedBlock | None, b: CachedBlock | None) -> bool:
 
 
 class PrefixCache:
-    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`. events: None = not recorded."""
+    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`. windows: of the groups, the first 0.
+    events: of the blocks of the first group; None = not recorded."""
 
-    def __init__(self, pool: BlockPool, hash_function: HashFunction = hash) -> None:
+    def __init__(
+        self, pool: BlockPool, hash_function: HashFunction = hash, windows: Sequence[int] = (0,)
+    ) -> None:
         if pool.on_evict is not None:
             raise ValueError("the pool already serves another prefix cache")
         self._pool = pool
         self._hash = hash_function
+        self._windows = windows
         self._table: dict[int, CachedBlock] = {}
         self.events: EventLog | None = None
         pool.on_evict = self._forget
@@ -65,9 +73,13 @@ class PrefixCache:
             hashes.append(parent)
 
     def match(
-        self, hashes: Sequence[int], tokens: Sequence[int], extra: Hashable = None
+        self,
+        hashes: Sequence[int],
+        tokens: Sequence[int],
+        extra: Hashable = None,
+        evicted: Container[int | None] = (),
     ) -> list[CachedBlock]:
-        """Longest registered prefix of `tokens`, in blocks. Changes nothing.
+        """Longest prefix of `tokens` that every group can continue, without the blocks `evicted`. Changes nothing.
 
         Never all of them: at least one token must be computed, because sampling needs the logits of the last one.
         """
@@ -85,15 +97,49 @@ class PrefixCache:
                 break
             hits.append(entry)
             parent = entry
-        return hits
+        length, group, agreed = len(hits), 0, 0
+        while agreed < len(self._windows):  # each group can only shorten the prefix, until all agree
+            shorter = self._longest(hits, length, group, evicted)
+            agreed = agreed + 1 if shorter == length else 1
+            length, group = shorter, (group + 1) % len(self._windows)
+        return hits[:length]
+
+    def table(self, hits: Sequence[CachedBlock]) -> list[int]:
+        """The block tables of a request that begins after `hits`, interleaved, with null blocks where a group needs none."""
+        size, null, count = self._pool.block_size, self._pool.num_blocks, len(hits)
+        starts = [first_needed(window, count * size, size) for window in self._windows]
+        return [
+            null if block is None or index < start else block
+            for index, hit in enumerate(hits)
+            for block, start in zip(hit.blocks, starts, strict=True)
+        ]
+
+    def _longest(
+        self, hits: Sequence[CachedBlock], length: int, group: int, evicted: Container[int | None]
+    ) -> int:
+        """The longest prefix of at most `length` blocks after which this group has the blocks that it needs."""
+
+        def lacks(index: int) -> bool:
+            block = hits[index].blocks[group]
+            return block is None or block in evicted
+
+        window, size = self._windows[group], self._pool.block_size
+        if not window:
+            return next((index for index in range(length) if lacks(index)), length)
+        index = length - 1
+        while index >= first_needed(window, length * size, size):
+            if lacks(index):
+                length = index
+            index -= 1
+        return length
 
     def insert(
-        self, hash_: int, tokens: Sequence[int], extra: Hashable, parent: CachedBlock | None, block: int
+        self, hash_: int, tokens: Sequence[int], extra: Hashable, parent: CachedBlock | None, *blocks: int
     ) -> CachedBlock:
-        """Register a full, computed, referenced block; returns the entry of its content.
+        """Register full, computed, referenced blocks, one per group; returns the entry of their content.
 
-        If the content is already registered with another block, that entry is returned and this block remains
-        unregistered (tables are append-only: duplicates are not merged). After a collision the block also remains
+        A block of a group that has another one for the content remains unregistered (duplicates are not merged).
+        After a collision the blocks also remain
         unregistered; the returned entry is then used only by the chain that continues it.
         """
         content = tuple(tokens)
@@ -101,42 +147,52 @@ class PrefixCache:
             raise PoolError(f"only full blocks are cached: {len(content)} of {self._pool.block_size} tokens")
         entry = self._table.get(hash_)
         if entry is None:
-            entry = CachedBlock(hash_, content, extra, parent, block)
-            self._pool.register(block, entry)
-            self._table[hash_] = entry
-            if self.events is not None:
-                self.events.stored(hash_, None if parent is None else parent.hash, content, extra)
+            entry = self._table[hash_] = CachedBlock(hash_, content, extra, parent, len(blocks))
         elif entry.tokens != content or entry.extra != extra or not same_prefix(entry.parent, parent):
-            entry = CachedBlock(hash_, content, extra, parent, block)
+            return CachedBlock(hash_, content, extra, parent, len(blocks))
+        for group, block in enumerate(blocks):
+            if entry.blocks[group] is None and block != self._pool.num_blocks:
+                self._pool.register(block, entry)
+                entry.blocks[group] = block
+                if group == 0 and self.events is not None:
+                    self.events.stored(hash_, None if parent is None else parent.hash, content, extra)
         return entry
 
     def clear(self) -> None:
         """Forget all contents. Blocks of requests stay theirs, and are not shared."""
         for entry in self._table.values():
-            self._pool.forget(entry.block)
+            for block in entry.blocks:
+                if block is not None:
+                    self._pool.forget(block)
         self._table.clear()
         if self.events is not None:
             self.events.cleared()
 
     def check(self) -> None:
         """Raise PoolError unless the table and the pool have the same entries."""
-        registered = {id(content) for content in self._pool.content if content is not None}
-        if registered != {id(entry) for entry in self._table.values()}:
+        registered = {
+            block: content for block, content in enumerate(self._pool.content) if content is not None
+        }
+        cached = {b: entry for entry in self._table.values() for b in entry.blocks if b is not None}
+        if registered != cached:
             raise PoolError(
-                f"{len(self._table)} cached contents, {len(registered)} registered blocks: they differ"
+                f"(block, content) of the pool and of the cache differ: {registered.items() ^ cached.items()}"
             )
         for hash_, entry in self._table.items():
-            if entry.hash != hash_ or self._pool.content[entry.block] is not entry:
-                raise PoolError(f"cached content of block {entry.block} differs from the pool's")
+            if entry.hash != hash_ or entry.blocks == [None] * len(entry.blocks):
+                raise PoolError(f"cached content of blocks {entry.blocks} has another hash, or no block")
 
-    def snapshot(self) -> dict[int, int]:
-        """{hash: block}, for comparing states."""
-        return {hash_: entry.block for hash_, entry in self._table.items()}
+    def snapshot(self) -> dict[int, tuple[int | None, ...]]:
+        """{hash: blocks}, for comparing states."""
+        return {hash_: tuple(entry.blocks) for hash_, entry in self._table.items()}
 
     def _max_hit(self, tokens: int) -> int:
         return (tokens - 1) // self._pool.block_size
 
-    def _forget(self, entry: CachedBlock) -> None:
-        del self._table[entry.hash]
-        if self.events is not None:
+    def _forget(self, block: int, entry: CachedBlock) -> None:
+        group = entry.blocks.index(block)
+        entry.blocks[group] = None
+        if entry.blocks.count(None) == len(entry.blocks):
+            del self._table[entry.hash]
+        if group == 0 and self.events is not None:
             self.events.removed(entry.hash)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from gristmill.runtime.kv_cache import blocks_needed
 
 PolicyName = Literal["fcfs", "priority"]
 
@@ -13,6 +16,7 @@ class SchedulerConfig:
     """The budgets of a step, and policies.
 
     num_blocks, block_size      the KV pool: blocks, and tokens per block
+    windows                     of each group of layers (`kv_cache.groups`), the keys that a query sees; 0 = all. The first is 0
     max_batch_tokens            tokens that a step feeds to the model, drafts included; buffers may be sized by it
     max_seqs                    requests that run at the same time
     max_model_len               longest prompt + output of one request; None: whatever the pool holds
@@ -46,6 +50,7 @@ class SchedulerConfig:
     priority_span: int | None = 256
     prefix_caching: bool = True
     align_chunks: bool = False
+    windows: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch_tokens", "max_seqs"):
@@ -67,7 +72,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"unknown policy {self.policy!r}, expected one of {', '.join(get_args(PolicyName))}"
             )
-        if self.num_blocks * self.block_size < 2:
+        if self.windows[:1] != (0,) or min(self.windows) < 0:
+            raise ValueError(
+                f"windows must begin with 0, a group of full attention, and be at least 0, got {self.windows}"
+            )
+        if self.capacity < 2 <= (self.max_model_len or 2):
             raise ValueError("the pool holds one token: no request (one prompt token, one output token) fits")
         if self.max_batch_tokens < self.max_seqs:
             raise ValueError(
@@ -80,8 +89,26 @@ class SchedulerConfig:
     @property
     def capacity(self) -> int:
         """The maximum number of prompt and output tokens of one request."""
-        pool = self.num_blocks * self.block_size
+        rows = self.num_blocks
+        if len(self.windows) > 1:
+            rows = bisect_right(range(rows + 1), rows, key=lambda n: self.most_held(n * self.block_size)) - 1
+        pool = rows * self.block_size
         return pool if self.max_model_len is None else min(pool, self.max_model_len)
+
+    def places(self, tokens: int) -> int:
+        """Entries of the block tables of `tokens` tokens, in all groups."""
+        return len(self.windows) * blocks_needed(tokens, self.block_size)
+
+    def most_held(self, tokens: int) -> int:
+        """Blocks that a request holds at most until it has `tokens`: of a group with a window, those of the window and of a step."""
+        rows = blocks_needed(tokens, self.block_size)
+        if len(self.windows) == 1:
+            return rows
+        step = min(self.max_batch_tokens, self.max_chunk or self.max_batch_tokens)
+        return sum(
+            min(rows, blocks_needed(window - 1 + step, self.block_size) + 1) if window else rows
+            for window in self.windows
+        )
 
     def _require_room_for_a_block(self) -> None:
         """If a step cannot hold a block, chunks rounded down to blocks would always be empty."""

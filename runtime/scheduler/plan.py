@@ -14,7 +14,8 @@ class ScheduledRequest:
     """Tokens of one request in one step.
 
     The runner feeds `tokens` at positions start .. start + count - 1 and writes their KV to `slots()`. Attention of the
-    token at position p reads positions 0 .. p through `block_ids`. If `samples`, the logits of the last 1 + drafts
+    token at position p reads positions 0 .. p, or those of its window, through `block_ids`, the
+    tables of all groups (`kv_cache.groups`). If `samples`, the logits of the last 1 + drafts
     tokens are computed, otherwise none.
     """
 
@@ -30,9 +31,9 @@ class ScheduledRequest:
     drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
     row: int = -1  # place of the request's state on the device, set by the commit; -1: none
 
-    def slots(self, block_size: int) -> list[int]:
-        """Cache slot (block id * block_size + offset) of every token. Valid after commit."""
-        blocks = self.block_ids
+    def slots(self, block_size: int, group: int = 0, groups: int = 1) -> list[int]:
+        """Cache slot (block id * block_size + offset) of every token in a group. Valid after commit."""
+        blocks = self.block_ids if groups == 1 else self.block_ids[group::groups]
         return [
             blocks[position // block_size] * block_size + position % block_size
             for position in range(self.start, self.start + self.count)

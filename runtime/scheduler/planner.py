@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gristmill.runtime.kv_cache import CachedBlock, PoolPlan, PrefixCache, blocks_needed
+from gristmill.runtime.kv_cache import CachedBlock, PoolPlan, PrefixCache
 from gristmill.runtime.scheduler.config import SchedulerConfig
 from gristmill.runtime.scheduler.plan import ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.policy import Admission, admission, choose_victim
@@ -56,7 +56,7 @@ class Planner:
             return StepPlan(self.plan.version)
 
     def _run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
-        size = self.config.block_size
+        size, groups = self.config.block_size, len(self.config.windows)
         scheduled = self.scheduled
         decodes: list[Request] = []  # those that need a block, or have drafts
         prefills: list[Request] = []
@@ -67,7 +67,7 @@ class Planner:
                 prefills.append(request)
             elif start + 1 >= request.limit:
                 pass  # a step in flight samples its last token
-            elif request.drafts or start == len(request.block_ids) * size:
+            elif request.drafts or start * groups == len(request.block_ids) * size:
                 decodes.append(request)
             else:
                 tokens = None if pending else [request.tokens[-1]]
@@ -86,7 +86,7 @@ class Planner:
         return self.plan
 
     def _plan_decodes(self, decodes: Sequence[Request], running: Sequence[Request]) -> None:
-        size = self.config.block_size
+        places = self.config.places
         left = len(decodes)
         for request in decodes:
             left -= 1
@@ -96,11 +96,11 @@ class Planner:
             on_device = request.pending > 0
             drafts = self._affordable_drafts(request, left) if request.drafts and not on_device else 0
             new: Sequence[int] = NO_BLOCKS
-            if start + 1 + drafts > len(request.block_ids) * size:
-                lacking = blocks_needed(start + 1 + drafts, size) - len(request.block_ids)
+            lacking = places(start + 1 + drafts) - len(request.block_ids)
+            if lacking > 0:
                 if lacking > self.pool.available:  # drop drafts before preempting a request
                     drafts = 0
-                    lacking = blocks_needed(start + 1, size) - len(request.block_ids)
+                    lacking = places(start + 1) - len(request.block_ids)
                 if not self._make_room(lacking, request, running):
                     continue
                 if lacking > 0:
@@ -120,7 +120,7 @@ class Planner:
         if count == 0:
             return
         start = request.computed
-        lacking = blocks_needed(start + count, self.config.block_size) - len(request.block_ids)
+        lacking = self.config.places(start + count) - len(request.block_ids)
         if lacking > 0 and not self._make_room(lacking, request, running):
             return
         new = self.pool.take(lacking) if lacking > 0 else NO_BLOCKS
@@ -171,14 +171,13 @@ class Planner:
         self, running: Sequence[Request], prefills: Sequence[Request], waiting: Sequence[Request]
     ) -> None:
         config = self.config
-        size = config.block_size
+        null = config.num_blocks
         seats = config.max_seqs - len(running)
         # Blocks that admitted prompts still need after this step.
         owed = sum(
-            blocks_needed(len(r.tokens), size)
-            - len(r.block_ids)
-            - (len(self.scheduled[r.id].new_blocks) if r.id in self.scheduled else 0)
+            max(0, config.most_held(len(r.tokens)) - len(r.block_ids) + r.block_ids.count(null) - new)
             for r in prefills
+            for new in (len(self.scheduled[r.id].new_blocks) if r.id in self.scheduled else 0,)
         )
         keep = int(config.watermark * config.num_blocks)
         skipped: list[Request] = []
@@ -188,12 +187,14 @@ class Planner:
                 return
             known = len(request.tokens)
             hits = self._hits(request)
-            start = len(hits) * size
+            start = len(hits) * config.block_size
             count = self._chunk(start, known)
             if count == 0:
                 return
             # Shared blocks that are not referenced yet are no longer available either.
-            need = blocks_needed(known, size) - sum(self.pool.refs(hit.block) > 0 for hit in hits)
+            table = self.cache.table(hits) if self.cache is not None else []
+            shared = [block for block in table if block != null]
+            need = config.most_held(known) - sum(self.pool.refs(block) > 0 for block in shared)
             spare = keep if running or self.plan.admitted else 0
             answer = admission(need, self.pool.available - owed - spare, config.num_blocks)
             if answer is not Admission.ADMIT:
@@ -202,13 +203,12 @@ class Planner:
                 if not self._may_bypass(skipped):
                     return
                 continue
-            shared = [hit.block for hit in hits]
             if shared:
                 self.pool.share(shared)
-            fresh = self.pool.take(blocks_needed(start + count, size) - len(shared))
-            owed += blocks_needed(known, size) - len(shared) - len(fresh)
+            fresh = self.pool.take(config.places(start + count) - len(table))
+            owed += max(0, config.most_held(known) - len(shared) - len(fresh))
             self.plan.admitted[request.id] = hits
-            self._schedule_chunk(request, start, count, shared + fresh)
+            self._schedule_chunk(request, start, count, table + fresh)
             seats -= 1
             for older in skipped:
                 self.plan.bypassed[older.id] = self.plan.bypassed.get(older.id, 0) + 1
@@ -225,11 +225,9 @@ class Planner:
     def _hits(self, request: Request) -> list[CachedBlock]:
         if self.cache is None or not request.reads_cache:
             return []
-        hits = self.cache.match(request.block_hashes, request.tokens, request.cache_key)
-        for index, hit in enumerate(hits):
-            if hit.block in self.pool.evicted:  # reassigned by this plan
-                return hits[:index]
-        return hits
+        return self.cache.match(
+            request.block_hashes, request.tokens, request.cache_key, self.pool.evicted
+        )  # without blocks that this plan has reassigned
 
     def _schedule_chunk(self, request: Request, start: int, count: int, new: Sequence[int]) -> None:
         end = start + count

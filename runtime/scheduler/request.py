@@ -42,7 +42,7 @@ class Request:
     pending     tokens sampled by steps in flight, which follow `tokens` and are on the device only
     computed    the number of tokens, pending ones included, whose KV is in the cache when the steps in flight have ended
     row         place of the request's state on the device while it runs, below max_seqs; -1: it does not run
-    block_ids   block table; replaced, never emptied in place, when the blocks are released
+    block_ids   block tables of the groups, interleaved (`kv_cache.groups`); replaced, never emptied in place, when the blocks are released
     drafts      proposed continuation of `tokens`, to be verified in the next step
     limit       tokens at which the request ends by length
     bypassed    younger requests admitted before this one while it waits for blocks

@@ -9,9 +9,9 @@ planned no further. What a request held can be given away when it ends, because 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache, blocks_needed
+from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache, first_needed
 from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.planner import Planner
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key
@@ -36,6 +36,10 @@ class SchedulerStuck(RuntimeError):
 
 class Scheduler(SchedulerState):
     """Continuous batching over a paged KV pool. Not thread-safe: one owner calls it."""
+
+    on_preempt: Callable[[Request], None] | None = None
+    """Called by `commit` with a request that it preempts, whose blocks still hold `computed` tokens until the plan runs: what copies
+    them elsewhere is launched before the plan. The request and the scheduler must not be changed."""
 
     # Requests come and go ------------------------------------------------------------------------------------------
 
@@ -232,6 +236,8 @@ class Scheduler(SchedulerState):
                     computed = 0 if failed else min(computed, len(request.tokens) - 1)
             if computed >= (request.registered + 1) * size and self.cache is not None:
                 self._register(self.cache, request, computed)
+            if len(self.config.windows) > 1 and request.finish_reason is None:
+                self._release_behind(request, computed)
             if request.finish_reason is not None:
                 finished = True
                 self._finish(request, request.finish_reason)
@@ -273,7 +279,7 @@ class Scheduler(SchedulerState):
     def _refuse_too_large(self, request: Request) -> None:
         config = self.config
         need = request.prompt_len + 1
-        blocks = blocks_needed(need, config.block_size)
+        blocks = config.most_held(need)
         fits = admission(blocks, config.num_blocks, config.num_blocks)
         if fits is Admission.NEVER or need > config.capacity:
             limit = "unlimited" if config.max_model_len is None else f"{config.max_model_len} tokens"
@@ -291,6 +297,8 @@ class Scheduler(SchedulerState):
         """Return the request to the queue with nothing computed; the plan's pool operations release its blocks."""
         if request.pending:
             raise PoolError(f"preempted with a token in flight: {request!r}\n{self.dump()}")
+        if self.on_preempt is not None:
+            self.on_preempt(request)
         request.preemptions += 1
         self.queued_tokens += request.prompt_len
         self._forget_blocks(request)
@@ -361,9 +369,21 @@ class Scheduler(SchedulerState):
             new_ids = new_ids[:accepted]
         return RequestOutput(request.id, new_ids, request.finish_reason)
 
+    def _release_behind(self, request: Request, computed: int) -> None:
+        """Give back blocks behind the windows of all later queries. With results only: a step in flight may be discarded."""
+        blocks, groups = request.block_ids, len(self.config.windows)
+        for group, window in enumerate(self.config.windows):
+            end = first_needed(window, computed, self.config.block_size) * groups + group
+            start = end
+            while start >= groups and blocks[start - groups] != self.pool.num_blocks:
+                start -= groups
+            if start < end:
+                self.pool.release(blocks[start:end:groups])
+                blocks[start:end:groups] = [self.pool.num_blocks] * ((end - start) // groups)
+
     def _register(self, cache: PrefixCache, request: Request, computed: int) -> None:
         """Register blocks that the first `computed` tokens fill in the prefix cache."""
-        size = self.config.block_size
+        size, groups = self.config.block_size, len(self.config.windows)
         cache.extend_hashes(request.block_hashes, request.tokens, request.cache_key)
         for index in range(request.registered, computed // size):
             request.last_cached = cache.insert(
@@ -371,6 +391,6 @@ class Scheduler(SchedulerState):
                 request.tokens[index * size : (index + 1) * size],
                 request.cache_key,
                 request.last_cached,
-                request.block_ids[index],
+                *request.block_ids[index * groups : (index + 1) * groups],
             )
             request.registered = index + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache
+from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache, first_needed
 from gristmill.runtime.scheduler.config import SchedulerConfig
 from gristmill.runtime.scheduler.plan import StepPlan
 from gristmill.runtime.scheduler.request import Request, RequestState
@@ -23,7 +23,7 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.cache = PrefixCache(self.pool) if config.prefix_caching else None
+        self.cache = PrefixCache(self.pool, windows=config.windows) if config.prefix_caching else None
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []  # always sorted by queue_key
@@ -44,7 +44,8 @@ class SchedulerState:
         rows = list(self.free_rows)
         for request in self.requests.values():
             for block in request.block_ids:
-                owners[block] += 1
+                if block != self.pool.num_blocks:
+                    owners[block] += 1
             if request.row >= 0:
                 rows.append(request.row)
             if problem := self._problem(request):
@@ -66,7 +67,7 @@ class SchedulerState:
 
     def _problem(self, request: Request) -> str:
         """What is wrong with a request's own state; "" if nothing is."""
-        size = self.config.block_size
+        size, windows = self.config.block_size, self.config.windows
         pending = in_flight = drafts = 0
         for plan in self.in_flight:
             for entry in plan.entries:
@@ -76,8 +77,13 @@ class SchedulerState:
                     drafts += entry.drafts
         if request.pending != pending:
             return f"{request.pending} tokens are said to be pending, plans in flight sample {pending}"
-        if len(request.block_ids) * size < request.computed:
+        if len(request.block_ids) // len(windows) * size < request.computed:
             return "computed tokens without blocks"
+        for group, window in enumerate(windows):
+            first = first_needed(window, request.computed - in_flight, size)
+            blocks = request.block_ids[group :: len(windows)]
+            if blocks != [self.pool.num_blocks] * first + [b for b in blocks if b != self.pool.num_blocks]:
+                return f"group {group} lacks a block that it needs, or has one behind its window"
         if request.computed - drafts >= len(request.tokens) + request.pending:
             return "nothing left to compute, so nothing to sample from"
         running = request.state is RequestState.RUNNING

@@ -3,7 +3,8 @@
 Its "KV" of a position is a number made of the token and of the *stored* number of the previous position,
 which it reads through the block table. Its output is a number made of the last stored one. A wrong slot, a
 block that is shared too early, evicted while in use or matched for another prefix, and a position that is
-never computed all change the output ids. A token that a step in flight has sampled is read from the row of its request,
+never computed all change the output ids. A group with a window stores the same numbers, and each token checks all that its window
+reads. A token that a step in flight has sampled is read from the row of its request,
 and is gone when it was read.
 """
 
@@ -59,7 +60,7 @@ class FakeModel:
 
     def run(self, plan: StepPlan) -> list[int | list[int]]:
         """Returns the sampled ids, one result per entry that samples; drafts are verified greedily."""
-        config = self.config
+        config, groups = self.config, len(self.config.windows)
         assert plan.num_tokens == sum(entry.count for entry in plan.entries) <= config.max_batch_tokens
         assert len(plan.entries) <= config.max_seqs
         assert len({entry.id for entry in plan.entries}) == len(plan.entries)
@@ -70,13 +71,23 @@ class FakeModel:
         for entry in plan.entries:
             tokens = [self.last.pop(entry.row)] if entry.tokens is None else entry.tokens
             assert entry.count == len(tokens) >= 1
-            slots = self.slots_of(entry, config.block_size)
-            assert not written & set(slots), "two tokens of a step are written to one slot"
-            written |= set(slots)
+            slots = (
+                self.slots_of(entry, config.block_size)
+                if groups == 1
+                else entry.slots(config.block_size, 0, groups)
+            )
+            others = [entry.slots(config.block_size, group, groups) for group in range(1, groups)]
+            of_groups = {slot for group in (slots, *others) for slot in group}
+            assert len(of_groups) == groups * entry.count and not written & of_groups, "two tokens in a slot"
+            assert max(of_groups) < config.num_blocks * config.block_size, "the null block is written"
+            written |= of_groups
             states = []
             for offset, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
                 state = mix(self._before(entry, entry.start + offset), token)
                 self.kv[slot] = state
+                for group, of_tokens in enumerate(others, 1):
+                    self._check_window(entry, entry.start + offset, group)
+                    self.kv[of_tokens[offset]] = state
                 states.append(state)
             if entry.samples:
                 result = self._sample(entry, states)
@@ -87,8 +98,19 @@ class FakeModel:
     def _before(self, entry: ScheduledRequest, position: int) -> int:
         if position == 0:
             return 0
-        block = entry.block_ids[(position - 1) // self.config.block_size]
-        return self.kv[block * self.config.block_size + (position - 1) % self.config.block_size]
+        return self.kv[self._slot(entry, position - 1, 0)]
+
+    def _slot(self, entry: ScheduledRequest, position: int, group: int) -> int:
+        size, groups = self.config.block_size, len(self.config.windows)
+        return entry.block_ids[position // size * groups + group] * size + position % size
+
+    def _check_window(self, entry: ScheduledRequest, position: int, group: int) -> None:
+        window = self.config.windows[group]
+        for before in range(max(0, position - window + 1) if window else 0, position):
+            right = self.kv[self._slot(entry, before, 0)]
+            assert self.kv.get(self._slot(entry, before, group)) == right, (
+                f"group {group}, position {position} reads another token than {before}"
+            )
 
     def _sample(self, entry: ScheduledRequest, states: list[int]) -> int | list[int]:
         if not entry.drafts:

@@ -128,8 +128,8 @@ def fill(cache: PrefixCache, pool: BlockPool, tokens: list[int], extra: str | No
     cache.extend_hashes(hashes, tokens, extra)
     hits = cache.match(hashes, tokens, extra)
     for hit in hits:
-        pool.share(hit.block)
-    table = [hit.block for hit in hits] + pool.allocate(
+        pool.share(hit.blocks[0])
+    table = [hit.blocks[0] for hit in hits] + pool.allocate(
         blocks_needed(len(tokens), pool.block_size) - len(hits)
     )
     parent = hits[-1] if hits else None
@@ -188,7 +188,7 @@ def test_collisions_cost_a_miss_and_never_a_wrong_block(seed: int, kind: str) ->
         hashes: list[int] = []
         cache.extend_hashes(hashes, tokens, extra)
         for i, hit in enumerate(cache.match(hashes, tokens, extra)):
-            assert holds[hit.block] == (extra, *tokens[: 2 * (i + 1)])
+            assert holds[hit.blocks[0]] == (extra, *tokens[: 2 * (i + 1)])
         table = fill(cache, pool, tokens, extra)
         for i in range(len(tokens) // 2):
             holds[table[i]] = (extra, *tokens[: 2 * (i + 1)])

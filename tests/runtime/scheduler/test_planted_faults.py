@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from gristmill.runtime.scheduler.planner import Planner
 from .harness import FakeModel, SlotFunction, expected_ids, run_all
 
 CONFIG = SchedulerConfig(num_blocks=14, block_size=4, max_seqs=4, max_batch_tokens=24)
+GROUPS = replace(CONFIG, num_blocks=36, windows=(0, 9, 3))
 CAUGHT = (AssertionError, PoolError, SchedulerStuck, KeyError, IndexError, ValueError)
 
 
@@ -137,10 +139,12 @@ class IgnoresTokens(PrefixCache):
     def extend_hashes(self, hashes, tokens, extra=None):
         hashes.extend(range(len(hashes), len(tokens) // 4))
 
-    def match(self, hashes, tokens, extra=None):
+    def match(self, hashes, tokens, extra=None, evicted=()):
         blocks = []
         for hash_ in hashes[: self._max_hit(len(tokens))]:
             if hash_ not in self._table:
+                break
+            if self._table[hash_].blocks[0] in evicted:
                 break
             blocks.append(self._table[hash_])
         return blocks
@@ -219,6 +223,68 @@ def test_faults_of_the_prefix_cache_are_caught(fault: type[PrefixCache]) -> None
 @pytest.mark.parametrize("fault", [SkipsTheNext, AllocatesOneTooFew, IgnoresBudget, NeverAdmits])
 def test_faults_of_the_planner_are_caught(fault: type[Planner]) -> None:
     assert not verdict(lambda: with_planner(fault))
+
+
+class ReleasesTooEarly(Scheduler):
+    def _release_behind(self, request: Request, computed: int) -> None:
+        super()._release_behind(request, computed + 4)
+
+
+class ReleasesAtPlanning(Scheduler):
+    """Planted fault: blocks behind a step in flight are given back before its results; it is discarded."""
+
+    def commit(self, plan: StepPlan) -> None:
+        super().commit(plan)
+        for entry in plan.entries:
+            self._release_behind(self.requests[entry.id], entry.context)
+
+
+class NeverReleases(Scheduler):
+    def _release_behind(self, request: Request, computed: int) -> None:
+        pass
+
+
+class KeepsReleased(Scheduler):
+    """Planted fault: a block that was given back stays in the table."""
+
+    def _release_behind(self, request: Request, computed: int) -> None:
+        table = list(request.block_ids)
+        super()._release_behind(request, computed)
+        request.block_ids[:] = table
+
+
+class IgnoresWindows(PrefixCache):
+    """Planted fault: a prefix is found by the blocks of full attention alone."""
+
+    def _longest(self, hits, length, group, evicted):
+        return length if group else super()._longest(hits, length, group, evicted)
+
+
+class NeedsOneTooFew(PrefixCache):
+    def table(self, hits):
+        table = super().table(hits)
+        return [self._pool.num_blocks if i == len(table) - 2 else block for i, block in enumerate(table)]
+
+
+def test_the_honest_scheduler_of_groups_passes() -> None:
+    assert verdict(lambda: Scheduler(GROUPS))
+    assert verdict(lambda: Scheduler(GROUPS), depth=2)
+
+
+@pytest.mark.parametrize("fault", [ReleasesTooEarly, ReleasesAtPlanning, NeverReleases, KeepsReleased])
+def test_faults_of_releasing_behind_windows_are_caught(fault: type[Scheduler]) -> None:
+    assert not verdict(lambda: fault(GROUPS))
+
+
+@pytest.mark.parametrize("fault", [IgnoresWindows, NeedsOneTooFew])
+def test_faults_of_hits_over_groups_are_caught(fault: type[PrefixCache]) -> None:
+    def broken() -> Scheduler:
+        scheduler = Scheduler(GROUPS)
+        scheduler.pool.on_evict = None
+        scheduler.cache = fault(scheduler.pool, windows=GROUPS.windows)
+        return scheduler
+
+    assert not verdict(broken)
 
 
 def test_hits_on_blocks_given_away_in_the_same_plan_are_caught() -> None:

@@ -38,9 +38,10 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     max_seqs = draw(st.integers(1, 6))
     align = draw(st.booleans())
+    windows = draw(st.sampled_from([(0,), (0,), (0, 5), (0, 1), (0, 9, 0, 3)]))
     least = max_seqs - 1 + block_size if align else max_seqs
     return SchedulerConfig(
-        num_blocks=draw(st.integers(2, 30)),
+        num_blocks=draw(st.integers(2 * len(windows), 30)),
         block_size=block_size,
         max_batch_tokens=draw(st.integers(least, least + 40)),
         max_seqs=max_seqs,
@@ -53,6 +54,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         priority_span=draw(st.none() | st.integers(1, 4)),
         prefix_caching=draw(st.booleans()),
         align_chunks=align,
+        windows=windows,
     )
 
 
