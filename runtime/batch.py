@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ class Batch:
     tokens, positions: int64 [T]. slots: int64 [T], block · block_size + offset of each token's place in the cache.
     query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
     tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
-    logits are computed. fresh: no sequence has cached tokens before this step.
+    logits are computed. fresh: no sequence has cached tokens before this step. others: the step for the other groups of layers
+    (`kv_cache.groups`), with slots and block tables of their own.
     """
 
     tokens: Tensor
@@ -31,10 +32,15 @@ class Batch:
     max_q: int
     max_ctx: int
     fresh: bool
+    others: tuple[Batch, ...] = ()
 
 
 def make_batch(
-    entries: Sequence[ScheduledRequest], block_size: int, device: torch.device, all_rows: bool = False
+    entries: Sequence[ScheduledRequest],
+    block_size: int,
+    device: torch.device,
+    all_rows: bool = False,
+    groups: int = 1,
 ) -> Batch:
     """The tensors of the entries of a committed plan, sent to the device in two copies. A token that is on the device only is 0 here;
     see `make_feedback`.
@@ -43,40 +49,54 @@ def make_batch(
     """
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     rows: list[int] = []
     starts, contexts = [0], []
-    width = max(len(entry.block_ids) for entry in entries)
-    table: list[int] = []
+    width = max(len(entry.block_ids) for entry in entries) // groups
     for entry in entries:
         tokens += [0] if entry.tokens is None else entry.tokens
         positions += range(entry.start, entry.start + entry.count)
-        slots += entry.slots(block_size)
         starts.append(len(tokens))
         contexts.append(entry.context)
-        table += entry.block_ids
-        table += [0] * (width - len(entry.block_ids))
         if entry.samples:
             rows += range(len(tokens) - 1 - entry.drafts, len(tokens))
+    slots: list[list[int]] = []
+    tables: list[list[int]] = []
+    for group in range(groups):
+        slots.append([])
+        tables.append([])
+        for entry in entries:
+            slots[-1] += entry.slots(block_size, group, groups)
+            blocks = entry.block_ids if groups == 1 else entry.block_ids[group::groups]
+            tables[-1] += blocks
+            tables[-1] += [0] * (width - len(blocks))
     if all_rows:
         rows = list(range(len(tokens)))
-    seqs = len(entries)
-    sent_tokens, sent_positions, sent_slots, sent_rows = send_parts(
-        (tokens, positions, slots, rows), torch.int64, device
+    sent_tokens, sent_positions, sent_rows, *sent_slots = send_parts(
+        (tokens, positions, rows, *slots), torch.int64, device
     )
-    query_start, seq_lens, block_table = send_parts((starts, contexts, table), torch.int32, device)
-    return Batch(
+    query_start, seq_lens, *sent_tables = send_parts((starts, contexts, *tables), torch.int32, device)
+    block_tables = [table.view(len(entries), width) for table in sent_tables]
+    batch = Batch(
         tokens=sent_tokens,
         positions=sent_positions,
-        slots=sent_slots,
+        slots=sent_slots[0],
         rows=sent_rows,
         query_start=query_start,
         seq_lens=seq_lens,
-        block_table=block_table.view(seqs, width),
+        block_table=block_tables[0],
         max_q=max(entry.count for entry in entries),
         max_ctx=max(contexts),
         fresh=all(entry.start == 0 for entry in entries),
     )
+    return with_groups(batch, sent_slots, block_tables)
+
+
+def with_groups(batch: Batch, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> Batch:
+    """The batch with those of the groups behind the first; slots [T] and tables [S, width] of each group."""
+    if len(slots) == 1:
+        return batch
+    others = zip(slots[1:], tables[1:], strict=True)
+    return replace(batch, others=tuple(replace(batch, slots=s, block_table=t) for s, t in others))
 
 
 @dataclass(frozen=True)

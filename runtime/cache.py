@@ -1,14 +1,17 @@
-"""The tensors of the paged KV cache: one allocation for all layers, and one for scales per token if the format has them."""
+"""The tensors of the paged KV cache: one allocation for all layers of a group, and one for scales per token if the format has them."""
 
 from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache_format import AUTO, CacheFormat
+from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.config import ModelConfig
 
 
@@ -18,7 +21,12 @@ class PagedCache:
     layers: of each layer, (K, V), each [blocks, block_size, kv_heads, head_dim]; with scales of tokens (K, V, k_scale, v_scale),
     the scales float32 [blocks, block_size, kv_heads]; of a latent (MLA) model one tensor [blocks, block_size, latent_dim], as a
     tuple of one.
+
+    groups: of layers with block tables of their own (`kv_cache.groups`); empty = one group of all. The n-th layers of all groups share
+    tensors, with one more block: the null block, which stays zero.
     """
+
+    groups: tuple[KVGroup, ...] = ()
 
     def __init__(
         self,
@@ -28,11 +36,16 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         form: CacheFormat = AUTO,
+        groups: Sequence[KVGroup] = (),
     ) -> None:
+        self.groups = tuple(groups) if len(groups) > 1 else ()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.form = form
-        self._shape, self._dtype, self._device = _shape(config, num_blocks, block_size), dtype, device
+        shape = _shape(config, num_blocks + bool(self.groups), block_size)
+        if self.groups:
+            shape = (max(len(group.layers) for group in self.groups), *shape[1:])
+        self._shape, self._dtype, self._device = shape, dtype, device
         self.allocate()
 
     def allocate(self) -> None:
@@ -44,10 +57,26 @@ class PagedCache:
         if self.scales is not None:
             of_layers = zip(self.layers, self.scales.unbind(0), strict=True)
             self.layers = [(*layer, *scales.unbind(0)) for layer, scales in of_layers]
+        if self.groups:
+            places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
+            self.layers = [self.layers[places[layer]] for layer in sorted(places)]
 
     def release(self) -> None:
         """Give the memory back, until `allocate`."""
         self.storage, self.scales, self.layers = self.storage.new_empty(0), None, []
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each group, the keys that a query sees; 0 = all."""
+        return tuple(group.window for group in self.groups) or (0,)
+
+    def batches(self, batch: Batch) -> list[Batch]:
+        """The step for each layer, with the slots and the block table of its group."""
+        batches = [batch] * len(self.layers)
+        for group, other in zip(self.groups[1:], batch.others, strict=True):
+            for layer in group.layers:
+                batches[layer] = other
+        return batches
 
     @property
     def nbytes(self) -> int:

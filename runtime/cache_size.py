@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache, token_bytes
+from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.models import Model
 
@@ -36,11 +38,13 @@ def cache_blocks(
     max_seqs: int,
     max_model_len: int,
     draft: Model | None = None,
+    groups: Sequence[KVGroup] = (),
 ) -> int:
     """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a fraction of the free memory (a float up to 1).
 
     None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the need of max_seqs sequences of max_model_len tokens, but
     at most `CPU_CACHE_BYTES`, and at least one sequence. draft: a draft model, whose cache has as many blocks in the same memory.
+    groups: of the cache; a block holds its tokens in the layers of one of them.
 
     Raises:
         UsageError: memory is neither, or too small for one block.
@@ -51,6 +55,9 @@ def cache_blocks(
         token_bytes(each.config, each.plans.dtype, each.plans.cache_format) for each in models
     )
     whole = cdiv(max_model_len, block_size)
+    if len(groups) > 1:
+        block_bytes = block_bytes // model.config.num_layers * max(len(group.layers) for group in groups)
+        whole *= len(groups)
     if memory is None and device.type == "cpu":
         return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
     share = CUDA_MEMORY if memory is None else memory
@@ -69,11 +76,13 @@ def cache_blocks(
     return count
 
 
-def make_cache(model: Model, num_blocks: int, block_size: int) -> PagedCache:
+def make_cache(model: Model, num_blocks: int, block_size: int, groups: Sequence[KVGroup] = ()) -> PagedCache:
     """The cache of a model; UsageError with its size if the allocation fails."""
     plans = model.plans
     try:
-        return PagedCache(model.config, num_blocks, block_size, plans.dtype, plans.device, plans.cache_format)
+        return PagedCache(
+            model.config, num_blocks, block_size, plans.dtype, plans.device, plans.cache_format, groups
+        )
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
         size = num_blocks * block_size * token_bytes(model.config, plans.dtype, plans.cache_format)
         raise UsageError(

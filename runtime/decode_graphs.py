@@ -96,8 +96,10 @@ class DecodeGraphs:
         self.refused: Counter[str] = Counter()
         self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
         width = cdiv(self._limit, cache.block_size)
-        self.state = RowState(max(sampled.rows, LARGEST), width, sampler.vocab_size)
-        self.memory = DecodeInputs(LARGEST, width, sampled)
+        self.state = RowState(
+            max(sampled.rows, LARGEST), width, sampler.vocab_size, cache.windows, cache.num_blocks
+        )
+        self.memory = DecodeInputs(LARGEST, width, sampled, groups=len(cache.windows))
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None

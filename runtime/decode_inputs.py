@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.batch import ALIGNMENT, Batch
+from gristmill.runtime.batch import ALIGNMENT, Batch, with_groups
+from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.sampler import SamplingRow, SamplingTensors
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import DEPTH, SampledTokens
@@ -24,20 +25,26 @@ from gristmill.runtime.steps_in_flight import DEPTH, SampledTokens
 
 class RowState:
     """Block tables and sampling parameters of the requests in rows 0 to rows - 1, on the host. width: cache blocks of the longest
-    request."""
+    request. windows: of the groups of layers, each with tables. null: the block in places behind a window."""
 
-    def __init__(self, rows: int, width: int, vocab_size: int) -> None:
+    def __init__(
+        self, rows: int, width: int, vocab_size: int, windows: Sequence[int] = (0,), null: int = 0
+    ) -> None:
         self.rows = rows
+        self.windows, self.null = windows, null
         self.vocab_size = vocab_size
-        self.table = np.zeros((rows, width), np.int32)
+        self.table = np.zeros((len(windows), rows, width), np.int32)
         self.seed = np.zeros(rows, np.int64)
         self.top_k = np.zeros(rows, np.int32)
         self.temperature, self.top_p, self.min_p = np.zeros((3, rows), np.float32)
         # The block table of the request in each row, which is another list for each of its stays there, and how much of it is in `table`.
         self._tables: list[list[int] | None] = [None] * rows
         self._written = [0] * rows
+        self._behind = np.zeros((len(windows), rows), np.int64)  # leading places with the null block
 
-    def update(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
+    def update(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], block_size: int
+    ) -> list[int]:
         """Bring the state up to a step, whose entries all sample; the row of each entry. Entries without rows get the first ones, anew
         in each step."""
         tables, written = self._tables, self._written
@@ -51,13 +58,30 @@ class RowState:
             if tables[place] is not blocks:
                 self._join(place, row)
                 tables[place], written[place] = blocks, 0
+                self._behind[:, place] = 0
             if written[place] < len(blocks):
-                new = blocks[
-                    written[place] : self.table.shape[1]
-                ]  # a host may allocate more than a context can need
-                self.table[place, written[place] : written[place] + len(new)] = new
+                self._write(place, written[place], blocks)
                 written[place] = len(blocks)
+            if len(self.windows) > 1:
+                self._clear(place, entry.start, block_size)
         return places
+
+    def _write(self, place: int, first: int, blocks: list[int]) -> None:
+        """Add the entries of a request's tables from `first` on, which are interleaved."""
+        groups, _, width = self.table.shape
+        for group in range(groups):
+            new = blocks[
+                first + group : width * groups : groups
+            ]  # a host may allocate more than a context can need
+            self.table[group, place, first // groups : first // groups + len(new)] = new
+
+    def _clear(self, place: int, start: int, block_size: int) -> None:
+        """Put the null block where no query from position `start` on reads."""
+        for group, window in enumerate(self.windows):
+            first = first_needed(window, start, block_size)
+            if first > self._behind[group, place]:
+                self.table[group, place, :first] = self.null
+                self._behind[group, place] = first
 
     def _join(self, place: int, row: SamplingRow) -> None:
         params = row.params
@@ -71,12 +95,15 @@ class RowState:
 class DecodeInputs:
     """The memory of all decode graphs' inputs, on the device and once on the host for each step in flight.
 
-    seqs: of the largest graph. width: cache blocks of the longest context.
+    seqs: of the largest graph. width: cache blocks of the longest context, in each of `groups` block tables.
     """
 
-    def __init__(self, seqs: int, width: int, sampled: SampledTokens, depth: int = DEPTH) -> None:
+    def __init__(
+        self, seqs: int, width: int, sampled: SampledTokens, depth: int = DEPTH, groups: int = 1
+    ) -> None:
         device = sampled.values.device
-        size = sum(_sizes(seqs, width).values())
+        self.groups = groups
+        size = sum(_sizes(seqs, width, groups=groups).values())
         self.sampled = sampled
         self.device = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
@@ -88,7 +115,8 @@ _TOKEN_PARTS: dict[str, torch.dtype] = {
     "top_k": torch.int32,
     **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
 }
-"""Parts with an element per token. The sampled rows are one after another in logit_rows (places of their tokens) and what follows it."""
+"""Parts with an element per token; slots have one in each group. The sampled rows are one after another in logit_rows (places of their
+tokens) and what follows it."""
 _SEQUENCE_PARTS: dict[str, torch.dtype] = {
     "rows": torch.int64,
     "seq_lens": torch.int32,
@@ -101,16 +129,19 @@ _PARTS = dict(
 )
 
 
-def _shape(name: str, seqs: int, width: int, per_seq: int) -> tuple[int, ...]:
+def _shape(name: str, seqs: int, width: int, per_seq: int, groups: int) -> tuple[int, ...]:
     if name == "table":
-        return (seqs, width)
+        return (groups, seqs, width)
+    if name == "slots":
+        return (groups, seqs * per_seq)
     return (seqs * per_seq,) if name in _TOKEN_PARTS else (seqs,)
 
 
-def _sizes(seqs: int, width: int, per_seq: int = 1) -> dict[str, int]:
+def _sizes(seqs: int, width: int, per_seq: int = 1, groups: int = 1) -> dict[str, int]:
     """Bytes of each part, whole multiples of its alignment."""
     return {
-        name: ALIGNMENT * cdiv(dtype.itemsize * math.prod(_shape(name, seqs, width, per_seq)), ALIGNMENT)
+        name: ALIGNMENT
+        * cdiv(dtype.itemsize * math.prod(_shape(name, seqs, width, per_seq, groups)), ALIGNMENT)
         for name, dtype in _PARTS.items()
     }
 
@@ -124,7 +155,7 @@ class Buffers:
 
     def __init__(self, seqs: int, width: int, memory: DecodeInputs, per_seq: int = 1) -> None:
         self.seqs, self.width, self.memory, self.per_seq = seqs, width, memory, per_seq
-        self._size = sum(_sizes(seqs, width, per_seq).values())
+        self._size = sum(_sizes(seqs, width, per_seq, memory.groups).values())
         device = memory.device.device
         parts = self.parts = self._split(memory.device)
         self.host: list[dict[str, Any]] = [
@@ -140,8 +171,9 @@ class Buffers:
 
     def _split(self, memory: Tensor) -> dict[str, Tensor]:
         parts, start = {}, 0
-        for name, size in _sizes(self.seqs, self.width, self.per_seq).items():
-            shape, dtype = _shape(name, self.seqs, self.width, self.per_seq), _PARTS[name]
+        form = (self.seqs, self.width, self.per_seq, self.memory.groups)
+        for name, size in _sizes(*form).items():
+            shape, dtype = _shape(name, *form), _PARTS[name]
             parts[name] = memory[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
             start += size
         return parts
@@ -150,18 +182,19 @@ class Buffers:
         """The step for the layers; no context is longer than `bound`. rows: the tokens whose logits are computed; with one token per
         sequence they are all."""
         parts = self.parts
-        return Batch(
+        batch = Batch(
             self.tokens,
             parts["positions"],
-            parts["slots"],
+            parts["slots"][0],
             self.query_start,
             parts["seq_lens"],
-            parts["table"],
+            parts["table"][0],
             self.last_rows if self.per_seq == 1 else parts["logit_rows"],
             max_q=self.per_seq,
             max_ctx=bound,
             fresh=False,
         )
+        return with_groups(batch, parts["slots"].unbind(), parts["table"].unbind())
 
     def fill(
         self,
@@ -177,19 +210,21 @@ class Buffers:
         firsts = rows
         if len(rows) > seqs:
             firsts = [rows[row] for row in (np.cumsum(counts) - counts).tolist()]
-        places = np.array(state.update(entries, firsts), np.int64)
+        places = np.array(state.update(entries, firsts, block_size), np.int64)
         starts = np.array([entry.start for entry in entries], np.int64)
         host["rows"][:seqs] = places
         host["seq_lens"][:seqs] = starts + width
-        np.take(state.table[:, : self.width], places, axis=0, out=host["table"][:seqs], mode="clip")
+        for table, out in zip(state.table, host["table"], strict=True):
+            np.take(table[:, : self.width], places, axis=0, out=out[:seqs], mode="clip")
         offsets = np.arange(width)
         known = offsets < counts[:, None]  # [seqs, per_seq]: whether there is such a token
         positions = np.where(known, starts[:, None] + offsets, 0)
-        blocks = state.table[places[:, None], positions // block_size].astype(np.int64)
+        blocks = state.table[:, places[:, None], positions // block_size].astype(np.int64)
         slots = np.where(known, blocks * block_size + positions % block_size, -1)
         tokens = np.zeros(known.shape, np.int64)
         tokens[known] = [t for entry in entries for t in ((-1,) if entry.tokens is None else entry.tokens)]
-        for name, values in (("positions", positions), ("slots", slots), ("tokens", tokens)):
+        host["slots"][:, : seqs * width] = slots.reshape(len(slots), -1)
+        for name, values in (("positions", positions), ("tokens", tokens)):
             host[name][: seqs * width] = values.reshape(-1)
         host["on_device"][:seqs] = tokens[:, 0] < 0
         count = len(rows)
@@ -206,8 +241,8 @@ class Buffers:
         host, tokens = self.host[slot], seqs * self.per_seq
         for name in ("tokens", "positions"):
             host[name][tokens:] = 0
-        host["slots"][tokens:] = -1
-        host["table"][seqs:] = 0
+        host["slots"][:, tokens:] = -1
+        host["table"][:, seqs:] = 0
         host["rows"][seqs:] = self.memory.sampled.rows
         host["on_device"][seqs:] = False
         host["seq_lens"][seqs:] = self.per_seq

@@ -21,6 +21,7 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
@@ -167,6 +168,7 @@ class Engine(EngineMemory):
             model = open_checkpoint(model)
             drafting = check_draft_model(model, speculation.model)
         runner: Runner | ParallelRunner | None = None
+        groups: Sequence[KVGroup] = ()
         if tensor_parallel > 1:
             limits = Limits(num_blocks, memory, max_seqs, max_batch_tokens, max_model_len, decode_graphs)
             loading = {
@@ -184,8 +186,10 @@ class Engine(EngineMemory):
             draft_model = None if drafting is None else load_draft_model(drafting, loaded, policy)
             limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
             max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
+            if draft_model is None:  # whose cache has the blocks of one table
+                groups = getattr(loaded, "kv_groups", ())
             if num_blocks is None:
-                num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model)
+                num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model, groups)
         try:
             config = SchedulerConfig(
                 num_blocks=num_blocks,
@@ -201,11 +205,14 @@ class Engine(EngineMemory):
                 max_queued_tokens=max_queued_tokens,
                 max_bypass=max_bypass,
                 inter_prefill_budget=inter_prefill_budget,
+                windows=tuple(group.window for group in groups) or (0,),
             )
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         if runner is None:
-            runner = Runner(loaded, make_cache(loaded, num_blocks, block_size), decode_graphs, max_seqs)
+            runner = Runner(
+                loaded, make_cache(loaded, num_blocks, block_size, groups), decode_graphs, max_seqs
+            )
         draft = None
         if draft_model is not None:
             draft_cache = make_cache(draft_model, num_blocks, block_size)
@@ -246,6 +253,11 @@ class Engine(EngineMemory):
         if held != (config.num_blocks, config.block_size):
             raise UsageError(
                 f"the cache has {held[0]} blocks of {held[1]} tokens, the scheduler {config.num_blocks} of {config.block_size}"
+            )
+        windows = runner.cache.windows if isinstance(runner, Runner) else (0,)
+        if windows != config.windows:
+            raise UsageError(
+                f"the cache has groups with the windows {windows}, the scheduler {config.windows}: windows=cache.windows"
             )
         if config.max_seqs > runner.max_seqs:
             raise UsageError(

@@ -12,7 +12,6 @@ import torch
 
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.scheduler import ScheduledRequest
 
 STEP_TOKENS = 4096
@@ -87,7 +86,7 @@ def evaluate(
     begin = time.perf_counter()
     losses: list[float] = []
     at_once = windows_at_once(
-        engine.runner.device, window, windows, config.num_blocks // blocks_needed(window, config.block_size)
+        engine.runner.device, window, windows, config.num_blocks // config.places(window)
     )
     for index in range(0, windows, at_once):
         some = [tokens[i * window : (i + 1) * window] for i in range(index, index + at_once)]
@@ -129,7 +128,7 @@ def window_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
 
 
 def _logits(engine: Engine, windows: Sequence[Sequence[int]]) -> torch.Tensor:
-    pool, each = engine.scheduler.pool, blocks_needed(len(windows[0]), engine.scheduler.pool.block_size)
+    pool, each = engine.scheduler.pool, engine.scheduler.config.places(len(windows[0]))
     blocks = pool.allocate(each * len(windows))
     try:
         entries = [

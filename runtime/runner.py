@@ -115,7 +115,7 @@ class Runner:
     def _kernel_by_kernel(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]
     ) -> Callable[[], Tensor | None]:
-        batch = make_batch(entries, self.cache.block_size, self.device)
+        batch = self._batch(entries)
         feedback = make_feedback(entries, self.device)
 
         def run() -> Tensor | None:
@@ -145,7 +145,7 @@ class Runner:
         """
         logits = self._graph_logits(entries, rows)
         if logits is None:
-            batch = make_batch(entries, self.cache.block_size, self.device)
+            batch = self._batch(entries)
             hidden = self.model.forward(batch, self.cache)
             if prompts:
                 self._read_prompts(hidden, entries, prompts)
@@ -211,10 +211,15 @@ class Runner:
                     )
             begin += entry.count
 
+    def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
+        return make_batch(
+            entries, self.cache.block_size, self.device, all_rows, groups=len(self.cache.windows)
+        )
+
     @torch.inference_mode()
     def logits(self, entries: Sequence[ScheduledRequest]) -> Tensor:
         """float32 logits [tokens, vocab] of every token of the entries."""
-        batch: Batch = make_batch(entries, self.cache.block_size, self.device, all_rows=True)
+        batch = self._batch(entries, all_rows=True)
         return self.model.logits(self.model.forward(batch, self.cache)).float()
 
 

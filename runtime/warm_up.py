@@ -143,9 +143,9 @@ def _decode_sizes(runner: Runner, most: int) -> list[int]:
     return [*(size for size in SIZES if size < most), *(b for b in BUCKETS if LARGEST < b < most), most]
 
 
-def _sequence(start: int, count: int, block_size: int, drafts: int = 0) -> ScheduledRequest:
-    """A sequence over the first blocks of the cache."""
-    blocks = list(range(cdiv(start + count, block_size)))
+def _sequence(start: int, count: int, config: SchedulerConfig, drafts: int = 0) -> ScheduledRequest:
+    """A sequence over the first blocks of the cache, the same in each group."""
+    blocks = [block for block in range(cdiv(start + count, config.block_size)) for _ in config.windows]
     return ScheduledRequest("warm-up", start, count, True, [0] * count, blocks, [], drafts)
 
 
@@ -157,7 +157,7 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
     longest = min(config.max_chunk or config.max_batch_tokens, room - cached)
 
     def step(lengths: list[int], start: int) -> None:
-        runner.run([_sequence(start, count, block) for count in lengths], [_ROW] * len(lengths))
+        runner.run([_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
 
     for size in _sizes(min(config.max_batch_tokens, longest * config.max_seqs)):
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
@@ -172,7 +172,6 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
 
 def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> Iterator[Callable[[], object]]:
     """Steps with one new token and `drafts` drafts per sequence, and the graphs of those that have one."""
-    block = config.block_size
     room = config.capacity
     count = 1 + drafts
     if count > min(room, config.max_batch_tokens):
@@ -180,7 +179,7 @@ def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> I
     for seqs in _decode_sizes(runner, min(config.max_seqs, config.max_batch_tokens // count)):
         context, more = min(1 + count, room), True
         while more:
-            entries = [_sequence(context - count, count, block, drafts)] * seqs
+            entries = [_sequence(context - count, count, config, drafts)] * seqs
             yield partial(runner.run, entries, [_ROW] * (seqs * count))
             if runner.decode is None or runner.decode.why_not(entries):
                 break

@@ -5,18 +5,7 @@ block ids only; the tensors belong to the runner.
 """
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError, blocks_needed
-from gristmill.runtime.kv_cache.groups import KVGroup, first_needed, make_groups
 from gristmill.runtime.kv_cache.pool_plan import PoolPlan
 from gristmill.runtime.kv_cache.prefix_cache import CachedBlock, PrefixCache
 
-__all__ = [
-    "BlockPool",
-    "CachedBlock",
-    "KVGroup",
-    "PoolError",
-    "PoolPlan",
-    "PrefixCache",
-    "blocks_needed",
-    "first_needed",
-    "make_groups",
-]
+__all__ = ["BlockPool", "CachedBlock", "PoolError", "PoolPlan", "PrefixCache", "blocks_needed"]

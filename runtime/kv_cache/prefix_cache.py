@@ -118,17 +118,11 @@ class PrefixCache:
         self, hits: Sequence[CachedBlock], length: int, group: int, evicted: Container[int | None]
     ) -> int:
         """The longest prefix of at most `length` blocks after which this group has the blocks that it needs."""
-
-        def lacks(index: int) -> bool:
-            block = hits[index].blocks[group]
-            return block is None or block in evicted
-
         window, size = self._windows[group], self._pool.block_size
-        if not window:
-            return next((index for index in range(length) if lacks(index)), length)
         index = length - 1
         while index >= first_needed(window, length * size, size):
-            if lacks(index):
+            block = hits[index].blocks[group]
+            if block is None or block in evicted:
                 length = index
             index -= 1
         return length
@@ -139,8 +133,7 @@ class PrefixCache:
         """Register full, computed, referenced blocks, one per group; returns the entry of their content.
 
         A block of a group that has another one for the content remains unregistered (duplicates are not merged).
-        After a collision the blocks also remain
-        unregistered; the returned entry is then used only by the chain that continues it.
+        After a collision the blocks also remain unregistered; the returned entry is then used only by the chain that continues it.
         """
         content = tuple(tokens)
         if len(content) != self._pool.block_size:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.cache_groups import KVGroup, make_groups
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import embedding_and_head
@@ -123,13 +124,18 @@ class Llama:
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
         self.embedding, self.head = embedding_and_head(plans, weights, config.tie_embeddings)
 
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Layers that share block tables, by their windows."""
+        return make_groups(self.config.windows or (0,) * self.config.num_layers)
+
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm."""
         embedded = self.embedding(batch.tokens)
         residual = embedded.new_zeros(embedded.shape)
         x: Tensor | Summand = embedded
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, residual, batch, layer_cache)
+        for layer, layer_cache, part in zip(self.layers, cache.layers, cache.batches(batch), strict=True):
+            x = layer(x, residual, part, layer_cache)
         return self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -225,9 +225,8 @@ class Planner:
     def _hits(self, request: Request) -> list[CachedBlock]:
         if self.cache is None or not request.reads_cache:
             return []
-        return self.cache.match(
-            request.block_hashes, request.tokens, request.cache_key, self.pool.evicted
-        )  # without blocks that this plan has reassigned
+        evicted = self.pool.evicted  # reassigned by this plan
+        return self.cache.match(request.block_hashes, request.tokens, request.cache_key, evicted)
 
     def _schedule_chunk(self, request: Request, start: int, count: int, new: Sequence[int]) -> None:
         end = start + count

@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache, first_needed
+from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache
+from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.planner import Planner
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache, first_needed
+from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache
+from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler.config import SchedulerConfig
 from gristmill.runtime.scheduler.plan import StepPlan
 from gristmill.runtime.scheduler.request import Request, RequestState

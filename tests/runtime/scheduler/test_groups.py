@@ -2,7 +2,9 @@
 
 import pytest
 
-from gristmill.runtime.kv_cache import BlockPool, KVGroup, PrefixCache, first_needed, make_groups
+from gristmill.runtime.cache_groups import KVGroup, make_groups
+from gristmill.runtime.kv_cache import BlockPool, PrefixCache
+from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
 
 from .harness import FakeModel, Run, expected_ids, run_all, step
