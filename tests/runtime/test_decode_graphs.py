@@ -82,7 +82,7 @@ def test_a_wrong_slot_shows(make: Callable[..., LLM], monkeypatch: pytest.Monkey
 
     def careless(self: Buffers, slot: int, seqs: int, count: int) -> None:
         idle(self, slot, seqs, count)
-        self.host[slot]["slots"][seqs:] = 5
+        self.host[slot]["slots"][:, seqs:] = 5
 
     without, through = both(make, LLAMA)
     monkeypatch.setattr(Buffers, "_idle", careless)
