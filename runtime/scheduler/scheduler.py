@@ -212,7 +212,7 @@ class Scheduler(SchedulerState):
         self._check_results(plan, sampled_ids)
         outputs = []
         finished = False
-        size = self.config.block_size
+        size, windowed = self.config.block_size, len(self.config.windows) > 1
         requests = self.requests
         results = iter(sampled_ids)
         for entry in plan.entries:
@@ -237,7 +237,7 @@ class Scheduler(SchedulerState):
                     computed = 0 if failed else min(computed, len(request.tokens) - 1)
             if computed >= (request.registered + 1) * size and self.cache is not None:
                 self._register(self.cache, request, computed)
-            if len(self.config.windows) > 1 and request.finish_reason is None:
+            if windowed and request.finish_reason is None:
                 self._release_behind(request, computed)
             if request.finish_reason is not None:
                 finished = True
