@@ -22,8 +22,12 @@ from typing import Any
 
 from gristmill.kernel_registry.build import read_manifest
 
-LIBRARIES = {".cpp": "kernels/_native/threads.cpp", ".cu": "kernels/_native/cuda_driver.cpp"}
-"""The source that all sources of a library are linked with: threads for C++, the driver for CUDA."""
+LIBRARIES = {
+    ".cpp": "kernels/_native/threads.cpp",
+    ".cu": "kernels/_native/cuda_driver.cpp",
+    ".hip": "kernels/_native/hip_driver.cpp",
+}
+"""The source that all sources of a library are linked with: threads for C++, the driver for CUDA and for HIP."""
 SOURCE_FOLDERS = ("kernels", "quant")
 INCLUDE_FOLDER = "kernels/_native"
 
@@ -69,7 +73,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class _Text:
-    """Contents of a native file. entries: of GM_KERNEL and GM_CUDA_ENTRY; names: every ``gm_`` name outside comments."""
+    """Contents of a native file. entries: of GM_KERNEL, GM_CUDA_ENTRY and GM_HIP_ENTRY; names: every ``gm_`` name outside comments."""
 
     includes: tuple[str, ...]
     table: str
@@ -80,7 +84,7 @@ class _Text:
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.M)
 _TABLE = re.compile(r"^// gm-table: (\S+)", re.M)
-_ENTRIES = re.compile(r"\bGM_(?:KERNEL|CUDA_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
+_ENTRIES = re.compile(r"\bGM_(?:KERNEL|CUDA_ENTRY|HIP_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
 _DEFINED = re.compile(r"^#define GM_ENTRY ([\w@]+)", re.M)
 _PLACE = re.compile(r"@\w+@")
 _NAME = re.compile(r"\bgm_\w+")
@@ -143,21 +147,23 @@ def built_sources(folder: Path) -> tuple[Compiled, ...]:
 
 
 def _compiled(folder: str) -> Iterator[str]:
-    """Names of the sources that CMake compiles: the files that cpu.cmake and cuda.cmake search for."""
+    """Names of the sources that CMake compiles: the files that cpu.cmake, cuda.cmake and hip.cmake search for."""
     for top in SOURCE_FOLDERS:
         for path, folders, files in os.walk(os.path.join(folder, top)):
             folders[:] = sorted(child for child in folders if child != "__pycache__")
             for file in sorted(files):
                 name = f"{os.path.relpath(path, folder)}/{file}"
                 if name in LIBRARIES.values() or re.fullmatch(
-                    r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in)", file
+                    r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in|\.hip)", file
                 ):
                     yield name
 
 
 def _library(name: str) -> str:
     """The source that the library of `name` is linked with; `name` itself for one of those."""
-    return name if name in LIBRARIES.values() else LIBRARIES[".cpp" if name.endswith(".cpp") else ".cu"]
+    if name in LIBRARIES.values():
+        return name
+    return next((own for suffix, own in LIBRARIES.items() if name.endswith(suffix)), LIBRARIES[".cu"])
 
 
 def _closure(

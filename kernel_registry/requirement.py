@@ -26,7 +26,7 @@ class Requirement:
         the target. () = any.
     code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
         level that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
-        `hip:gfx942`, `cute:sm_90a` (compiled at run time by CuTe DSL).
+        `hip` or `hip:gfx942` likewise, `cute:sm_90a` (compiled at run time by CuTe DSL).
     """
 
     features: tuple[frozenset[str], ...] = ()
@@ -56,9 +56,9 @@ class Requirement:
             raise ValueError(
                 f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'"
             )
-        if kind in ("hip", "cute") and not arch:
+        if kind == "cute" and not arch:
             raise ValueError(
-                f"code {self.code!r}: name the architecture, e.g. {kind}:{'gfx942' if kind == 'hip' else 'sm_90a'}"
+                f"code {self.code!r}: name the architecture, e.g. cute:sm_90a"
             )
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_arch", arch)
@@ -109,6 +109,8 @@ class Requirement:
             reasons.append(f"C++ code for CPUs; {target.name} is {target.vendor}")
         elif self._kind == "cuda" and target.vendor != "nvidia":
             reasons.append(f"CUDA code; {target.name} is {target.vendor}")
+        elif self._kind == "hip" and target.vendor != "amd":
+            reasons.append(f"HIP code; {target.name} is {target.vendor}")
         elif self._arch and (why := why_not_code(target, self._code_name())):
             reasons.append(why)
         return tuple(reasons)

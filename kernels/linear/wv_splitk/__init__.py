@@ -1,0 +1,1 @@
+"""Skinny linear for AMD GPUs in HIP: every lane of a wave takes a part of K."""
