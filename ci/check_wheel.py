@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "integrations")
-NATIVE = {".cpp", ".cu", ".cuh", ".h"}
+NATIVE = {".cpp", ".cu", ".cuh", ".h", ".hip"}
 RUN = (
     ".py",
     ".css",

@@ -46,6 +46,7 @@ COLUMNS = (
 
 LETTERS = {
     "cuda": ("H", "CUDA C++"),
+    "hip": ("W", "HIP C++"),
     "triton": ("T", "Triton"),
     "cpp": ("C", "C++ for CPUs"),
     "torch": ("t", "torch"),
@@ -99,6 +100,18 @@ EVERYTHING = Build.of(
         "sve",
     ),
     cuda_archs=("sm_90a",),
+    hip_archs=(
+        "gfx90a",
+        "gfx942",
+        "gfx950",
+        "gfx1100",
+        "gfx1101",
+        "gfx1102",
+        "gfx1150",
+        "gfx1151",
+        "gfx1200",
+        "gfx1201",
+    ),
 )
 """Everything that the build of this repository can produce, for all processors."""
 

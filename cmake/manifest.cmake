@@ -15,6 +15,7 @@ file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/manifest_base.json" CONTENT
   \"version\": \"${PROJECT_VERSION}\",
   \"cpu_levels\": [${_levels}],
   \"cuda\": {${GM_CUDA_MANIFEST}},
+  \"hip\": {${GM_HIP_MANIFEST}},
   \"left_out\": [${_left_out}],
   \"compiler\": \"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\",
   \"processor\": \"${CMAKE_SYSTEM_PROCESSOR}\",

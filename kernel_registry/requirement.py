@@ -57,9 +57,7 @@ class Requirement:
                 f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'"
             )
         if kind == "cute" and not arch:
-            raise ValueError(
-                f"code {self.code!r}: name the architecture, e.g. cute:sm_90a"
-            )
+            raise ValueError(f"code {self.code!r}: name the architecture, e.g. cute:sm_90a")
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_arch", arch)
 
@@ -109,7 +107,7 @@ class Requirement:
             reasons.append(f"C++ code for CPUs; {target.name} is {target.vendor}")
         elif self._kind == "cuda" and target.vendor != "nvidia":
             reasons.append(f"CUDA code; {target.name} is {target.vendor}")
-        elif self._kind == "hip" and target.vendor != "amd":
+        elif self._kind == "hip" and not self._arch and target.vendor != "amd":
             reasons.append(f"HIP code; {target.name} is {target.vendor}")
         elif self._arch and (why := why_not_code(target, self._code_name())):
             reasons.append(why)

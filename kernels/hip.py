@@ -22,7 +22,10 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     -5: (ValueError, "an argument out of its range"),
     -6: (RuntimeError, "no HIP runtime: libamdhip64.so of ROCm 5 or newer is needed"),
     -7: (RuntimeError, "the library was built from other sources than this Python code; run `make build`"),
-    -8: (RuntimeError, "the library has no code object for this device; `kernelbench doctor` lists those it has"),
+    -8: (
+        RuntimeError,
+        "the library has no code object for this device; `kernelbench doctor` lists those it has",
+    ),
 }
 _HIP_ERROR = -1000  # codes from here down are this minus a hipError_t
 
@@ -34,7 +37,7 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def function(name: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
+def hip_function(name: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
     """The host entry ``name``, returning int. NativeLibraryError if the build has none."""
     library = _library()
     try:

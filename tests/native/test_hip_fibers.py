@@ -18,8 +18,8 @@ import torch
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels import hip
 from gristmill.kernels.linear.linear import OP, error, pack, reference
+from gristmill.kernels.linear.wv_splitk import _launch
 from gristmill.kernels.linear.wv_splitk.linear_wv_splitk_hip import COUNTERS, KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,17 @@ def compiled(out: Path, lanes: int) -> ctypes.CDLL:
     """The source as a library for the CPU. RDNA multiplies bf16 by its dot product, CDNA 3 in float32."""
     defines = ["-DGM_HIP_FIBERS", f"-DGM_LANES={lanes}", f"-DGM_DOT2_BF16={int(lanes == 32)}"]
     include = [f"-I{ROOT / 'kernels' / '_native'}", f"-I{ROOT / 'tests' / 'native'}"]
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-shared",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+    ]
     subprocess.run([*command, *defines, *include, "-x", "c++", str(SOURCE), "-o", str(out)], check=True)
     return ctypes.CDLL(str(out))
 
@@ -55,8 +65,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ctypes.CDLL, int,
             return entry
 
         library.gm_fibers_set(order, fault)
-        monkeypatch.setattr(hip, "function", function)
-        monkeypatch.setattr(hip, "current_stream", lambda x: 0)
+        monkeypatch.setattr(_launch, "hip_function", function)
+        monkeypatch.setattr(_launch, "current_stream", lambda x: 0)
 
     yield switch
 
@@ -67,7 +77,10 @@ def run(kernel: Kernel, text: str, arch: str, split: int | None = None) -> tuple
     problem = OP.problem(text)
     config = dict(kernel.config(problem, Target.parse(arch)))
     if split is not None:
-        config |= {"split": split, "chunk": config["lanes"] * {"dense": 8, "int4": 32, "int8": 16}[config["format"]]}
+        config |= {
+            "split": split,
+            "chunk": config["lanes"] * {"dense": 8, "int4": 32, "int8": 16}[config["format"]],
+        }
     arguments = OP.inputs(problem, 7, "cpu")
     x, weight, bias, residual, silu_mul, n, _ = arguments
     expected = reference(x, weight, bias, residual, silu_mul)
@@ -96,7 +109,9 @@ def test_both_kernels_are_registered() -> None:
     assert {kernel.name for kernel in KERNELS} <= names and len(CASES) >= 13
 
 
-@pytest.mark.parametrize("text", ["m=3,n=50,k=2048,epilogue=bias", "m=2,n=30,k=4096,w=int4_g128,epilogue=silu_mul"])
+@pytest.mark.parametrize(
+    "text", ["m=3,n=50,k=2048,epilogue=bias", "m=2,n=30,k=4096,w=int4_g128,epilogue=silu_mul"]
+)
 def test_a_split_is_right_and_does_not_depend_on_who_is_last(text: str, libraries: Any, use: Any) -> None:
     kernel = KERNELS["int4" in text]
     outputs = []
@@ -157,7 +172,10 @@ def test_arguments_that_do_not_fit_are_refused(libraries: Any, use: Any) -> None
     use(libraries["gfx1100"])
     config = KERNELS[0].config(OP.problem("m=1,n=16,k=64"), Target.parse("gfx1100"))
     weight, launch = torch.zeros(16, 64, dtype=torch.bfloat16), KERNELS[0].load()
-    for rows, dtype, message in ((9, torch.bfloat16, "at most 8 rows"), (1, torch.float16, "expected bf16 x")):
+    for rows, dtype, message in (
+        (9, torch.bfloat16, "at most 8 rows"),
+        (1, torch.float16, "expected bf16 x"),
+    ):
         x, out = torch.zeros(rows, 64, dtype=dtype), torch.zeros(rows, 16, dtype=dtype)
         with pytest.raises(ValueError, match=message):
             launch(config, x, [weight], None, None, False, 16, None, out)

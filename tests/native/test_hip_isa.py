@@ -50,9 +50,18 @@ class Code:
 def kernels(arch: str, source: Path, flags: tuple[str, ...]) -> tuple[Code, ...]:
     """The kernels of a source, compiled for one target."""
     lanes, dot2 = TARGETS[arch]
-    command = [clang(), "-x", "hip", f"--offload-arch={arch}", "--offload-device-only", "--no-gpu-bundle-output"]
+    command = [
+        clang(),
+        "-x",
+        "hip",
+        f"--offload-arch={arch}",
+        "--offload-device-only",
+        "--no-gpu-bundle-output",
+    ]
     command += [*flags, f"-DGM_LANES={lanes}", f"-DGM_DOT2_BF16={dot2}", f"-I{ROOT / 'kernels' / '_native'}"]
-    done = subprocess.run([*command, "-S", str(source), "-o", "-"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*command, "-S", str(source), "-o", "-"], capture_output=True, text=True, check=True
+    )
     codes, metadata = [], done.stdout.partition(".amdgpu_metadata")[2]
     for entry in re.split(r"\n  - \.a", metadata)[1:]:
         field = dict(re.findall(r"\.(\w+): +(\w+)", entry))
@@ -67,7 +76,7 @@ def faults(arch: str, code: Code) -> list[str]:
     """What is wrong with a kernel's machine code."""
     lanes, dot2 = TARGETS[arch]
     found = []
-    if code.spills or code.scratch or "scratch_" in code.text:
+    if code.spills or code.scratch or re.search(r"\bscratch_(load|store)", code.text):
         found.append(f"{code.spills} spills, {code.scratch} bytes of scratch memory")
     waves = REGISTERS[lanes] // (-(-code.registers // 8) * 8)
     if waves < WAVES[lanes]:
@@ -76,9 +85,9 @@ def faults(arch: str, code: Code) -> list[str]:
         found.append("no 16-byte loads past the caches")
     half, int8 = "_Half_" in code.name, "_Int8_" in code.name
     if half:
-        promised = r"\bv_dot2c?_f32_f16"
+        promised = r"\bv_(dual_)?dot2(c|acc)?_f32_f16"
     elif dot2 and not int8:
-        promised = r"\bv_dot2c?_f32_bf16"
+        promised = r"\bv_(dual_)?dot2(c|acc)?_f32_bf16"
     else:
         promised = r"\bv_(pk_)?(fma|fmac|fmamk|fmaak|mad|mac)_f32"
     if not re.search(promised, code.text):
@@ -100,6 +109,6 @@ def test_planted_faults_are_found() -> None:
     spilling = kernels("gfx942", SOURCE, tuple(flag for flag in FLAGS if flag != "-fno-slp-vectorize"))
     assert any("scratch memory" in wrong for code in spilling for wrong in faults("gfx942", code))
     good = kernels("gfx1100", SOURCE, tuple(FLAGS))[0]
-    for instruction, other in ((r"v_dot2\w+", "v_fma_f32"), (r"global_load_b128", "global_load_b32")):
+    for instruction, other in ((r"v_(dual_)?dot2\w+", "v_fma_f32"), (r"global_load_b128", "global_load_b32")):
         assert len(faults("gfx1100", Code(good.name, 80, 0, 0, re.sub(instruction, other, good.text)))) == 1
     assert faults("gfx1100", Code(good.name, 250, 0, 0, good.text)) == ["250 registers: 6 waves per SIMD"]

@@ -79,6 +79,13 @@ BUILDS: dict[str, Build] = {
     ),
     "ampere": Build.of(_TRITON, cuda_archs=("sm_80",), **_CUDA),
     "ptx": Build.of(_TRITON, cuda_archs=("compute_80",), **_CUDA),
+    "wave": Build.of(
+        _TRITON,
+        triton_backends=("hip",),
+        hip_archs=("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151")
+        + ("gfx1200", "gfx1201"),
+    ),
+    "wave-942": Build.of(_TRITON, triton_backends=("hip",), hip_archs=("gfx942",)),
     "rocm": Build.of(
         _TRITON, triton_backends=("hip",), hip_archs=("gfx942", "gfx950", "gfx11-generic", "gfx12-generic")
     ),
@@ -207,6 +214,37 @@ linear | m=16,n=4096,k=4096,w=int4_g128_zp | gfx1201 | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g32_zp | gfx1100 | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | gfx1030 | hip | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=int8_ch | sm_75 | cuda | - | linear_w_triton
+# skinny products on AMD GPUs: in HIP where there is a code object, M is small and K comes in whole 16 bytes
+linear | m=1,n=4096,k=4096 | gfx1100 | wave | - | linear_wv_splitk_hip
+linear | m=4,n=4096,k=4096 | gfx1100 | wave | - | linear_wv_splitk_hip
+linear | m=64,n=4096,k=4096 | gfx1100 | wave | - | linear_torch
+linear | m=1,n=4096,k=4096 | gfx942 | wave | - | linear_wv_splitk_hip
+linear | m=4,n=4096,k=4096 | gfx942 | wave | - | linear_wv_splitk_hip
+linear | m=64,n=4096,k=4096 | gfx942 | wave | - | linear_torch
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx1100 | wave | - | linear_w_wv_splitk_hip
+linear | m=4,n=4096,k=4096,w=int4_g128 | gfx1100 | wave | - | linear_w_wv_splitk_hip
+linear | m=64,n=4096,k=4096,w=int4_g128 | gfx1100 | wave | - | linear_w_triton
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx942 | wave | - | linear_w_wv_splitk_hip
+linear | m=4,n=4096,k=4096,w=int4_g128 | gfx942 | wave | - | linear_w_wv_splitk_hip
+linear | m=64,n=4096,k=4096,w=int4_g128 | gfx942 | wave | - | linear_w_triton
+linear | m=8,n=11008,k=4096 | gfx90a | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx950 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx1101 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx1102 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx1150 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx1151 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx1200 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=11008,k=4096 | gfx1201 | wave | - | linear_wv_splitk_hip
+linear | m=8,n=4096,k=11008,x=fp16,w=int8_ch,epilogue=bias | gfx1201 | wave | - | linear_w_wv_splitk_hip
+linear | m=2,n=4096,k=4096,x=fp16,w=fp16,epilogue=silu_mul | mi300x | wave | - | linear_wv_splitk_hip
+linear | m=3,n=4096,k=4096,w=int4_g32_zp | strixhalo | wave | - | linear_w_wv_splitk_hip
+linear | m=9,n=4096,k=4096,w=int4_g128 | gfx1100 | wave | - | linear_w_triton
+linear | m=1,n=4096,k=4096,w=mxfp4 | gfx1100 | wave | - | linear_w_triton
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx1030 | wave | - | linear_dequant_torch
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx1100 | wave-942 | - | linear_w_triton
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx1250 | wave | - | linear_w_triton
+linear | m=1,n=4096,k=4096 | gfx1100 | wave | torch | linear_torch
+linear | m=1,n=4096,k=4096 | gfx1100 | wave | triton | linear_triton
 linear | m=16,n=4096,k=4096,w=int8_g128 | gfx950 | hip | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=fp8 | sm_80 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=fp8_ch | gfx942 | hip | - | linear_w_triton
@@ -302,6 +340,25 @@ sample | m=16,v=128256 | gfx1151 | hip | - | sample_triton
 """
 
 REFUSED = """
+# skinny products in HIP
+linear | m=1,n=4096,k=4096 | sm_90 | wave | - | linear_wv_splitk_hip | hardware | runs on amd; sm_90 is nvidia
+linear | m=1,n=4096,k=4096 | cpu:avx2 | wave | - | linear_wv_splitk_hip | hardware | runs on amd; cpu:avx2 is cpu
+linear | m=1,n=4096,k=4096 | gfx1030 | wave | - | linear_wv_splitk_hip | hardware | none of it runs on gfx1030
+linear | m=1,n=4096,k=4096 | gfx906 | wave | - | linear_wv_splitk_hip | hardware | none of it runs on gfx906
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx1250 | wave | - | linear_w_wv_splitk_hip | hardware | none of it runs on gfx1250
+linear | m=1,n=4096,k=4096 | gfx1100 | hip | - | linear_wv_splitk_hip | build | no HIP architecture that runs on gfx1100; it has none
+linear | m=1,n=4096,k=4096 | gfx1100 | wave-942 | - | linear_wv_splitk_hip | build | no HIP architecture that runs on gfx1100; it has gfx942
+linear | m=9,n=4096,k=4096 | gfx1100 | wave | - | linear_wv_splitk_hip | problem | made for M <= 8, not 9
+linear | m=64,n=4096,k=4096,w=int4_g128 | gfx942 | wave | - | linear_w_wv_splitk_hip | problem | made for M <= 8, not 64
+linear | m=1,n=4096,k=4100 | gfx1100 | wave | - | linear_wv_splitk_hip | problem | needs K a multiple of 8, got K=4100
+linear | m=1,n=4096,k=4112,w=int4_ch | gfx1100 | wave | - | linear_w_wv_splitk_hip | problem | needs K a multiple of 32, got K=4112
+linear | m=1,n=4096,k=4104,w=int8_ch | gfx1100 | wave | - | linear_w_wv_splitk_hip | problem | needs K a multiple of 16, got K=4104
+linear | m=1,n=4096,k=4096,x=fp32,w=fp32 | gfx1100 | wave | - | linear_wv_splitk_hip | problem | takes fp16 or bf16 activations, not fp32
+linear | m=1,n=4096,k=4096,x=bf16,w=fp16 | gfx1100 | wave | - | linear_wv_splitk_hip | problem | in the dtype of x, not fp16
+linear | m=1,n=4096,k=4096,w=nvfp4 | gfx942 | wave | - | linear_w_wv_splitk_hip | problem | 4- or 8-bit integers, not nvfp4
+linear | m=1,n=4096,k=4096,w=int8_ch.int8_token | gfx942 | wave | - | linear_w_wv_splitk_hip | problem | not int8_ch.int8_token
+linear | m=1,n=4096,k=4096,w=int4_g64,act_order=true | gfx1100 | wave | - | linear_w_wv_splitk_hip | problem | takes no act-order
+linear | m=1,n=4096,k=4096 | gfx1100 | wave | invariant | linear_wv_splitk_hip | policy | results depend on the batch
 # the device
 rms_norm | m=1,n=4096 | sm_90 | x86 | - | rms_norm_cpu | hardware | runs on cpu; sm_90 is nvidia
 rms_norm | m=1,n=4096 | gfx942 | x86 | - | rms_norm_cpu | hardware | runs on cpu; gfx942 is amd

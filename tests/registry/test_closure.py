@@ -24,7 +24,7 @@ from gristmill.kernel_registry.registry import default_registry
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gristmill"
 KERNELS = tuple(default_registry().all_kernels())
-CALLS = ("cpu_function", "cuda_function", "best_config", "best_level")
+CALLS = ("cpu_function", "cuda_function", "hip_function", "best_config", "best_level")
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ says what a source includes")
 
@@ -40,7 +40,7 @@ def names(*patterns: str) -> list[str]:
 
 
 PYTHON = names("kernels/**/*.py", "quant/**/*.py", "kernel_registry/*.py")
-NATIVE = names(*(f"kernels/**/*.{end}" for end in ("cpp", "cu", "cu.in", "h", "cuh", "json")))
+NATIVE = names(*(f"kernels/**/*.{end}" for end in ("cpp", "cu", "cu.in", "hip", "h", "cuh", "json")))
 
 
 # An independent oracle: ast and imports for Python, g++ for includes.
@@ -119,7 +119,8 @@ def included(name: str) -> frozenset[str]:
     """Returns the files that a native source or template includes, according to the compiler, as host and as
     device code."""
     files: set[str] = set()
-    for side in ((), ("-D__CUDACC__",)) if ".cu" in name else ((),):
+    device = "-D__CUDACC__" if ".cu" in name else "-D__HIP__"
+    for side in ((), (device,)) if ".cu" in name or name.endswith(".hip") else ((),):
         command = [
             "g++",
             "-x",
@@ -164,15 +165,17 @@ def native_reach(entries: frozenset[str]) -> frozenset[str]:
     libraries' own."""
     reached: set[str] = set()
     for name in NATIVE:
-        if not name.endswith((".cpp", ".cu", ".cu.in")) or name.startswith("kernels/_native/"):
+        if not name.endswith((".cpp", ".cu", ".cu.in", ".hip")) or name.startswith("kernels/_native/"):
             continue
         text = (PACKAGE / name).read_text().replace("@", "_")  # any text may replace a placeholder
-        if any(re.search(rf"(GM_KERNEL\(|GM_CUDA_ENTRY\(|#define GM_ENTRY ){e}\b", text) for e in entries):
+        if any(
+            re.search(rf"(GM_KERNEL\(|GM_CUDA_ENTRY\(|GM_HIP_ENTRY\(|#define GM_ENTRY ){e}\b", text)
+            for e in entries
+        ):
             files = included(name)
             reached |= files
-            reached |= included(
-                f"kernels/_native/{'threads' if name.endswith('.cpp') else 'cuda_driver'}.cpp"
-            )
+            own = {".cpp": "threads", ".hip": "hip_driver"}.get(Path(name).suffix, "cuda_driver")
+            reached |= included(f"kernels/_native/{own}.cpp")
             others = {
                 e
                 for f in files

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.kernels import hip
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
+from gristmill.kernels.hip import check, current_stream, hip_function
 from gristmill.kernels.linear.wv_splitk.linear_wv_splitk_hip import (
     COUNTERS,
     PAIRS,
@@ -92,7 +92,9 @@ def launch(
         f"got {x.dtype} and {codes.dtype} {list(codes.shape)}",
     )
     if form == "dense":
-        need(codes.dtype == x.dtype, f"linear by wvSplitK: W must have x's dtype {x.dtype}, got {codes.dtype}")
+        need(
+            codes.dtype == x.dtype, f"linear by wvSplitK: W must have x's dtype {x.dtype}, got {codes.dtype}"
+        )
     else:
         _scales(args, config, weight, rows, k)
     splits, chunk = int(config["split"]), int(config["chunk"])
@@ -105,7 +107,7 @@ def launch(
         need_workspace("linear", workspace, size, x.device)
         args.counters = workspace.data_ptr()
         args.sums = workspace.data_ptr() + COUNTERS
-    args.stream = hip.current_stream(x)
+    args.stream = current_stream(x)
     args.arch = str(config["arch"]).encode()
     args.y, args.x, args.w, args.ldx = out.data_ptr(), x.data_ptr(), codes.data_ptr(), row_stride(x)
     args.bias = None if bias is None else bias.data_ptr()
@@ -116,7 +118,7 @@ def launch(
     args.vectors = int(args.ldx % 8 == 0 and x.data_ptr() % 16 == 0)
     args.format, args.x_type = list(WIDTH).index(form), DTYPE_CODES[dtype_name(x.dtype)]
     args.lanes = int(config["lanes"])
-    hip.check(hip.function("gm_linear_wv_splitk", (POINTER(Args),))(args), "linear by wvSplitK")
+    check(hip_function("gm_linear_wv_splitk", (POINTER(Args),))(args), "linear by wvSplitK")
 
 
 def _scales(args: Args, config: Config, weight: list[Tensor], rows: int, k: int) -> None:
