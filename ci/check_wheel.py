@@ -41,7 +41,9 @@ def tracked() -> list[str]:
 def carried(name: str) -> bool:
     """Whether a file of the tree belongs in a wheel: what Python runs, and the tables that kernels read."""
     return name.startswith(FOLDERS) and (
-        name.endswith(RUN) or (name.startswith("kernels/") and name.endswith(".json"))
+        name.endswith(RUN)
+        or (name.startswith("kernels/") and name.endswith(".json"))
+        or name == "kernel_registry/grades.json"
     )
 
 

@@ -1,4 +1,4 @@
-"""Write docs/kernels.md and the table of operations in README.md from the registry.
+"""Write docs/kernels.md, the table of operations in README.md, and the grades of proof from the registry.
 
 python ci/tables.py            write both
 python ci/tables.py --check    write nothing; exit 1 if one of them is out of date
@@ -7,27 +7,26 @@ python ci/tables.py --check    write nothing; exit 1 if one of them is out of da
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from gristmill.kernel_registry.build import Build, normal_name
+from gristmill.kernel_registry.grades import RECORDS, best
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry, default_registry
-from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+
+sys.path.insert(0, str(Path(__file__).parent))
+from grades import records, reported, tested  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 README = ROOT / "README.md"
-RESULTS = ROOT / "bench" / "results"
-BASELINE = ROOT / "ci" / "compile_baseline.json"
 BEGIN, END = "<!-- ops-table -->", "<!-- /ops-table -->"
 
 COLUMNS = (
@@ -57,14 +56,6 @@ LETTERS = {
     "onnxruntime": ("O", "ONNX Runtime"),
 }
 """Language of our own kernels, or provider of others -> its letter in the table and its name in the legend."""
-
-CHAINS = {
-    "all_reduce_add_rms_norm_ordered_triton": ("fused_add_rms_norm_triton",),
-    "all_reduce_add_rms_norm_triton": ("fused_add_rms_norm_triton",),
-    "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
-    "moe_chain_w_triton": ("permute_triton", "grouped_linear_w_triton", "combine_triton"),
-}
-"""Kernels that launch other kernels and have no code of their own to compile."""
 
 
 def letter(kernel: Kernel) -> str:
@@ -116,30 +107,6 @@ EVERYTHING = Build.of(
 """Everything that the build of this repository can produce, for all processors."""
 
 
-@cache
-def compiled() -> frozenset[tuple[str, str]]:
-    """(kernel, target) of the compile matrix's baseline: all cases of the kernel compile for the target."""
-    good: set[tuple[str, str]] = set()
-    bad: set[tuple[str, str]] = set()
-    for key, entry in json.loads(BASELINE.read_text(encoding="utf-8")).items():
-        case, _, target = key.partition("@")
-        (bad if "cannot" in entry else good).add((case.partition("/")[0], target))
-    return frozenset(good - bad)
-
-
-@cache
-def reported() -> dict[str, frozenset[str]]:
-    """Kernel -> "target: device" of the reports (`kernelbench bench --results`) in which it matched the reference and was timed."""
-    devices_of: dict[str, set[str]] = {}
-    for path in sorted(RESULTS.glob("*/operations/*.json")):
-        report = migrated(json.loads(path.read_text(encoding="utf-8")))
-        where = f"{report['environment']['target']}: {report['environment']['device']}"
-        for row in report["rows"]:
-            if row["us"] is not None:
-                devices_of.setdefault(row["kernel"], set()).add(where)
-    return {kernel: frozenset(devices) for kernel, devices in devices_of.items()}
-
-
 def runs(kernel: Kernel) -> list[str]:
     """Where the kernel has run and matched the reference, each as "target: evidence".
 
@@ -147,30 +114,21 @@ def runs(kernel: Kernel) -> list[str]:
     run all of them on an x86-64 CPU (tests/kernels/test_registry_kernels.py).
     """
     places = sorted(reported().get(kernel.name, ())) or ([kernel.proven] if kernel.proven else [])
-    if (kernel.language == "cpp" or kernel.provider == "torch") and serves(kernel, Target.parse("cpu:avx2")):
+    if tested(kernel) and serves(kernel, Target.parse("cpu:avx2")):
         places.append("x86-64: tests")
     return places
 
 
-def evidence(kernel: Kernel, heading: str) -> str:
-    """ "run", "compiled", or "" for a column: what shows that the kernel works on that target."""
-    if any(place.partition(":")[0] == heading for place in runs(kernel)):
-        return "run"
-    parts = CHAINS.get(kernel.name, (kernel.name,))
-    return "compiled" if all((part, heading) in compiled() for part in parts) else ""
-
-
 def cell(kernels: Iterable[Kernel], heading: str, target: Target) -> str:
-    """The letters of the kernels that claim a target and have evidence for it; bold those that ran there."""
-    marks: dict[str, str] = {}
+    """The letters of the kernels that claim a target and have evidence for it; bold those that ran on a device of it."""
+    marks: dict[str, bool] = {}
     for kernel in kernels:
-        shown = evidence(kernel, heading) if serves(kernel, target) else ""
-        if shown and marks.get(letter(kernel)) != "run":
-            marks[letter(kernel)] = shown
+        if serves(kernel, target) and (proof := best(kernel.name, target)) is not None:
+            marks[letter(kernel)] = marks.get(letter(kernel), False) or proof.grade == "elsewhere"
     order = [mark for mark, _ in LETTERS.values()]
     printed = [
-        f"**{mark}**" if shown == "run" else mark
-        for mark, shown in sorted(marks.items(), key=lambda item: (order.index(item[0].strip("()")), item[0]))
+        f"**{mark}**" if ran else mark
+        for mark, ran in sorted(marks.items(), key=lambda item: (order.index(item[0].strip("()")), item[0]))
         if mark.strip("()") == mark or mark.strip("()") not in marks
     ]
     return " ".join(printed) or "-"
@@ -195,7 +153,7 @@ def legend(rows: Iterable[str]) -> str:
     names = [f"`{mark}` {name}" for mark, name in LETTERS.values() if mark in used]
     return (
         f"{', '.join(names)}. **Bold**: ran on a device of that target and matched the reference (on x86-64: in the tests). "
-        "Not bold: compiled for the target by the compile matrix, not run there. In brackets: only when a policy pins it. "
+        "Not bold: compiled for the target, and its source executed on a CPU; not run there. In brackets: only when a policy pins it. "
         "Kernels of libraries (FlashInfer, humming) need the library installed. No letter, no evidence; targets without a column "
         "have none. What each kernel needs, promises, and where it has run: `docs/kernels.md`."
     )
@@ -270,7 +228,8 @@ def page(registry: Registry) -> str:
         "measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names devices\n"
         "with reports (`bench/results/*/operations/*.json`), or whose device tests passed. The tests run every C++ kernel at\n"
         "each level of an x86-64 CPU, every torch kernel there, and every Triton kernel in the interpreter; the compile matrix\n"
-        "(`ci/compile_baseline.json`) compiles every Triton kernel for nine targets.\n"
+        "(`ci/compile_baseline.json`) compiles every Triton kernel for nine targets. `kernelbench list --target T` names the grade\n"
+        "of proof of each kernel on a target, and the file behind it.\n"
     )
     return "\n".join(
         [head, ops_table(registry), *(op_section(registry, registry.op(n)) for n in sorted(registry.ops))]
@@ -299,10 +258,13 @@ def main() -> int:
     checking = parser.parse_args().check
     registry = default_registry()
     stale = []
-    for path, text in (
-        (PAGE, page(registry)),
-        (README, readme(registry, README.read_text(encoding="utf-8"))),
-    ):
+    texts = (  # the records first: the tables read them
+        (RECORDS, lambda: records(registry)),
+        (PAGE, lambda: page(registry)),
+        (README, lambda: readme(registry, README.read_text(encoding="utf-8"))),
+    )
+    for path, make in texts:
+        text = make()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(path.name)
             if not checking:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gristmill.kernel_registry.grades import GRADES
 from gristmill.kernel_registry.renamed import is_named
 
 POLICY_VARIABLE = "GRISTMILL_POLICY"
@@ -36,6 +37,8 @@ class Policy:
         those with its rows rounded up to 16).
     activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized
         to int8 (QuantScheme.with_int8_activation); this changes results. None: with activations in their own dtype.
+    grades: grades of proof by which a kernel runs (`kernel_registry.grades`). With the default, ``here``, the first use verifies it
+        on this device; with ``elsewhere`` too, a kernel that was verified on another device of the same kind runs without that.
     cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
     store, cache: paths; None = under the user's cache folder.
     """
@@ -47,6 +50,7 @@ class Policy:
     batch_invariant: bool = False
     weight_memory: float = 1.05
     activations: str | None = None
+    grades: tuple[str, ...] = ("here",)
     cpu_level: str | None = None
     store: str | None = None
     cache: str | None = None
@@ -137,6 +141,11 @@ def _checked(name: str, value: Any, origin: str) -> Any:
         return {op: texts(patterns) for op, patterns in value.items()}
     if name == "exclude":
         return texts(value)
+    if name == "grades":
+        named = texts(value)
+        if not named or any(grade not in GRADES for grade in named):
+            raise wrong(f"one or more of {', '.join(GRADES)}")
+        return named
     if name in ("strict", "deterministic", "batch_invariant"):
         if not isinstance(value, bool):
             raise wrong("true or false")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.grades import Proof, best, proofs
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
@@ -95,9 +96,7 @@ def select(
         ]
     alive.sort(key=lambda c: _order(c, policy))
     if foreign:
-        alive = [
-            replace(c, verdict="unverified", reasons=("not verified: no such device here",)) for c in alive
-        ]
+        alive = [replace(c, verdict="unverified", reasons=(_foreign(c.kernel, target),)) for c in alive]
     elif alive and alive[0].verdict == "eligible":
         alive[0] = replace(alive[0], verdict="selected")
     order = {verdict: place for place, verdict in enumerate(VERDICTS)}
@@ -161,11 +160,26 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
             failed[key] = record.reason or "did not match the reference"
             continue
         us, source = _expected(case, kernel, frozenset(failed))
+        if record is None and (proof := _allowed(case, kernel)) is not None:
+            return Candidate(
+                kernel, "eligible", (f"not verified here; by policy: {proof}",), us, source, config
+            )
         if record is None:
             why = ("no record that it matched the reference here",)
             return Candidate(kernel, "unverified", why, us, source, config)
         return Candidate(kernel, "eligible", (), us, source, config)
     return Candidate(kernel, "quarantined", tuple(failed.values()), config=default)
+
+
+def _foreign(kernel: Kernel, target: Target) -> str:
+    """Why a kernel is unverified on a device that is not here, and what is known of it there."""
+    proof = best(kernel.name, target)
+    return "not verified: no such device here; " + (f"{proof}" if proof else "no record of another proof")
+
+
+def _allowed(case: _Case, kernel: Kernel) -> Proof | None:
+    """The best proof of a kernel that the policy accepts in place of a verification on this device."""
+    return next((p for p in proofs(kernel.name, case.target) if p.grade in case.policy.grades), None)
 
 
 def _code_target(case: _Case, kernel: Kernel) -> Target:

@@ -9,6 +9,7 @@ import click
 from gristmill import __version__, console
 from gristmill.bench.peers import PEERS
 from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.grades import GRADES, best
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, StoreError
@@ -46,6 +47,7 @@ def doctor(measure: bool, as_json: bool) -> None:
         "build": {
             "cpu_levels": [*build.cpu_levels],
             "cuda": [*build.cuda_archs],
+            "hip": [*build.hip_archs],
             "library": build.library or None,
             "torch": build.torch,
             "triton": build.triton,
@@ -78,9 +80,23 @@ def _device(target: Target) -> dict[str, Any]:
         "multiprocessors": target.multiprocessors,
         "memory_gib": None if target.memory_bytes is None else round(target.memory_bytes / 2**30, 1),
         "levels": [*target.levels],
+        "proofs": _proofs(target),
         "state": _state(target),
         "measured": None,
     }
+
+
+def _proofs(target: Target) -> dict[str, int]:
+    """How many kernels that can run on a device have each grade of proof as their best, before they are verified on it."""
+    found = [
+        best(kernel.name, target)
+        for kernel in default_registry().all_kernels()
+        if not kernel.requires.check_hardware(target)
+    ]
+    counts = {
+        grade: sum(p is not None and p.grade == grade for p in found) for grade in GRADES if grade != "here"
+    }
+    return {**counts, "none": found.count(None)}
 
 
 def _state(target: Target) -> dict[str, Any] | None:
@@ -141,6 +157,8 @@ def _print(report: dict[str, Any]) -> None:
             ]
         )
         rows.append(["", ", ".join(device["features"])])
+        counted = ", ".join(f"{count} {grade}" for grade, count in device["proofs"].items() if count)
+        rows.append(["  proofs", f"{counted} (kernels by their best grade before a verification here)"])
         if device["state"]:
             rows.append(
                 [
@@ -174,6 +192,7 @@ def _print(report: dict[str, Any]) -> None:
         ]
     )
     rows.append(["CUDA code", ", ".join(build["cuda"]) or "none: built without nvcc"])
+    rows.append(["HIP code", ", ".join(build["hip"]) or "none: built without clang for AMD GPUs"])
     rows += [[name, build[name] or "not installed"] for name in ("torch", "triton")]
     rows += [
         [name, version or "not installed (optional)"]

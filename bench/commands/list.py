@@ -8,6 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
+from gristmill.kernel_registry.grades import best
 from gristmill.kernel_registry.registry import default_registry
 
 
@@ -21,7 +22,8 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
     """Every kernel of every operation, and whether this machine (or a target) can run it.
 
     A kernel is available when the hardware has what it needs and this installation can compile or load its code. Only
-    specs are read: no kernel code is imported and no device is used. A plugin that failed to load is a row without
+    specs are read: no kernel code is imported and no device is used. Its proof is the best grade on the target, with the file behind it,
+    before anything is verified here: elsewhere, emulated, newer, interpreted, compiled. A plugin that failed to load is a row without
     operation and kernel, with any --op, because its kernels are not known.
     """
     registry = default_registry()
@@ -32,6 +34,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
         for kernel in registry.kernels_of(op.name):
             reasons = [*kernel.requires.check_hardware(here.target, here.build)]
             reasons = reasons or [*kernel.requires.check_build(here.target, here.build)]
+            proof = None if reasons else best(kernel.name, here.target)
             rows.append(
                 {
                     "op": op.name,
@@ -40,6 +43,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
                     "language": kernel.language,
                     "available": not reasons,
                     "reasons": reasons,
+                    "proof": None if proof is None else {"grade": proof.grade, "record": proof.record},
                 }
             )
     rows += [
@@ -50,6 +54,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
             "language": None,
             "available": False,
             "reasons": [str(failure)],
+            "proof": None,
         }
         for failure in registry.failures
     ]
@@ -58,7 +63,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
         return
     console.table(
         f"Kernels on {here.target.name}" + ("" if here.device else " (not a device of this machine)"),
-        ["operation", "kernel", "provider", "language", "", "why not"],
+        ["operation", "kernel", "provider", "language", "", "proof", "why not"],
         [
             [
                 r["op"] or "-",
@@ -66,6 +71,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
                 r["provider"],
                 r["language"] or "-",
                 "yes" if r["available"] else "no",
+                "{grade} ({record})".format(**r["proof"]) if r["proof"] else "-",
                 "; ".join(r["reasons"]),
             ]
             for r in rows

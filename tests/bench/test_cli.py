@@ -50,7 +50,9 @@ def test_list_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     process = kernelbench("list", "--json", cache=tmp_path)
     assert process.returncode == 0, process.stderr
     rows = json.loads(process.stdout)
-    assert {tuple(row) for row in rows} == {("op", "kernel", "provider", "language", "available", "reasons")}
+    assert {tuple(row) for row in rows} == {
+        ("op", "kernel", "provider", "language", "available", "reasons", "proof")
+    }
     assert all(row["available"] == (not row["reasons"]) for row in rows)
     only = answer("list", "--op", "rms_norm", "--target", "gfx942")
     assert {row["op"] for row in only} == {"rms_norm"}

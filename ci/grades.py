@@ -1,0 +1,108 @@
+"""The records behind the grades of proof, from the files that are the evidence: kernel_registry/grades.json.
+
+elsewhere    result files (`kernelbench bench --results`); device tests (`Kernel.proven`); on x86-64 the tests
+interpreted  tests that execute the source of a kernel on a CPU
+compiled     the baseline of the compile matrix; the tests of machine code of HIP kernels
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from gristmill.kernel_registry.grades import GRADES
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.registry import Registry
+from gristmill.kernel_registry.renamed import migrated
+from gristmill.kernel_registry.target import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+BASELINE = ROOT / "ci" / "compile_baseline.json"
+EVERY_KERNEL = "tests/kernels/test_registry_kernels.py"
+DEVICE_TESTS = "tests/gpu"
+FIBERS, MACHINE_CODE = "tests/native/test_hip_fibers.py", "tests/native/test_hip_isa.py"
+
+CHAINS = {
+    "all_reduce_add_rms_norm_ordered_triton": ("fused_add_rms_norm_triton",),
+    "all_reduce_add_rms_norm_triton": ("fused_add_rms_norm_triton",),
+    "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
+    "moe_chain_w_triton": ("permute_triton", "grouped_linear_w_triton", "combine_triton"),
+}
+"""Kernels that launch other kernels and have no code of their own to compile."""
+
+
+@cache
+def compiled() -> dict[str, frozenset[str]]:
+    """Kernel -> targets for which all of its cases compile, by the baseline of the compile matrix."""
+    good: set[tuple[str, str]] = set()
+    bad: set[tuple[str, str]] = set()
+    for key, entry in json.loads(BASELINE.read_text(encoding="utf-8")).items():
+        case, _, target = key.partition("@")
+        (bad if "cannot" in entry else good).add((case.partition("/")[0], target))
+    kernels = {kernel for kernel, _ in good}
+    of = {kernel: frozenset(t for k, t in good - bad if k == kernel) for kernel in kernels}
+    for chain, parts in CHAINS.items():
+        of[chain] = frozenset.intersection(*(of.get(part, frozenset()) for part in parts))
+    return of
+
+
+@cache
+def reported() -> dict[str, dict[str, str]]:
+    """Kernel -> "target: device" -> the last report (`kernelbench bench --results`) in which it matched the reference and was timed."""
+    devices_of: dict[str, dict[str, str]] = {}
+    for path in sorted(RESULTS.glob("*/operations/*.json")):
+        report = migrated(json.loads(path.read_text(encoding="utf-8")))
+        where = f"{report['environment']['target']}: {report['environment']['device']}"
+        for row in report["rows"]:
+            if row["us"] is not None:
+                devices_of.setdefault(row["kernel"], {})[where] = str(path.relative_to(ROOT))
+    return devices_of
+
+
+def tested(kernel: Kernel) -> bool:
+    """Whether the tests run it on an x86-64 CPU."""
+    return kernel.language == "cpp" or kernel.provider == "torch"
+
+
+def evidence(kernel: Kernel) -> Iterator[tuple[str, str, str]]:
+    """(grade, record, architecture) of a kernel; only of architectures whose hardware it claims."""
+    places = reported().get(kernel.name, {})
+    for where, record in places.items():
+        yield "elsewhere", record, Target.parse(where.partition(":")[0]).arch
+    if not places and ":" in kernel.proven:
+        yield "elsewhere", DEVICE_TESTS, Target.parse(kernel.proven.partition(":")[0]).arch
+    x86 = Target.parse("cpu:avx2")
+    if tested(kernel) and not kernel.requires.check_hardware(x86):
+        yield "elsewhere", EVERY_KERNEL, x86.arch
+    for target in sorted(compiled().get(kernel.name, ())):
+        arch = Target.parse(target).arch
+        yield "interpreted", EVERY_KERNEL, arch
+        yield "compiled", str(BASELINE.relative_to(ROOT)), arch
+    if kernel.language == "hip" and kernel.provider == "gristmill":
+        for arch in kernel.requires.brings:
+            yield "interpreted", FIBERS, arch
+            yield "compiled", MACHINE_CODE, arch
+
+
+def records(registry: Registry) -> str:
+    """The text of grades.json: grade -> record -> kernel -> architectures."""
+    table: dict[str, dict[str, dict[str, list[str]]]] = {grade: {} for grade in GRADES if grade != "here"}
+    for kernel in sorted(registry.all_kernels(), key=lambda one: one.name):
+        for grade, record, arch in evidence(kernel):
+            archs = table[grade].setdefault(record, {}).setdefault(kernel.name, [])
+            if arch not in archs:
+                archs.append(arch)
+    lines = []
+    for grade, of in table.items():
+        parts = []
+        for record, kernels in sorted(of.items()):
+            entries = ",\n".join(
+                f"{json.dumps(name)}: {json.dumps(archs)}" for name, archs in kernels.items()
+            )
+            parts.append(f"{json.dumps(record)}: {{\n{entries}\n}}")
+        body = ",\n".join(parts)
+        lines.append(f"{json.dumps(grade)}: {{{body}}}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
