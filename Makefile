@@ -4,6 +4,7 @@
 #             CONSTRAINTS=file             versions to install, instead of ci/constraints.txt
 #             TORCH_SPEC="torch==2.11.0"   torch alone, instead of the constraints' line
 #             GRISTMILL_CUDA=auto|on|off   the CUDA part of the native build
+#             GRISTMILL_HIP=auto|on|off    the HIP part, for AMD GPUs
 #             GRISTMILL_RARE=on|off        its instances that are marked rare; `make test` in a new tree builds without them
 #             VENV=directory               instead of .venv
 #             JOBS=2                       test processes and compilers at a time
@@ -69,7 +70,7 @@ lint: $(SETUP)  ## formatters, ruff, dead code, duplicates, mypy and the import 
 
 format: $(SETUP)  ## format Python, C++ and CUDA sources in place
 	@ruff format --quiet .
-	@git ls-files -z '*.cpp' '*.cu' '*.h' '*.cuh' '*.c' | xargs -0 clang-format -i
+	@git ls-files -z '*.cpp' '*.cu' '*.hip' '*.h' '*.cuh' '*.c' | xargs -0 clang-format -i
 
 setup: $(SETUP)
 

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff format --check --quiet . || { ruff format --check .; echo 'to format: make format' >&2; exit 1; }
-git ls-files -z '*.cpp' '*.cu' '*.h' '*.cuh' '*.c' | xargs -0 clang-format --dry-run --Werror
+git ls-files -z '*.cpp' '*.cu' '*.hip' '*.h' '*.cuh' '*.c' | xargs -0 clang-format --dry-run --Werror
 ruff check .
 python ci/dead_code.py
 python ci/near_duplicates.py

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,7 +258,7 @@ def main() -> int:
     checking = parser.parse_args().check
     registry = default_registry()
     stale = []
-    texts = (  # the records first: the tables read them
+    texts: tuple[tuple[Path, Callable[[], str]], ...] = (  # the records first: the tables read them
         (RECORDS, lambda: records(registry)),
         (PAGE, lambda: page(registry)),
         (README, lambda: readme(registry, README.read_text(encoding="utf-8"))),

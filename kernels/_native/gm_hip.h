@@ -1,8 +1,9 @@
 // Shared header of the HIP kernels for AMD GPUs: kernels/**/_<name>.hip -> _lib/libgristmill_hip.so.
 //
-// One .hip file is read twice, as the .cu files are. clang compiles the part under GM_HIP_DEVICE to a code object per target,
-// without ROCm (gm_hip_device.h); the host compiler compiles the part under GM_HIP_HOST, and the code objects are embedded beside it.
-// The library needs no HIP runtime: it loads on every machine, and finds libamdhip64.so when first called.
+// One .hip file is read twice, as the .cu files are. clang compiles the part under GM_HIP_DEVICE to a code
+// object per target, without ROCm (gm_hip_device.h); the host compiler compiles the part under GM_HIP_HOST,
+// and the code objects are embedded beside it. The library needs no HIP runtime: it loads on every machine,
+// and finds libamdhip64.so when first called.
 //
 //   #include "gm_hip.h"
 //   struct Params { const void* x; void* y; int n; };                     // both sides
@@ -11,10 +12,11 @@
 //   #endif
 //   #if GM_HIP_HOST
 //   static gm::HipKernel my_kernel_of_host = GM_HIP_KERNEL(my_kernel);
-//   GM_HIP_ENTRY(gm_my_op)(...) { return my_kernel_of_host.launch(device, arch, stream, {.block = 256}, arguments); }
-//   #endif
+//   GM_HIP_ENTRY(gm_my_op)(...) { return my_kernel_of_host.launch(device, arch, stream, {.block = 256},
+//   arguments); } #endif
 //
-// tests/native compiles both parts into one program, whose launch() executes the kernel on the CPU (GM_HIP_FIBERS).
+// tests/native compiles both parts into one program, whose launch() executes the kernel on the CPU
+// (GM_HIP_FIBERS).
 #pragma once
 
 #if defined(GM_HIP_FIBERS)
@@ -39,9 +41,9 @@ enum : int {
   GM_E_SHAPE = -2,
   GM_E_ARG = -5,
   GM_E_DRIVER = -6,
-  GM_E_ABI = -7,        // the caller was built against another version of an argument struct
-  GM_E_NO_CODE = -8,    // no code object for the device's architecture
-  GM_E_HIP = -1000      // minus a hipError_t
+  GM_E_ABI = -7,      // the caller was built against another version of an argument struct
+  GM_E_NO_CODE = -8,  // no code object for the device's architecture
+  GM_E_HIP = -1000    // minus a hipError_t
 };
 
 namespace gm {
@@ -71,8 +73,8 @@ class HipKernel {
  public:
   constexpr HipKernel(const HipImage* images, const char* name) : images_(images), name_(name) {}
 
-  // `device` is the ordinal of the tensors, `arch` its architecture (gfx1100), `stream` a hipStream_t of it. The first launch on
-  // a device loads the code object; later ones may be captured into a graph.
+  // `device` is the ordinal of the tensors, `arch` its architecture (gfx1100), `stream` a hipStream_t of it.
+  // The first launch on a device loads the code object; later ones may be captured into a graph.
   int launch(int device, const char* arch, void* stream, const HipLaunch& shape, void** arguments);
 
  private:

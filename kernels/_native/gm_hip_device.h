@@ -1,5 +1,6 @@
-// Device side of the HIP kernels: what they use of the hardware, without any header of ROCm. tests/native/hip_fibers.h
-// has the same functions for a CPU, so that CI executes the sources of the kernels as C++.
+// Device side of the HIP kernels: what they use of the hardware, without any header of ROCm.
+// tests/native/hip_fibers.h has the same functions for a CPU, so that CI executes the sources of the kernels
+// as C++.
 //
 // Compiled with -DGM_LANES=32 (RDNA) or 64 (CDNA), the lanes of a wave.
 #pragma once
@@ -33,14 +34,15 @@ GM_DEVICE int block_x() { return int(__builtin_amdgcn_workgroup_id_x()); }
 GM_DEVICE int block_y() { return int(__builtin_amdgcn_workgroup_id_y()); }
 GM_DEVICE u32x4* shared() { return gm_shared; }
 
-// All lanes of the workgroup arrive, and see what others wrote to LDS before. The address space "local" saves the
-// invalidation of the vector cache, which LDS does not need.
+// All lanes of the workgroup arrive, and see what others wrote to LDS before. The address space "local" saves
+// the invalidation of the vector cache, which LDS does not need.
 GM_DEVICE void barrier() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
-// What this lane stored is visible to other workgroups that pass acquire() after they have seen a later atomic of this one.
+// What this lane stored is visible to other workgroups that pass acquire() after they have seen a later
+// atomic of this one.
 GM_DEVICE void release() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
 GM_DEVICE void acquire() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 // Adds one to a counter of the device; the value before.
@@ -70,9 +72,7 @@ struct Half {
   GM_DEVICE static float to_float(uint32_t bits) {
     return float(__builtin_bit_cast(_Float16, (uint16_t)bits));
   }
-  GM_DEVICE static uint32_t from_float(float value) {
-    return __builtin_bit_cast(uint16_t, (_Float16)value);
-  }
+  GM_DEVICE static uint32_t from_float(float value) { return __builtin_bit_cast(uint16_t, (_Float16)value); }
   GM_DEVICE static float dot2(uint32_t a, uint32_t b, float sum) {
     return __builtin_amdgcn_fdot2(__builtin_bit_cast(f16x2, a), __builtin_bit_cast(f16x2, b), sum, false);
   }
@@ -91,7 +91,8 @@ struct Bf16 {
   }
   GM_DEVICE static float dot2(uint32_t a, uint32_t b, float sum) {
 #if GM_DOT2_BF16
-    return __builtin_amdgcn_fdot2_f32_bf16(__builtin_bit_cast(bf16x2, a), __builtin_bit_cast(bf16x2, b), sum, false);
+    return __builtin_amdgcn_fdot2_f32_bf16(__builtin_bit_cast(bf16x2, a), __builtin_bit_cast(bf16x2, b), sum,
+                                           false);
 #else  // CDNA before gfx950
     sum = fused(bits_to_float(a << 16), bits_to_float(b << 16), sum);
     return fused(bits_to_float(a & 0xFFFF0000u), bits_to_float(b & 0xFFFF0000u), sum);

@@ -1,5 +1,5 @@
-// The HIP runtime, loaded by dlopen at the first call, so that this library also loads on machines without one. Its functions are
-// declared here: no header of ROCm is needed. They are the same from ROCm 5 to 7.
+// The HIP runtime, loaded by dlopen at the first call, so that this library also loads on machines without
+// one. Its functions are declared here: no header of ROCm is needed. They are the same from ROCm 5 to 7.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -72,7 +72,8 @@ class Current {
   bool changed_ = false;
 };
 
-// The module of a code object on the current device, loaded once for all of its kernels. The caller holds g_mutex.
+// The module of a code object on the current device, loaded once for all of its kernels. The caller holds
+// g_mutex.
 int module_of(const Runtime* r, const unsigned char* bytes, int device, void** module) {
   static struct {
     const unsigned char* bytes;
@@ -111,7 +112,8 @@ int HipKernel::launch(int device, const char* arch, void* stream, const HipLaunc
     pthread_mutex_unlock(&g_mutex);
     if (error != 0) return failed(error);
   }
-  const int error = r->launch(function, shape.grid_x, shape.grid_y, 1, shape.block, 1, 1, shape.lds, stream, arguments, nullptr);
+  const int error = r->launch(function, shape.grid_x, shape.grid_y, 1, shape.block, 1, 1, shape.lds, stream,
+                              arguments, nullptr);
   return error == 0 ? GM_OK : failed(error);
 }
 

@@ -1,9 +1,10 @@
-// The device side of the HIP kernels (kernels/_native/gm_hip_device.h) for a CPU: every lane of a workgroup is a fiber, which runs
-// until it waits at a barrier or shuffle. Workgroups follow each other. A lane that waits for lanes that never come is reported.
+// The device side of the HIP kernels (kernels/_native/gm_hip_device.h) for a CPU: every lane of a workgroup
+// is a fiber, which runs until it waits at a barrier or shuffle. Workgroups follow each other. A lane that
+// waits for lanes that never come is reported.
 //
-// The order of lanes and workgroups changes with `order`: what one lane stores too early or reads too late depends on it. LDS and
-// scratch begin poisoned. `fault` plants one fault: 1 = barriers do nothing, 2 = a shuffle reads another lane,
-// 3 = the counter of a split is not restored.
+// The order of lanes and workgroups changes with `order`: what one lane stores too early or reads too late
+// depends on it. LDS and scratch begin poisoned. `fault` plants one fault: 1 = barriers do nothing, 2 = a
+// shuffle reads another lane, 3 = the counter of a split is not restored.
 #pragma once
 
 #include <ucontext.h>
@@ -73,7 +74,9 @@ inline bool run(int block) {
     const int remaining = left;
     for (int i = 0; i < block; ++i) before += lanes[i].wave_waits + lanes[i].group_waits;
     for (int i = 0; i < block; ++i) {
-      current = order == 0 ? i : order == 1 ? block - 1 - i : (i * 37 + 11) % block;  // 37 and the sizes of blocks are coprime
+      current = order == 0   ? i
+                : order == 1 ? block - 1 - i
+                             : (i * 37 + 11) % block;  // 37 and the sizes of blocks are coprime
       if (lanes[current].done) continue;
       swapcontext(&scheduler, &lanes[current].context);
       left -= lanes[current].done;
@@ -128,7 +131,8 @@ struct Half {
     const float sign = bits & 0x8000u ? -1.0f : 1.0f;
     const int exponent = int(bits >> 10 & 31), mantissa = int(bits & 1023);
     if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
-    return sign * (exponent ? std::ldexp(float(1024 + mantissa), exponent - 25) : std::ldexp(float(mantissa), -24));
+    return sign *
+           (exponent ? std::ldexp(float(1024 + mantissa), exponent - 25) : std::ldexp(float(mantissa), -24));
   }
   static uint32_t from_float(float value) {  // to nearest even
     const uint32_t sign = float_to_bits(value) >> 16 & 0x8000u;
@@ -138,7 +142,8 @@ struct Half {
     int exponent = 0;
     std::frexp(size, &exponent);
     if (exponent < -13 || size == 0.0f) exponent = -13;
-    const int whole = int(std::nearbyint(std::ldexp(size, 11 - exponent)));  // 11 bits: the first stands for the exponent
+    const int whole =
+        int(std::nearbyint(std::ldexp(size, 11 - exponent)));  // 11 bits: the first stands for the exponent
     return sign | uint32_t(whole + ((exponent + 13) << 10));
   }
   static float dot2(uint32_t a, uint32_t b, float sum) {

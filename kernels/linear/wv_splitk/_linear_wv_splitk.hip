@@ -1,11 +1,14 @@
-// Linear for few rows of x on AMD GPUs: y = x W^T for M <= 8, W dense or in 4- or 8-bit integers, with its epilogue.
+// Linear for few rows of x on AMD GPUs: y = x W^T for M <= 8, W dense or in 4- or 8-bit integers, with its
+// epilogue.
 //
-// The lanes of a wave share the K of two rows of W: each reads 16 bytes of W at a time, once, past the caches, and multiplies them
-// with x, which the workgroup keeps in LDS. A sum over the lanes ends a pair of rows. Where the rows alone do not fill the device, K is
-// split over workgroups: each stores its sums to a slice of its own, and the last one to arrive at a tile adds the slices in their
-// order, so the result does not depend on who is last. Nobody waits for another workgroup.
+// The lanes of a wave share the K of two rows of W: each reads 16 bytes of W at a time, once, past the
+// caches, and multiplies them with x, which the workgroup keeps in LDS. A sum over the lanes ends a pair of
+// rows. Where the rows alone do not fill the device, K is split over workgroups: each stores its sums to a
+// slice of its own, and the last one to arrive at a tile adds the slices in their order, so the result does
+// not depend on who is last. Nobody waits for another workgroup.
 //
-// The algorithm is vLLM's wvSplitK and, for the split, wvSplitKrc (csrc/rocm/skinny_gemms.cu); integer weights are ours.
+// The algorithm is vLLM's wvSplitK and, for the split, wvSplitKrc (csrc/rocm/skinny_gemms.cu); integer
+// weights are ours.
 #include "gm_hip.h"
 
 struct WvSplitKParams {
@@ -32,19 +35,19 @@ struct WvSplitKParams {
 // Waves of a workgroup.
 enum { kWaves = 8 };
 
-#define GM_WV_TOKENS(X, format, type) X(format, type, 1) X(format, type, 2) X(format, type, 4) X(format, type, 8)
-#define GM_WV_KERNELS(X)                                                                 \
-  GM_WV_TOKENS(X, Dense, Bf16) GM_WV_TOKENS(X, Dense, Half) GM_WV_TOKENS(X, Int4, Bf16) \
-      GM_WV_TOKENS(X, Int4, Half) GM_WV_TOKENS(X, Int8, Bf16) GM_WV_TOKENS(X, Int8, Half)
+#define GM_WV_TOKENS(X, format, type) \
+  X(format, type, 1) X(format, type, 2) X(format, type, 4) X(format, type, 8)
+#define GM_WV_TYPES(X, format) GM_WV_TOKENS(X, format, Bf16) GM_WV_TOKENS(X, format, Half)
+#define GM_WV_KERNELS(X) GM_WV_TYPES(X, Dense) GM_WV_TYPES(X, Int4) GM_WV_TYPES(X, Int8)
 
 #if GM_HIP_DEVICE
 
 // Rows of W of a wave, lanes of a workgroup.
 enum { kRows = 2, kThreads = kWaves * GM_LANES };
 
-// A format says how many columns 16 bytes of W hold (kWidth), in what order x is kept, so that its pairs meet those that codes
-// decode to (order), what these columns share (Scales), and how they are multiplied (Sum): add() gets piece j of 8 columns of x, for
-// all tokens, and all of W.
+// A format says how many columns 16 bytes of W hold (kWidth), in what order x is kept, so that its pairs meet
+// those that codes decode to (order), what these columns share (Scales), and how they are multiplied (Sum):
+// add() gets piece j of 8 columns of x, for all tokens, and all of W.
 
 struct Dense {
   enum { kWidth = 8 };
@@ -55,7 +58,8 @@ struct Dense {
   template <class T, int M>
   struct Sum {
     GM_DEVICE void start() {}
-    GM_DEVICE void add(const Scales&, const u32x4 (&w)[kRows], int, const u32x4 (&x)[M], float (&sums)[M][kRows]) {
+    GM_DEVICE void add(const Scales&, const u32x4 (&w)[kRows], int, const u32x4 (&x)[M],
+                       float (&sums)[M][kRows]) {
 #pragma unroll
       for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -101,15 +105,18 @@ struct Part {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) sums[m][row] = gm::fused(group.scale[row], part[m][row], sums[m][row]);
+      for (int row = 0; row < kRows; ++row)
+        sums[m][row] = gm::fused(group.scale[row], part[m][row], sums[m][row]);
   }
 };
 
-// fp16: codes are or-ed into the mantissa of 1024: whole numbers from which the zero point is subtracted exactly.
+// fp16: codes are or-ed into the mantissa of 1024: whole numbers from which the zero point is subtracted
+// exactly.
 template <class Format, int M>
 struct InHalf : Part<M> {
   using Part<M>::part;
-  GM_DEVICE void add(const typename Format::Scales& group, const u32x4 (&w)[kRows], int j, const u32x4 (&x)[M], float (&)[M][kRows]) {
+  GM_DEVICE void add(const typename Format::Scales& group, const u32x4 (&w)[kRows], int j,
+                     const u32x4 (&x)[M], float (&)[M][kRows]) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const uint32_t zero = (group.zero[row] | 0x6400u) * 0x10001u;
@@ -123,11 +130,13 @@ struct InHalf : Part<M> {
   }
 };
 
-// bf16 without its dot product, or with codes of 8 bits, which it does not hold beside an offset: codes and x become float32.
+// bf16 without its dot product, or with codes of 8 bits, which it does not hold beside an offset: codes and x
+// become float32.
 template <class Format, int M>
 struct InFloat : Part<M> {
   using Part<M>::part;
-  GM_DEVICE void add(const typename Format::Scales& group, const u32x4 (&w)[kRows], int j, const u32x4 (&x)[M], float (&)[M][kRows]) {
+  GM_DEVICE void add(const typename Format::Scales& group, const u32x4 (&w)[kRows], int j,
+                     const u32x4 (&x)[M], float (&)[M][kRows]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float first[kRows], second[kRows];
@@ -148,8 +157,8 @@ struct InFloat : Part<M> {
   }
 };
 
-// bf16 has no packed subtraction: 4-bit codes are or-ed into the mantissa of 128, and the sum of x times 128 plus the zero point is
-// subtracted from the sum of the columns, in float32.
+// bf16 has no packed subtraction: 4-bit codes are or-ed into the mantissa of 128, and the sum of x times 128
+// plus the zero point is subtracted from the sum of the columns, in float32.
 template <class Format, int M>
 struct Offset : Part<M> {
   using Part<M>::part;
@@ -159,7 +168,8 @@ struct Offset : Part<M> {
 #pragma unroll
     for (int m = 0; m < M; ++m) total[m] = 0.0f;
   }
-  GM_DEVICE void add(const typename Format::Scales&, const u32x4 (&w)[kRows], int j, const u32x4 (&x)[M], float (&)[M][kRows]) {
+  GM_DEVICE void add(const typename Format::Scales&, const u32x4 (&w)[kRows], int j, const u32x4 (&x)[M],
+                     float (&)[M][kRows]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -232,8 +242,8 @@ struct Int8 {
   using Sum = typename Either<InHalf<Int8, M>, InFloat<Int8, M>, IsHalf<T>::value>::Type;
 };
 
-// Columns [first, first + 8 pieces) of x to LDS: eight of them per 16 bytes, [M, pieces of a unit, units], such that lanes read
-// consecutive 16 bytes. Rows past m are zero.
+// Columns [first, first + 8 pieces) of x to LDS: eight of them per 16 bytes, [M, pieces of a unit, units],
+// such that lanes read consecutive 16 bytes. Rows past m are zero.
 template <class Format, int M>
 GM_DEVICE void stage(const WvSplitKParams& p, u32x4* kept, int first, int units) {
   constexpr int kPieces = Format::kWidth / 8;
@@ -254,8 +264,8 @@ GM_DEVICE void stage(const WvSplitKParams& p, u32x4* kept, int first, int units)
 
 // The product of one unit of 16 bytes of W per row.
 template <class Format, class T, int M>
-GM_DEVICE void multiply(const typename Format::Scales& scales, const u32x4 (&w)[kRows], const u32x4* kept, int unit, int units,
-                        float (&sums)[M][kRows]) {
+GM_DEVICE void multiply(const typename Format::Scales& scales, const u32x4 (&w)[kRows], const u32x4* kept,
+                        int unit, int units, float (&sums)[M][kRows]) {
   constexpr int kPieces = Format::kWidth / 8;
   typename Format::template Sum<T, M> sum;
   sum.start();
@@ -315,7 +325,8 @@ GM_DEVICE void wv_splitk(const WvSplitKParams& p) {
           scales[i].load(p, rows, first + (unit + i * GM_LANES) * Format::kWidth);
         }
 #pragma unroll
-        for (int i = 0; i < kUnroll; ++i) multiply<Format, T, M>(scales[i], w[i], kept, unit + i * GM_LANES, units, sums);
+        for (int i = 0; i < kUnroll; ++i)
+          multiply<Format, T, M>(scales[i], w[i], kept, unit + i * GM_LANES, units, sums);
       }
       for (; unit < units; unit += GM_LANES) {
         const u32x4 w[kRows] = {gm::load_once(w0 + unit), gm::load_once(w1 + unit)};
@@ -351,7 +362,8 @@ GM_DEVICE void wv_splitk(const WvSplitKParams& p) {
     }
     const int m = lane / kRows, row = lane % kRows;
     const bool inside = m < M && m < p.m && (p.silu_mul ? pair < half : kRows * pair + row < p.n);
-    if (inside && p.bias != nullptr) z += T::to_float(static_cast<const uint16_t*>(p.bias)[row == 0 ? rows[0] : rows[1]]);
+    if (inside && p.bias != nullptr)
+      z += T::to_float(static_cast<const uint16_t*>(p.bias)[row == 0 ? rows[0] : rows[1]]);
     int column = kRows * pair + row;
     bool stores = inside;
     if (p.silu_mul) {
@@ -367,8 +379,10 @@ GM_DEVICE void wv_splitk(const WvSplitKParams& p) {
   }
 }
 
-#define GM_WV_KERNEL(format, type, tokens) \
-  GM_KERNEL_OF(kThreads) wv_splitk_##format##_##type##_##tokens(WvSplitKParams p) { wv_splitk<format, gm::type, tokens>(p); }
+#define GM_WV_KERNEL(format, type, tokens)                                          \
+  GM_KERNEL_OF(kThreads) wv_splitk_##format##_##type##_##tokens(WvSplitKParams p) { \
+    wv_splitk<format, gm::type, tokens>(p);                                         \
+  }
 GM_WV_KERNELS(GM_WV_KERNEL)
 
 #endif
@@ -388,8 +402,8 @@ struct gm_linear_wv_splitk_args {
 #define GM_WV_ENTRY(format, type, tokens) GM_HIP_KERNEL(wv_splitk_##format##_##type##_##tokens),
 static gm::HipKernel g_wv_splitk[] = {GM_WV_KERNELS(GM_WV_ENTRY)};
 
-// y [m, n or n / 2] = x [m, k] W^T (+ bias, silu and product, + residual), m <= 8. GM_E_SHAPE where a chunk is no whole number of
-// units, or K of no whole number of 16 bytes of W.
+// y [m, n or n / 2] = x [m, k] W^T (+ bias, silu and product, + residual), m <= 8. GM_E_SHAPE where a chunk
+// is no whole number of units, or K of no whole number of 16 bytes of W.
 GM_HIP_ENTRY(gm_linear_wv_splitk)(const gm_linear_wv_splitk_args* a) {
   if (a->size != int(sizeof *a)) return GM_E_ABI;
   const WvSplitKParams& p = a->p;
@@ -397,7 +411,8 @@ GM_HIP_ENTRY(gm_linear_wv_splitk)(const gm_linear_wv_splitk_args* a) {
   if (a->x_type != 1 && a->x_type != 2) return GM_E_DTYPE;
   const int widths[] = {8, 32, 16};
   const int width = widths[a->format];
-  if (p.m < 0 || p.m > 8 || p.n < 1 || p.k < width || p.k % width || p.chunk < width || p.chunk % width) return GM_E_SHAPE;
+  if (p.m < 0 || p.m > 8 || p.n < 1 || p.k < width || p.k % width || p.chunk < width || p.chunk % width)
+    return GM_E_SHAPE;
   if (p.splits < 1 || p.per_split < 1 || p.blocks < 1 || p.tiles < 1) return GM_E_ARG;
   if (p.m == 0) return GM_OK;
   const int tokens = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : 3;
@@ -409,7 +424,8 @@ GM_HIP_ENTRY(gm_linear_wv_splitk)(const gm_linear_wv_splitk_args* a) {
   WvSplitKParams params = p;
   params.blocks = int(shape.grid_x);
   void* arguments[] = {&params};
-  return g_wv_splitk[(a->format * 2 + (a->x_type == 2 ? 0 : 1)) * 4 + tokens].launch(a->device, a->arch, a->stream, shape, arguments);
+  return g_wv_splitk[(a->format * 2 + (a->x_type == 2 ? 0 : 1)) * 4 + tokens].launch(
+      a->device, a->arch, a->stream, shape, arguments);
 }
 
 #endif
