@@ -1,9 +1,10 @@
-# Compile a CUDA source to a cubin, unless the cache has a cubin of the same text, flags and compiler.
+# Compile a CUDA source to a cubin, or a HIP source to a code object, unless the cache has one of the same text, flags and compiler.
 #
 #   cmake -DGM_NVCC=<nvcc> -DGM_NVCC_BUILD=<its version> "-DGM_FLAGS=<flags>" -DGM_SOURCE=<.cu> -DGM_OUTPUT=<.cubin>
-#         "-DGM_ROOTS=<folders whose location may change between builds>" -DGM_CACHE=<folder, or off> -P cached.cmake
+#         "-DGM_ROOTS=<folders whose location may change between builds>" -DGM_CACHE=<folder, or off> [-DGM_EMIT=<flags> -DGM_LIST=<flags>]
+#         -P cached.cmake
 #
-# The text is that of every file that nvcc lists with -M, which also becomes the depfile. Cubins that no build has
+# GM_EMIT are the flags that compile rather than list, without them -cubin; GM_LIST the flags that list instead of GM_FLAGS. The text is that of every file that the compiler lists with -M, which also becomes the depfile. Cubins that no build has
 # used for 60 days are removed. Almost all of the build time is compilation: a clean build of a tree that was
 # built before takes seconds.
 cmake_minimum_required(VERSION 3.20)
@@ -16,8 +17,14 @@ function(gm_run)
   endif()
 endfunction()
 
-gm_run("${GM_NVCC}" ${GM_FLAGS} -M -MT "${GM_OUTPUT}" -MF "${GM_OUTPUT}.d" "${GM_SOURCE}")
-set(compile "${GM_NVCC}" ${GM_FLAGS} -cubin -o "${GM_OUTPUT}" "${GM_SOURCE}")
+if(NOT DEFINED GM_EMIT)
+  set(GM_EMIT -cubin)
+endif()
+if(NOT DEFINED GM_LIST)
+  set(GM_LIST ${GM_FLAGS})
+endif()
+gm_run("${GM_NVCC}" ${GM_LIST} -M -MT "${GM_OUTPUT}" -MF "${GM_OUTPUT}.d" "${GM_SOURCE}")
+set(compile "${GM_NVCC}" ${GM_FLAGS} ${GM_EMIT} -o "${GM_OUTPUT}" "${GM_SOURCE}")
 string(TOLOWER "${GM_CACHE}" mode)
 if(mode STREQUAL "off")
   gm_run(${compile})

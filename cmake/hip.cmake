@@ -55,6 +55,14 @@ set(GM_HIP_HOST_FLAGS -x c++ -fno-exceptions -fno-rtti -Wall -Wextra)
 set(_include "${CMAKE_SOURCE_DIR}/kernels/_native")
 set(_dir "${CMAKE_BINARY_DIR}/hip")
 file(MAKE_DIRECTORY "${_dir}")
+if(DEFINED ENV{XDG_CACHE_HOME})
+  set(_kept "$ENV{XDG_CACHE_HOME}/gristmill/cubins")
+else()
+  set(_kept "$ENV{HOME}/.cache/gristmill/cubins")
+endif()
+if(GRISTMILL_CUBIN_CACHE)  # cuda.cmake has set it where it builds its part
+  set(_kept "${GRISTMILL_CUBIN_CACHE}")
+endif()
 set(_tables "")
 foreach(source IN LISTS GM_HIP_SOURCES)
   get_filename_component(stem "${source}" NAME_WE)
@@ -68,11 +76,13 @@ foreach(source IN LISTS GM_HIP_SOURCES)
     list(GET row 1 lanes)
     list(GET row 2 dot2)
     set(image "${_dir}/${stem}.${arch}.hsaco")
+    set(_flags -x hip --offload-arch=${arch} --offload-device-only ${GM_HIP_FLAGS} -DGM_LANES=${lanes} -DGM_DOT2_BF16=${dot2} -I "${_include}")
     add_custom_command(
       OUTPUT "${image}"
-      COMMAND "${GRISTMILL_HIP_CLANG}" -x hip --offload-arch=${arch} --offload-device-only --no-gpu-bundle-output ${GM_HIP_FLAGS}
-              -DGM_LANES=${lanes} -DGM_DOT2_BF16=${dot2} -I "${_include}" "${source}" -o "${image}"
-      DEPENDS "${source}" "${_include}/gm_hip.h" "${_include}/gm_hip_device.h" VERBATIM COMMENT "clang ${arch} ${stem}.hip")
+      COMMAND "${CMAKE_COMMAND}" "-DGM_NVCC=${GRISTMILL_HIP_CLANG}" "-DGM_NVCC_BUILD=clang ${GM_HIP_CLANG_VERSION}" "-DGM_FLAGS=${_flags}"
+              "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${image}" "-DGM_ROOTS=${CMAKE_BINARY_DIR};${CMAKE_SOURCE_DIR}"
+              "-DGM_CACHE=${_kept}" -DGM_EMIT=--no-gpu-bundle-output "-DGM_LIST=-x;c++;-D__HIP__;-I;${_include}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
+      DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${image}.d" VERBATIM COMMENT "clang ${arch} ${stem}.hip")
     string(APPEND _data "__asm__(\".pushsection .rodata\\n.balign 4096\\n${symbol}_${arch}:\\n.incbin \\\"${image}\\\"\\n.popsection\\n\");\n"
            "extern \"C\" const unsigned char ${symbol}_${arch}[];\n")
     string(APPEND _rows "  {\"${arch}\", ${symbol}_${arch}},\n")

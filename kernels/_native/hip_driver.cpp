@@ -118,6 +118,3 @@ int HipKernel::launch(int device, const char* arch, void* stream, const HipLaunc
 }
 
 }  // namespace gm
-
-// 0 if the runtime was found, else GM_E_DRIVER.
-GM_HIP_ENTRY(gm_hip_probe)() { return gm::runtime() != nullptr ? GM_OK : GM_E_DRIVER; }

@@ -105,10 +105,18 @@ def test_machine_code(arch: str) -> None:
 
 
 def test_planted_faults_are_found() -> None:
-    """Spills by the vectorizer that the build turns off; software instead of dot products; loads that stay in the caches."""
-    spilling = kernels("gfx942", SOURCE, tuple(flag for flag in FLAGS if flag != "-fno-slp-vectorize"))
-    assert any("scratch memory" in wrong for code in spilling for wrong in faults("gfx942", code))
+    """Scratch memory; software instead of dot products; loads of less than 16 bytes; too many registers."""
     good = kernels("gfx1100", SOURCE, tuple(FLAGS))[0]
     for instruction, other in ((r"v_(dual_)?dot2\w+", "v_fma_f32"), (r"global_load_b128", "global_load_b32")):
         assert len(faults("gfx1100", Code(good.name, 80, 0, 0, re.sub(instruction, other, good.text)))) == 1
+    assert faults("gfx1100", Code(good.name, 80, 0, 0, good.text + "\n\tscratch_load_b32 v1, off, s0")) == [
+        "0 spills, 0 bytes of scratch memory"
+    ]
     assert faults("gfx1100", Code(good.name, 250, 0, 0, good.text)) == ["250 registers: 6 waves per SIMD"]
+
+
+@pytest.mark.slow
+def test_a_flag_that_makes_kernels_spill_is_found() -> None:
+    """The vectorizer that the build turns off."""
+    spilling = kernels("gfx942", SOURCE, tuple(flag for flag in FLAGS if flag != "-fno-slp-vectorize"))
+    assert any("scratch memory" in wrong for code in spilling for wrong in faults("gfx942", code))
