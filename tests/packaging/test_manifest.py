@@ -41,7 +41,12 @@ class Tree:
         """Configures as a wheel build does, builds, and returns the manifest by file name."""
         sources = ";".join(str(self.folder / f"_{name}_cpu.cpp") for name in ("one", "two", "apart"))
         command = ["cmake", "-S", ROOT, "-B", self.build, "-G", "Ninja", "-DSKBUILD_STATE=wheel"]
-        command += ["-DGRISTMILL_CUDA=off", "-DGRISTMILL_HIP=off", f"-DGRISTMILL_CPU_SOURCES={sources}", *options]
+        command += [
+            "-DGRISTMILL_CUDA=off",
+            "-DGRISTMILL_HIP=off",
+            f"-DGRISTMILL_CPU_SOURCES={sources}",
+            *options,
+        ]
         subprocess.run(command, check=True, capture_output=True, env=os.environ)
         return self.rebuild()
 
