@@ -12,7 +12,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
 from gristmill.kernels.hip import check, current_stream, hip_function
-from gristmill.kernels.linear.wv_splitk.linear_wv_splitk_hip import (
+from gristmill.kernels.linear_wv_splitk.linear_wv_splitk_hip import (
     COUNTERS,
     PAIRS,
     TOKENS,

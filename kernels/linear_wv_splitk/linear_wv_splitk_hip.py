@@ -139,7 +139,7 @@ KERNELS = tuple(
         name=name,
         provider="gristmill",
         language="hip",
-        target="gristmill.kernels.linear.wv_splitk._launch:launch",
+        target="gristmill.kernels.linear_wv_splitk._launch:launch",
         requires=Requirement(vendors=("amd",), code="hip", brings=CODE),
         summary=summary,
         accepts=accepts,
