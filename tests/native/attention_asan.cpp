@@ -15,7 +15,7 @@
 
 GM_LEVELS(gm_attention,
           (const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*,
-           const int32_t*, const float*, const float*, const int64_t*, float, int));
+           const int32_t*, const float*, const float*, const int64_t*, float, float, int));
 using Call = decltype(gm_attention_levels[0].call);
 extern "C" int gm_pretended_threads;
 
@@ -146,14 +146,16 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
                        scale_slot,
                        v_scale.head()};
   const float scale = 1 / std::sqrt(float(c.dk));
-  const auto attend = [&](const int64_t* shape) {
+  const auto attend = [&](const int64_t* shape, float softcap = 0) {
     return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
                 c.paged ? table.data() : nullptr, query_start.data(), starts.data(),
-                kind ? k_scale.data() : nullptr, kind ? v_scale.data() : nullptr, shape, scale, dtype);
+                kind ? k_scale.data() : nullptr, kind ? v_scale.data() : nullptr, shape, scale, softcap,
+                dtype);
   };
   for (const int threads : {1, 4}) {  // with several threads long contexts are split
     gm_pretended_threads = threads;
-    CHECK(attend(sizes) == 0);
+    const float softcap = threads == 1 ? 0 : 1.5f;
+    CHECK(attend(sizes, softcap) == 0);
     for (int64_t i = 0, token = 0; i < count; ++i)
       for (int64_t n = 0; n < c.seqs[i].queries; ++n, ++token)
         for (int64_t h = 0; h < c.heads; ++h) {
@@ -166,7 +168,8 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
             double dot = 0;
             for (int64_t d = 0; d < c.dk; ++d)
               dot += double(D::get(q(r, d))) * number(k, k_scale, slot_of[i][at], head, d);
-            score.push_back(dot * scale);
+            dot *= scale;
+            score.push_back(softcap > 0 ? std::tanh(dot / softcap) * softcap : dot);
             top = std::fmax(top, score.back());
           }
           double total = c.sinks ? std::exp(sinks.data()[h] - top) : 0;
