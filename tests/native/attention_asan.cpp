@@ -250,7 +250,7 @@ void all(Call call, int dtype) {
   int64_t sizes[28] = {1, 3, 2, 4, 4, 1};
   const auto bare = [&](const float* scale) {
     return call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, scale,
-                nullptr, sizes, 1.0f, dtype);
+                nullptr, sizes, 1.0f, 0.0f, dtype);
   };
   CHECK(bare(nullptr) == -2);
   sizes[1] = 2, sizes[7] = 1;
