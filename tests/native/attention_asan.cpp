@@ -271,7 +271,7 @@ int main() {
     all<Dtype<2>>(level.call, 2);
     int64_t sizes[28] = {0, 1, 1, 1, 1, 1, 1, 1};
     CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-                     nullptr, sizes, 1.0f, 99) == -1);
+                     nullptr, sizes, 1.0f, 0.0f, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);
