@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gristmill.kernel_registry.build import Build as Build
     from gristmill.kernel_registry.dtypes import DTYPES as DTYPES
     from gristmill.kernel_registry.dtypes import canonical_dtype as canonical_dtype
+    from gristmill.kernel_registry.grades import proofs as proofs
     from gristmill.kernel_registry.kernel import Config as Config
     from gristmill.kernel_registry.kernel import Kernel as Kernel
     from gristmill.kernel_registry.kernel import Workspace as Workspace

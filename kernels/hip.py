@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.quant.native import NativeLibraryError, library_dir, load_library
 
@@ -37,7 +37,7 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def hip_function(name: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
+def hip_function(name: str, argtypes: tuple[type, ...]) -> Callable[..., int]:
     """The host entry ``name``, returning int. NativeLibraryError if the build has none."""
     library = _library()
     try:

@@ -23,7 +23,6 @@ from gristmill.bench.problems import (
     problem_options,
     workloads,
 )
-from gristmill.bench.rank_rows import rank_rows
 from gristmill.bench.result_file import write
 from gristmill.kernel_registry.registry import default_registry
 
@@ -148,6 +147,8 @@ def bench(
             else None
         )
         if one.op.world(one.problem) > 1:
+            from gristmill.bench.rank_rows import rank_rows  # imports torch
+
             made = rank_rows(one.op, one.problem, held[one.op.name], here, baseline=base, configs=configs)
         else:
             made = kernel_rows(

@@ -81,7 +81,7 @@ def test_a_prefix_cache_that_believes_hashes(name: str, make: Callable[..., LLM]
     cache = llm.engine.scheduler.cache
     cache._hash = lambda content: 7
     compare("collisions are compared", llm, name, oracle.prompts()[13:15])
-    cache.match = lambda hashes, tokens, extra=None: list(cache._table.values())[: (len(tokens) - 1) // 16]
+    cache.match = lambda hashes, tokens, *others: list(cache._table.values())[: (len(tokens) - 1) // 16]
     differs(llm, name, oracle.prompts()[14:15])
 
 
@@ -124,8 +124,8 @@ def test_the_other_rope_style(name: str, make: Callable[..., LLM], monkeypatch: 
 def test_a_forgotten_correction_bias(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     build = MixtureOfExperts.__init__
 
-    def without(self: MixtureOfExperts, *args: object) -> None:
-        build(self, *args)  # type: ignore[arg-type]
+    def without(self: MixtureOfExperts, *args: object, **options: object) -> None:
+        build(self, *args, **options)  # type: ignore[arg-type]
         self.bias = torch.zeros_like(self.bias)
 
     monkeypatch.setattr(MixtureOfExperts, "__init__", without)
@@ -135,8 +135,8 @@ def test_a_forgotten_correction_bias(make: Callable[..., LLM], monkeypatch: pyte
 def test_a_wrong_softmax_scale(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     build = LatentAttention.__init__
 
-    def misscaled(self: LatentAttention, *args: object) -> None:
-        build(self, *args)  # type: ignore[arg-type]
+    def misscaled(self: LatentAttention, *args: object, **options: object) -> None:
+        build(self, *args, **options)  # type: ignore[arg-type]
         self.scale *= 1.01
 
     monkeypatch.setattr(LatentAttention, "__init__", misscaled)
