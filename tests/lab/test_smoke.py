@@ -103,6 +103,11 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
         '--limits {"max_seqs":2,"max_batch_tokens":16,"num_blocks":16}',
     ),
+    "engine_turns": (
+        as_it_is,
+        f"--model {MODEL} --device cpu --engines gristmill --workloads single --rounds 1 --scale 0.02 --memory 20000000 "
+        "--max-model-len 512 --out OUT",
+    ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "linear_a8": (short_reads, "--shape 64x256 --scheme int4_g128 --m 2 --seconds 0 --out OUT"),
@@ -142,7 +147,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 
-SLOW = ("engine", "first_token")
+SLOW = ("engine", "engine_turns", "first_token")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
 
 

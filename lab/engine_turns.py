@@ -1,0 +1,254 @@
+"""Engines beside each other on one device: all stay alive, and take turns on the same requests.
+
+    python -m lab.engine_turns --model llama3-8b --engines gristmill,vllm --out FILE
+
+A name instead of a directory makes a model of that shape with random weights (`lab.engine`); --quant stores it in that number format
+as compressed-tensors, which every engine then reads. Every engine has a process of its own and the same number of bytes for its
+cache. A round gives each engine every workload once, in an order that changes from round to round. Prompts are random ids, anew in
+each round, so that nothing but the shared prefix of ``prefix`` is found in a prefix cache; outputs are greedy and have no end tokens.
+`gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold.
+
+vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gristmill.autotune.device import device_target
+from gristmill.autotune.environment import environment
+from gristmill.kernel_registry.policy import Policy
+from lab.engine import SHAPES, random_model
+
+LARGEST_ID = 10_000
+CHILD = "from lab.engine_turns_child import main; main()"
+
+
+class Requests(NamedTuple):
+    """prompts: token ids. outputs: number of tokens to generate for each."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+
+def ids(draw: random.Random, count: int, top: int) -> list[int]:
+    return [draw.randint(0, top) for _ in range(count)]
+
+
+def mixed(draw: random.Random, top: int, scale: float) -> Requests:
+    """256 requests with prompts and outputs of 100 to 1,024 tokens; the lengths are the same in every round."""
+    lengths = random.Random(0)
+    count, low, high = max(2, round(256 * scale)), max(1, round(100 * scale)), max(2, round(1024 * scale))
+    sizes = [(lengths.randint(low, high), lengths.randint(low, high)) for _ in range(count)]
+    return Requests([ids(draw, size, top) for size, _ in sizes], [output for _, output in sizes])
+
+
+def single(draw: random.Random, top: int, scale: float) -> Requests:
+    """One request of 128 tokens and 256 of output."""
+    return Requests([ids(draw, max(1, round(128 * scale)), top)], [max(2, round(256 * scale))])
+
+
+def prefill(draw: random.Random, top: int, scale: float) -> Requests:
+    """64 requests of 2,000 tokens and 50 of output."""
+    count = max(2, round(64 * scale))
+    prompts = [ids(draw, max(1, round(2000 * scale)), top) for _ in range(count)]
+    return Requests(prompts, [max(1, round(50 * scale))] * count)
+
+
+def prefix(draw: random.Random, top: int, scale: float) -> Requests:
+    """128 requests that share 4,000 tokens, each with 100 of its own and 100 of output."""
+    shared, count = ids(draw, max(1, round(4000 * scale)), top), max(2, round(128 * scale))
+    prompts = [shared + ids(draw, max(1, round(100 * scale)), top) for _ in range(count)]
+    return Requests(prompts, [max(1, round(100 * scale))] * count)
+
+
+WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
+    "mixed": mixed,
+    "single": single,
+    "prefill": prefill,
+    "prefix": prefix,
+}
+
+
+class EngineProcess:
+    """An engine in a process of its own.
+
+    name: `engine[:max_seqs:max_batch_tokens]`. Raises RuntimeError if the process ends, or says nothing for `timeout` seconds.
+    """
+
+    def __init__(
+        self, name: str, model: Path, options: argparse.Namespace, paths: dict[str, str], log: Path
+    ) -> None:
+        self.name, self.log, self.timeout = name, log, options.timeout
+        engine, *limits = name.split(":")
+        sizes = [int(limit) for limit in limits] or [None, None]
+        argument = {
+            "model": str(model),
+            "device": options.device,
+            "memory": options.memory,
+            "share": options.share,
+            "max_seqs": sizes[0],
+            "max_batch_tokens": sizes[1],
+            "max_model_len": options.max_model_len,
+        }
+        read, write = os.pipe()
+        path = os.pathsep.join(part for part in (paths.get(engine), *sys.path) if part)
+        command = [sys.executable, "-c", CHILD, engine, json.dumps(argument), str(write)]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                env=os.environ | {"PYTHONPATH": path},
+                pass_fds=[write],
+            )
+        os.close(write)
+        self.results = os.fdopen(read, buffering=1)
+
+    def answer(self) -> dict[str, Any]:
+        """The next line of the process."""
+        ready, _, _ = select.select([self.results], [], [], self.timeout)
+        line = self.results.readline() if ready else ""
+        if not line:
+            why = "ended" if ready else f"said nothing for {self.timeout} seconds"
+            self.process.kill()
+            raise RuntimeError(f"{self.name} {why}; the end of its output:\n{self.log.read_text()[-3000:]}")
+        row: dict[str, Any] = json.loads(line)
+        return row
+
+    def run(self, requests: Requests) -> dict[str, Any]:
+        """Seconds and tokens of a workload."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(requests._asdict()) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process; after a minute it is killed."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.results.close()
+
+
+def quantized(model: Path, scheme: str, folder: Path) -> Path:
+    """A directory with the weights in `scheme`, as compressed-tensors."""
+    command = [sys.executable, "-m", "gristmill.runtime.cli", "quantize", "--model", str(model)]
+    command += ["--quant", scheme, "--format", "compressed-tensors", "--out", str(folder / scheme)]
+    subprocess.run(command, check=True)
+    return folder / scheme
+
+
+def play(
+    engines: list[EngineProcess], options: argparse.Namespace, top: int, rows: list[dict[str, Any]]
+) -> None:
+    """All rounds. A first one, which does not count, has short outputs."""
+    for number in range(-1, options.rounds):
+        for workload in options.workloads:
+            requests = WORKLOADS[workload](random.Random(f"{workload} {number}"), top, options.scale)
+            if number < 0:
+                requests = Requests(requests.prompts, [min(8, output) for output in requests.outputs])
+            for turn in range(len(engines)):
+                engine = engines[(turn + number) % len(engines)]
+                row = engine.run(requests)
+                if row["tokens"] != sum(requests.outputs):
+                    raise RuntimeError(
+                        f"{engine.name} gave {row['tokens']} of {sum(requests.outputs)} tokens"
+                    )
+                if number >= 0:
+                    rows.append({"engine": engine.name, "workload": workload, "round": number, **row})
+                    print(json.dumps(rows[-1]), flush=True)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By workload and engine: the medians of tokens per second and of milliseconds per token."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        table.setdefault(row["workload"], {}).setdefault(row["engine"], {})
+    for workload, engines in table.items():
+        for engine in engines:
+            own = [row for row in rows if (row["workload"], row["engine"]) == (workload, engine)]
+            speed = statistics.median(row["tokens"] / row["seconds"] for row in own)
+            engines[engine] = {"tokens_per_second": speed, "ms_per_token": 1e3 / speed}
+    return table
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m lab.engine_turns", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--model", required=True, help=f"a directory, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--quant", help="number format in which the model is stored first")
+    parser.add_argument("--engines", default="gristmill,vllm", help="engine[:max_seqs:max_batch_tokens],...")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all counts and lengths, for a trial")
+    parser.add_argument("--memory", type=int, default=40 * 10**9, help="bytes of each engine's cache")
+    parser.add_argument(
+        "--share", type=float, default=0.2, help="of the device that must be free for vLLM to start"
+    )
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--path", action="append", default=[], help="engine=FOLDER for its PYTHONPATH")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a workload")
+    parser.add_argument("--logs", type=Path, help="folder for the output of the engines")
+    parser.add_argument("--out", required=True, help="where the JSON goes")
+    options = parser.parse_args(argv)
+    options.workloads = options.workloads.split(",")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    options = arguments(argv)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = random_model(options.model, folder) if options.model in SHAPES else Path(options.model)
+        if options.quant:
+            model = quantized(model, options.quant, folder)
+        top = min(LARGEST_ID, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
+        paths = dict(text.split("=", 1) for text in options.path)
+        logs = options.logs or folder
+        engines: list[EngineProcess] = []
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        try:
+            for index, name in enumerate(options.engines.split(",")):
+                engines.append(EngineProcess(name, model, options, paths, logs / f"engine{index}.log"))
+            starts = [{"engine": engine.name, **engine.answer()} for engine in engines]
+            print(json.dumps(starts), flush=True)
+            play(engines, options, top, rows)
+        finally:
+            for engine in engines:
+                engine.close()
+    command = f"python -m lab.engine_turns {shlex.join(argv)}"
+    about = environment(device_target(options.device, Policy()), command)
+    table = summary(rows)
+    result = {"about": about, "started": started, "starts": starts, "summary": table, "rows": rows}
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    for workload, by_engine in table.items():
+        for name, row in by_engine.items():
+            print(
+                f"{workload:8} {name:20} {row['tokens_per_second']:9.0f} tokens/s {row['ms_per_token']:8.3f} ms per token"
+            )
+
+
+if __name__ == "__main__":
+    main()
