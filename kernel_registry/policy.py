@@ -32,7 +32,8 @@ class Policy:
     pins: operation name or ``*`` -> kernel name patterns, tried in order before any other kernel.
     exclude: kernel name patterns that never run.
     strict: an operation whose pinned kernels cannot serve a problem is an error, never a fallback.
-    deterministic / batch_invariant: only kernels that declare it.
+    deterministic / batch_invariant: only kernels that declare it. Under batch_invariant the kernel of highest priority runs every
+        size, with its default configuration: which one is fastest depends on the size, and the order of additions on the kernel.
     weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of
         those with its rows rounded up to 16).
     activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized

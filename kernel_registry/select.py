@@ -150,7 +150,9 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
     failed: dict[str, str] = {}
     default = kernel.config(case.problem, _code_target(case, kernel))
     # A configuration that failed is out; the kernel is out when its default configuration is.
-    for config in (case.times.config(kernel) or default, default):
+    # Tuning is per size, so under batch invariance every size runs the default configuration.
+    tuned = None if case.policy.batch_invariant else case.times.config(kernel)
+    for config in (tuned or default, default):
         if config_key(config) in failed:
             continue
         key = config_key(config)
@@ -222,12 +224,16 @@ _SOURCES = {"measured": 0, "near": 0, "sibling": 0, "model": 1, "priority": 2}
 def _order(candidate: Candidate, policy: Policy) -> tuple[float | str, ...]:
     """Pinned order, then measured time (exact, near, sibling), then estimate, then declared priority, then name.
 
+    Under batch invariance times and estimates do not count: two kernels add in different orders, so one has to run every size.
     The key of a candidate depends only on the candidate, so that adding a kernel never swaps two others.
     """
     kernel = candidate.kernel
     pin = policy.rank(kernel.op, kernel.name)
+    pinned = len(policy.pinned(kernel.op)) if pin is None else pin
+    if policy.batch_invariant:
+        return pinned, -kernel.priority, kernel.name
     return (
-        len(policy.pinned(kernel.op)) if pin is None else pin,
+        pinned,
         _SOURCES[candidate.source or "priority"],
         candidate.expected_us or 0.0,
         -kernel.priority,

@@ -94,7 +94,7 @@ class EngineProcess:
     ) -> None:
         self.name, self.log, self.timeout = name, log, options.timeout
         engine, *limits = name.split(":")
-        sizes = [int(limit) for limit in limits] or [None, None]
+        sizes: list[int | None] = [int(limit) for limit in limits] or [None, None]
         argument = {
             "model": str(model),
             "device": options.device,

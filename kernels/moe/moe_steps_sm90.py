@@ -103,6 +103,7 @@ KERNELS = (
         requires=_HOPPER,
         summary="counting sort in one launch: a CTA places 2048 entries and counts the others; no atomics on places",
         accepts=accepts_permute,
+        batch_invariant=True,  # integers: nothing is rounded
         waits=True,
         triggers=True,
         priority=60,

@@ -34,5 +34,6 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="counting sort",
     config=best_config("gm_moe_permute"),
+    batch_invariant=True,  # integers: nothing is rounded
     priority=100,
 )

@@ -28,4 +28,5 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="torch.argsort, stable",
+    batch_invariant=True,  # integers: nothing is rounded
 )

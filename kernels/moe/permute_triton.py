@@ -102,5 +102,6 @@ KERNEL = Kernel(
     aot=f"{__name__}:aot",
     requires=Requirement(code="triton"),
     summary="counting sort, one program per expert, no atomics",
+    batch_invariant=True,  # integers: nothing is rounded
     priority=50,
 )

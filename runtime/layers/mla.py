@@ -17,6 +17,7 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.layers.head_products import HeadProducts
 from gristmill.runtime.layers.linear import Linear, Summand, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
@@ -55,9 +56,10 @@ class LatentAttention:
         self.kv = Linear(plans, kv)
         self.kv.target = f"{name}.kv"
         per_head = kv.dequantize(plans.dtype).view(self.heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
-        self.w_k = per_head[:, : mla.nope_dim].contiguous()
-        self.w_v = per_head[:, mla.nope_dim :].transpose(1, 2).contiguous()
-        plans.own(self.w_k, self.w_v)
+        self.to_latent = HeadProducts(plans, per_head[:, : mla.nope_dim])
+        self.to_values = HeadProducts(plans, per_head[:, mla.nope_dim :].transpose(1, 2))
+        # The two forms round differently, and which one a prompt gets would depend on the requests beside it.
+        self.one_form = plans.policy.batch_invariant
         self.out = load_linear(plans, weights, f"{name}.out", summed=summed)
         self.rotate = plans.bind(
             "rotary_embedding",
@@ -105,16 +107,15 @@ class LatentAttention:
             self.rope.interleaved,
         )
         self.write(latent, cache, batch.slots)
-        attended = self._prefill(q, latent, batch) if batch.fresh else self._absorbed(q, batch, cache)
+        fresh = batch.fresh and not self.one_form
+        attended = self._prefill(q, latent, batch) if fresh else self._absorbed(q, batch, cache)
         return self.out(attended.view(tokens, self.heads * mla.v_dim))
 
     def _absorbed(self, q: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], with all keys and values from the cache."""
         mla, tokens = self.mla, q.shape[0]
         query = q.new_empty(tokens, self.heads, mla.latent_dim)
-        query[..., : mla.kv_lora_rank] = torch.bmm(
-            q[..., : mla.nope_dim].transpose(0, 1), self.w_k
-        ).transpose(0, 1)
+        query[..., : mla.kv_lora_rank] = self.to_latent(q[..., : mla.nope_dim])
         query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
         out = q.new_empty(tokens, self.heads, mla.kv_lora_rank)
         self.attend(
@@ -131,7 +132,7 @@ class LatentAttention:
             self.plans.scratch(self.attend, tokens),
             out,
         )
-        return torch.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).contiguous()
+        return self.to_values(out).contiguous()
 
     def _prefill(self, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:
         """The same from keys and values of the new tokens only, which are the whole context."""

@@ -98,6 +98,7 @@ class Plans:
         multiplied = weight.g_idx is None and any(
             kernel.auto
             and kernel.language != "python"
+            and (kernel.batch_invariant or not self.policy.batch_invariant)
             and not kernel.why_not(problem, resolver.target, resolver.build)
             for kernel in resolver.registry.kernels_of("linear")
         )

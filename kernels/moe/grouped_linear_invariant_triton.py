@@ -1,0 +1,46 @@
+"""Grouped linear and MoE in Triton whose rows have the same bits in every batch: one tile for any number of rows per expert."""
+
+from __future__ import annotations
+
+from gristmill.kernel_registry.kernel import Config, Kernel, no_workspace
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, tile
+from gristmill.kernels.moe import _chain
+
+ROWS = 32
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The tile depends on the scheme and x's dtype only."""
+    scheme, is_fp32 = QuantScheme.parse(problem.text("w")), problem.text("x") == "fp32"
+    return {"scheme": scheme.name, **tile(scheme, ROWS, 32 if is_fp32 else 64, target)}
+
+
+KERNELS = tuple(
+    Kernel(
+        op=op,
+        name=f"{name}_{'' if layout == 'dense_v1' else 'w_'}invariant_triton",
+        provider="gristmill",
+        language="triton",
+        target=f"gristmill.kernels.moe.{target}",
+        requires=Requirement(code="triton"),
+        summary=f"{summary}, one tile for any number of rows, {weights}",
+        accepts=accepts,
+        config=config,
+        workspace=workspace,
+        layouts=(layout,),
+        batch_invariant=True,
+        priority=20,
+    )
+    for op, name, target, workspace, summary in (
+        ("grouped_linear", "grouped_linear", "grouped_linear_triton:launch", no_workspace, "linear's tiles"),
+        ("moe", "moe_chain", "moe_chain:launch_triton", _chain.workspace, "permute, two products, combine"),
+    )
+    for layout, accepts, weights in (
+        ("dense_v1", accepts_dense, "dense weights"),
+        ("plain_v1", accepts_quantized, "codes decoded by integer arithmetic"),
+    )
+)
