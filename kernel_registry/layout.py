@@ -30,6 +30,7 @@ class Layout:
             weight fills every slot: one that a scheme does not need is an empty tensor.
         schemes: names of the weight schemes it can hold (activations do not matter).
         any_integer: it also holds integer schemes of any width and group, with zero points or minimums.
+        integers: it also holds the integer schemes for which this is true.
         pack: ``"module:attr"`` of ``pack(QuantTensor) -> Packed``.
         unpack: ``"module:attr"`` of ``unpack(Packed) -> QuantTensor``, the exact inverse.
         rows: ``"module:attr"`` of ``rows(Packed, index) -> Tensor``, the rows [T, K] that an int64 tensor [T] names, as the scheme's
@@ -46,6 +47,7 @@ class Layout:
     unpack: str
     size: Callable[[QuantScheme, int, int], int] = field(repr=False)
     any_integer: bool = False
+    integers: Callable[[QuantScheme], bool] | None = field(default=None, repr=False)
     rows: str = ""
     module: str = ""
 
@@ -66,7 +68,10 @@ class Layout:
         parsed = QuantScheme.parse(scheme)
         if parsed.weights in self.schemes or (self.any_integer and parsed.is_integer):
             return None
-        return f"layout {self.name} holds {', '.join(self.schemes)}, not {parsed.weights}"
+        if self.integers is not None and self.integers(parsed):
+            return None
+        held = ", ".join((*self.schemes, *(["some integer groups"] if self.integers is not None else [])))
+        return f"layout {self.name} holds {held}, not {parsed.weights}"
 
     def nbytes(self, scheme: QuantScheme | str, n: int, k: int) -> int:
         """Bytes of an [n, k] weight in this layout, padding included.

@@ -211,13 +211,12 @@ class QuantScheme:
         """The same weights with activations quantized to int8, in blocks like the weight's groups: of 32 columns for groups of up to
         64, of 128 for larger ones and whole rows. Blocks are of consecutive columns: with act_order, whole rows.
 
-        The scheme itself if it has an activation format, or no code of it is an integer times the scale (fp8, other widths, dense).
+        The scheme itself if it has an activation format, or no code of it is an integer times the scale (fp8, dense), or it is one of
+        the integer schemes without a name and has zero points or groups that are no multiple of 16.
         """
-        if (
-            self.activation is not None
-            or not self.is_named
-            or self.weight not in ("int4", "int8", "mxfp4", "nvfp4")
-        ):
+        groups = self.is_integer and not self.zero_points and self.group_size and self.group_size % 16 == 0
+        named = self.is_named and self.weight in ("int4", "int8", "mxfp4", "nvfp4")
+        if self.activation is not None or not (named or groups):
             return self
         blocks = "int8_g32" if (self.group_size or BLOCK) < BLOCK else "int8_g128"
         return replace(self, activation="int8_token" if act_order else blocks)

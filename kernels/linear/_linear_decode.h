@@ -25,11 +25,13 @@ inline W load_line(const uint8_t* line) {
   return w;
 }
 
-enum class Format { int4, e2m1, int8, e4m3, f32, f16, bf16 };
+// int5, int6: of cpu_groups16_v1, which is multiplied with int8 activations only.
+enum class Format { int4, e2m1, int8, e4m3, f32, f16, bf16, int5, int6 };
 
-// Bits of a code, by format.
+// Bits of a code in a line, by format.
 template <Format F>
 constexpr int kBits = F == Format::int4 || F == Format::e2m1   ? 4
+                      : F == Format::int5 || F == Format::int6 ? 4
                       : F == Format::int8 || F == Format::e4m3 ? 8
                       : F == Format::f32                       ? 32
                                                                : 16;
@@ -188,7 +190,7 @@ struct Bf16 {
 // ---- scales and zeros, 16 values of one group of a block
 // ----------------------------------------------------------------
 
-enum : int { kNone = -1, kE8M0 = 20, kE4M3 = GM_F8E4M3 };
+enum : int { kNone = -1, kE8M0 = 20, kI8 = 21, kE4M3 = GM_F8E4M3 };
 
 inline V load16(const void* base, int type, int64_t index) {
   V v;
@@ -207,7 +209,9 @@ inline V load16(const void* base, int type, int64_t index) {
       bytes b;
       std::memcpy(&b, static_cast<const uint8_t*>(base) + o, sizeof b);
       const gm::vu u = __builtin_convertvector(b, gm::vu);
-      if (type == kE4M3)
+      if (type == kI8)
+        v.p[i] = __builtin_convertvector((gm::vi)(u << 24) >> 24, gm::vf);
+      else if (type == kE4M3)
         v.p[i] = e4m3_to_float(u << 24);
       else if (type == kE8M0)
         v.p[i] = (gm::vf)(u == 0u ? gm::vu{} + 0x400000u : u == 255u ? gm::vu{} + 0x7fc00000u : u << 23);

@@ -3,6 +3,10 @@
 // and activation (256 at most), are summed in integers, exactly; units are added in float32:
 //   y += (sum of code * x - zero * sum of x) * (scale of the weight * scale of x)
 //
+// Or weights packed as cpu_groups16_v1, GGUF's: groups may have an offset in units of the weight instead of a
+// zero, and scales and offsets may be int8, times a float that several groups share:
+//   y += sum of code * x * (scale * scale of x) - sum of x * (offset * scale of x)
+//
 // Few rows of x: lines are decoded in registers and used at once. Many rows: a block's columns are decoded
 // into a buffer that stays in cache and multiplied by tiles of x. Both add in the same order, so a row's
 // result does not depend on other rows, threads, or the path.
@@ -31,6 +35,11 @@ struct Job {
   const void *scales, *zeros;
   const float* row_scale;
   int scale_type, zero_type, implicit_zero;
+  // Of cpu_groups16_v1: zeros are offsets; the factors of groups_per_factor scales, and of as many offsets.
+  bool offsets;
+  const float *factors, *offset_factors;
+  int factor_shift;     // log2 of the groups of a factor
+  int64_t factor_runs;  // factors of a row
   int64_t n, k, columns, group, groups, blocks, block_bytes;
   int64_t act_block;  // columns of x that share a scale
   int64_t unit, units, units_per_group;
@@ -48,10 +57,23 @@ inline int tile_rows(int64_t left) {
   return int((left + tiles - 1) / tiles);
 }
 
-// Scale (or zero) of the rows of a block for a unit.
-inline lin::V of_unit(const Job& j, const void* base, int type, int64_t block, int64_t unit) {
+// Scale (or zero, or offset) of the rows of a block for a unit.
+inline lin::V of_unit(const Job& j, const void* base, int type, const float* factors, int64_t block,
+                      int64_t unit) {
   const int64_t g = j.units_per_group == 1 ? unit : unit / j.units_per_group;
-  return lin::load16(base, type, block * j.groups + g);
+  lin::V v = lin::load16(base, type, block * j.groups + g);
+  if (factors) {
+    const float* by = factors + (block * j.factor_runs + (g >> j.factor_shift)) * kRows;
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) v.p[i] *= gm::load(by + i * gm::kLanes);
+  }
+  return v;
+}
+inline lin::V scale_of(const Job& j, int64_t block, int64_t unit) {
+  return of_unit(j, j.scales, j.scale_type, j.factors, block, unit);
+}
+inline lin::V zero_of(const Job& j, int64_t block, int64_t unit) {
+  return of_unit(j, j.zeros, j.zero_type, j.offset_factors, block, unit);
 }
 
 // A block's decoded columns: steps, and per unit the scales and zeros.
@@ -65,29 +87,34 @@ void decode_units(const Job& j, int64_t block, int64_t u0, int64_t u1, const Dec
   using M = Math<F>;
   constexpr int steps = M::template kSteps<F>, per_line = 32 / lin::kBits<F>;
   const int64_t first = u0 * j.unit, end = smaller(u1 * j.unit, j.columns);
-  const uint8_t* p = j.codes + block * j.block_bytes + first / per_line * 64;
+  const uint8_t* p = j.codes + block * j.block_bytes + line_bytes<F>(first / per_line);
   Int* out = to.steps;
-  for (int64_t line = 0; line < (end - first) / per_line; ++line, p += 64) {
-    const W w = lin::load_line(p);
-    __builtin_prefetch(p + kAhead);
-#pragma GCC unroll 2
+  for (int64_t line = 0; line < (end - first) / per_line; ++line) {
+    const Line w = load<F>(p, line);
+    __builtin_prefetch(p + line_bytes<F>(line) + kAhead);
+#pragma GCC unroll 4
     for (int s = 0; s < steps; ++s) *out++ = M::template decode<F>(w, s);
   }
   for (int64_t u = u0; u < u1; ++u) {
-    to.scales[u - u0] = of_unit(j, j.scales, j.scale_type, block, u);
-    if (j.zero_type != kNone) to.zeros[u - u0] = of_unit(j, j.zeros, j.zero_type, block, u);
+    to.scales[u - u0] = scale_of(j, block, u);
+    if (j.zero_type != kNone) to.zeros[u - u0] = zero_of(j, block, u);
   }
 }
 
-// totals += (sum + zero * x_sum) * (scale * x_scale); without zeros, sum * (scale * x_scale).
-inline void add_unit(const Int& sum, const lin::V* zero, float x_sum, const lin::V& scale, float x_scale,
-                     float* totals) {
+// totals += (sum + zero * x_sum) * (scale * x_scale); without zeros, sum * (scale * x_scale); with offsets
+// instead, that plus offset * (x_sum * x_scale).
+inline void add_unit(const Int& sum, const lin::V* zero, bool offset, float x_sum, const lin::V& scale,
+                     float x_scale, float* totals) {
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) {
     float* to = totals + i * gm::kLanes;
     gm::vf v = __builtin_convertvector(sum.p[i], gm::vf);
-    if (zero) v = gm::fma(zero->p[i], gm::splat(x_sum), v);
-    gm::store(to, gm::fma(v, scale.p[i] * x_scale, gm::load(to)));
+    gm::vf total = gm::load(to);
+    if (offset)
+      total = gm::fma(zero->p[i], gm::splat(x_sum * x_scale), total);
+    else if (zero)
+      v = gm::fma(zero->p[i], gm::splat(x_sum), v);
+    gm::store(to, gm::fma(v, scale.p[i] * x_scale, total));
   }
 }
 
@@ -100,16 +127,15 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
   constexpr int steps = M::template kSteps<F>, per_line = 32 / lin::kBits<F>;
   constexpr int64_t run = M::template kRun<F>;
   const uint32_t* x = j.words + row0 * (j.columns / M::kColumns) + u0 * j.unit / M::kColumns * MR;
-  const uint8_t* p = j.codes + block * j.block_bytes + u0 * j.unit / per_line * 64;
+  const uint8_t* p = j.codes + block * j.block_bytes + line_bytes<F>(u0 * j.unit / per_line);
   const Int* step = kPacked ? nullptr : decoded->steps;
-  const auto add_line = [&](Int* acc) __attribute__((always_inline)) {
-    W w;
+  const auto add_line = [&](Int* acc, [[maybe_unused]] int64_t line) __attribute__((always_inline)) {
+    Line w;
     if constexpr (kPacked) {
-      w = lin::load_line(p);
-      __builtin_prefetch(p + kAhead);
-      p += 64;
+      w = load<F>(p, line);
+      __builtin_prefetch(p + line_bytes<F>(line) + kAhead);
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int s = 0; s < steps; ++s) {
       const Int operand = kPacked ? M::template decode<F>(w, s) : load_step(step++);
 #pragma GCC unroll 12
@@ -127,26 +153,27 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
       for (int i = 0; i < kParts; ++i)
         sum[r].p[i] = j.zero_type == kNone ? gm::vi{} + j.x_sums[at + r] : gm::vi{};
     if constexpr (M::kExact) {
-      for (int64_t line = 0; line < lines; ++line) add_line(sum);
+      for (int64_t line = 0; line < lines; ++line) add_line(sum, line);
     } else {
       for (int64_t line = 0; line < lines; line += run) {
         Int acc[MR] = {};
-        for (int64_t end = smaller(line + run, lines), i = line; i < end; ++i) add_line(acc);
+        for (int64_t end = smaller(line + run, lines), i = line; i < end; ++i) add_line(acc, i);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; ++r) M::widen(sum[r], acc[r]);
       }
     }
-    const lin::V scale = kPacked ? of_unit(j, j.scales, j.scale_type, block, u) : decoded->scales[u - u0];
+    if constexpr (kPacked) p += line_bytes<F>(lines);
+    const lin::V scale = kPacked ? scale_of(j, block, u) : decoded->scales[u - u0];
     if (j.zero_type != kNone) {
-      const lin::V zero = kPacked ? of_unit(j, j.zeros, j.zero_type, block, u) : decoded->zeros[u - u0];
+      const lin::V zero = kPacked ? zero_of(j, block, u) : decoded->zeros[u - u0];
 #pragma GCC unroll 12
       for (int r = 0; r < MR; ++r)
-        add_unit(sum[r], &zero, gm::bit_cast<float>(j.x_sums[at + r]), scale, j.x_scales[at + r],
+        add_unit(sum[r], &zero, j.offsets, gm::bit_cast<float>(j.x_sums[at + r]), scale, j.x_scales[at + r],
                  totals + r * kRows);
     } else {
 #pragma GCC unroll 12
       for (int r = 0; r < MR; ++r)
-        add_unit(sum[r], nullptr, 0.0f, scale, j.x_scales[at + r], totals + r * kRows);
+        add_unit(sum[r], nullptr, false, 0.0f, scale, j.x_scales[at + r], totals + r * kRows);
     }
   }
 }
@@ -287,6 +314,9 @@ int quantize(const Job& j, const T* x, int64_t stride, const int32_t* perm, uint
 template <Format F, class T>
 int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual,
         T* out, bool silu) {
+  constexpr int64_t per_line = 32 / lin::kBits<F>;
+  if (kShared<F> && j.unit % (per_line * kShared<F>)) return GM_E_SHAPE;
+  j.block_bytes = line_bytes<F>(j.columns / per_line);
   const auto rounded = [](int64_t bytes) { return size_t(bytes + 63) / 64 * 64; };
   const int64_t most = smaller(m, kChunkRows), columns_out = silu ? j.n / 2 : j.n;
   const size_t words = rounded(most * (j.columns / Math<F>::kColumns) * 4),
@@ -318,38 +348,24 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
 
 inline int64_t gcd(int64_t a, int64_t b) { return b ? gcd(b, a % b) : a; }
 
-}  // namespace
-
-// As gm_linear_rows16 (_linear_cpu.cpp), with formats 0 int4, 1 e2m1, 2 int8, and x quantized to int8 in
-// blocks of act_block columns, a multiple of 16 (columns or more: the whole row).
-GM_KERNEL(gm_linear_a8_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
-                               const void* zeros, const void* row_scale, const void* perm, const void* bias,
-                               const void* residual, void* out, int64_t m, int64_t n, int64_t k,
-                               int64_t columns, int64_t group, int format, int scale_type, int zero_type,
-                               int implicit_zero, int silu, int dtype, int64_t act_block) {
-  if (m < 0 || n < 1 || k < 1 || columns < k * (perm == nullptr) || columns % 16 || group < 8 || group % 8 ||
-      columns % group || act_block < 16 || act_block % 16)
+// A weight and a product, as the entries describe them.
+int multiply(Job& j, const void* x, int64_t x_row_stride, const void* perm, const void* bias,
+             const void* residual, void* out, int64_t m, int64_t group, int format, int silu, int dtype,
+             int64_t act_block) {
+  const int64_t n = j.n, columns = j.columns;
+  if (m < 0 || n < 1 || j.k < 1 || columns < j.k * (perm == nullptr) || columns % 16 || group < 8 ||
+      group % 8 || columns % group || act_block < 16 || act_block % 16)
     return GM_E_SHAPE;
   if (perm && act_block < columns) return GM_E_SHAPE;  // blocks are of consecutive columns of x
   if (silu && n % 2) return GM_E_SHAPE;
   if (m == 0) return GM_OK;
-  if (format < 0 || format > 2 || scale_type == kNone) return GM_E_ARG;
-  Job j{};
-  j.codes = static_cast<const uint8_t*>(codes);
-  j.scales = scales;
-  j.zeros = zeros;
-  j.row_scale = static_cast<const float*>(row_scale);
-  j.scale_type = scale_type;
-  j.zero_type = zero_type;
-  j.implicit_zero = format == int(Format::e2m1) ? kCodeZero<Format::e2m1> : implicit_zero;
-  j.n = n;
-  j.k = k;
-  j.columns = columns;
+  if (j.scale_type == kNone) return GM_E_ARG;
   j.group = group;
   j.groups = columns / group;
   j.blocks = (n + kRows - 1) / kRows;
-  j.block_bytes = columns * (format == int(Format::int8) ? 8 : 4) * 2;
   j.act_block = smaller(act_block, columns);
+  j.factor_runs = j.groups >> j.factor_shift;
+  if (j.groups != j.factor_runs << j.factor_shift) return GM_E_SHAPE;
   const bool one_scale = group == columns && j.act_block == columns;
   j.unit = one_scale ? smaller(kUnit, columns) : gcd(group, j.act_block);
   if (j.unit > kUnit) {
@@ -370,7 +386,62 @@ GM_KERNEL(gm_linear_a8_rows16)(const void* x, int64_t x_row_stride, const void* 
       LINEAR_A8_FORMAT(int4);
       LINEAR_A8_FORMAT(e2m1);
       LINEAR_A8_FORMAT(int8);
+      LINEAR_A8_FORMAT(int5);
+      LINEAR_A8_FORMAT(int6);
     }
   })
   return GM_E_ARG;
+}
+
+}  // namespace
+
+// As gm_linear_rows16 (_linear_cpu.cpp), with formats 0 int4, 1 e2m1, 2 int8, and x quantized to int8 in
+// blocks of act_block columns, a multiple of 16 (columns or more: the whole row).
+GM_KERNEL(gm_linear_a8_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
+                               const void* zeros, const void* row_scale, const void* perm, const void* bias,
+                               const void* residual, void* out, int64_t m, int64_t n, int64_t k,
+                               int64_t columns, int64_t group, int format, int scale_type, int zero_type,
+                               int implicit_zero, int silu, int dtype, int64_t act_block) {
+  Job j{};
+  j.codes = static_cast<const uint8_t*>(codes);
+  j.scales = scales;
+  j.zeros = zeros;
+  j.row_scale = static_cast<const float*>(row_scale);
+  j.scale_type = scale_type;
+  j.zero_type = zero_type;
+  j.implicit_zero = format == int(Format::e2m1) ? kCodeZero<Format::e2m1> : implicit_zero;
+  j.n = n, j.k = k, j.columns = columns;
+  if (format < 0 || format > 2) return GM_E_ARG;
+  return multiply(j, x, x_row_stride, perm, bias, residual, out, m, group, format, silu, dtype, act_block);
+}
+
+// The same over cpu_groups16_v1: codes of 4, 5, 6 or 8 bits, int8 scales (scale_type 21) times a factor
+// per groups_per_factor groups, a power of two (1 without factors), or scales of another type without
+// factors, offsets likewise or null.
+GM_KERNEL(gm_linear_a8_groups16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
+                                 const void* offsets, const void* factors, const void* offset_factors,
+                                 const void* bias, const void* residual, void* out, int64_t m, int64_t n,
+                                 int64_t k, int64_t group, int64_t groups_per_factor, int bits,
+                                 int scale_type, int offset_type, int implicit_zero, int silu, int dtype,
+                                 int64_t act_block) {
+  if (bits != 4 && bits != 5 && bits != 6 && bits != 8) return GM_E_ARG;
+  Job j{};
+  j.codes = static_cast<const uint8_t*>(codes);
+  j.scales = scales;
+  j.zeros = offsets;
+  j.scale_type = scale_type;
+  j.zero_type = offsets ? offset_type : int(kNone);
+  j.offsets = offsets != nullptr;
+  j.implicit_zero = offsets ? 0 : implicit_zero;
+  j.factors = static_cast<const float*>(factors);
+  j.offset_factors = static_cast<const float*>(offset_factors);
+  while (int64_t(1) << j.factor_shift < groups_per_factor) ++j.factor_shift;
+  if (int64_t(1) << j.factor_shift != groups_per_factor) return GM_E_SHAPE;
+  j.n = n, j.k = k, j.columns = k;
+  return multiply(j, x, x_row_stride, nullptr, bias, residual, out, m, group,
+                  int(bits == 4   ? Format::int4
+                      : bits == 5 ? Format::int5
+                      : bits == 6 ? Format::int6
+                                  : Format::int8),
+                  silu, dtype, act_block);
 }

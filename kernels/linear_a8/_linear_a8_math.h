@@ -119,6 +119,53 @@ inline gm::vi e2m1_codes(gm::vi codes) {
 #undef E2M1_TABLE
 }
 
+// Codes of 5 and 6 bits: a line of 4-bit codes has their low bits, and after every kShared lines one has the
+// rest of those lines: bits kHigh * f .. of byte j belong to byte j of step f (of four columns).
+template <Format F>
+constexpr int kHigh = F == Format::int5   ? 1
+                      : F == Format::int6 ? 2
+                                          : 0;
+template <Format F>
+constexpr int kShared = F == Format::int5   ? 4
+                        : F == Format::int6 ? 2
+                                            : 0;
+
+// Bytes of `lines` lines, whole runs of kShared.
+template <Format F>
+constexpr int64_t line_bytes(int64_t lines) {
+  return kShared<F> ? (lines + lines / kShared<F>)*64 : lines * 64;
+}
+
+// Line `line` of those at `from`, with the high bits of its codes, if they are apart: those of step 0 lowest.
+struct Line {
+  W low, high;
+};
+template <Format F>
+inline Line load(const uint8_t* from, int64_t line) {
+  Line l;
+  if constexpr (kShared<F> == 0) {
+    l.low = lin::load_line(from + line * 64);
+  } else {
+    const int64_t run = line / kShared<F>, in = line % kShared<F>;
+    from += run * (kShared<F> + 1) * 64;
+    l.low = lin::load_line(from + in * 64);
+    l.high = lin::load_line(from + kShared<F> * 64);
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) l.high.p[i] = l.high.p[i] >> uint32_t(2 * in * kHigh<F>);
+  }
+  return l;
+}
+
+// Four unsigned bytes of each row: columns 4 s .. of a line.
+template <Format F>
+inline gm::vu step_bytes(const Line& line, int s, int i) {
+  if constexpr (lin::kBits<F> == 8) return line.low.p[i];
+  const gm::vu low = (line.low.p[i] >> (4 * s)) & 0x0f0f0f0fu;
+  if constexpr (kHigh<F> == 0) return low;
+  constexpr uint32_t mask = kHigh<F> == 1 ? 0x01010101u : 0x03030303u;
+  return low | ((line.high.p[i] >> (kHigh<F> * s)) & mask) << 4;
+}
+
 // Four columns per step: unsigned bytes by int8.
 struct Dot4 {
   static constexpr int kColumns = 4;
@@ -130,14 +177,11 @@ struct Dot4 {
   static constexpr int kRun = F == Format::e2m1 ? 2 : 4;
 
   template <Format F>
-  static inline Int decode(const W& line, int s) {
+  static inline Int decode(const Line& line, int s) {
     Int step;
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
-      if constexpr (lin::kBits<F> == 8)
-        step.p[i] = (gm::vi)line.p[i];
-      else
-        step.p[i] = (gm::vi)((line.p[i] >> (4 * s)) & 0x0f0f0f0fu);
+      step.p[i] = (gm::vi)step_bytes<F>(line, s, i);
       if constexpr (F == Format::e2m1) step.p[i] = e2m1_codes(step.p[i]);
     }
     return step;
@@ -162,20 +206,22 @@ struct Dot4 {
   }
 };
 
-// Two columns per step: codes of 8 bits by int8, both as int16.
+// Two columns per step: codes of more than 4 bits by int8, both as int16.
 struct Dot2 {
   static constexpr int kColumns = 2;
   static constexpr bool kExact = true;
   template <Format F>
-  static constexpr int kSteps = 2;
+  static constexpr int kSteps = 16 / lin::kBits<F>;
   template <Format F>
   static constexpr int kRun = 1;
 
+  // Columns (0, 2) of four, then (1, 3).
   template <Format F>
-  static inline Int decode(const W& line, int s) {
+  static inline Int decode(const Line& line, int s) {
     Int step;
 #pragma GCC unroll 4
-    for (int i = 0; i < kParts; ++i) step.p[i] = (gm::vi)((line.p[i] >> (8 * s)) & 0x00ff00ffu);
+    for (int i = 0; i < kParts; ++i)
+      step.p[i] = (gm::vi)((step_bytes<F>(line, s / 2, i) >> (8 * (s % 2))) & 0x00ff00ffu);
     return step;
   }
   static inline void mac(Int& acc, const Int& w, uint32_t x) {
@@ -194,6 +240,14 @@ struct MathOf {
 };
 template <>
 struct MathOf<Format::int8, false> {
+  using type = Dot2;
+};
+template <>
+struct MathOf<Format::int5, false> {
+  using type = Dot2;
+};
+template <>
+struct MathOf<Format::int6, false> {
   using type = Dot2;
 };
 template <Format F>

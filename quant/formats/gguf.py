@@ -33,6 +33,8 @@ from gristmill.quant.formats.contract import (
 from gristmill.quant.formats.gguf_blocks import TYPES, read_blocks
 from gristmill.quant.formats.gguf_header import GgufHeader, TensorEntry
 
+ACTIVATION = "int8_g32"
+"""ggml multiplies every quantized type with activations of 8 bits: Q8_0's blocks of 32, of K-quants Q8_K's of 256, which are coarser."""
 MADV_POPULATE_READ = 22
 """Read and map pages at once, not one fault at a time (Linux 5.14)."""
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -259,8 +261,9 @@ class Gguf(Format):
             raise FormatError(
                 f"{source.path}: tensor {own} must have shape {list(shape)}, got {list(source.shape(name))}"
             )
+        blocks = source.read(name)
         return StoredWeight(
-            read_blocks(source.names[name], source.kinds[name], source.read(name), shape, place), (name,)
+            read_blocks(source.names[name], source.kinds[name], blocks, shape, place), (name,), ACTIVATION
         )
 
 

@@ -1,5 +1,6 @@
 // Packing of cpu_rows16_v1 (cpu_rows16_v1.py describes the order): codes and scales of 16 rows, interleaved.
-// It is limited by memory, so one level serves every machine of an architecture.
+// And the factors of scales for cpu_groups16_v1. It is limited by memory, so one level serves every machine
+// of an architecture.
 // gm-levels: base neon
 #include "gm_cpu.h"
 
@@ -64,7 +65,56 @@ int pack_values(const void* from, int64_t row_values, int64_t n, int64_t groups,
   });
 }
 
+// The greatest common divisor; 0 of zeros.
+inline uint64_t divisor_of(uint64_t a, uint64_t b) {
+  while (b != 0) {
+    const uint64_t rest = a % b;
+    a = b, b = rest;
+  }
+  return a;
+}
+
+// Values as int8 times a factor, all of them products of it, bit for bit: false if there is none.
+inline bool factor_run(const float* values, int64_t count, float* factor, int8_t* integers) {
+  constexpr float kUnits = 16777216.0f;  // every product of a float16 and an integer is a multiple of 2^-24
+  uint64_t divisor = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float units = (values[i] < 0 ? -values[i] : values[i]) * kUnits;
+    if (!(units < 9.0e15f)) return false;
+    const uint64_t whole = static_cast<uint64_t>(units);
+    if (static_cast<float>(whole) != units) return false;
+    divisor = divisor == 0 ? whole : divisor_of(whole, divisor);
+  }
+  *factor = static_cast<float>(divisor) / kUnits;
+  if (divisor != 0 && static_cast<uint64_t>(*factor * kUnits) != divisor) return false;
+  for (int64_t i = 0; i < count; ++i) {
+    const float ratio = divisor == 0 ? 0.0f : values[i] / *factor;
+    if (!(ratio >= -128.0f && ratio <= 127.0f)) return false;
+    integers[i] = static_cast<int8_t>(ratio);
+    if (static_cast<float>(integers[i]) * *factor != values[i]) return false;
+  }
+  return true;
+}
+
 }  // namespace
+
+// Runs of `per` float32 values -> a factor and `per` int8 each. *exact: 1, or 0 if some run is no such
+// product, and then what was written does not count.
+GM_KERNEL(gm_group_factors)(const void* values, int64_t runs, int64_t per, void* factors, void* integers,
+                            void* exact) {
+  if (runs < 0 || per < 1) return GM_E_SHAPE;
+  int failed = 0;
+  const int code = gm::parallel_for(runs, 1 << 13, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      if (!factor_run(static_cast<const float*>(values) + i * per, per, static_cast<float*>(factors) + i,
+                      static_cast<int8_t*>(integers) + i * per)) {
+        __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        return;
+      }
+  });
+  *static_cast<int32_t*>(exact) = failed ? 0 : 1;
+  return code;
+}
 
 // Codes [n, 4 * words bytes], rows row_bytes apart, -> [ceil(n / 16), words, 64 bytes]. nibbles: codes have 4
 // bits, columns in order from the low nibble. padding: the word of rows from n on.

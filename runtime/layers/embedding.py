@@ -1,4 +1,4 @@
-"""Token embedding and logits head, in floats unless the loader quantizes both."""
+"""Token embedding and logits head: as they are stored, or as the loader quantizes both."""
 
 from __future__ import annotations
 
@@ -53,10 +53,12 @@ class Embedding:
 
 
 class LogitsHead(Linear):
-    """Hidden states to logits, with a separate matrix or the embedding's (tied). ranges: as of `Embedding`."""
+    """Hidden states to logits, with a separate matrix or the embedding's (tied). ranges: as of `Embedding`; declared: as of `Linear`."""
 
-    def __init__(self, plans: Plans, weight: QuantTensor, ranges: list[Range]) -> None:
-        super().__init__(plans, weight)
+    def __init__(
+        self, plans: Plans, weight: QuantTensor, ranges: list[Range], declared: str | None = None
+    ) -> None:
+        super().__init__(plans, weight, declared=declared)
         self.counts = [last - first for first, last in ranges]
         self.widest, world = max(self.counts), plans.mesh.world
         self.gather = None
@@ -84,16 +86,17 @@ def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embe
 
     A tied matrix is in memory once if its layout reads single rows, or is the matrix itself; else it is kept beside the packed one.
     """
-    matrix, ranges = weights.vocabulary("embedding"), weights.shared_ranges("embedding")
+    part, ranges = weights.vocabulary("embedding"), weights.shared_ranges("embedding")
+    matrix = part.weight
     if not tied:
         embedding = Embedding(plans, owned(matrix), ranges)
-        head_ranges = weights.shared_ranges("head")
-        return embedding, LogitsHead(plans, owned(weights.vocabulary("head")), head_ranges)
-    head = LogitsHead(plans, matrix, ranges)
+        part, ranges = weights.vocabulary("head"), weights.shared_ranges("head")
+        return embedding, LogitsHead(plans, owned(part.weight), ranges, part.declared)
+    head = LogitsHead(plans, matrix, ranges, part.declared)
     for packed in head.weight.packed.values():
         if row_reader(packed.layout) is not None:
             return Embedding(plans, packed, ranges), head
     if not all(tensor.untyped_storage().resizable() for tensor in matrix.tensors().values()):
         matrix = owned(matrix)  # the mapped file is not kept
-        head = LogitsHead(plans, matrix, ranges)
+        head = LogitsHead(plans, matrix, ranges, part.declared)
     return Embedding(plans, matrix, ranges), head

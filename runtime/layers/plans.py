@@ -85,12 +85,16 @@ class Plans:
     def with_activations(self, weight: QuantTensor, declared: str | None = None) -> QuantTensor:
         """The weight in the scheme that this device multiplies it in; no tensor changes.
 
-        On a CPU, the scheme that the policy's `activations` asks for. On an accelerator, the scheme with the activation format that
-        the checkpoint declares, if a kernel there multiplies it.
+        On a CPU, the scheme that the policy's `activations` asks for. Else the scheme with the activation format that the checkpoint
+        declares, if a kernel of this device multiplies it.
         """
         if self.policy.activations == "int8" and self.device.type == "cpu":
             return replace(weight, scheme=weight.scheme.with_int8_activation(weight.g_idx is not None))
-        if declared not in ACTIVATION_FORMATS or self.device.type == "cpu" or weight.scheme.is_dense:
+        if (
+            declared not in ACTIVATION_FORMATS
+            or weight.scheme.is_dense
+            or weight.scheme.activation is not None
+        ):
             return weight
         scheme = replace(weight.scheme, activation=declared)
         problem = self.problem("linear", n=weight.n, k=weight.k, x=self.x, w=str(scheme))

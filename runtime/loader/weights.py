@@ -184,27 +184,41 @@ class Weights:
             placed if placed.untyped_storage().resizable() else placed.clone()
         )  # otherwise it is the mapped file
 
-    def vocabulary(self, target: str) -> QuantTensor:
-        """The embedding or the logits head [vocab, hidden], on the device: in the model's dtype, or in `head_scheme`.
+    def vocabulary(self, target: str) -> Part:
+        """The embedding or the logits head [vocab, hidden], on the device: in `head_scheme`, or as it is stored.
 
-        One that the checkpoint stores in that scheme is not rounded again. Its memory may be a mapped file.
+        One that the checkpoint stores in that scheme is not rounded again. It is in the model's dtype where a float scheme was requested
+        for the weights, and on accelerators if it is stored in a scheme that kernels do not enumerate. Its memory may be a mapped file.
         """
         weight = self._take(target)
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
             raise KeyError(f"weight {target} of the model's table is a matrix and has no columns")
         scheme, (kept,) = self.head_scheme, self._share(weight).rows
+        part = self._stored_matrix(name, (rows, columns))
+        if part is not None and (
+            part.weight.scheme == scheme if scheme is not None else self._keeps(part.weight)
+        ):
+            declared = part.declared if self.scheme is None and scheme is None else None
+            return Part(quant_share(part.weight, kept).to(self.device), None, declared)
         if scheme is not None:
-            part = self._stored_matrix(name, (rows, columns))
-            if part is not None and part.weight.scheme == scheme:
-                return quant_share(part.weight, kept).to(self.device)
             matrix = self._source(name, (rows, columns), weight) if part is None else part.weight.dequantize()
             if rounds_rows_alone(scheme):
                 matrix, kept = float_share(matrix, kept), ((0, sum(b - a for a, b in kept)),)
             pieces = [quantize_part(name, piece, scheme) for piece in matrix.split(HEAD_ROWS)]
-            return quant_share(concat(pieces, -2), kept).to(self.device)
-        matrix = float_share(self._float_tensor(name, (rows, columns), weight), kept)
-        return QuantTensor.from_dense(matrix.to(self.device, self.dtype))
+            return Part(quant_share(concat(pieces, -2), kept).to(self.device))
+        matrix = (
+            part.weight.dequantize(self.dtype)
+            if part is not None
+            else self._source(name, (rows, columns), weight)
+        )
+        return Part(QuantTensor.from_dense(float_share(matrix, kept).to(self.device, self.dtype)))
+
+    def _keeps(self, weight: QuantTensor) -> bool:
+        """Whether an embedding or a head stays as it is stored."""
+        if self.scheme is not None and self.scheme.is_dense:
+            return False
+        return weight.g_idx is None and (weight.scheme.is_named or self.device.type == "cpu")
 
     def optional(self, target: str) -> Tensor | None:
         """A kept parameter that may be missing in the table, such as a bias."""

@@ -41,7 +41,9 @@ def read(weights: Weights, weight: Weight) -> tuple[Tensor, Tensor | None]:
     if weight.kind != "linear":
         vocabulary = weight.target in ("embedding", "head")
         return (
-            weights.vocabulary(weight.target).dequantize() if vocabulary else weights.tensor(weight.target)
+            weights.vocabulary(weight.target).weight.dequantize()
+            if vocabulary
+            else weights.tensor(weight.target)
         ), None
     if weight.experts:
         return weights.linear(weight.target).dequantize(), None
