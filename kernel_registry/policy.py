@@ -37,7 +37,8 @@ class Policy:
     weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of
         those with its rows rounded up to 16).
     activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized
-        to int8 (QuantScheme.with_int8_activation); this changes results. None: with activations in their own dtype.
+        to int8 (QuantScheme.with_int8_activation); this changes results. ``float``: all weights are multiplied with activations in
+        their own dtype. None: in the format that the checkpoint declares, where a kernel of the device multiplies it, else in their own.
     grades: grades of proof by which a kernel runs (`kernel_registry.grades`). With the default, ``here``, the first use verifies it
         on this device; with ``elsewhere`` too, a kernel that was verified on another device of the same kind runs without that.
     cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
@@ -157,6 +158,6 @@ def _checked(name: str, value: Any, origin: str) -> Any:
         return float(value)
     if not isinstance(value, str):
         raise wrong("text")
-    if name == "activations" and value != "int8":
-        raise wrong("int8")
+    if name == "activations" and value not in ("int8", "float"):
+        raise wrong("int8 or float")
     return value

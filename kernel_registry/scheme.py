@@ -212,9 +212,10 @@ class QuantScheme:
         64, of 128 for larger ones and whole rows. Blocks are of consecutive columns: with act_order, whole rows.
 
         The scheme itself if it has an activation format, or no code of it is an integer times the scale (fp8, dense), or it is one of
-        the integer schemes without a name and has zero points or groups that are no multiple of 16.
+        the integer schemes without a name, unless it has GGUF's groups: of a multiple of 16, in 4, 5, 6 or 8 bits, without zero points.
         """
-        groups = self.is_integer and not self.zero_points and self.group_size and self.group_size % 16 == 0
+        groups = self.is_integer and not self.zero_points and self.bits in (4, 5, 6, 8)
+        groups = groups and self.group_size is not None and self.group_size % 16 == 0
         named = self.is_named and self.weight in ("int4", "int8", "mxfp4", "nvfp4")
         if self.activation is not None or not (named or groups):
             return self

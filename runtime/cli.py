@@ -60,7 +60,7 @@ def model_options(function: F) -> F:
                 "--quant-head",
                 metavar="SCHEME",
                 help="Quantize the embedding and the logits head at load, tied or not: int8 (groups of 128), int8_ch, ... "
-                "Default: in floats.",
+                "Default: as stored.",
             ),
             click.option(
                 "--dtype",

@@ -79,7 +79,7 @@ class Engine(EngineMemory):
             ``bfloat16``, or a torch.dtype.
         quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
         quant_head: a scheme for the embedding and the logits head, tied or not, such as ``int8``: in groups of 128, or by row where 128
-            does not divide the hidden size. None = in floats.
+            does not divide the hidden size. None = as stored; in floats if `quant` is a float scheme.
         kv_dtype: of the KV cache. ``auto``: that of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor or per head
             (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per token
             and head, which is computed when they are written. MLA models take ``auto`` only.

@@ -124,7 +124,10 @@ def factor_runs(runs: Tensor) -> tuple[Tensor, Tensor] | None:
     for column in whole.unbind(1):
         divisor = torch.gcd(divisor, column.abs())
     integers = whole // divisor.clamp(min=1)[:, None]
-    factors = (divisor.double() * 2.0**-24).float()
+    # Q6_K's largest scale is -128 times a float of either sign.
+    sign = torch.where((integers == 128).any(1), -1, 1)
+    integers = integers * sign[:, None]
+    factors = ((divisor * sign).double() * 2.0**-24).float()
     if int(integers.amin()) < -128 or int(integers.amax()) > 127:
         return None
     return (factors, integers.to(torch.int8)) if torch.equal(factors[:, None] * integers, runs) else None

@@ -87,6 +87,12 @@ inline bool factor_run(const float* values, int64_t count, float* factor, int8_t
   }
   *factor = static_cast<float>(divisor) / kUnits;
   if (divisor != 0 && static_cast<uint64_t>(*factor * kUnits) != divisor) return false;
+  // Q6_K's largest scale is -128 times a float of either sign.
+  for (int64_t i = 0; i < count && divisor != 0; ++i)
+    if (values[i] / *factor == 128.0f) {
+      *factor = -*factor;
+      break;
+    }
   for (int64_t i = 0; i < count; ++i) {
     const float ratio = divisor == 0 ? 0.0f : values[i] / *factor;
     if (!(ratio >= -128.0f && ratio <= 127.0f)) return false;

@@ -86,15 +86,12 @@ class Plans:
         """The weight in the scheme that this device multiplies it in; no tensor changes.
 
         On a CPU, the scheme that the policy's `activations` asks for. Else the scheme with the activation format that the checkpoint
-        declares, if a kernel of this device multiplies it.
+        declares, if a kernel of this device multiplies it and the policy does not ask for floats.
         """
         if self.policy.activations == "int8" and self.device.type == "cpu":
             return replace(weight, scheme=weight.scheme.with_int8_activation(weight.g_idx is not None))
-        if (
-            declared not in ACTIVATION_FORMATS
-            or weight.scheme.is_dense
-            or weight.scheme.activation is not None
-        ):
+        has_own = weight.scheme.is_dense or weight.scheme.activation is not None
+        if declared not in ACTIVATION_FORMATS or has_own or self.policy.activations == "float":
             return weight
         scheme = replace(weight.scheme, activation=declared)
         problem = self.problem("linear", n=weight.n, k=weight.k, x=self.x, w=str(scheme))

@@ -11,6 +11,10 @@ GM_LEVELS(gm_linear_a8_rows16, (const void*, int64_t, const void*, const void*, 
                                 const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
                                 int64_t, int64_t, int, int, int, int, int, int, int64_t));
 using Call = decltype(gm_linear_a8_rows16_levels[0].call);
+GM_LEVELS(gm_linear_a8_groups16, (const void*, int64_t, const void*, const void*, const void*, const void*,
+                                  const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
+                                  int64_t, int64_t, int, int, int, int, int, int, int64_t));
+using GroupsCall = decltype(gm_linear_a8_groups16_levels[0].call);
 
 namespace {
 
@@ -102,10 +106,115 @@ void all(Call call, int dtype) {
   CHECK(refused(4, 32, 32, 32, 3, 32, nullptr) == -5);
 }
 
+// A weight of cpu_groups16_v1: codes of 4, 5, 6 or 8 bits in buffers of the exact size, int8 scales with a
+// factor per `per` groups or float16 scales (per = 0), and the same of offsets, if it has them.
+template <class D>
+void groups(GroupsCall call, int dtype, int bits, int64_t group, int64_t per, bool offset, int64_t m,
+            int64_t n, int64_t k, bool silu) {
+  using T = typename D::T;
+  Numbers numbers;
+  const int64_t blocks = (n + 15) / 16, count = blocks * (k / group) * 16, width = silu ? n / 2 : n;
+  const int64_t shared = bits == 5 ? 4 : bits == 6 ? 2 : 0, lines = k / (bits == 8 ? 4 : 8);
+  const int64_t all_lines = shared ? lines + lines / shared : lines;
+  const int64_t runs = per ? blocks * (k / group / per) * 16 : 0;
+  Buffer<uint8_t> codes(blocks * all_lines * 64), scales(count * (per ? 1 : 2)),
+      offsets(offset ? count * (per ? 1 : 2) : 0);
+  Buffer<float> factors(runs), offset_factors(offset ? runs : 0);
+  Buffer<T> x(m, k, k), out(m, width, width);
+  for (int64_t i = 0; i < blocks * all_lines * 64; ++i) codes.data()[i] = uint8_t(numbers.word());
+  for (int64_t i = 0; i < runs; ++i) factors.data()[i] = 0.125f * float(1 + numbers.below(7));
+  for (int64_t i = 0; offset && i < runs; ++i) offset_factors.data()[i] = 0.5f;
+  const auto fill = [&](Buffer<uint8_t>& to, bool is_signed) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int value = int(numbers.below(63)) - (is_signed ? 31 : 0);
+      const uint16_t half = Dtype<1>::put(float(value) / 8);
+      if (per)
+        to.data()[i] = uint8_t(int8_t(value));
+      else
+        std::memcpy(to.data() + 2 * i, &half, 2);
+    }
+  };
+  fill(scales, !offset);
+  if (offset) fill(offsets, false);
+  for (int64_t i = 0; i < m * k; ++i) x.data()[i] = D::put(numbers.eighths());
+  CHECK(call(x.data(), k, codes.data(), scales.data(), offset ? offsets.data() : nullptr,
+             per ? factors.data() : nullptr, per && offset ? offset_factors.data() : nullptr, nullptr,
+             nullptr, out.data(), m, n, k, group, per ? per : 1, bits, per ? 21 : 1, per ? 21 : 1,
+             offset ? 0 : 1 << (bits - 1), silu, dtype, 32) == 0);
+  const auto code_at = [&](int64_t row, int64_t c) {
+    const uint8_t* block = codes.data() + row / 16 * all_lines * 64;
+    const int64_t lane = row % 16;
+    if (bits == 8) return int(block[c / 4 * 64 + lane * 4 + c % 4]);
+    const int64_t line = c / 8, at = shared ? line / shared * (shared + 1) + line % shared : line;
+    const int low = block[at * 64 + lane * 4 + c % 4] >> (c % 8 / 4 * 4) & 15;
+    if (!shared) return low;
+    const int64_t step = c % (8 * shared) / 4, high_line = line / shared * (shared + 1) + shared;
+    const int high =
+        block[high_line * 64 + lane * 4 + c % 4] >> ((bits - 4) * step) & ((1 << (bits - 4)) - 1);
+    return low | high << 4;
+  };
+  const auto value_at = [&](Buffer<uint8_t>& of, Buffer<float>& by, int64_t row, int64_t g) {
+    const int64_t i = (row / 16 * (k / group) + g) * 16 + row % 16;
+    if (per)
+      return int8_t(of.data()[i]) *
+             double(by.data()[(row / 16 * (k / group / per) + g / per) * 16 + row % 16]);
+    uint16_t half;
+    std::memcpy(&half, of.data() + 2 * i, 2);
+    return double(Dtype<1>::get(half));
+  };
+  for (int64_t r = 0; r < m; ++r) {
+    std::vector<double> values(k);
+    for (int64_t c0 = 0; c0 < k; c0 += 32) {
+      float amax = 1e-10f;
+      for (int64_t c = c0; c < c0 + 32; ++c) amax = std::fmax(amax, std::fabs(D::get(x(r, c))));
+      const float scale = amax / 127.0f;
+      for (int64_t c = c0; c < c0 + 32; ++c)
+        values[c] = double(std::nearbyint(D::get(x(r, c)) / scale)) * scale;
+    }
+    std::vector<double> y(n), size(n);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t c = 0; c < k; ++c) {
+        double w = (code_at(i, c) - (offset ? 0 : 1 << (bits - 1))) * value_at(scales, factors, i, c / group);
+        if (offset) w -= value_at(offsets, offset_factors, i, c / group);
+        y[i] += w * values[c], size[i] += std::fabs(w * values[c]);
+      }
+    for (int64_t i = 0; i < width; ++i) {
+      const double expected = silu ? y[i] / (1 + std::exp(-y[i])) * y[i + width] : y[i];
+      const double bound =
+          silu ? size[i] * (std::fabs(y[i + width]) + 1) + size[i + width] * (std::fabs(y[i]) + 1) : size[i];
+      if (dtype == 1 && std::fabs(expected) > 60000) continue;  // near float16's end
+      CHECK(std::fabs(D::get(out(r, i)) - expected) <= 1e-5 + 2e-6 * bound + D::kEps * std::fabs(expected));
+    }
+  }
+}
+
+template <class D>
+void all_groups(GroupsCall call, int dtype) {
+  for (const int bits : {4, 5, 6, 8})
+    for (const int64_t m : {1, 3, 13}) {
+      groups<D>(call, dtype, bits, 32, 8, bits == 4, m, 17, 512, false);
+      groups<D>(call, dtype, bits, 32, 0, bits != 8, m, 33, 96, false);
+      groups<D>(call, dtype, bits, 32, 8, bits == 5, m, 34, 256, true);
+      if (bits != 5) groups<D>(call, dtype, bits, 16, 16, false, m, 7, 256, false);
+    }
+  const auto refused = [&](int64_t k, int64_t group, int64_t per, int bits) {
+    return call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 4, k,
+                group, per, bits, 21, 21, 0, 0, dtype, 32);
+  };
+  CHECK(refused(512, 32, 3, 4) == -2 && refused(96, 32, 8, 4) == -2 && refused(256, 16, 16, 5) == -2);
+  CHECK(refused(512, 32, 8, 3) == -5 && refused(500, 32, 1, 4) == -2);
+}
+
 }  // namespace
 
 int main() {
   int ran = 0;
+  for (const auto& level : gm_linear_a8_groups16_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    all_groups<Dtype<0>>(level.call, 0);
+    all_groups<Dtype<1>>(level.call, 1);
+    all_groups<Dtype<2>>(level.call, 2);
+  }
   for (const auto& level : gm_linear_a8_rows16_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
     all<Dtype<0>>(level.call, 0);

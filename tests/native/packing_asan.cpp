@@ -1,10 +1,11 @@
-// gm_rows16_codes, gm_rows16_values, gm_awq_rows, gm_gguf_blocks and gm_gguf_strings under the sanitizers,
-// against their orders as they are documented: rows and words that are no multiple of a tile, rows apart in
-// memory.
+// gm_rows16_codes, gm_rows16_values, gm_group_factors, gm_awq_rows, gm_gguf_blocks and gm_gguf_strings under
+// the sanitizers, against their orders as they are documented: rows and words that are no multiple of a tile,
+// rows apart in memory.
 #include "asan.h"
 #include "asan_values.h"
 
 GM_LEVELS(gm_rows16_codes, (const void*, int64_t, int64_t, int64_t, int, uint32_t, void*));
+GM_LEVELS(gm_group_factors, (const void*, int64_t, int64_t, void*, void*, void*));
 GM_LEVELS(gm_rows16_values, (const void*, int64_t, int64_t, int64_t, int, uint32_t, void*));
 GM_LEVELS(gm_gguf_strings, (const void*, int64_t, int64_t, int64_t, void*, int64_t*));
 GM_LEVELS(gm_awq_rows, (const void*, int64_t, int64_t, void*));
@@ -99,8 +100,34 @@ void strings(decltype(gm_gguf_strings_levels[0].call) call) {
   CHECK(call(in.data(), kSize, 1, 3, nullptr, &end) == -2);
 }
 
+// Runs of products of a factor and integers are found again; one that is no such product is refused.
+void factors(decltype(gm_group_factors_levels[0].call) call, int64_t runs, int64_t per) {
+  Numbers numbers;
+  Buffer<float> values(runs * per), found(runs);
+  Buffer<int8_t> integers(runs * per);
+  for (int64_t r = 0; r < runs; ++r) {
+    const float factor = float(1 + numbers.below(2047)) / 4194304.0f;
+    for (int64_t i = 0; i < per; ++i)
+      values.data()[r * per + i] = r == 0 ? 0.0f : factor * float(int(numbers.below(127)) - 63);
+  }
+  int32_t exact = -1;
+  CHECK(call(values.data(), runs, per, found.data(), integers.data(), &exact) == 0 && exact == 1);
+  for (int64_t i = 0; i < runs * per; ++i)
+    CHECK(found.data()[i / per] * float(integers.data()[i]) == values.data()[i]);
+  for (const float other : {0x1p-25f, 1e30f, -1e30f, __builtin_nanf(""), __builtin_inff(), 0.3f}) {
+    values.data()[runs * per - 1] = other;
+    CHECK(call(values.data(), runs, per, found.data(), integers.data(), &exact) == 0 && exact == 0);
+  }
+}
+
 int main() {
   int ran = 0;
+  for (const auto& level : gm_group_factors_levels) {
+    if (level.call == nullptr || !runs_here(level.name)) continue;
+    for (int64_t runs : {2, 7, 20000}) factors(level.call, runs, 8), factors(level.call, runs, 16);
+    CHECK(level.call(nullptr, -1, 8, nullptr, nullptr, nullptr) == -2);
+    ++ran;
+  }
   for (const auto& level : gm_rows16_codes_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
     for (int64_t n : {1, 7, 16, 33})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def make(policy: Policy) -> Callable[..., LLM]:
     """Returns an LLM of an example model or of any directory, with a small cache and, by default, in float32."""
 
-    def build(name: str | Path, **options: Any) -> LLM:
+    def build(name: str | Path, *, activations: str | None = None, **options: Any) -> LLM:
         folder = name if isinstance(name, Path) else MODELS / name
-        return LLM(folder, **{"dtype": "fp32", "policy": policy, "num_blocks": 256, **options})
+        mine = replace(policy, activations=activations)
+        return LLM(folder, **{"dtype": "fp32", "policy": mine, "num_blocks": 256, **options})
 
     return build
 

@@ -151,7 +151,7 @@ def error(llm: LLM, folder: Path) -> float:
 def test_experts(family: str, kind: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     random_model(tmp_path / "hf", family)
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", family, kind)
-    llm = make(path, num_blocks=32)
+    llm = make(path, num_blocks=32, activations="float")
     assert llm.config.moe is not None and llm.config.moe.num_experts == 4
     assert error(llm, tmp_path / "m") < 2e-4
 
@@ -173,12 +173,18 @@ def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> Non
     assert factors.max() > 7
     assert (
         error(
-            make(converted(tmp_path / "hf", tmp_path / "m.gguf", "llama", factors=factors), num_blocks=32),
+            make(
+                converted(tmp_path / "hf", tmp_path / "m.gguf", "llama", factors=factors),
+                num_blocks=32,
+                activations="float",
+            ),
             tmp_path / "m",
         )
         < 2e-4
     )
-    bare = make(converted(tmp_path / "hf", tmp_path / "bare.gguf", "llama"), num_blocks=32)
+    bare = make(
+        converted(tmp_path / "hf", tmp_path / "bare.gguf", "llama"), num_blocks=32, activations="float"
+    )
     assert error(bare, tmp_path / "m") > 1e-2
 
 
