@@ -9,7 +9,7 @@ import click
 from gristmill import __version__, console
 from gristmill.bench.peers import PEERS
 from gristmill.kernel_registry.build import Build
-from gristmill.kernel_registry.grades import GRADES, best
+from gristmill.kernel_registry.grades import FAILED, GRADES, best
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, StoreError
@@ -89,12 +89,14 @@ def _device(target: Target) -> dict[str, Any]:
 def _proofs(target: Target) -> dict[str, int]:
     """How many kernels that can run on a device have each grade of proof as their best, before they are verified on it."""
     found = [
-        best(kernel.name, target)
+        best(kernel, target)
         for kernel in default_registry().all_kernels()
         if not kernel.requires.check_hardware(target)
     ]
     counts = {
-        grade: sum(p is not None and p.grade == grade for p in found) for grade in GRADES if grade != "here"
+        grade: sum(p is not None and p.grade == grade for p in found)
+        for grade in (*GRADES, FAILED)
+        if grade != "here"
     }
     return {**counts, "none": found.count(None)}
 
