@@ -218,7 +218,7 @@ class _Selector:
         self.resolver: Resolver | None = None
         self.build = location.build
         if location.device is not None:
-            self.resolver = Resolver(location.device, location.policy)
+            self.resolver = Resolver(location.device, location.policy, target=location.target)
             self.build = self.resolver.build
         else:
             self.store = Store.read_over_shipped(location.policy.store_path)
