@@ -66,6 +66,10 @@ def reported() -> dict[str, dict[str, str]]:
     return devices_of
 
 
+COUNTING = {"proven": "elsewhere", "failed": FAILED}
+"""What a proof report says of a kernel -> its place in the records."""
+
+
 @cache
 def _judged() -> tuple[tuple[str, str, str, str, str], ...]:
     """(state, kernel, "target: device", kind of device, report) of all proof reports, by the present code.
@@ -129,17 +133,15 @@ def records(registry: Registry) -> str:
     table: dict[str, dict[str, dict[str, list[str] | dict[str, str]]]] = {
         grade: {} for grade in (*GRADES, FAILED) if grade != "here"
     }
-    kernels = sorted(registry.all_kernels(), key=lambda one: one.name)
-    for kernel in kernels:
+    by_name = {kernel.name: kernel for kernel in registry.all_kernels()}
+    for name, kernel in sorted(by_name.items()):
         for grade, record, arch in evidence(kernel):
-            archs = table[grade].setdefault(record, {}).setdefault(kernel.name, [])
+            archs = table[grade].setdefault(record, {}).setdefault(name, [])
             if isinstance(archs, list) and arch not in archs:
                 archs.append(arch)
-    codes = {kernel.name: kernel.code_hash() for kernel in kernels}
     for state, name, _, kind, record in sorted(_judged()):
-        grade = {"proven": "elsewhere", "failed": FAILED}.get(state)
-        if grade is not None and name in codes:
-            table[grade].setdefault(record, {})[name] = {kind: codes[name]}
+        if state in COUNTING and name in by_name:
+            table[COUNTING[state]].setdefault(record, {})[name] = {kind: by_name[name].code_hash()}
     lines = []
     for grade, of in table.items():
         parts = []

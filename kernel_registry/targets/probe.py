@@ -211,13 +211,16 @@ def probe_plugged() -> Probe:
     reasons: list[str] = []
     for vendor in plugged().vendors.values():
         try:
-            found = [*vendor.probe()]
-            if strange := [one for one in found if not isinstance(one, Target) or one.vendor != vendor.name]:
-                raise TypeError(f"expected targets of {vendor.name}, got {strange[0]!r}")
-            targets += found
+            targets += [_of(vendor.name, found) for found in vendor.probe()]
         except Exception as error:
             reasons.append(f"no {vendor.name} device here ({type(error).__name__}: {error})")
     return Probe(tuple(targets), tuple(reasons))
+
+
+def _of(vendor: str, found: object) -> Target:
+    if isinstance(found, Target) and found.vendor == vendor:
+        return found
+    raise TypeError(f"expected targets of {vendor}, got {found!r}")
 
 
 def _libcuda() -> tuple[Any, str]:
