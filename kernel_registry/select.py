@@ -179,6 +179,8 @@ def _foreign(kernel: Kernel, target: Target) -> str:
 
 def _allowed(case: _Case, kernel: Kernel) -> Proof | None:
     """The best proof of a kernel that the policy accepts in place of a verification on this device."""
+    if case.policy.grades == ("here",):  # reads no records
+        return None
     return next((p for p in proofs(kernel, case.target) if p.grade in case.policy.grades), None)
 
 

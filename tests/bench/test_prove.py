@@ -213,6 +213,23 @@ def test_reports_become_grades_of_their_code(
         records()
 
 
+def test_explain_shows_what_is_known_of_kernels_that_are_not_verified_here(
+    tmp_path: Path, proven: dict[str, Any], records: Callable[[], dict[str, Any]]
+) -> None:
+    changed(tmp_path / "a.json", proven, lambda report: None)
+    records()
+    command = ["explain", "rms_norm", "--problem", "m=4,n=64", "--target", "cpu:avx2", "--json"]
+    policy = tmp_path / "first.toml"
+    policy.write_text(f"pins = {{rms_norm = ['rms_norm_torch']}}\nstore = '{tmp_path / 'new.json'}'\n")
+    result = CliRunner().invoke(cli, command, env={"GRISTMILL_POLICY": str(policy)})
+    candidates = {one["kernel"]: one for one in json.loads(result.stdout)["candidates"]}
+    assert candidates["rms_norm_torch"]["verdict"] == "selected"
+    assert candidates[KERNEL]["reasons"] == [
+        "no record that it matched the reference here",
+        f"elsewhere ({tmp_path / 'a.json'})",
+    ]
+
+
 PLUGIN = """
 from gristmill.kernel_registry import Kernel, Requirement
 
