@@ -27,6 +27,7 @@ from tests.registry.test_plugins import install
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 import grades  # noqa: E402
+import tables  # noqa: E402
 
 KERNEL = "rms_norm_cpu"
 Change = Callable[[dict[str, Any]], object]
@@ -211,6 +212,41 @@ def test_reports_become_grades_of_their_code(
     changed(other, proven, EDITS["an error"], sign=False)
     with pytest.raises(ResultError, match="changed after"):
         records()
+
+
+def test_a_report_of_a_card_makes_its_letters_bold(
+    tmp_path: Path,
+    proven: dict[str, Any],
+    records: Callable[[], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a GPU that nobody here has, and of the one kernel that was run there."""
+    op, gfx1100 = default_registry().op("rms_norm"), Target.parse("gfx1100")
+    kernel = default_registry().kernel("rms_norm", "rms_norm_triton")
+
+    def change(report: dict[str, Any]) -> None:
+        report["environment"].update(target="gfx1100", device="AMD Radeon RX 7900 XTX")
+        row = report["rows"][0]
+        report["rows"] = []
+        for text in kernel.proofs(op):
+            problem = op.problem(text)
+            config = dict(kernel.config(problem, gfx1100))
+            own = {"kernel": kernel.name, "problem": str(problem), "config": config}
+            report["rows"].append({**row, **own, "code": kernel.code_hash(config)})
+
+    def letters() -> list[str]:
+        records()
+        lines = tables.ops_table(default_registry()).splitlines()
+        row = next(line for line in lines if line.startswith("| `rms_norm` |"))
+        return row.split("|")[2 + [heading for heading, _ in tables.COLUMNS].index("gfx1100")].split()
+
+    assert letters() == ["T"]
+    changed(tmp_path / "card.json", proven, change)
+    assert letters() == ["**T**"]
+    assert tables.runs(kernel)[-1] == "gfx1100: AMD Radeon RX 7900 XTX"
+    assert str(registered.best(kernel, gfx1100)) == f"elsewhere ({tmp_path / 'card.json'})"
+    changed(tmp_path / "card.json", proven, lambda report: (change(report), first(report).update(WRONG)))
+    assert letters() == ["-"]
 
 
 def test_explain_shows_what_is_known_of_kernels_that_are_not_verified_here(
