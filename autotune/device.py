@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.targets.plugged import plugged
 from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 
 
@@ -28,12 +29,13 @@ def device_target(device: str, policy: Policy) -> Target:
             raise PolicyError(f"cpu_level {policy.cpu_level!r}: this CPU runs {', '.join(levels)}")
         lower = Target.parse(f"cpu:{policy.cpu_level}")
         return replace(target, name=lower.name, arch=lower.arch, features=lower.features)
-    if kind not in _VENDORS or not (index or "0").isdecimal():
+    kinds = _vendors_of()
+    if kind not in kinds or not (index or "0").isdecimal():
         raise ValueError(
-            f"device {device!r}: expected cpu, {', '.join(_VENDORS)}, or one of these with an index, cuda:1"
+            f"device {device!r}: expected cpu, {', '.join(kinds)}, or one of these with an index, cuda:1"
         )
     # torch counts the devices of one vendor: AMD's are called cuda too, where there is no NVIDIA one.
-    by_vendor = ([t for t in _devices() if t.vendor == vendor] for vendor in _VENDORS[kind])
+    by_vendor = ([t for t in _devices() if t.vendor == vendor] for vendor in kinds[kind])
     targets = next((group for group in by_vendor if group), [])
     position = int(index or 0)
     if position >= len(targets):
@@ -87,7 +89,18 @@ def _group() -> list[int]:
         return []
 
 
-_VENDORS = {"cuda": ("nvidia", "amd"), "xpu": ("intel",)}
+def torch_name(vendor: str, index: int) -> str:
+    """torch's name of the device `index` of a vendor's."""
+    kind = next(kind for kind, vendors in _vendors_of().items() if vendor in vendors)
+    return kind if kind == "cpu" else f"{kind}:{index}"
+
+
+def _vendors_of() -> dict[str, tuple[str, ...]]:
+    """Type of torch's devices -> the vendors whose devices it stands for."""
+    kinds: dict[str, tuple[str, ...]] = {"cuda": ("nvidia", "amd"), "xpu": ("intel",)}
+    for vendor in plugged().vendors.values():
+        kinds[vendor.torch] = (*kinds.get(vendor.torch, ()), vendor.name)
+    return kinds
 
 
 @cache

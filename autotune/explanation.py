@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gristmill.autotune.place import Place, place
 from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.grades import best
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plan import MoreMemory, Plan, bucket_sizes, make_plan, more_memory, readable
 from gristmill.kernel_registry.policy import Policy
@@ -70,7 +71,14 @@ class Explanation:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every kernel of the operation, best first."""
-        return self.selection.candidates
+        return tuple(map(self._with_proof, self.selection.candidates))
+
+    def _with_proof(self, candidate: Candidate) -> Candidate:
+        """What other devices show of a candidate that is not verified here."""
+        if candidate.verdict != "unverified" or self.device is None:
+            return candidate
+        proof = best(candidate.kernel, self.target)
+        return candidate if proof is None else replace(candidate, reasons=(*candidate.reasons, str(proof)))
 
     @property
     def selected(self) -> str | None:
@@ -218,7 +226,7 @@ class _Selector:
         self.resolver: Resolver | None = None
         self.build = location.build
         if location.device is not None:
-            self.resolver = Resolver(location.device, location.policy)
+            self.resolver = Resolver(location.device, location.policy, target=location.target)
             self.build = self.resolver.build
         else:
             self.store = Store.read_over_shipped(location.policy.store_path)

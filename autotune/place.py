@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gristmill.autotune.device import device_target
+from gristmill.autotune.device import device_target, torch_name
 from gristmill.autotune.resolve import confirmed_build, imported_build
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
@@ -95,8 +95,7 @@ def _cpu(policy: Policy, level: str | None) -> Place:
 def _torch_name(devices: tuple[Target, ...], index: int) -> str:
     """torch's name of a device: it counts those of one vendor."""
     vendor = devices[index].vendor
-    place = sum(device.vendor == vendor for device in devices[:index])
-    return f"{'xpu' if vendor == 'intel' else 'cuda'}:{place}"
+    return torch_name(vendor, sum(device.vendor == vendor for device in devices[:index]))
 
 
 def _build(target: Target, policy: Policy) -> Build:

@@ -57,11 +57,12 @@ class Resolver:
         registry: Registry | None = None,
         build: Build | None = None,
         worker: Worker | None = None,
+        target: Target | None = None,
     ) -> None:
         self.device = device
         self.policy = policy or Policy.current()
         self.registry = registry or default_registry()
-        self.target: Target = device_target(device, self.policy)
+        self.target: Target = target or device_target(device, self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.workers = shared_workers() if worker is None else Workers(worker)
         self.chooser: Chooser | None = None

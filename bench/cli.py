@@ -14,6 +14,7 @@ from gristmill.bench.commands.doctor import doctor
 from gristmill.bench.commands.explain import explain
 from gristmill.bench.commands.list import list_kernels
 from gristmill.bench.commands.noise import noise
+from gristmill.bench.commands.prove import prove
 from gristmill.bench.commands.regret import regret
 from gristmill.bench.commands.report import report
 from gristmill.bench.commands.results import history, repro, rerun
@@ -34,6 +35,7 @@ def cli() -> None:
     kernelbench explain linear --axes           the axes of an operation's problems
     kernelbench explain linear --problem "m=16,n=4096,k=4096,x=bf16,w=int4_g128"
     kernelbench verify --op rms_norm            run kernels against the reference
+    kernelbench prove --target gfx1100          a report of what matches there, as evidence for others
     kernelbench bench rms_norm                  time kernels, next to the measured floor
     kernelbench compare rms_norm                which kernel is faster, if the samples are conclusive
     kernelbench check baseline.json             for CI: has anything become slower or wrong?
@@ -58,6 +60,7 @@ for _command in (
     list_kernels,
     explain,
     verify,
+    prove,
     bench,
     compare,
     check,

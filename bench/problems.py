@@ -17,6 +17,7 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 from gristmill.kernel_registry.renamed import is_named
+from gristmill.kernel_registry.targets import VENDORS
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,12 @@ def missing_peers(op: Op, here: Place) -> list[Kernel]:
 
 
 def here_or_refuse(here: Place) -> str:
-    """The torch device of `here`; UsageError if it is not a device of this machine."""
+    """The torch device of `here`; UsageError if it is not a device of this machine, or one whose times cannot be measured."""
     if here.device is None:
         raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
+    if here.target.vendor not in VENDORS:
+        raise click.UsageError(
+            f"times are measured on {', '.join(VENDORS)}; {here.target.name} is a device of a plugin: "
+            "its kernels are ranked by their estimates and priorities"
+        )
     return here.device

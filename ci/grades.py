@@ -1,6 +1,8 @@
 """The records behind the grades of proof, from the files that are the evidence: kernel_registry/grades.json.
 
-elsewhere    result files (`kernelbench bench --results`); device tests (`Kernel.proven`); on x86-64 the tests
+elsewhere    result files (`kernelbench bench --results`); proof reports (`kernelbench prove`), for the code that they ran; device tests
+             (`Kernel.proven`); on x86-64 the tests
+failed       proof reports: what was wrong there, with the code that it still has
 interpreted  tests that execute the source of a kernel on a CPU
 compiled     the baseline of the compile matrix; the tests of machine code of HIP kernels
 """
@@ -12,14 +14,16 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from gristmill.kernel_registry.grades import GRADES
+from gristmill.bench import proofs
+from gristmill.kernel_registry.grades import FAILED, GRADES
 from gristmill.kernel_registry.kernel import Kernel
-from gristmill.kernel_registry.registry import Registry
+from gristmill.kernel_registry.registry import Registry, default_registry
 from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+PROOFS = RESULTS / "proofs"
 BASELINE = ROOT / "ci" / "compile_baseline.json"
 EVERY_KERNEL = "tests/kernels/test_registry_kernels.py"
 DEVICE_TESTS = "tests/gpu"
@@ -62,6 +66,43 @@ def reported() -> dict[str, dict[str, str]]:
     return devices_of
 
 
+COUNTING = {"proven": "elsewhere", "failed": FAILED}
+"""What a proof report says of a kernel -> its place in the records."""
+
+
+@cache
+def _judged() -> tuple[tuple[str, str, str, str, str], ...]:
+    """(state, kernel, "target: device", kind of device, report) of all proof reports, by the present code.
+
+    The kind is the architecture; of a CPU its level, because other levels are other code.
+    """
+    found = []
+    for path in sorted(PROOFS.glob("*.json")):
+        data = proofs.read(path)
+        environment = data["environment"]
+        target = Target.parse(environment["target"])
+        where, kind = (
+            f"{target.name}: {environment['device']}",
+            target.base if target.vendor == "cpu" else target.arch,
+        )
+        for kernel, finding in proofs.judged(data, default_registry()).items():
+            found.append((finding.state, kernel, where, kind, _named(path)))
+    return tuple(found)
+
+
+def _named(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def proved() -> dict[str, list[tuple[str, str]]]:
+    """Kernel -> ("target: device", report) of the proof reports in which it matched the reference with its present code."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for state, kernel, where, _, record in _judged():
+        if state == "proven":
+            found.setdefault(kernel, []).append((where, record))
+    return found
+
+
 def tested(kernel: Kernel) -> bool:
     """Whether the tests run it on an x86-64 CPU."""
     return kernel.language == "cpp" or kernel.provider == "torch"
@@ -88,13 +129,19 @@ def evidence(kernel: Kernel) -> Iterator[tuple[str, str, str]]:
 
 
 def records(registry: Registry) -> str:
-    """The text of grades.json: grade -> record -> kernel -> architectures."""
-    table: dict[str, dict[str, dict[str, list[str]]]] = {grade: {} for grade in GRADES if grade != "here"}
-    for kernel in sorted(registry.all_kernels(), key=lambda one: one.name):
+    """The text of grades.json: grade -> record -> kernel -> architectures; of proof reports with the hash of the kernel's code."""
+    table: dict[str, dict[str, dict[str, list[str] | dict[str, str]]]] = {
+        grade: {} for grade in (*GRADES, FAILED) if grade != "here"
+    }
+    by_name = {kernel.name: kernel for kernel in registry.all_kernels()}
+    for name, kernel in sorted(by_name.items()):
         for grade, record, arch in evidence(kernel):
-            archs = table[grade].setdefault(record, {}).setdefault(kernel.name, [])
-            if arch not in archs:
+            archs = table[grade].setdefault(record, {}).setdefault(name, [])
+            if isinstance(archs, list) and arch not in archs:
                 archs.append(arch)
+    for state, name, _, kind, record in sorted(_judged()):
+        if state in COUNTING and name in by_name:
+            table[COUNTING[state]].setdefault(record, {})[name] = {kind: by_name[name].code_hash()}
     lines = []
     for grade, of in table.items():
         parts = []

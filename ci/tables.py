@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gristmill.kernel_registry.build import Build, normal_name
-from gristmill.kernel_registry.grades import RECORDS, best
+from gristmill.kernel_registry.grades import FAILED, RECORDS, best
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry, default_registry
@@ -22,7 +22,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grades import records, reported, tested  # noqa: E402
+from grades import proved, records, reported, tested  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
@@ -110,10 +110,11 @@ EVERYTHING = Build.of(
 def runs(kernel: Kernel) -> list[str]:
     """Where the kernel has run and matched the reference, each as "target: evidence".
 
-    Reports under bench/results; without a report, `Kernel.proven` (device tests); for C++ and torch kernels the tests, which
+    Reports under bench/results; without a report of a GPU, `Kernel.proven` (device tests); for C++ and torch kernels the tests, which
     run all of them on an x86-64 CPU (tests/kernels/test_registry_kernels.py).
     """
     places = sorted(reported().get(kernel.name, ())) or ([kernel.proven] if kernel.proven else [])
+    places += sorted({where for where, _ in proved().get(kernel.name, ())} - {*places})
     if tested(kernel) and serves(kernel, Target.parse("cpu:avx2")):
         places.append("x86-64: tests")
     return places
@@ -123,7 +124,8 @@ def cell(kernels: Iterable[Kernel], heading: str, target: Target) -> str:
     """The letters of the kernels that claim a target and have evidence for it; bold those that ran on a device of it."""
     marks: dict[str, bool] = {}
     for kernel in kernels:
-        if serves(kernel, target) and (proof := best(kernel.name, target)) is not None:
+        proof = best(kernel, target) if serves(kernel, target) else None
+        if proof is not None and proof.grade != FAILED:
             marks[letter(kernel)] = marks.get(letter(kernel), False) or proof.grade == "elsewhere"
     order = [mark for mark, _ in LETTERS.values()]
     printed = [
@@ -226,7 +228,8 @@ def page(registry: Registry) -> str:
         "# Operations and kernels\n\n"
         "Written by `python ci/tables.py` from the registry; do not edit. *Rank* counts before anything was measured: then\n"
         "measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names devices\n"
-        "with reports (`bench/results/*/operations/*.json`), or whose device tests passed. The tests run every C++ kernel at\n"
+        "with reports (`bench/results/*/operations/*.json`, `bench/results/proofs/*.json`), or whose device tests passed.\n"
+        "The tests run every C++ kernel at\n"
         "each level of an x86-64 CPU, every torch kernel there, and every Triton kernel in the interpreter; the compile matrix\n"
         "(`ci/compile_baseline.json`) compiles every Triton kernel for nine targets. `kernelbench list --target T` names the grade\n"
         "of proof of each kernel on a target, and the file behind it.\n"

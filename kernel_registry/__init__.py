@@ -49,5 +49,7 @@ if TYPE_CHECKING:
     from gristmill.kernel_registry.store import Store as Store
     from gristmill.kernel_registry.store import StoreError as StoreError
     from gristmill.kernel_registry.target import Target as Target
+    from gristmill.kernel_registry.targets import ArchFacts as ArchFacts
+    from gristmill.kernel_registry.targets.plugged import Vendor as Vendor
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

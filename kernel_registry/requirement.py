@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.target import Target, why_not_code
 from gristmill.kernel_registry.targets import VENDORS
+from gristmill.kernel_registry.targets.plugged import all_vendors
 
 CODES = ("python", "torch", "triton", "cpp", "cuda", "hip", "cute")
 
@@ -18,7 +19,7 @@ class Requirement:
     """Requirements of one kernel; all of them must hold.
 
     features: alternative sets: the target must have all features of at least one of them; () = no requirement.
-    vendors: `nvidia amd intel cpu`, () = any.
+    vendors: `nvidia amd intel cpu`, or those of plugins; () = any.
     packages: (distribution name, minimal version or "") pairs.
     offers: `"module:attr"` names that the installed modules must have: the name of a distribution proves nothing.
     origin: where to get the module of `offers`, for libraries that no package index has under their name; part of the reason.
@@ -46,8 +47,8 @@ class Requirement:
             )
         object.__setattr__(self, "features", tuple(frozenset(s) for s in self.features))
         for vendor in self.vendors:
-            if vendor not in VENDORS:
-                raise ValueError(f"vendor {vendor!r} is unknown; expected one of {', '.join(VENDORS)}")
+            if vendor not in VENDORS and vendor not in all_vendors():
+                raise ValueError(f"vendor {vendor!r} is unknown; expected one of {', '.join(all_vendors())}")
         for offer in self.offers:
             if not re.fullmatch(r"[\w.]+:[\w.]+", offer):
                 raise ValueError(f"offer {offer!r}: expected 'module:attr'")

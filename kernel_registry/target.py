@@ -9,6 +9,7 @@ from typing import Any
 
 from gristmill.kernel_registry.targets import ARCHES, FEATURES, VENDORS, amd, cpu, intel, nvidia
 from gristmill.kernel_registry.targets.devices import ALIASES, Device, by_device_name
+from gristmill.kernel_registry.targets.plugged import all_vendors, plugged
 
 _EDIT = re.compile(r"([+-])([A-Za-z0-9_.]+)")
 _INTS = (
@@ -55,9 +56,9 @@ class Target:
     _levels: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        if self.vendor not in VENDORS:
+        if self.vendor not in VENDORS and self.vendor not in all_vendors():
             raise ValueError(
-                f"target {self.name!r}: vendor {self.vendor!r}; expected one of {', '.join(VENDORS)}"
+                f"target {self.name!r}: vendor {self.vendor!r}; expected one of {', '.join(all_vendors())}"
             )
         if not self.name or any(c.isspace() for c in self.name):
             raise ValueError(f"target name {self.name!r} is empty or has white space")
@@ -262,13 +263,14 @@ def _base(base: str, text: str) -> Target:
         return _from_table(device.target).with_device(device)
     sm = re.fullmatch(r"sm_?(\d+)[af]?", base)
     name = f"sm_{sm[1]}" if sm else base
-    if name not in ARCHES:
-        raise ValueError(f"unknown target {text!r}{_near(base, [*ARCHES, *ALIASES])}")
+    if name not in ARCHES and name not in plugged().arches:
+        known = [*ARCHES, *ALIASES, *plugged().arches]
+        raise ValueError(f"unknown target {text!r}{_near(base, known)}")
     return _from_table(name)
 
 
 def _from_table(name: str) -> Target:
-    f = ARCHES[name]
+    f = ARCHES.get(name) or plugged().arches[name]
     return Target(
         f.name,
         f.vendor,

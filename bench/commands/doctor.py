@@ -7,13 +7,16 @@ from typing import Any
 import click
 
 from gristmill import __version__, console
+from gristmill.autotune.device import torch_name
 from gristmill.bench.peers import PEERS
 from gristmill.kernel_registry.build import Build
-from gristmill.kernel_registry.grades import GRADES, best
+from gristmill.kernel_registry.grades import FAILED, GRADES, best
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, StoreError
 from gristmill.kernel_registry.target import Target
+from gristmill.kernel_registry.targets import VENDORS
+from gristmill.kernel_registry.targets.plugged import plugged
 from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
 
 
@@ -59,10 +62,13 @@ def doctor(measure: bool, as_json: bool) -> None:
         "policy": policy.origin,
         "store": _store(policy),
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
-        "failed_plugins": [failure.as_dict() for failure in registry.failures],
+        "failed_plugins": [failure.as_dict() for failure in (*registry.failures, *plugged().failures)],
     }
-    names = [*(f"cuda:{index}" for index in range(len(probed.targets))), "cpu"]
+    vendors = [target.vendor for target in probed.targets]
+    names = [*(torch_name(v, vendors[:i].count(v)) for i, v in enumerate(vendors)), "cpu"]
     for name, device in zip(names, report["devices"], strict=True):
+        if device["vendor"] not in VENDORS:  # of a plugin: times are not measured there
+            continue
         limits = remeasure(name) if measure else kept(name)
         device["measured"] = None if limits is None else limits.as_dict()
     if as_json:
@@ -89,12 +95,14 @@ def _device(target: Target) -> dict[str, Any]:
 def _proofs(target: Target) -> dict[str, int]:
     """How many kernels that can run on a device have each grade of proof as their best, before they are verified on it."""
     found = [
-        best(kernel.name, target)
+        best(kernel, target)
         for kernel in default_registry().all_kernels()
         if not kernel.requires.check_hardware(target)
     ]
     counts = {
-        grade: sum(p is not None and p.grade == grade for p in found) for grade in GRADES if grade != "here"
+        grade: sum(p is not None and p.grade == grade for p in found)
+        for grade in (*GRADES, FAILED)
+        if grade != "here"
     }
     return {**counts, "none": found.count(None)}
 

@@ -23,7 +23,8 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
 
     A kernel is available when the hardware has what it needs and this installation can compile or load its code. Only
     specs are read: no kernel code is imported and no device is used. Its proof is the best grade on the target, with the file behind it,
-    before anything is verified here: elsewhere, emulated, newer, interpreted, compiled. A plugin that failed to load is a row without
+    before anything is verified here: elsewhere, emulated, newer, interpreted, compiled; "failed" instead if it was wrong on a device of
+    this kind. A plugin that failed to load is a row without
     operation and kernel, with any --op, because its kernels are not known.
     """
     registry = default_registry()
@@ -34,7 +35,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
         for kernel in registry.kernels_of(op.name):
             reasons = [*kernel.requires.check_hardware(here.target, here.build)]
             reasons = reasons or [*kernel.requires.check_build(here.target, here.build)]
-            proof = None if reasons else best(kernel.name, here.target)
+            proof = None if reasons else best(kernel, here.target)
             rows.append(
                 {
                     "op": op.name,

@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from gristmill import console
-from gristmill.autotune.place import Place, imported, place
+from gristmill.autotune.place import Place
+from gristmill.bench.examples import examples
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.registry import UnknownError, default_registry
 
 
 @click.command()
@@ -40,33 +40,14 @@ def verify(
     process, so a crash is reported as a result. With --properties each kernel that matched runs repeatedly, and on parts
     of a batch; cases that cannot be tested (ragged batches) are null. Exit status 1 if any kernel is wrong.
     """
-    from gristmill.autotune.gang import shared_gang
     from gristmill.autotune.worker import Worker
 
-    registry, here = default_registry(), place(target)
-    if here.device is None:
-        raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
-    if op_name is not None:
-        registry.op(op_name)
-    device = here.device
-    work: list[tuple[Op, Kernel, str]] = []
-    meant = [k for k in registry.all_kernels() if op_name in (None, k.op) and kernel_name in (None, k.name)]
-    here = imported(here, meant)
-    for kernel in meant:
-        op = registry.op(kernel.op)
-        for text in kernel.proofs(op):
-            if not kernel.why_not(op.problem(text), here.target, here.build):
-                work.append((op, kernel, text))
-    known = {kernel.name for kernel in registry.all_kernels() if not op_name or kernel.op == op_name}
-    if kernel_name and kernel_name not in known:
-        raise UnknownError(f"no kernel called {kernel_name!r}" + (f" of {op_name}" if op_name else ""))
-    if kernel_name and not work:
-        raise click.UsageError(f"{kernel_name} cannot run on {here.target.name}; see kernelbench list")
+    here, work, _ = examples(target, op_name, kernel_name)
+    device = here.device or "cpu"
     rows, worker = [], Worker()
-    for op, kernel, text in console.progress(work, lambda item: f"{item[1].name} {item[2]}", quiet=as_json):
-        problem = op.problem(text)
-        together = worker if op.world(problem) == 1 else shared_gang(op.world(problem))
-        outcome = together.verify(op, kernel, kernel.config(problem, here.target), problem, device)
+    for example in console.progress(work, str, quiet=as_json):
+        op, kernel, problem = example.op, example.kernel, example.problem
+        outcome = example.verify(worker, device)
         row = {
             "op": op.name,
             "kernel": kernel.name,
@@ -79,7 +60,7 @@ def verify(
         if tried:
             row |= (
                 _properties(op, kernel, problem, here)
-                if row["ok"] and together is worker
+                if row["ok"] and op.world(problem) == 1
                 else {"deterministic": None, "batch_invariant": None}
             )
         rows.append(row)

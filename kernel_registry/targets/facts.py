@@ -123,6 +123,6 @@ class ArchFacts:
     wave_size: int = 0
 
     def __post_init__(self) -> None:
-        strange = self.features - FEATURES.keys()
+        strange = {f for f in self.features - FEATURES.keys() if not f.startswith(f"{self.vendor}:")}
         if strange:
             raise ValueError(f"{self.name}: features not in the vocabulary: {', '.join(sorted(strange))}")

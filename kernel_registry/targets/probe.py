@@ -14,6 +14,7 @@ from typing import Any
 
 from gristmill.kernel_registry.target import Target, for_device_name
 from gristmill.kernel_registry.targets import ARCHES, cpu
+from gristmill.kernel_registry.targets.plugged import plugged
 
 _X86_FLAGS = {
     "avx2": {"avx2"},
@@ -85,8 +86,8 @@ def probe_cpu(root: str | Path = "/", machine: str | None = None) -> Target:
 
 
 def probe_devices() -> Probe:
-    """Every GPU here: NVIDIA through libcuda, AMD and Intel through /sys."""
-    parts = [probe_cuda(), probe_amd(), probe_intel()]
+    """Every GPU here: NVIDIA through libcuda, AMD and Intel through /sys; then the devices that plugins find."""
+    parts = [probe_cuda(), probe_amd(), probe_intel(), probe_plugged()]
     return Probe(tuple(t for p in parts for t in p.targets), tuple(r for p in parts for r in p.reasons))
 
 
@@ -202,6 +203,24 @@ def probe_intel(root: str | Path = "/") -> Probe:
         else:
             reasons.append(f"Intel device {device} ({card.parent.name}) is not in the table of targets")
     return Probe(tuple(targets), tuple(reasons or (() if targets else ("no Intel GPU here",))))
+
+
+def probe_plugged() -> Probe:
+    """Devices of the vendors that plugins declare. What a probe raises is its reason."""
+    targets: list[Target] = []
+    reasons: list[str] = []
+    for vendor in plugged().vendors.values():
+        try:
+            targets += [_of(vendor.name, found) for found in vendor.probe()]
+        except Exception as error:
+            reasons.append(f"no {vendor.name} device here ({type(error).__name__}: {error})")
+    return Probe(tuple(targets), tuple(reasons))
+
+
+def _of(vendor: str, found: object) -> Target:
+    if isinstance(found, Target) and found.vendor == vendor:
+        return found
+    raise TypeError(f"expected targets of {vendor}, got {found!r}")
 
 
 def _libcuda() -> tuple[Any, str]:

@@ -21,18 +21,29 @@ BUILD = Build.of({"torch": "2.13.0"})
 
 
 @pytest.fixture
-def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Records for the fake kernels a and b on sm_90."""
-    table = {
-        "compiled": {"baseline.json": {"a": ["sm_90"], "b": ["sm_90"]}},
-        "elsewhere": {"report.json": {"b": ["sm_90"]}},
-    }
-    (tmp_path / "grades.json").write_text(json.dumps(table))
-    monkeypatch.setattr(grades, "RECORDS", tmp_path / "grades.json")
-    grades._recorded.cache_clear()
-    yield
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a table the records."""
+
+    def written(table: object) -> None:
+        (tmp_path / "grades.json").write_text(json.dumps(table))
+        monkeypatch.setattr(grades, "RECORDS", tmp_path / "grades.json")
+        grades._recorded.cache_clear()
+
+    yield written
     monkeypatch.undo()
     grades._recorded.cache_clear()
+
+
+TABLE = {
+    "compiled": {"baseline.json": {"a": ["sm_90"], "b": ["sm_90"]}},
+    "elsewhere": {"report.json": {"b": ["sm_90"]}},
+}
+
+
+@pytest.fixture
+def records(write) -> None:
+    """Records for the fake kernels a and b on sm_90."""
+    write(TABLE)
 
 
 def _select(target: str, policy: Policy, store: Store | None = None, foreign: bool = False) -> Selection:
@@ -43,12 +54,13 @@ def _select(target: str, policy: Policy, store: Store | None = None, foreign: bo
 
 def test_the_best_record_of_a_target_comes_first(records) -> None:
     sm90 = Target.parse("h200")
-    assert [str(p) for p in grades.proofs("b", sm90)] == [
+    assert [str(p) for p in grades.proofs(fakes.kernel("b"), sm90)] == [
         "elsewhere (report.json)",
         "compiled (baseline.json)",
     ]
-    assert str(grades.best("a", sm90)) == "compiled (baseline.json)"
-    assert grades.best("b", Target.parse("sm_100")) is None and grades.best("c", sm90) is None
+    assert str(grades.best(fakes.kernel("a"), sm90)) == "compiled (baseline.json)"
+    assert grades.best(fakes.kernel("b"), Target.parse("sm_100")) is None
+    assert grades.best(fakes.kernel("c"), sm90) is None
 
 
 def test_by_default_a_record_of_another_device_replaces_no_verification(records) -> None:
@@ -93,9 +105,36 @@ def test_a_failed_verification_here_counts_more_than_any_record(records) -> None
     assert verdicts["b"] in ("selected", "eligible")
 
 
+def test_a_record_with_a_hash_counts_for_that_code_only(write) -> None:
+    b, sm90 = fakes.kernel("b"), Target.parse("sm_90")
+    for code, grade in ((b.code_hash(), "elsewhere"), ("0" * 16, "compiled")):
+        write(TABLE | {"elsewhere": {"proof.json": {"b": {"sm_90": code}}}})
+        best = grades.best(b, sm90)
+        assert best is not None and best.grade == grade
+
+
+def test_a_failure_elsewhere_replaces_every_grade_while_the_code_is_the_same(write) -> None:
+    b, sm90 = fakes.kernel("b"), Target.parse("sm_90")
+    policy = Policy(grades=("here", "elsewhere", "compiled"))
+    write(TABLE | {"failed": {"proof.json": {"b": {"sm_90": b.code_hash()}}}})
+    assert [str(p) for p in grades.proofs(b, sm90)] == ["wrong elsewhere (proof.json)"]
+    assert {c.kernel.name: c.verdict for c in _select("sm_90", policy).candidates}["b"] == "unverified"
+    foreign = {c.kernel.name: c.reasons for c in _select("sm_90", Policy(), foreign=True).candidates}
+    assert foreign["b"] == ("not verified: no such device here; wrong elsewhere (proof.json)",)
+    write(TABLE | {"failed": {"proof.json": {"b": {"sm_90": "0" * 16}}}})
+    assert [p.grade for p in grades.proofs(b, sm90)] == ["elsewhere", "compiled"]
+
+
+def test_a_record_of_a_cpu_level_says_nothing_of_other_levels(write) -> None:
+    b = fakes.kernel("b")
+    write({"elsewhere": {"proof.json": {"b": {"cpu:avx2": b.code_hash()}}}})
+    assert grades.best(b, Target.parse("cpu:avx2")) is not None
+    assert grades.best(b, Target.parse("cpu:avx512")) is None
+
+
 def test_a_policy_names_grades_that_exist() -> None:
     assert Policy.parse({"grades": ["here", "emulated"]}, "p").grades == ("here", "emulated")
-    for wrong in ([], ["sure"], 3):
+    for wrong in ([], ["sure"], ["failed"], 3):
         with pytest.raises(PolicyError, match="grades wants"):
             Policy.parse({"grades": wrong}, "p")
 
@@ -104,5 +143,5 @@ def test_hip_kernels_are_interpreted_and_compiled_and_claim_no_more() -> None:
     for name in ("linear_wv_splitk_hip", "linear_w_wv_splitk_hip"):
         kernel = default_registry().kernel("linear", name)
         for arch in kernel.requires.brings:
-            found = grades.proofs(name, Target.parse(arch))
+            found = grades.proofs(kernel, Target.parse(arch))
             assert [p.grade for p in found] == ["interpreted", "compiled"]
