@@ -78,7 +78,8 @@ class DecodeGraph:
 class DecodeGraphs:
     """The decode graphs of a model over its cache, made as steps need them.
 
-    most_drafts: per sequence; steps with drafts are padded to it, so that one graph serves them all.
+    most_drafts: per sequence; steps with drafts are padded to it, so that one graph serves them all. keeps_hidden: a step leaves the
+    hidden states of its tokens in `hidden`, [LARGEST, hidden], of which all graphs write the first rows.
     """
 
     def __init__(
@@ -88,10 +89,16 @@ class DecodeGraphs:
         sampler: Sampler,
         sampled: SampledTokens,
         most_drafts: int = 0,
+        keeps_hidden: bool = False,
     ) -> None:
         self.most_drafts = most_drafts
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.plans.device
+        self.hidden: Tensor | None = None
+        if keeps_hidden:
+            self.hidden = torch.zeros(
+                LARGEST, model.config.hidden_size, dtype=model.plans.dtype, device=self.device
+            )
         self.graphs: dict[tuple[int, int, bool, int], DecodeGraph] = {}
         self.refused: Counter[str] = Counter()
         self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
@@ -145,6 +152,11 @@ class DecodeGraphs:
         if per_seq > 1 and max(entry.start for entry in entries) + per_seq > self._limit:
             return "no room for padding behind a sequence"
         return ""
+
+    def first_rows(self, entries: Sequence[ScheduledRequest]) -> list[int]:
+        """The row of each entry's first token among the hidden states of a step that runs as a graph."""
+        per_seq = self._per_seq(entries)
+        return [place * per_seq for place in range(len(entries))]
 
     def _per_seq(self, entries: Sequence[ScheduledRequest]) -> int:
         """Tokens per sequence of the graph for a step."""
@@ -229,6 +241,8 @@ class DecodeGraphs:
             made.buffers.read_tokens()
             batch = made.buffers.batch(made.bound)
             hidden = self.model.forward(batch, self.cache)
+            if self.hidden is not None:
+                self.hidden[: len(hidden)].copy_(hidden)
             logits = self.model.logits(hidden if made.per_seq == 1 else hidden[batch.rows])
             if made.samples:
                 self.sampler.draw(logits, made.buffers.sampling, made.buffers.ids)
