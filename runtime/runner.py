@@ -13,6 +13,7 @@ from gristmill.runtime.batch import Batch, make_batch, make_feedback, send
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import ROWS, token_logprobs
 from gristmill.runtime.models import Model
@@ -37,14 +38,6 @@ class StepResult:
 
     ids: list[int]
     logprobs: dict[str, list[TokenLogprobs]]
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
-    """Hidden states of a step's tokens, on the device. values: [rows, width]. firsts: the row of each entry's first token."""
-
-    values: Tensor
-    firsts: list[int]
 
 
 class Runner:
@@ -78,7 +71,7 @@ class Runner:
         self._sampled = SampledTokens(max_seqs, self.device)
         self._ring = StepRing(self.device)
         self._most_drafts = 0
-        self._keeps_hidden = False
+        self._kept: KeptStates | None = None
         self.decode: DecodeGraphs | None = None
         if self.device.type == "cuda" if decode_graphs is None else decode_graphs:
             self.make_decode_graphs()
@@ -86,12 +79,12 @@ class Runner:
     def make_decode_graphs(self) -> None:
         """Run decode steps by graphs from now on, captured anew."""
         self.decode = DecodeGraphs(
-            self.model, self.cache, self.sampler, self._sampled, self._most_drafts, self._keeps_hidden
+            self.model, self.cache, self.sampler, self._sampled, self._most_drafts, self._kept
         )
 
-    def keep_hidden(self) -> None:
-        """From now on leave the hidden states of each step in `hidden`."""
-        self._keeps_hidden = True
+    def keep_hidden(self, layers: tuple[int, ...] = ()) -> None:
+        """From now on leave the hidden states of each step in `hidden`: as `KeptStates`."""
+        self._kept = KeptStates(self.model, layers)
         if self.decode is not None:
             self.make_decode_graphs()
 
@@ -154,10 +147,10 @@ class Runner:
         return run
 
     def _forward(self, batch: Batch, entries: Sequence[ScheduledRequest]) -> Tensor:
-        hidden = self.model.forward(batch, self.cache)
-        if self._keeps_hidden:
-            counts = [entry.count for entry in entries]
-            self.hidden = HiddenStates(hidden, [0, *accumulate(counts[:-1])])
+        if self._kept is None:
+            return self.model.forward(batch, self.cache)
+        hidden, states = self._kept.forward(batch, self.cache)
+        self.hidden = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
         return hidden
 
     def _graph(

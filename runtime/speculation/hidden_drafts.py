@@ -9,39 +9,59 @@ A draft is drawn with the noise of the output index that verifies it, as a draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.batch import send
+from gristmill.runtime.batch import Batch, send
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.decode_graphs import LARGEST
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.models import Model
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.speculation import DraftRequest
 from gristmill.runtime.speculation.context import DraftContext
 
 
-class HiddenStateModel(Model, Protocol):
-    """A model whose `forward` reads the first rows of `inputs`, beside the tokens, and writes those of `outputs`: [rows, hidden] both, so
-    that steps run as graphs. Its `logits` take rows of `outputs`."""
+class HiddenStateModel:
+    """The base of models that read the target's states: a `Model` whose `forward` reads the first rows of `inputs`, beside the tokens, and
+    writes those of `outputs`, so that steps run as graphs. Its `logits` take rows of `outputs`.
 
-    inputs: Tensor
-    outputs: Tensor
+    inputs, outputs: [rows, hidden]. target_layers: whose outputs it reads; empty = the states behind the target's last norm.
+    """
+
+    make_layer: ClassVar[Callable[..., Any]]
+    target_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: ModelConfig, plans: Plans) -> None:
+        self.config, self.plans = config, plans
+        self.reserve(0)
 
     def reserve(self, rows: int) -> None:
         """Allocate `inputs` and `outputs`, for steps of up to this many tokens."""
-        ...
+        shape, plans = (rows, self.config.hidden_size), self.plans
+        self.inputs, self.outputs = (
+            torch.zeros(shape, dtype=plans.dtype, device=plans.device) for _ in range(2)
+        )
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the target, [rows, width], as rows of `inputs`."""
-        ...
+        """States of the target, [rows, width], as rows of `inputs`."""
+        return hidden
+
+    def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
+        """The states [tokens, hidden] that are the rows of `outputs`. batch.tokens: those behind the positions of `inputs`."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `outputs` -> [rows, vocab of the target]."""
+        raise NotImplementedError
 
 
 def scratch_blocks(tokens: int, block_size: int) -> int:
@@ -83,7 +103,7 @@ class HiddenStateProposer:
             )
         if len(self._target.cache.windows) > 1:
             raise UsageError("drafts from hidden states need a cache with one group of layers")
-        self._target.keep_hidden()
+        self._target.keep_hidden(model.target_layers)
         model.reserve(max(context.max_batch_tokens, LARGEST))
         self._states = torch.zeros_like(model.outputs[: self._target.max_seqs])
         self._free = list(range(self._target.max_seqs))

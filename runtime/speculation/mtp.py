@@ -7,10 +7,9 @@ state of the first draft is the model's, behind its last norm; a further one is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,22 +32,18 @@ from gristmill.runtime.loader.load import parse_scheme
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, families
 from gristmill.runtime.speculation import LoadDraft, ProposerSpec
-from gristmill.runtime.speculation.context import DraftContext
-from gristmill.runtime.speculation.hidden_drafts import HiddenStateProposer
+from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel, HiddenStateProposer
 
 
-class PredictionLayer:
-    """The layer behind the last of a model, with its embedding and head. A `HiddenStateModel`.
+class PredictionLayer(HiddenStateModel):
+    """The layer behind the last of a model, with its embedding and head.
 
     weights: of the family's table `prediction`. target: has `embedding` and `head`.
     """
 
-    make_layer: ClassVar[Callable[..., Any]]
-
     def __init__(self, weights: Weights, plans: Plans, target: Any) -> None:
         c = target.config
-        self.config = replace(c, num_layers=1)
-        self.plans = plans
+        super().__init__(replace(c, num_layers=1), plans)
         self.embedding: Embedding = target.embedding
         self.head: LogitsHead = target.head
         self.token_norm, self.hidden_norm, self.norm = (
@@ -56,18 +51,6 @@ class PredictionLayer:
         )
         self.join = load_linear(plans, weights, "join")
         self.layer = target.make_layer(c, weights, plans, c.num_layers, Rope(plans, c))
-        self.reserve(0)
-
-    def reserve(self, rows: int) -> None:
-        """Allocate `inputs` and `outputs`."""
-        shape, plans = (rows, self.config.hidden_size), self.plans
-        self.inputs, self.outputs = (
-            torch.zeros(shape, dtype=plans.dtype, device=plans.device) for _ in range(2)
-        )
-
-    def states(self, hidden: Tensor) -> Tensor:
-        """The model's states, as they are."""
-        return hidden
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """The layer's states [tokens, hidden], before its last norm. batch.tokens: those behind the positions of the states."""
@@ -118,16 +101,11 @@ def open_layer(target: Checkpoint, model: str | Path | None) -> LoadDraft:
     return load
 
 
-def make(context: DraftContext) -> HiddenStateProposer:
-    """A proposer over the layer that the engine has loaded."""
-    return HiddenStateProposer(context)
-
-
 PROPOSER = ProposerSpec(
     name="mtp",
     summary="the multi-token-prediction layer of the model's own checkpoint (DeepSeek-V3)",
     tokens=1,
-    make=make,
+    make=HiddenStateProposer,
     open=open_layer,
     shares_blocks=True,
 )
