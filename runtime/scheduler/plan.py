@@ -63,6 +63,9 @@ class Decode(ScheduledRequest):
         self.block_ids = block_ids
         self.row = row
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return Decode, (self.id, self.start, self.tokens, self.block_ids, self.row)
+
 
 @dataclass(slots=True)
 class StepPlan:
