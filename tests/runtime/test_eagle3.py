@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime import warm_up
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
@@ -240,6 +244,30 @@ def test_same_ids(make: Callable[..., LLM], shared: Callable[..., LLM], folder: 
     status = llm.engine.status().speculation
     assert status is not None and status.accepted_tokens > 3
     assert not proposer._requests and len(proposer._free) == llm.engine.runner.max_seqs
+
+
+@pytest.mark.parametrize("covered", [True, False])
+def test_warm_up_covers_the_head(
+    make: Callable[..., LLM], folder: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch, covered: bool
+) -> None:
+    """No kernel is selected afterwards, that of the projection of the target's states included. Planted fault: its stage is left out.
+    The model is quantized, because its own matrices have the shape of the projection."""
+    if not covered:
+        monkeypatch.setattr(warm_up, "_states", lambda model, config: ())
+    options: dict[str, Any] = {
+        "max_seqs": 2,
+        "max_batch_tokens": 32,
+        "max_model_len": 64,
+        "quant": "int8_g128",
+    }
+    own = replace(policy, weight_memory=1.07 + 0.01 * covered)  # whose plans no other engine has used
+    llm = make(LLAMA, speculate=drafted(folder, 2), policy=own, **options)
+    llm.engine.warm_up()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        llm.generate(PROMPTS[:2], SamplingParams(max_tokens=12))
+    late = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+    assert bool(late) != covered and all("linear n=256,k=768" in message for message in late), late
 
 
 def test_a_head_without_a_vocabulary_of_its_own(
