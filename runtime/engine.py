@@ -162,6 +162,7 @@ class Engine(EngineMemory):
             tensor_parallel=tensor_parallel,
         )
         open_draft = load_draft = draft_model = None
+        scratch = 0
         if speculation is not None and tensor_parallel > 1:
             raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
         if speculation is not None and (open_draft := speculation.spec.open) is not None:
@@ -186,10 +187,14 @@ class Engine(EngineMemory):
             draft_model = None if load_draft is None else load_draft(loaded, policy, quant)
             limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
             max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
+            if speculation is not None and speculation.spec.shares_blocks:
+                scratch = max_seqs * scratch_blocks(speculation.most_tokens, block_size)
             if draft_model is None:  # whose cache has the blocks of one table
                 groups = getattr(loaded, "kv_groups", ())
             if num_blocks is None:
-                num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model, groups)
+                num_blocks = cache_blocks(
+                    loaded, block_size, memory, max_seqs, limit, draft_model, groups, scratch
+                )
         try:
             config = SchedulerConfig(
                 num_blocks=num_blocks,
@@ -214,10 +219,8 @@ class Engine(EngineMemory):
                 loaded, make_cache(loaded, num_blocks, block_size, groups), decode_graphs, max_seqs
             )
         draft = None
-        if draft_model is not None and speculation is not None:
-            more = max_seqs * scratch_blocks(speculation.most_tokens, block_size)
-            blocks = num_blocks + (more if speculation.spec.shares_blocks else 0)
-            draft_cache = make_cache(draft_model, blocks, block_size)
+        if draft_model is not None:
+            draft_cache = make_cache(draft_model, num_blocks + scratch, block_size)
             draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
         self._start(runner, config, seed, async_steps, quant, speculation, draft)
 

@@ -283,6 +283,29 @@ def test_sleep_and_new_weights(make: Callable[..., LLM], folder: Path, definitio
     assert difference < 1e-4 and wrong == 0
 
 
+def test_both_caches_are_within_the_memory(make: Callable[..., LLM], folder: Path) -> None:
+    memory = 8 << 20
+    llm = make(folder, num_blocks=None, memory=memory, max_seqs=9, speculate=drafted(4))
+    caches = [llm.engine.runner.cache, proposer_of(llm).runner.cache]
+    assert 0.95 * memory < sum(cache.nbytes for cache in caches) <= memory
+    assert caches[1].num_blocks == caches[0].num_blocks + 9
+
+
+def test_new_weights_after_a_deep_sleep(make: Callable[..., LLM], folder: Path) -> None:
+    """Embedding and head, which the layer shares, are discarded with the model's, and come with its update."""
+    llm = make(folder, speculate=drafted())
+    before = content(llm.generate(PROMPTS[:2], GREEDY))
+    counts = llm.engine.status().speculation
+    llm.engine.sleep(level=2)
+    llm.engine.wake_up()
+    llm.engine.update_weights(folder)
+    assert content(llm.generate(PROMPTS[:2], GREEDY)) == before
+    again = llm.engine.status().speculation
+    assert (
+        counts is not None and again is not None and again.accepted_tokens == 2 * counts.accepted_tokens > 0
+    )
+
+
 def test_quantized_with_the_model(make: Callable[..., LLM], folder: Path) -> None:
     plain, quantized = (make(folder, speculate=drafted(1), quant=quant) for quant in (None, "int8_g128"))
     statuses = [llm.engine.status().speculation for llm in (plain, quantized)]
