@@ -39,21 +39,25 @@ def cache_blocks(
     max_model_len: int,
     draft: Model | None = None,
     groups: Sequence[KVGroup] = (),
+    scratch: int = 0,
 ) -> int:
     """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a fraction of the free memory (a float up to 1).
 
     None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the need of max_seqs sequences of max_model_len tokens, but
-    at most `CPU_CACHE_BYTES`, and at least one sequence. draft: a draft model, whose cache has as many blocks in the same memory.
+    at most `CPU_CACHE_BYTES`, and at least one sequence. draft: a draft model, whose cache has as many blocks in the same memory, and
+    `scratch` more.
     groups: of the cache; a block holds its tokens in the layers of one of them.
 
     Raises:
         UsageError: memory is neither, or too small for one block.
     """
     device = model.plans.device
-    models = [each for each in (model, draft) if each is not None]
-    block_bytes = block_size * sum(
-        token_bytes(each.config, each.plans.dtype, each.plans.cache_format) for each in models
-    )
+    sizes = [
+        block_size * token_bytes(each.config, each.plans.dtype, each.plans.cache_format)
+        for each in (model, draft)
+        if each is not None
+    ]
+    block_bytes = sum(sizes)
     whole = cdiv(max_model_len, block_size)
     if len(groups) > 1:
         block_bytes = block_bytes // model.config.num_layers * max(len(group.layers) for group in groups)
@@ -70,7 +74,8 @@ def cache_blocks(
         raise UsageError(
             f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
         )
-    count = int(share * _free_bytes(device) if isinstance(share, float) else share) // block_bytes
+    size = int(share * _free_bytes(device) if isinstance(share, float) else share)
+    count = (size - scratch * sizes[-1]) // block_bytes
     if count < 1:
         raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")
     return count

@@ -30,6 +30,7 @@ from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
+from gristmill.runtime.hidden_states import KeptStates
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -78,7 +79,8 @@ class DecodeGraph:
 class DecodeGraphs:
     """The decode graphs of a model over its cache, made as steps need them.
 
-    most_drafts: per sequence; steps with drafts are padded to it, so that one graph serves them all.
+    most_drafts: per sequence; steps with drafts are padded to it, so that one graph serves them all. kept: the states
+    that a step leaves in `hidden`, [LARGEST, width], of which all graphs write the first rows.
     """
 
     def __init__(
@@ -88,10 +90,15 @@ class DecodeGraphs:
         sampler: Sampler,
         sampled: SampledTokens,
         most_drafts: int = 0,
+        kept: KeptStates | None = None,
     ) -> None:
         self.most_drafts = most_drafts
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.plans.device
+        self.hidden: Tensor | None = None
+        self._kept = kept
+        if kept is not None:
+            self.hidden = torch.zeros(LARGEST, kept.width, dtype=model.plans.dtype, device=self.device)
         self.graphs: dict[tuple[int, int, bool, int], DecodeGraph] = {}
         self.refused: Counter[str] = Counter()
         self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
@@ -145,6 +152,11 @@ class DecodeGraphs:
         if per_seq > 1 and max(entry.start for entry in entries) + per_seq > self._limit:
             return "no room for padding behind a sequence"
         return ""
+
+    def first_rows(self, entries: Sequence[ScheduledRequest]) -> list[int]:
+        """The row of each entry's first token among the hidden states of a step that runs as a graph."""
+        per_seq = self._per_seq(entries)
+        return [place * per_seq for place in range(len(entries))]
 
     def _per_seq(self, entries: Sequence[ScheduledRequest]) -> int:
         """Tokens per sequence of the graph for a step."""
@@ -228,7 +240,11 @@ class DecodeGraphs:
         with torch.cuda.device(self.device) if self._cuda else nullcontext():
             made.buffers.read_tokens()
             batch = made.buffers.batch(made.bound)
-            hidden = self.model.forward(batch, self.cache)
+            if self._kept is None or self.hidden is None:
+                hidden = self.model.forward(batch, self.cache)
+            else:
+                hidden, states = self._kept.forward(batch, self.cache)
+                self.hidden[: len(states)].copy_(states)
             logits = self.model.logits(hidden if made.per_seq == 1 else hidden[batch.rows])
             if made.samples:
                 self.sampler.draw(logits, made.buffers.sampling, made.buffers.ids)

@@ -47,7 +47,7 @@ from gristmill.runtime.scheduler import (
 )
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.context import DraftContext
-from gristmill.runtime.speculation.draft_model import check_draft_model, load_draft_model
+from gristmill.runtime.speculation.hidden_drafts import scratch_blocks
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline
 from gristmill.runtime.steps_in_flight import DEPTH
@@ -161,12 +161,13 @@ class Engine(EngineMemory):
             max_model_len=max_model_len,
             tensor_parallel=tensor_parallel,
         )
-        drafting = draft_model = None
+        open_draft = load_draft = draft_model = None
+        scratch = 0
         if speculation is not None and tensor_parallel > 1:
             raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
-        if speculation is not None and speculation.model is not None:
+        if speculation is not None and (open_draft := speculation.spec.open) is not None:
             model = open_checkpoint(model)
-            drafting = check_draft_model(model, speculation.model)
+            load_draft = open_draft(model, speculation.model)
         runner: Runner | ParallelRunner | None = None
         groups: Sequence[KVGroup] = ()
         if tensor_parallel > 1:
@@ -183,13 +184,17 @@ class Engine(EngineMemory):
             max_batch_tokens, limit = runner.max_batch_tokens, runner.ranks.limit
         else:
             loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
-            draft_model = None if drafting is None else load_draft_model(drafting, loaded, policy)
+            draft_model = None if load_draft is None else load_draft(loaded, policy, quant)
             limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
             max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
+            if speculation is not None and speculation.spec.shares_blocks:
+                scratch = max_seqs * scratch_blocks(speculation.most_tokens, block_size)
             if draft_model is None:  # whose cache has the blocks of one table
                 groups = getattr(loaded, "kv_groups", ())
             if num_blocks is None:
-                num_blocks = cache_blocks(loaded, block_size, memory, max_seqs, limit, draft_model, groups)
+                num_blocks = cache_blocks(
+                    loaded, block_size, memory, max_seqs, limit, draft_model, groups, scratch
+                )
         try:
             config = SchedulerConfig(
                 num_blocks=num_blocks,
@@ -215,7 +220,7 @@ class Engine(EngineMemory):
             )
         draft = None
         if draft_model is not None:
-            draft_cache = make_cache(draft_model, num_blocks, block_size)
+            draft_cache = make_cache(draft_model, num_blocks + scratch, block_size)
             draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
         self._start(runner, config, seed, async_steps, quant, speculation, draft)
 

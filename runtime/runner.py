@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from gristmill.runtime.batch import Batch, make_batch, make_feedback, send
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import ROWS, token_logprobs
 from gristmill.runtime.models import Model
@@ -46,7 +48,11 @@ class Runner:
 
     decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU. max_seqs: rows of requests, above any row of an entry. UsageError:
     blocks of the cache are not of the size that the model was loaded for.
+
+    hidden: of the last step, valid until the next one is launched; None unless `keep_hidden` was called.
     """
+
+    hidden: HiddenStates | None = None
 
     def __init__(
         self, model: Model, cache: PagedCache, decode_graphs: bool | None = None, max_seqs: int = 256
@@ -65,13 +71,22 @@ class Runner:
         self._sampled = SampledTokens(max_seqs, self.device)
         self._ring = StepRing(self.device)
         self._most_drafts = 0
+        self._kept: KeptStates | None = None
         self.decode: DecodeGraphs | None = None
         if self.device.type == "cuda" if decode_graphs is None else decode_graphs:
             self.make_decode_graphs()
 
     def make_decode_graphs(self) -> None:
         """Run decode steps by graphs from now on, captured anew."""
-        self.decode = DecodeGraphs(self.model, self.cache, self.sampler, self._sampled, self._most_drafts)
+        self.decode = DecodeGraphs(
+            self.model, self.cache, self.sampler, self._sampled, self._most_drafts, self._kept
+        )
+
+    def keep_hidden(self, layers: tuple[int, ...] = ()) -> None:
+        """From now on leave the hidden states of each step in `hidden`: as `KeptStates`."""
+        self._kept = KeptStates(self.model, layers)
+        if self.decode is not None:
+            self.make_decode_graphs()
 
     def expect_drafts(self, most: int) -> None:
         """Steps will verify up to this many drafts per request: their graphs are padded to it."""
@@ -95,7 +110,7 @@ class Runner:
         Raises RuntimeError if two steps are in flight already.
         """
         step = self._ring.take(len(rows))
-        work = None if self.decode is None else self.decode.prepare(entries, rows, step.slot, samples=True)
+        work = self._graph(entries, rows, step.slot, samples=True)
         self._start(step, self._kernel_by_kernel(entries, rows) if work is None else work)
         return step
 
@@ -121,7 +136,7 @@ class Runner:
         def run() -> Tensor | None:
             if feedback is not None and len(feedback.places):
                 batch.tokens.index_copy_(0, feedback.places, self._sampled.read(feedback.read_rows))
-            hidden = self.model.forward(batch, self.cache)
+            hidden = self._forward(batch, entries)
             if not rows:
                 return None
             ids = self.sampler.sample(self.model.logits(hidden[batch.rows]), rows)
@@ -130,6 +145,23 @@ class Runner:
             return ids
 
         return run
+
+    def _forward(self, batch: Batch, entries: Sequence[ScheduledRequest]) -> Tensor:
+        if self._kept is None:
+            return self.model.forward(batch, self.cache)
+        hidden, states = self._kept.forward(batch, self.cache)
+        self.hidden = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
+        return hidden
+
+    def _graph(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
+    ) -> Callable[[], Tensor] | None:
+        if self.decode is None:
+            return None
+        work = self.decode.prepare(entries, rows, slot, samples)
+        if work is not None and self.decode.hidden is not None:
+            self.hidden = HiddenStates(self.decode.hidden, self.decode.first_rows(entries))
+        return work
 
     @torch.inference_mode()
     def run_detailed(
@@ -146,7 +178,7 @@ class Runner:
         logits = self._graph_logits(entries, rows)
         if logits is None:
             batch = self._batch(entries)
-            hidden = self.model.forward(batch, self.cache)
+            hidden = self._forward(batch, entries)
             if prompts:
                 self._read_prompts(hidden, entries, prompts)
             if not rows:
@@ -180,7 +212,7 @@ class Runner:
         if self.decode is None:
             return None
         step = self._ring.take(0)
-        work = self.decode.prepare(entries, rows, step.slot, samples=False)
+        work = self._graph(entries, rows, step.slot, samples=False)
         if work is None:
             return None
         logits = None

@@ -1,4 +1,4 @@
-"""Structured output: an output that a JSON schema, a regular expression, a grammar or a list of choices describes, by llguidance.
+"""Structured output: an output that a JSON schema, a regular expression, a grammar, a list of choices or tags in text describe, by llguidance.
 
 A grammar bars, before each token is sampled, the tokens that cannot go on (Willard and Louf, 2023, arXiv:2307.09702; llguidance computes
 the mask from the parser's state at every step, so nothing is prepared for each grammar).
@@ -7,7 +7,8 @@ the mask from the parser's state at every step, so nothing is prepared for each 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What an output looks like: exactly one of the four is given.
+    """What an output looks like: exactly one of the five is given.
 
     Args:
         json_schema: a JSON schema, as a mapping or as text.
         regex: a regular expression that the whole output matches, in the syntax of Rust's regex crate.
         grammar: a context-free grammar in llguidance's dialect of Lark; its rule ``start`` is the output.
         choice: the output is one of these texts.
+        structural_tag: free text with tagged JSON in it, such as calls of tools, in the form of vLLM's and SGLang's requests:
+            ``{"structures": [{"begin": "<fn=add>", "schema": {...}, "end": "</fn>"}], "triggers": ["<fn="]}``, as a mapping or as text.
+            Where the output has come to a trigger, it goes on as one of the structures whose begin starts with it.
 
     Raises:
         UsageError: none or several are given, or one of the wrong type.
@@ -40,22 +44,102 @@ class StructuredOutput:
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None
+    structural_tag: Mapping[str, Any] | str | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) != 1:
             raise UsageError(
-                f"structured output is one of json_schema, regex, grammar and choice, got {', '.join(given) or 'none'}"
+                f"structured output is one of json_schema, regex, grammar, choice and structural_tag, got {', '.join(given) or 'none'}"
             )
         [(name, value)] = given.items()
         if name == "choice":
             good = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
             if not good or not all(isinstance(text, str) and text for text in value):
                 raise UsageError(f"choice must be texts of at least one character, got {value!r}")
-        elif not (isinstance(value, str) or (name == "json_schema" and isinstance(value, Mapping))):
+        elif not (isinstance(value, str) or (name in _MAPPINGS and isinstance(value, Mapping))):
             raise UsageError(
-                f"{name} must be {'a mapping or ' if name == 'json_schema' else ''}text, got {value!r}"
+                f"{name} must be {'a mapping or ' if name in _MAPPINGS else ''}text, got {value!r}"
             )
+        elif name == "structural_tag":
+            _tags(value)
+
+
+_NAME = re.compile(r"<[^<>\s]+>")
+"""Names of special tokens in llguidance's grammars."""
+_MAPPINGS = ("json_schema", "structural_tag")
+"""Kinds that may be given as mappings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    """JSON text of a schema between two texts; the first starts with the trigger."""
+
+    trigger: str
+    begin: str
+    schema: str
+    end: str
+
+
+def _tags(value: Mapping[str, Any] | str) -> list[_Tag]:
+    """The tags of a `structural_tag`; UsageError if it is not one."""
+    form = (
+        "{'structures': [{'begin': text, 'schema': JSON schema, 'end': text}, ...], 'triggers': [text, ...]}"
+    )
+
+    def require(sound: bool, what: str, got: object) -> None:
+        if not sound:
+            raise UsageError(f"structural_tag must be {form}: {what}, got {got!r}")
+
+    try:
+        parsed: Any = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise UsageError(f"structural_tag is not JSON: {error}") from error
+    require(isinstance(parsed, Mapping), "a mapping is expected", parsed)
+    known = {"structures", "triggers", "type"}
+    require(
+        set(parsed) <= known and parsed.get("type", "structural_tag") == "structural_tag",
+        "other entries",
+        parsed,
+    )
+    structures, triggers = parsed.get("structures", ()), parsed.get("triggers", ())
+    require(isinstance(triggers, Sequence) and not isinstance(triggers, str), "triggers are texts", triggers)
+    require(
+        all(isinstance(t, str) and t for t in triggers), "triggers are texts, none of them empty", triggers
+    )
+    require(isinstance(structures, Sequence) and len(structures) > 0, "at least one structure", structures)
+    tags = []
+    for one in structures:
+        require(isinstance(one, Mapping) and set(one) == {"begin", "schema", "end"}, "a structure", one)
+        begin, schema, end = one["begin"], one["schema"], one["end"]
+        require(isinstance(begin, str) and isinstance(end, str), "begin and end are texts", one)
+        require(isinstance(schema, str | Mapping), "schema is a mapping or text", schema)
+        trigger = next((t for t in triggers if begin.startswith(t)), "")
+        require(bool(trigger), f"begin starts with a trigger of {list(triggers)}", begin)
+        try:
+            text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"structural_tag: the schema behind {begin!r} is not JSON: {error}") from error
+        tags.append(_Tag(trigger, begin, text, end))
+    return tags
+
+
+def _tag_grammar(tags: Sequence[_Tag], special: Collection[str]) -> str:
+    """Lark, in llguidance's dialect: text up to a trigger, lazily, the rest of its tag, and so on; then text to the end. special: texts that are
+    tokens of their own, which text does not hold."""
+    names = " | ".join(f"tag_{i}" for i in range(len(tags)))
+    lines = [f"start: ({names})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/"]
+    for i, tag in enumerate(tags):
+        rest, end = (
+            json.dumps(text, ensure_ascii=False) if text else ""
+            for text in (tag.begin.removeprefix(tag.trigger), tag.end)
+        )
+        head = f"TEXT {tag.trigger}"
+        if tag.trigger not in special:
+            lines.append(f"head_{i}[lazy]: TEXT {json.dumps(tag.trigger, ensure_ascii=False)}")
+            head = f"head_{i}"
+        lines.append(f"tag_{i}: {head} {rest} %json {tag.schema} {end}")
+    return "\n".join(lines)
 
 
 class Grammar:
@@ -110,6 +194,10 @@ class GrammarCompiler:
             )
         except Exception as error:  # llguidance raises its own and Rust's
             raise UsageError(f"llguidance cannot read the model's tokenizer: {error}") from error
+        added = json.loads(tokenizer_json).get("added_tokens", ())
+        self._special = {
+            token["content"] for token in added if token["special"] and _NAME.fullmatch(token["content"])
+        }
         self._matcher = llguidance.LLMatcher
         self._words = (vocab_size + 31) // 32
 
@@ -124,6 +212,8 @@ class GrammarCompiler:
                 text = matcher.grammar_from_regex(output.regex)
             elif output.grammar is not None:
                 text = matcher.grammar_from_lark(output.grammar)
+            elif output.structural_tag is not None:
+                text = matcher.grammar_from_lark(_tag_grammar(_tags(output.structural_tag), self._special))
             else:
                 options = " | ".join(json.dumps(option, ensure_ascii=False) for option in output.choice or ())
                 text = matcher.grammar_from_lark(f"start: {options}")

@@ -24,6 +24,7 @@ from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
+from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
@@ -94,6 +95,8 @@ def _stages(runner: Runner, config: SchedulerConfig, drafts: int) -> dict[str, l
     }
     if drafts:
         stages["verified steps"] = list(_decode_steps(runner, config, drafts))
+    if isinstance(runner.model, HiddenStateModel):
+        stages["hidden states"] = list(_states(runner.model, config))
     return stages | {"sampling": list(_samples(runner, config, drafts))}
 
 
@@ -185,6 +188,18 @@ def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> I
                 break
             bound = runner.decode.bound(context)
             more, context = bound < room, min(bound + 1, room)
+
+
+def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
+    """What a model that drafts from hidden states makes of the target's, for each bucket of tokens."""
+    width = model.config.hidden_size * max(1, len(model.target_layers))
+
+    @torch.inference_mode()
+    def step(tokens: int) -> None:
+        model.states(torch.zeros(tokens, width, dtype=model.plans.dtype, device=model.plans.device))
+
+    for tokens in _sizes(config.max_batch_tokens):
+        yield partial(step, tokens)
 
 
 def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:

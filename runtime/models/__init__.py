@@ -54,7 +54,8 @@ class Family:
     name: for display. architectures: ``architectures`` of config.json -> its ``model_type``. table: the checkpoint tensors of a
     model. model: its class, constructed from (config, weights, plans). config: fields of ModelConfig that differ from those of a
     plain decoder, from the entries of config.json and the architecture. A family whose configuration does not return
-    ``windows`` refuses a sliding window. gguf: the ggml architectures of such models.
+    ``windows`` refuses a sliding window. gguf: the ggml architectures of such models. prediction: the checkpoint tensors of the layer
+    that predicts a further token (`gristmill.runtime.speculation.mtp`), the one behind the last; None = such models have none.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Family:
     model: type[Model]
     config: Callable[[Fields, str], Mapping[str, Any]] = nothing_special
     gguf: tuple[GgufArchitecture, ...] = ()
+    prediction: Callable[[ModelConfig], WeightTable] | None = None
 
 
 @cache

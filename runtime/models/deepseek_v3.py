@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, and a mixture of fine-grained and shared experts.
 
-Multi-token-prediction layers of the checkpoint are for drafting, and ignored.
+The multi-token-prediction layer of the checkpoint is for drafting (`gristmill.runtime.speculation.mtp`): the model ignores it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,41 @@ def table(c: ModelConfig) -> WeightTable:
     if not c.tie_embeddings:
         weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)))
     for i in range(c.num_layers):
-        name, source = f"layers.{i}", f"model.layers.{i}"
-        weights += [
-            Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,)),
-            Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,)),
-            *_attention(c, _mla(c), name, f"{source}.self_attn"),
-            *(
-                _moe(c, name, f"{source}.mlp")
-                if c.is_moe_layer(i)
-                else _mlp(c, name, f"{source}.mlp", c.intermediate_size)
-            ),
-        ]
+        weights += _layer(c, i)
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.extra["nextn_layers"])]
     ignored.append("model.layers.*.self_attn.rotary_emb.inv_freq")
     return WeightTable(tuple(weights), tuple(ignored), (TIED,) if c.tie_embeddings else ())
+
+
+def prediction(c: ModelConfig) -> WeightTable:
+    """The prediction layer: a decoder layer behind norms and a projection (arXiv:2412.19437, 2.2). Checkpoints repeat embedding and head."""
+    hidden, source = c.hidden_size, f"model.layers.{c.num_layers}"
+    head = "model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"
+    weights = (
+        Weight("token_norm", (f"{source}.enorm.weight",), (hidden,)),
+        Weight("hidden_norm", (f"{source}.hnorm.weight",), (hidden,)),
+        Weight("join", (f"{source}.eh_proj",), (hidden,), 2 * hidden, "linear"),
+        *_layer(c, c.num_layers),
+        Weight("norm", (f"{source}.shared_head.norm.weight",), (hidden,)),
+    )
+    of_model = ["lm_head.*", "model.embed_tokens.*", "model.norm.*", "*.self_attn.rotary_emb.inv_freq"]
+    of_model += [f"model.layers.{i}.*" for i in range(c.num_layers)]
+    copies = (
+        (f"{source}.embed_tokens.weight", "model.embed_tokens.weight"),
+        (f"{source}.shared_head.head.weight", head),
+    )
+    return WeightTable(weights, tuple(of_model), copies)
+
+
+def _layer(c: ModelConfig, index: int) -> Iterator[Weight]:
+    hidden, name, source = c.hidden_size, f"layers.{index}", f"model.layers.{index}"
+    yield Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,))
+    yield Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,))
+    yield from _attention(c, _mla(c), name, f"{source}.self_attn")
+    if c.is_moe_layer(index):
+        yield from _moe(c, name, f"{source}.mlp")
+    else:
+        yield from _mlp(c, name, f"{source}.mlp", c.intermediate_size)
 
 
 def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:
@@ -217,4 +238,5 @@ FAMILY = Family(
     table=table,
     model=DeepseekV3,
     config=config,
+    prediction=prediction,
 )

@@ -113,6 +113,7 @@ class Llama:
     """LlamaForCausalLM, and related models with another table or another `make_layer`."""
 
     make_layer: ClassVar[Callable[..., Any]] = Layer
+    taps = True
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
@@ -129,13 +130,18 @@ class Llama:
         """Layers that share block tables, by their windows."""
         return make_groups(self.config.windows or (0,) * self.config.num_layers)
 
-    def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
-        """Hidden states [tokens, hidden] after the last norm."""
+    def forward(
+        self, batch: Batch, cache: PagedCache, taps: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] after the last norm. taps: layer -> its output with the residual, written for its keys."""
         embedded = self.embedding(batch.tokens)
         residual = embedded.new_zeros(embedded.shape)
         x: Tensor | Summand = embedded
-        for layer, layer_cache, part in zip(self.layers, cache.layers, cache.batches(batch), strict=True):
+        parts = zip(self.layers, cache.layers, cache.batches(batch), strict=True)
+        for index, (layer, layer_cache, part) in enumerate(parts):
             x = layer(x, residual, part, layer_cache)
+            if taps is not None and index in taps:
+                taps[index] = residual + (x.x if isinstance(x, Summand) else x)
         return self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -50,6 +50,23 @@ class ScheduledRequest:
         return self.start + self.count
 
 
+class Decode(ScheduledRequest):
+    """The entry of one token without drafts and new blocks, which most entries are: what they have in common is of the class."""
+
+    __slots__ = ()
+    count, samples, new_blocks, drafts = 1, True, (), 0
+
+    def __init__(self, id: str, start: int, tokens: list[int] | None, block_ids: list[int], row: int) -> None:
+        self.id = id
+        self.start = start
+        self.tokens = tokens
+        self.block_ids = block_ids
+        self.row = row
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return Decode, (self.id, self.start, self.tokens, self.block_ids, self.row)
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. Made by `Scheduler.plan`, which changes nothing; applied by `Scheduler.commit`."""
@@ -75,21 +92,6 @@ class StepPlan:
     def sampling(self) -> list[ScheduledRequest]:
         """Entries that sample, in order: `Scheduler.update` takes one result per entry."""
         return [entry for entry in self.entries if entry.samples]
-
-    @property
-    def max_query(self) -> int:
-        """The largest number of tokens of one request in this step."""
-        return max((entry.count for entry in self.entries), default=0)
-
-    @property
-    def max_context(self) -> int:
-        """The longest context of this step, including its new tokens."""
-        return max((entry.context for entry in self.entries), default=0)
-
-    @property
-    def total_context(self) -> int:
-        """Sum of the contexts of this step."""
-        return sum(entry.context for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)

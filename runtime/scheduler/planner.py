@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from gristmill.runtime.kv_cache import CachedBlock, PoolPlan, PrefixCache
 from gristmill.runtime.scheduler.config import SchedulerConfig
-from gristmill.runtime.scheduler.plan import ScheduledRequest, StepPlan
+from gristmill.runtime.scheduler.plan import Decode, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.policy import Admission, admission, choose_victim
 from gristmill.runtime.scheduler.request import Request
 
@@ -45,7 +45,7 @@ class Planner:
         self.plan = StepPlan(version, pool=pool)
         self.budget = config.max_batch_tokens
         self.prefill_tokens = 0  # prompt tokens planned so far
-        self.scheduled: dict[str, ScheduledRequest] = {}
+        self.scheduled: dict[str, ScheduledRequest] = {}  # beside the plan's entries, which are plain decodes
         self.gone: set[str] = set()  # preempted by this plan
 
     def run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
@@ -56,32 +56,26 @@ class Planner:
             return StepPlan(self.plan.version)
 
     def _run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
-        size, groups = self.config.block_size, len(self.config.windows)
-        scheduled = self.scheduled
+        entries = self.plan.entries
         decodes: list[Request] = []  # those that need a block, or have drafts
         prefills: list[Request] = []
         for request in running:
             start = request.computed
-            pending = request.pending
-            if len(request.tokens) + pending - start != 1:
+            if start < request.steady:
+                tokens = None if request.pending else [request.tokens[-1]]
+                entries.append(Decode(request.id, start, tokens, request.block_ids, request.row))
+            elif len(request.tokens) + request.pending - start != 1:
                 prefills.append(request)
-            elif start + 1 >= request.limit:
-                pass  # a step in flight samples its last token
-            elif request.drafts or start * groups == len(request.block_ids) * size:
+            elif start + 1 < request.limit:  # otherwise a step in flight samples its last token
                 decodes.append(request)
-            else:
-                tokens = None if pending else [request.tokens[-1]]
-                scheduled[request.id] = ScheduledRequest(
-                    request.id, start, 1, True, tokens, request.block_ids, NO_BLOCKS, 0, request.row
-                )
-        self.budget -= len(scheduled)
+        self.budget -= len(entries)
         self._plan_decodes(decodes, running)
         for request in prefills:
             if request.id not in self.gone:
                 self._plan_prefill(request, running)
         if not self.gone:
             self._admit(running, prefills, waiting)
-        self.plan.entries = list(self.scheduled.values())
+        entries += self.scheduled.values()
         self.plan.num_tokens = self.config.max_batch_tokens - self.budget
         return self.plan
 
@@ -157,6 +151,9 @@ class Planner:
 
     def _preempt(self, victim: Request) -> None:
         entry = self.scheduled.pop(victim.id, None)
+        place = next((i for i, e in enumerate(self.plan.entries) if e.id == victim.id), None)
+        if place is not None:
+            entry = self.plan.entries.pop(place)
         blocks = victim.block_ids
         if entry is not None:  # already scheduled in this plan: undo that
             self.budget += entry.count

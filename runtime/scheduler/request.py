@@ -46,6 +46,7 @@ class Request:
     drafts      proposed continuation of `tokens`, to be verified in the next step
     limit       tokens at which the request ends by length
     bypassed    younger requests admitted before this one while it waits for blocks
+    steady      while `computed` is below it, a step computes one token of the request, and needs no block; set with every other change
     started     whether it has been admitted before; such requests run to their end while the queue is paused
     reads_cache whether it may use blocks of the prefix cache; False if every position of the prompt must be computed
     """
@@ -74,6 +75,7 @@ class Request:
         "row",
         "started",
         "state",
+        "steady",
         "stop_ids",
         "tokens",
     )
@@ -125,6 +127,7 @@ class Request:
         self.bypassed = 0
         self.reads_cache = True
         self.started = False
+        self.steady = 0
         self.preemptions = 0
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.block_hashes: list[int] = []  # chained hash of every full block of `tokens`

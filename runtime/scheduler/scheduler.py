@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache
 from gristmill.runtime.kv_cache.groups import first_needed
-from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan
+from gristmill.runtime.scheduler.plan import Decode, RequestOutput, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.planner import Planner
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
@@ -94,7 +94,7 @@ class Scheduler(SchedulerState):
             raise ValueError(
                 f"drafts can only follow a request's last token, but {request!r} is not decoding"
             )
-        request.drafts = list(draft_ids)
+        request.drafts, request.steady = list(draft_ids), 0
         self._version += 1
 
     def abort(
@@ -190,12 +190,15 @@ class Scheduler(SchedulerState):
         requests = self.requests
         for entry in plan.entries:
             request = requests[entry.id]
-            if entry.new_blocks:
-                entry.block_ids.extend(entry.new_blocks)
+            if type(entry) is Decode:
+                request.computed = entry.start + 1
+                request.pending += 1
+                continue
+            entry.block_ids.extend(entry.new_blocks)
             entry.row = request.row
             request.computed = entry.start + entry.count
-            if entry.samples:
-                request.pending += 1
+            request.pending += entry.samples
+            request.steady = self._steady(request)
         self.in_flight.append(plan)
         self._version += 1
 
@@ -231,6 +234,7 @@ class Scheduler(SchedulerState):
                     request.computed = computed
                 if request.drafts:
                     request.drafts = []  # used once, even those that did not fit
+                    request.steady = self._steady(request)
                 if output.finish_reason is not None:
                     # Positions after the end belong to no known token; what a failed row computed is shared with nobody.
                     failed = output.finish_reason is FinishReason.ERROR
@@ -261,6 +265,7 @@ class Scheduler(SchedulerState):
                     request = self.requests[entry.id]
                     request.computed = entry.start
                     request.pending -= entry.samples
+                    request.steady = self._steady(request)
         self._version += 1
 
     def serves(self, plan: StepPlan) -> bool:
@@ -321,7 +326,7 @@ class Scheduler(SchedulerState):
         if request.row >= 0:
             self.free_rows.append(request.row)
             request.row = -1
-        request.registered = 0
+        request.registered = request.steady = 0
         request.last_cached = None
 
     def _check_results(self, plan: StepPlan, sampled_ids: Sequence[int | Sequence[int]]) -> None:

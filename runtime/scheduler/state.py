@@ -36,6 +36,13 @@ class SchedulerState:
         self._version = 0
         self._arrivals = 0
 
+    def _steady(self, request: Request) -> int:
+        """`Request.steady` of a running request: 0 if it has drafts, or more than a token to compute."""
+        if request.drafts or len(request.tokens) + request.pending - request.computed != 1:
+            return 0
+        blocks = len(request.block_ids) // len(self.config.windows)
+        return min(request.limit - 1, blocks * self.config.block_size)
+
     def check(self) -> None:
         """Raise PoolError with a dump unless every invariant holds. O(everything): for tests and idle times."""
         self.pool.check()
@@ -88,6 +95,8 @@ class SchedulerState:
         if request.computed - drafts >= len(request.tokens) + request.pending:
             return "nothing left to compute, so nothing to sample from"
         running = request.state is RequestState.RUNNING
+        if request.steady != (self._steady(request) if running else 0):
+            return "steps are said to be steady up to another position"
         if running != (request.row >= 0) or (
             not running and (request.block_ids or request.computed or request.drafts)
         ):

@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gristmill.kernel_registry.declarations import Declarations, find_declarations
 from gristmill.kernel_registry.plugins import PluginFailure
 
 if TYPE_CHECKING:
+    import torch
+
+    from gristmill.kernel_registry.policy import Policy
+    from gristmill.kernel_registry.scheme import QuantScheme
+    from gristmill.runtime.loader.checkpoint import Checkpoint
+    from gristmill.runtime.models import Model
     from gristmill.runtime.runner import Runner
     from gristmill.runtime.sampler import SamplingRow
+    from gristmill.runtime.scheduler import ScheduledRequest
     from gristmill.runtime.speculation.context import DraftContext
 
 ENTRY_POINTS = "gristmill.proposers"
@@ -59,12 +67,31 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class StateReader(Protocol):
+    """A proposer that reads what each step of the target has computed."""
+
+    def computed(self, entries: Sequence[ScheduledRequest], following: Sequence[Sequence[int]]) -> None:
+        """A step has been computed, and its drafts are verified. Called before the scheduler learns of it.
+
+        following: for each entry the tokens behind its positions from the first on, as many as are known by now: behind rejected
+        drafts there are none. If it raises, the step fails.
+        """
+        ...
+
+
+LoadDraft = Callable[["Model", "Policy | None", "str | QuantScheme | torch.dtype | None"], "Model"]
+"""(target, policy, the scheme that the target's weights are quantized to at load) -> the model that drafts, on the target's device."""
+
+
 @dataclass(frozen=True)
 class ProposerSpec:
     """A kind of proposer.
 
     name: of the method. summary: one line for users. tokens: drafts per step unless the user says otherwise. make: a proposer for an
-    engine. takes_model: its argument is a model, `Speculation.model`.
+    engine. takes_model: its argument is a model, `Speculation.model`. open: for kinds that draft by a model, called before any
+    weight is read, with the target's checkpoint and that argument: checks that they go together. shares_blocks: the cache of that model has
+    the blocks of the target's, with the same numbers, and scratch blocks behind them (`hidden_drafts`).
     """
 
     name: str
@@ -72,6 +99,8 @@ class ProposerSpec:
     tokens: int
     make: Callable[[DraftContext], Proposer]
     takes_model: bool = False
+    open: Callable[[Checkpoint, str | Path | None], LoadDraft] | None = None
+    shares_blocks: bool = False
 
 
 @cache

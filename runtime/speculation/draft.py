@@ -16,6 +16,7 @@ from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.speculation import DraftRequest, ProposerSpec
 from gristmill.runtime.speculation.context import DraftContext
+from gristmill.runtime.speculation.draft_model import open_draft_model
 
 
 @dataclass(slots=True)
@@ -177,4 +178,5 @@ PROPOSER = ProposerSpec(
     tokens=4,
     make=make,
     takes_model=True,
+    open=open_draft_model,
 )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
+from gristmill.runtime.speculation import LoadDraft
 
 
 def check_draft_model(target: str | Path | Checkpoint, draft: str | Path) -> Checkpoint:
@@ -40,10 +44,18 @@ def check_draft_model(target: str | Path | Checkpoint, draft: str | Path) -> Che
     return opened
 
 
-def load_draft_model(checkpoint: Checkpoint, target: Model, policy: Policy | None) -> Model:
-    """The draft model on the target's device, in its dtype, with cache blocks of the same size; its KV cache is not quantized."""
-    plans = target.plans
-    return load_model(checkpoint, plans.dtype, None, plans.device, policy, plans.block_size)
+def open_draft_model(target: Checkpoint, draft: str | Path | None) -> LoadDraft:
+    """The loader of a draft model: on the target's device, in its dtype, as stored, with cache blocks of the same size; its KV cache is
+    not quantized. Raises as `check_draft_model`."""
+    if draft is None:
+        raise UsageError("speculation by a draft model needs its directory: draft:DIR")
+    checkpoint = check_draft_model(target, draft)
+
+    def load(model: Model, policy: Policy | None, quant: str | QuantScheme | torch.dtype | None) -> Model:
+        plans = model.plans
+        return load_model(checkpoint, plans.dtype, None, plans.device, policy, plans.block_size)
+
+    return load
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:

@@ -9,11 +9,11 @@ from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import Pause, Request, Scheduler, StepPlan
-from gristmill.runtime.speculation import DraftRequest, Proposer
+from gristmill.runtime.speculation import DraftRequest, Proposer, StateReader
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.gain import RequestGain, StepGains
 from gristmill.runtime.speculation.statistics import DraftCounts, SpeculationStatus
-from gristmill.runtime.speculation.verify import accepted_runs
+from gristmill.runtime.speculation.verify import accepted_runs, following_tokens
 
 
 class Speculator:
@@ -69,6 +69,15 @@ class Speculator:
         """The new tokens of each entry that samples, from the ids that were drawn for its rows; counts what was accepted."""
         entries = plan.sampling()
         runs = accepted_runs(entries, drawn)
+        if isinstance(self.proposer, StateReader):
+            of_entries, requests = iter(runs), self._scheduler.requests
+            following = [
+                following_tokens(
+                    entry, requests[entry.id].tokens, next(of_entries) if entry.samples else None
+                )
+                for entry in plan.entries
+            ]
+            self.proposer.computed(plan.entries, following)
         for entry, run in zip(entries, runs, strict=True):
             if entry.drafts:
                 accepted = len(run) - 1

@@ -27,6 +27,14 @@ def sampling_rows(entry: ScheduledRequest, row: SamplingRow) -> list[SamplingRow
     return [SamplingRow(row.params, row.seed, row.index + i) for i in range(1 + entry.drafts)]
 
 
+def following_tokens(entry: ScheduledRequest, tokens: Sequence[int], run: Sequence[int] | None) -> list[int]:
+    """The known tokens behind an entry's positions, from the first on. tokens: of the request before the step. run: as `accepted_runs`
+    returned it; None if the entry does not sample."""
+    if run is None:
+        return [*tokens[entry.start + 1 : entry.context + 1]]
+    return [*tokens[entry.start + 1 :], *(token for token in run if token >= 0)]
+
+
 def accepted_runs(entries: Sequence[ScheduledRequest], drawn: Sequence[int]) -> list[list[int]]:
     """For each entry its new tokens: the accepted drafts, then the first draw that differs, or the draw behind the last draft.
 

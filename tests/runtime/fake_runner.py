@@ -4,7 +4,8 @@ hangs on request. It computes as late as a device may: a step runs when its ids 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,12 @@ class LateStep:
     plan: StepPlan
     ids: list[Any] | None = None
     dropped: bool = False
+
+
+def _copied(entry: ScheduledRequest) -> ScheduledRequest:
+    copied = copy(entry)
+    copied.block_ids = list(entry.block_ids)
+    return copied
 
 
 class FakeRunner:
@@ -49,7 +56,7 @@ class FakeRunner:
         self.steps += 1
         sampling = [entry for entry in entries if entry.samples]
         assert len(rows) == sum(1 + entry.drafts for entry in sampling)
-        copies = [replace(entry, block_ids=list(entry.block_ids)) for entry in entries]
+        copies = [_copied(entry) for entry in entries]
         step = LateStep(StepPlan(0, copies, sum(entry.count for entry in entries)))
         self._launched.append(step)
         in_flight = sum(not step.dropped for step in self._launched)

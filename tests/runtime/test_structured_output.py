@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from gristmill.runtime.structured_output import Grammar, GrammarCompiler, StructuredOutput
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
 
@@ -166,7 +167,7 @@ def test_async_engine_compiles_beside_the_event_loop(shared: Callable[..., LLM])
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ({}, "is one of json_schema, regex, grammar and choice, got none"),
+        ({}, "is one of json_schema, regex, grammar, choice and structural_tag, got none"),
         ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
         ({"choice": []}, "choice must be texts"),
         ({"choice": "abc"}, "choice must be texts"),
@@ -214,3 +215,77 @@ def test_what_cannot_be_compiled_or_combined(
     monkeypatch.setattr(llm, "_compiler", None)
     with pytest.raises(UsageError, match=r"pip install 'gristmill\[structured\]'"):
         llm.generate("x", params(CASES[2][0]))
+
+
+CALL = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+}
+CALL |= {"additionalProperties": False}
+TAGS = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "the[add:", "schema": CALL, "end": "]"},
+        {"begin": "of(", "schema": json.dumps({"enum": [1, 2]}), "end": ")"},
+    ],
+    "triggers": ["the", "of"],
+}
+
+
+def test_structural_tags_bind_what_follows_a_trigger(shared: Callable[..., LLM]) -> None:
+    """Free text elsewhere; behind each trigger of the output stands a whole tag."""
+    llm, whole = shared(LLAMA), re.compile(r'the\[add:\{\s*"n"\s*:\s*\d\d?\s*\}\]|of\([12]\)')
+    cut = re.compile(r"(the(\[[^\]]*)?|of(\([12]?)?)$")
+    wishes = [
+        params(StructuredOutput(structural_tag=tag), seed)
+        for tag in (TAGS, json.dumps(TAGS))
+        for seed in (None, 1, 2)
+    ]
+    outputs = llm.generate(
+        [prompt(i) for i in range(len(wishes))], [replace(w, max_tokens=120) for w in wishes]
+    )
+    assert sum(len(whole.findall(one.text)) for one in outputs) > 4
+    for one in outputs:
+        assert re.search("the|of", cut.sub("", whole.sub("", one.text))) is None, one.text
+
+
+def test_a_structural_tag_may_begin_with_a_special_token(shared: Callable[..., LLM]) -> None:
+    """Text does not hold the token; behind it stands the tag."""
+    llm = shared(LLAMA)
+    tag = {"structures": [{"begin": "<|bos|>call", "schema": CALL, "end": "!"}], "triggers": ["<|bos|>"]}
+    text, call, other = (llm.tokenizer.encode(part) for part in ("some text", 'call{"n":7}!', "another"))
+    compiler = GrammarCompiler(
+        (oracle.MODELS / LLAMA / "tokenizer.json").read_text(), llm.config.vocab_size, llm.config.eos_ids
+    )
+    grammar = compiler.compile(StructuredOutput(structural_tag=tag))
+    assert grammar.allowed([*text, 0, *call, *text, 1]) == 2 * len(text) + len(call) + 2
+    assert grammar.allowed([*text, 0, *other]) == len(text) + 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("{", "is not JSON"),
+        ({"format": {}}, "other entries"),
+        ({"structures": [], "triggers": ["<"]}, "at least one structure"),
+        ({"structures": TAGS["structures"], "triggers": "the"}, "triggers are texts"),
+        ({"structures": TAGS["structures"], "triggers": ["the", ""]}, "none of them empty"),
+        (
+            {"structures": TAGS["structures"], "triggers": ["the"]},
+            r"starts with a trigger of \['the'\], got 'of\('",
+        ),
+        ({"structures": [{"begin": "the"}], "triggers": ["the"]}, "a structure, got"),
+        (
+            {"structures": [{"begin": "the", "schema": 3, "end": ""}], "triggers": ["the"]},
+            "schema is a mapping or text",
+        ),
+        (
+            {"structures": [{"begin": "the", "schema": "{} start: TEXT", "end": ""}], "triggers": ["the"]},
+            "the schema behind 'the' is not JSON",
+        ),
+    ],
+)
+def test_mistakes_in_structural_tags(tag: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        StructuredOutput(structural_tag=tag)

@@ -26,7 +26,7 @@ def test_what_a_plan_says(scheduler: Scheduler) -> None:
     a, b = plan.entries
     assert (a.id, a.start, a.count, a.samples, a.tokens) == ("a", 0, 10, True, list(range(10)))
     assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 0, 22, False, list(range(5, 27)))
-    assert (plan.num_tokens, plan.max_query, plan.max_context, plan.total_context) == (32, 22, 22, 32)
+    assert (plan.num_tokens, [entry.context for entry in plan.entries]) == (32, [10, 22])
     assert plan.sampling() == [a]
     assert len(a.new_blocks) == 3 and len(b.new_blocks) == 6 and a.block_ids == []
     scheduler.commit(plan)

@@ -163,6 +163,20 @@ class AllocatesOneTooFew(Planner):
         super()._schedule(request, start, tokens, samples, new[:-1] if len(new) > 2 else new, drafts)
 
 
+class PlansBehindItsBlocks(Scheduler):
+    """Planted fault: a request counts as steady up to its end, whatever blocks it has."""
+
+    def _steady(self, request: Request) -> int:
+        return request.limit - 1 if super()._steady(request) else 0
+
+
+class StaysSteady(Scheduler):
+    """Planted fault: a request whose prompt is not complete counts as steady."""
+
+    def _steady(self, request: Request) -> int:
+        return min(request.limit - 1, len(request.block_ids) * self.config.block_size)
+
+
 class IgnoresBudget(Planner):
     def _chunk(self, start: int, known: int) -> int:
         return known - start
@@ -209,7 +223,15 @@ def with_pool_plan(kind: type[PoolPlan]) -> Scheduler:
 
 @pytest.mark.parametrize(
     "fault",
-    [LeaksABlock, FreesTwice, KeepsComputedOnPreemption, AdvancesTooFar, LosesAPreempted],
+    [
+        LeaksABlock,
+        FreesTwice,
+        KeepsComputedOnPreemption,
+        AdvancesTooFar,
+        LosesAPreempted,
+        PlansBehindItsBlocks,
+        StaysSteady,
+    ],
 )
 def test_faults_of_the_scheduler_are_caught(fault: type[Scheduler]) -> None:
     assert not verdict(lambda: fault(CONFIG))
@@ -363,6 +385,8 @@ class RunsPastTheEnd(Scheduler):
         RegistersInFlight,
         GivesRowsTwice,
         RunsPastTheEnd,
+        PlansBehindItsBlocks,
+        StaysSteady,
         LeaksABlock,
         FreesTwice,
     ],

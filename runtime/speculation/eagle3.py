@@ -1,0 +1,211 @@
+"""Drafts from an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840): a decoder layer that was trained on the outputs of three layers of its target.
+
+The outputs are projected to one state. Beside it stands the embedding of the next token: the queries, keys and values of the layer come from
+both, 2 · hidden wide. A further draft is drawn from the head's own state. Heads predict a part of the vocabulary: `d2t` holds, for each
+token of theirs, how far the target's id is from it.
+
+A head is read as its authors and SpecForge publish it: `fc`, `midlayer`, `norm`, `lm_head`, `d2t`. The embedding is the target's, and so is
+the logits head of one that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.formats.contract import owned
+from gristmill.runtime.batch import Batch
+from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.config import Fields, ModelConfig
+from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
+from gristmill.runtime.layers.attention import Attention
+from gristmill.runtime.layers.embedding import Embedding, LogitsHead
+from gristmill.runtime.layers.linear import Summand, load_linear
+from gristmill.runtime.layers.mlp import MLP
+from gristmill.runtime.layers.norm import RMSNorm
+from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.runtime.loader.config import parse_config
+from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.models import Model, families
+from gristmill.runtime.models.llama import attention, mlp
+from gristmill.runtime.speculation import LoadDraft, ProposerSpec
+from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel, HiddenStateProposer
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+
+
+def head_config(head: Checkpoint, target: ModelConfig) -> ModelConfig:
+    """The configuration of a head for this target. extra: `layers` of the target, `draft_vocab`, `norm_before_residual`.
+
+    Raises:
+        ConfigError: config.json is not that of an EAGLE-3 head. UsageError: it is, of another target.
+    """
+    data, generation, origin = head.config()
+    fields = Fields(data, origin)
+    names = fields.get("architectures", list)
+    if not set(names) & set(ARCHITECTURES):
+        raise ConfigError(
+            f"{origin}: an EAGLE-3 head has architecture {' or '.join(ARCHITECTURES)}, got {names}"
+        )
+    c = parse_config({**data, "architectures": ["LlamaForCausalLM"]}, generation, origin)
+    if c.num_layers != 1 or c.quantization is not None:
+        raise ConfigError(
+            f"{origin}: a head of one layer in floats is read, got num_hidden_layers = {c.num_layers}, quantization_config = "
+            f"{c.quantization}"
+        )
+    wide = fields.size("target_hidden_size", c.hidden_size)
+    if (wide, c.hidden_size, c.vocab_size) != (target.hidden_size, target.hidden_size, target.vocab_size):
+        raise UsageError(
+            f"EAGLE-3 head {head.path}: made for a target with hidden size {wide} and {c.vocab_size} tokens, and its own hidden size is "
+            f"{c.hidden_size}; the model has {target.hidden_size} and {target.vocab_size}"
+        )
+    eagle = Fields(fields.get("eagle_config", dict, {}), f"{origin}: eagle_config")
+    count = target.num_layers
+    layers = eagle.get("eagle_aux_hidden_state_layer_ids", list, None) or [1, count // 2 - 1, count - 4]
+    sound = len(set(layers)) == 3 and all(type(i) is int and 0 <= i < count for i in layers)
+    if not sound or not eagle.flag("use_aux_hidden_state", True):
+        raise UsageError(
+            f"EAGLE-3 head {head.path} reads the outputs of the layers {layers}: three different ones of the model's {count} are needed"
+        )
+    extra = {
+        "layers": tuple(layers),
+        "draft_vocab": fields.size("draft_vocab_size", c.vocab_size),
+        "norm_before_residual": fields.flag("norm_before_residual", False),
+    }
+    return replace(c, max_position=max(c.max_position, target.max_position), extra=extra)
+
+
+def table(c: ModelConfig, has_head: bool) -> WeightTable:
+    """Tensors of a head -> parameters. has_head: it has a logits head of its own."""
+    hidden = c.hidden_size
+    weights = [
+        Weight("join", ("fc",), (hidden,), 3 * hidden, "linear"),
+        Weight("token_norm", ("midlayer.input_layernorm.weight",), (hidden,)),
+        Weight("hidden_norm", ("midlayer.hidden_norm.weight",), (hidden,)),
+        *_attention(c),
+        Weight("mlp_norm", ("midlayer.post_attention_layernorm.weight",), (hidden,)),
+        *mlp(c, "layer", "midlayer.mlp"),
+        Weight("norm", ("norm.weight",), (hidden,)),
+    ]
+    if has_head:
+        weights.append(Weight("head", ("lm_head.weight",), (c.extra["draft_vocab"],), hidden))
+    return WeightTable(tuple(weights), ("d2t", "t2d", "embed_tokens.weight", "*.rotary_emb.inv_freq"))
+
+
+def _attention(c: ModelConfig) -> Iterator[Weight]:
+    for weight in attention(c, "layer", "midlayer.self_attn"):
+        yield replace(weight, columns=2 * c.hidden_size) if weight.target == "layer.qkv" else weight
+
+
+class EagleHead(HiddenStateModel):
+    """The layer, with the target's embedding. places: the target's ids of its tokens, int64 [draft vocab]; None = the same ids."""
+
+    def __init__(
+        self, c: ModelConfig, weights: Weights, plans: Plans, target: Any, places: Tensor | None
+    ) -> None:
+        super().__init__(c, plans)
+        self.target_layers = c.extra["layers"]
+        self.embedding: Embedding = target.embedding
+        self.join = load_linear(plans, weights, "join")
+        self.token_norm, self.hidden_norm, self.mlp_norm, self.norm = (
+            RMSNorm(plans, weights.tensor(name), c.rms_eps)
+            for name in ("token_norm", "hidden_norm", "mlp_norm", "norm")
+        )
+        self.attention = Attention(c, plans, weights, "layer", Rope(plans, c))
+        self.mlp = MLP(plans, weights, "layer")
+        self.head: LogitsHead = target.head
+        if "lm_head.weight" in weights.checkpoint:
+            self.head = LogitsHead(plans, owned(weights.vocabulary("head")), weights.shared_ranges("head"))
+        self.places = places
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """[rows, 3 · hidden] -> [rows, hidden]."""
+        return self.join(hidden)
+
+    def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
+        """The layer's states [tokens, hidden], before its last norm."""
+        tokens = len(batch.tokens)
+        hidden = self.inputs[:tokens]
+        normed = self.hidden_norm(hidden)
+        residual = normed.clone() if self.config.extra["norm_before_residual"] else hidden.clone()
+        embedded = self.token_norm(self.embedding(batch.tokens))
+        x = self.attention(torch.cat((embedded, normed), -1), batch, cache.layers[0])
+        y = self.mlp(self.mlp_norm.add(x, residual))
+        residual += y.x if isinstance(y, Summand) else y
+        self.outputs[:tokens] = residual
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] of `forward` -> [rows, vocab of the target]; tokens that the head does not know are impossible."""
+        logits = self.head(self.norm(hidden))
+        if self.places is None:
+            return logits
+        return logits.new_full((len(logits), self.config.vocab_size), -torch.inf).index_copy_(
+            1, self.places, logits
+        )
+
+
+def open_head(target: Checkpoint, model: str | Path | None) -> LoadDraft:
+    """The loader of a head. Raises as `head_config`; UsageError: the target does not hand over the outputs of its layers;
+    CheckpointError: a vocabulary map that is missing or none."""
+    if model is None:
+        raise UsageError("speculation by an EAGLE-3 head needs its directory: eagle3:DIR")
+    head, of_target = open_checkpoint(model), parse_config(*target.config())
+    if not hasattr(families()[of_target.architecture].model, "taps"):
+        raise UsageError(
+            f"EAGLE-3 head {head.path}: {of_target.architecture} does not hand over the outputs of its layers"
+        )
+    c = head_config(head, of_target)
+    places = _places(head, c)
+    weights_of = table(c, "lm_head.weight" in head)
+
+    def load(of: Model, policy: Policy | None, quant: str | QuantScheme | torch.dtype | None) -> Model:
+        plans = Plans(of.plans.device, of.plans.dtype, policy, of.plans.block_size)
+        weights = Weights(head, weights_of, plans.dtype, plans.device)
+        made = EagleHead(c, weights, plans, of, None if places is None else places.to(plans.device))
+        weights.finish()
+        return made
+
+    return load
+
+
+def _places(head: Checkpoint, c: ModelConfig) -> Tensor | None:
+    """The target's ids of the head's tokens; None = the same."""
+    count = c.extra["draft_vocab"]
+    if "d2t" not in head:
+        if count != c.vocab_size:
+            raise CheckpointError(
+                f"{head.path} has no tensor d2t, the target's ids of its {count} tokens, and the target has {c.vocab_size}"
+            )
+        return None
+    if "lm_head.weight" not in head:
+        raise CheckpointError(
+            f"{head.path} has the vocabulary map d2t, and no tensor lm_head.weight that it is for"
+        )
+    places = head.read("d2t", (count,), dtypes=(torch.int64,)) + torch.arange(count)
+    if int(places.min()) < 0 or int(places.max()) >= c.vocab_size or len(places.unique()) != count:
+        raise CheckpointError(
+            f"{head.path}: d2t must hold the distance from each of {count} tokens to a different id of the target, below {c.vocab_size}"
+        )
+    return places
+
+
+PROPOSER = ProposerSpec(
+    name="eagle3",
+    summary="an EAGLE-3 head that was trained for the model: eagle3:DIR, eagle3:DIR:TOKENS",
+    tokens=3,
+    make=HiddenStateProposer,
+    takes_model=True,
+    open=open_head,
+    shares_blocks=True,
+)
