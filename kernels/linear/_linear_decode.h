@@ -192,6 +192,22 @@ struct Bf16 {
 
 enum : int { kNone = -1, kE8M0 = 20, kI8 = 21, kE4M3 = GM_F8E4M3 };
 
+// Signed bytes, as many as a register has floats.
+inline gm::vf load_i8(const int8_t* from) {
+#if GM_X86_AVX512
+  return (gm::vf)_mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif GM_X86_AVX2
+  return (gm::vf)_mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  typedef int8_t bytes __attribute__((vector_size(gm::kLanes)));
+  bytes b;
+  std::memcpy(&b, from, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, gm::vi), gm::vf);
+#endif
+}
+
 inline V load16(const void* base, int type, int64_t index) {
   V v;
   const int64_t at = index * kRows;
@@ -204,14 +220,14 @@ inline V load16(const void* base, int type, int64_t index) {
       v.p[i] = gm::load(static_cast<const float*>(base) + o);
     else if (type == GM_F16)
       v.p[i] = gm::load(static_cast<const gm::f16*>(base) + o);
+    else if (type == kI8)
+      v.p[i] = load_i8(static_cast<const int8_t*>(base) + o);
     else {
       typedef uint8_t bytes __attribute__((vector_size(gm::kLanes)));
       bytes b;
       std::memcpy(&b, static_cast<const uint8_t*>(base) + o, sizeof b);
       const gm::vu u = __builtin_convertvector(b, gm::vu);
-      if (type == kI8)
-        v.p[i] = __builtin_convertvector((gm::vi)(u << 24) >> 24, gm::vf);
-      else if (type == kE4M3)
+      if (type == kE4M3)
         v.p[i] = e4m3_to_float(u << 24);
       else if (type == kE8M0)
         v.p[i] = (gm::vf)(u == 0u ? gm::vu{} + 0x400000u : u == 255u ? gm::vu{} + 0x7fc00000u : u << 23);

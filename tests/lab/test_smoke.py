@@ -98,6 +98,7 @@ MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" /
 FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "attention_cpu": (as_it_is, "--cases smallest --rounds 1 --out OUT"),
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
+    "cpu_models": (small_file, "--kinds Q8_0 --layers 1 --prompt 16 --rounds 1 --out OUT"),
     "engine": (
         as_it_is,
         f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
@@ -147,7 +148,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 
-SLOW = ("engine", "engine_turns", "first_token")
+SLOW = ("cpu_models", "engine", "engine_turns", "first_token")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
 
 
