@@ -236,7 +236,7 @@ def test_faults_show(
         assert (difference > 1e-3) == (fault is not None), fault
 
 
-@pytest.mark.parametrize("state", ["plain", "preemption"])
+@pytest.mark.parametrize("state", ["plain", pytest.param("preemption", marks=pytest.mark.slow)])
 def test_same_ids(make: Callable[..., LLM], shared: Callable[..., LLM], folder: Path, state: str) -> None:
     llm = make(LLAMA, speculate=drafted(folder), **STATES[state])
     proposer = proposer_of(llm)

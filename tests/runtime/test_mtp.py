@@ -232,7 +232,14 @@ def test_faults_show(
         assert (difference > 1e-3) == (fault is not None), fault
 
 
-@pytest.mark.parametrize("state", ["plain", "preemption", "chunks", "no prefix cache"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "plain",
+        "preemption",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("chunks", "no prefix cache")),
+    ],
+)
 def test_same_ids(make: Callable[..., LLM], shared: Callable[..., LLM], folder: Path, state: str) -> None:
     llm = make(folder, speculate=drafted(), **STATES[state])
     proposer = proposer_of(llm)
