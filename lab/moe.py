@@ -29,6 +29,8 @@ from lab.attention_timing import Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
 
 KERNELS = "moe_sm90,moe_chain_w_triton"
+SILU = (None, None, False, 0.0, 0.0)
+"""The arguments after the workspace: no biases, and no clamped activation with its alpha and limit."""
 READ_FLOOR, MATRIX_FLOOR = 4.5e6, 785e6
 """Bytes and operations per microsecond of an H200."""
 
@@ -106,7 +108,7 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callabl
     inner = inputs.problem.integer("i")
     for number, arguments in enumerate(inputs.sets):
         w13, w2 = copies[number % len(copies)]
-        calls.append(partial(launch, config, *arguments, w13, w2, inner, space, inputs.out))
+        calls.append(partial(launch, config, *arguments, w13, w2, inner, space, *SILU, inputs.out))
     return calls
 
 
