@@ -249,7 +249,7 @@ def test_moe_against_the_reference(kind: str, tokens: int) -> None:
         )
         ids = routing(kind, tokens, 3, 6)
         problem = moe_op.OP.problem(f"m={tokens},top_k=3,e=6,h=256,i={inner},w={scheme}")
-        arguments = [x, scores, ids, first, second, inner, None]
+        arguments = [x, scores, ids, first, second, inner, None, *SILU]
         out = moe(arguments, problem, None)
         ref = moe_op.reference(x, scores, ids, first, second)
         assert moe_op.error(problem, arguments, [out], [ref]) <= moe_op.tolerance(problem).limit, (
@@ -299,7 +299,7 @@ def test_faults_are_seen(fault: str) -> None:
         given[0], given[1] = scores[1], scores[0]
     wrong = QuantTensor(first.codes, scales, first.shape, first.scheme)
     out = moe([x, given, ids, wrong, second, 256, None], problem, None)
-    error = moe_op.error(problem, [x, scores, ids, first, second], [out], [ref])
+    error = moe_op.error(problem, [x, scores, ids, first, second, 256, None, *SILU], [out], [ref])
     assert error > moe_op.tolerance(problem).limit
 
 
