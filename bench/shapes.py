@@ -265,7 +265,10 @@ class _Shape:
             groups = f",n_group={self._int('n_group')},topk_group={self._int('topk_group')},scoring=sigmoid,bias=true"
         yield "grouped_topk", f"m={m},e={e},top_k={top_k}{groups}", layers, "choice of experts"
         share = self._share(inner, "the experts' intermediate size")
-        yield "moe", f"m={m},top_k={top_k},e={e},h={self.h},i={share},w={self.expert_w}", layers, "experts"
+        text = f"m={m},top_k={top_k},e={e},h={self.h},i={share},w={self.expert_w}"
+        if self.kind == "gpt_oss":
+            text += ",epilogue=w13_bias+w2_bias+clamp"
+        yield "moe", text, layers, "experts"
         if shared := self._int("n_shared_experts", 0):
             yield from self._mlp(m, shared * inner, layers, "shared experts")
 

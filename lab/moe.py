@@ -22,13 +22,14 @@ import torch
 from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.moe._clamped import ALPHA, LIMIT
 from gristmill.kernels.moe.moe import OP
 from gristmill.kernels.random_inputs import Draw
 from gristmill.quant import QuantTensor, pack, quantize
 from lab.attention_timing import Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
 
-KERNELS = "moe_sm90,moe_chain_w_triton"
+KERNELS = "moe_sm90,moe_epilogue_sm90,moe_chain_w_triton"
 READ_FLOOR, MATRIX_FLOOR = 4.5e6, 785e6
 """Bytes and operations per microsecond of an H200."""
 
@@ -43,23 +44,35 @@ class Case:
     inner: int
     scheme: str
     tokens: int
+    epilogue: str = "none"
 
     @property
     def problem(self) -> str:
-        return f"m={self.tokens},top_k={self.top_k},e={self.experts},h={self.hidden},i={self.inner},w={self.scheme}"
+        sizes = f"m={self.tokens},top_k={self.top_k},e={self.experts},h={self.hidden},i={self.inner}"
+        return f"{sizes},w={self.scheme},epilogue={self.epilogue}"
 
 
+GPT_OSS = "w13_bias+w2_bias+clamp"
 LAYERS = (
     ("e128", (128, 8, 2048, 768, "int4_g128")),
     ("e8", (8, 2, 4096, 14336, "int4_g128")),
     ("e32", (32, 4, 2880, 2880, "mxfp4")),
 )
-"""The experts of Qwen3-30B-A3B, Mixtral 8x7B and gpt-oss-20b."""
+"""The experts of Qwen3-30B-A3B, Mixtral 8x7B and, without biases and clamp, gpt-oss-20b."""
 CASES = {
     f"{name}_{layer[4]}_{tokens}": Case(*layer, tokens)
     for name, layer in LAYERS
     for tokens in (1, 16, 64, 256, 1024, 4096)
-} | {"smallest": Case(3, 2, 64, 32, "int4_ch", 3)}
+}
+CASES |= {
+    f"gptoss_e{experts}_mxfp4_{tokens}": Case(experts, 4, 2880, 2880, "mxfp4", tokens, GPT_OSS)
+    for experts in (32, 128)
+    for tokens in (1, 16, 64, 256, 1024, 4096)
+}
+CASES |= {
+    "smallest": Case(3, 2, 64, 32, "int4_ch", 3),
+    "smallest_clamped": Case(3, 2, 64, 32, "mxfp4", 3, GPT_OSS),
+}
 
 
 class Inputs:
@@ -80,6 +93,12 @@ class Inputs:
             ids = Draw(self.problem, seed, DEVICE).experts(case.tokens, case.top_k, power=1.5, foreign=0.0)
             x = torch.randn(case.tokens, h, device=DEVICE, dtype=torch.bfloat16)
             self.sets.append((x, torch.rand(case.tokens, case.top_k, device=DEVICE), ids.to(DEVICE)))
+        flags = self.problem.flags("epilogue")
+        biases = [
+            torch.randn(e, n, device=DEVICE, dtype=torch.bfloat16) if name in flags else None
+            for name, n in (("w13_bias", 2 * i), ("w2_bias", h))
+        ]
+        self.epilogue = (*biases, "clamp" in flags, ALPHA, LIMIT)
         counts = torch.bincount(self.sets[0][2].flatten().long(), minlength=e)
         self.distinct, self.fullest = int((counts > 0).sum()), int(counts.max())
 
@@ -106,13 +125,18 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callabl
     inner = inputs.problem.integer("i")
     for number, arguments in enumerate(inputs.sets):
         w13, w2 = copies[number % len(copies)]
-        calls.append(partial(launch, config, *arguments, w13, w2, inner, space, inputs.out))
+        calls.append(partial(launch, config, *arguments, w13, w2, inner, space, *inputs.epilogue, inputs.out))
     return calls
 
 
 def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, seconds: float) -> dict[str, Any]:
     """The row of a case: samples and medians in microseconds, and the floors of what the first routing reads and multiplies."""
     case = CASES[name]
+    problem = OP.problem(case.problem)
+    refused = {name: default_registry().kernel(OP.name, name).accepts(problem) for name in kernels}
+    kernels = [name for name in kernels if refused[name] is None]
+    if not kernels:
+        raise ValueError(f"{name}: no kernel runs it: {refused}")
     inputs = Inputs(case)
     samples, us, difference = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds)
     read = inputs.distinct * inputs.expert_bytes + 4 * case.tokens * case.hidden
@@ -120,6 +144,7 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     return {
         "case": name,
         "problem": str(inputs.problem),
+        "refused": {name: reason for name, reason in refused.items() if reason is not None},
         "copies": inputs.copies,
         "routings": len(inputs.sets),
         "distinct_experts": inputs.distinct,

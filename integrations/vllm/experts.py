@@ -18,6 +18,9 @@ from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor, Tensors, concat, pack, stack
 from gristmill.quant.formats.contract import owned
 
+SILU = (None, None, False, 0.0, 0.0)
+"""Arguments of `moe` after the workspace: no biases, and no clamped activation with its alpha and limit."""
+
 
 def unserved_experts(moe: Any, scheme: str | None, device: torch.device) -> str | None:
     """Why vLLM keeps the experts of a `FusedMoEConfig`, None if they are served."""
@@ -121,6 +124,6 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
         """x [T, H], weights float32 and ids int32 [T, K] -> [T, H]."""
         out = torch.empty_like(x)
         torch.ops.gristmill.moe.out(
-            x, topk_weights, topk_ids, self.w13, self.w2, self.inner, None, self.handle, out
+            x, topk_weights, topk_ids, self.w13, self.w2, self.inner, None, *SILU, self.handle, out
         )
         return out

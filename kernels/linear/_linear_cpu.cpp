@@ -261,7 +261,8 @@ void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, type
 
 template <Format F, class M, int S, class T>
 int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual,
-        T* out, bool silu) {
+        T* out, const Gating& gating) {
+  const bool silu = gating.kind != kUngated;
   const int64_t most = whole_tiles(smaller(m, kChunkRows)), columns_out = silu ? j.n / 2 : j.n;
   const size_t acts = (size_t(most) * j.columns / M::kColumns * sizeof(typename M::Act) + 63) / 64 * 64;
   const size_t sums = j.zero_type == kNone ? 0 : (size_t(most) * j.groups * 4 + 63) / 64 * 64;
@@ -293,7 +294,8 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     else
       code = run_buffered<F, M, S, T>(j, o);
     if (!silu || code != GM_OK) continue;
-    code = silu_mul(zs, added, to, j.rows, columns_out);
+    code = gating.kind == kClamped ? clamped(zs, to, j.rows, columns_out, gating)
+                                   : silu_mul(zs, added, to, j.rows, columns_out);
   }
   std::free(scratch);
   return code;
@@ -301,45 +303,36 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
 
 template <Format F, class M, class T>
 int by_scale(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias,
-             const T* residual, T* out, bool silu) {
+             const T* residual, T* out, const Gating& gating) {
   if constexpr (F == Format::e2m1) {
     if (j.scale_type == kE4M3 && j.zero_type == kNone)
-      return run<F, M, kE4M3, T>(j, x, stride, perm, m, bias, residual, out, silu);
+      return run<F, M, kE4M3, T>(j, x, stride, perm, m, bias, residual, out, gating);
     if (j.scale_type == kE8M0 && j.zero_type == kNone)
-      return run<F, M, kE8M0, T>(j, x, stride, perm, m, bias, residual, out, silu);
+      return run<F, M, kE8M0, T>(j, x, stride, perm, m, bias, residual, out, gating);
   }
-  return run<F, M, kAny, T>(j, x, stride, perm, m, bias, residual, out, silu);
+  return run<F, M, kAny, T>(j, x, stride, perm, m, bias, residual, out, gating);
 }
 
 template <Format F, class T>
 int by_math(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias,
-            const T* residual, T* out, bool silu) {
+            const T* residual, T* out, const Gating& gating) {
 #if GM_X86_BF16
   if constexpr (F != Format::f32 && F != Format::f16)
     if constexpr (__is_same(T, gm::bf16))
-      return by_scale<F, Bf16, T>(j, x, stride, perm, m, bias, residual, out, silu);
+      return by_scale<F, Bf16, T>(j, x, stride, perm, m, bias, residual, out, gating);
 #endif
-  return by_scale<F, F32, T>(j, x, stride, perm, m, bias, residual, out, silu);
+  return by_scale<F, F32, T>(j, x, stride, perm, m, bias, residual, out, gating);
 }
 
-}  // namespace
-
-// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n], or [m, n / 2] when
-// silu is 1 (first half of the rows is the gate). bias [n], residual like out, both of x's dtype or null.
-// columns: K' of the packing; group: columns a scale covers (columns itself when there is one scale per row).
-// format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16. scale_type, zero_type: dtype codes, 20 =
-// E8M0, -1 = none. implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or
-// null.
-GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
-                            const void* zeros, const void* row_scale, const void* perm, const void* bias,
-                            const void* residual, void* out, int64_t m, int64_t n, int64_t k, int64_t columns,
-                            int64_t group, int format, int scale_type, int zero_type, int implicit_zero,
-                            int silu, int dtype) {
+int linear_rows(const void* x, int64_t x_row_stride, const void* codes, const void* scales, const void* zeros,
+                const void* row_scale, const void* perm, const void* bias, const void* residual, void* out,
+                int64_t m, int64_t n, int64_t k, int64_t columns, int64_t group, int format, int scale_type,
+                int zero_type, int implicit_zero, const Gating& gating, int dtype) {
   if (m < 0 || n < 1 || k < 1 || columns < k * (perm == nullptr) || columns % 16 || group < 8 || group % 8 ||
       columns % group)
     return GM_E_SHAPE;
   if (group != columns && kChunkColumns % group) return GM_E_SHAPE;
-  if (silu && n % 2) return GM_E_SHAPE;
+  if (gating.kind != kUngated && n % 2) return GM_E_SHAPE;
   if (m == 0) return GM_OK;
   static const int bits[7] = {4, 4, 8, 8, 32, 16, 16};
   if (format < 0 || format > 6) return GM_E_ARG;
@@ -364,7 +357,7 @@ GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* cod
   case int(Format::F):                                                                         \
     return by_math<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m,          \
                                  static_cast<const T*>(bias), static_cast<const T*>(residual), \
-                                 static_cast<T*>(out), silu != 0)
+                                 static_cast<T*>(out), gating)
   GM_DISPATCH_FLOAT(dtype, T, {
     switch (format) {
       LINEAR_FORMAT(int4);
@@ -377,4 +370,34 @@ GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* cod
     }
   })
   return GM_E_ARG;
+}
+
+}  // namespace
+
+// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n], or [m, n / 2] when
+// silu is 1 (first half of the rows is the gate). bias [n], residual like out, both of x's dtype or null.
+// columns: K' of the packing; group: columns a scale covers (columns itself when there is one scale per row).
+// format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16. scale_type, zero_type: dtype codes, 20 =
+// E8M0, -1 = none. implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or
+// null.
+GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
+                            const void* zeros, const void* row_scale, const void* perm, const void* bias,
+                            const void* residual, void* out, int64_t m, int64_t n, int64_t k, int64_t columns,
+                            int64_t group, int format, int scale_type, int zero_type, int implicit_zero,
+                            int silu, int dtype) {
+  return linear_rows(x, x_row_stride, codes, scales, zeros, row_scale, perm, bias, residual, out, m, n, k,
+                     columns, group, format, scale_type, zero_type, implicit_zero,
+                     {silu != 0 ? kSilu : kUngated, 0, 0}, dtype);
+}
+
+// The same for gate and up of an expert with the clamped activation (see Gating) in place of silu * up; no
+// residual.
+GM_KERNEL(gm_linear_rows16_clamped)(const void* x, int64_t x_row_stride, const void* codes,
+                                    const void* scales, const void* zeros, const void* row_scale,
+                                    const void* perm, const void* bias, void* out, int64_t m, int64_t n,
+                                    int64_t k, int64_t columns, int64_t group, int format, int scale_type,
+                                    int zero_type, int implicit_zero, float alpha, float limit, int dtype) {
+  return linear_rows(x, x_row_stride, codes, scales, zeros, row_scale, perm, bias, nullptr, out, m, n, k,
+                     columns, group, format, scale_type, zero_type, implicit_zero, {kClamped, alpha, limit},
+                     dtype);
 }

@@ -40,6 +40,37 @@ void finish(const Job& j, const Output<T>& o, int64_t block0, int64_t count, int
       }
 }
 
+// What follows gate and up: nothing, silu(gate) * up, or g * sigmoid(alpha * g) * (u + 1) with g = min(gate,
+// limit) and u = clamp(up, -limit, limit).
+enum Gate : int { kUngated = 0, kSilu = 1, kClamped = 2 };
+struct Gating {
+  Gate kind;
+  float alpha, limit;
+};
+
+// The clamped activation of z [rows][2 * columns], gate first -> out [rows][columns].
+template <class T>
+int clamped(const float* z, T* out, int64_t rows, int64_t columns, const Gating& gating) {
+  const float alpha = gating.alpha, limit = gating.limit;
+  return gm::parallel_for(rows, 16384 / columns + 1, [=](int64_t begin, int64_t end) {
+    const gm::vf most = gm::splat(limit), least = gm::splat(-limit);
+    for (int64_t r = begin; r < end; ++r) {
+      const float *gate = z + r * 2 * columns, *up = gate + columns;
+      for (int64_t c = 0; c < columns; c += gm::kLanes) {
+        const int64_t left = smaller(columns - c, gm::kLanes), at = r * columns + c;
+        const bool full = left == gm::kLanes;
+        gm::vf g = full ? gm::load(gate + c) : gm::load(gate + c, left);
+        gm::vf u = full ? gm::load(up + c) : gm::load(up + c, left);
+        g = g > most ? most : g;  // a comparison with NaN is false: NaN passes through
+        u = u > most ? most : u;
+        u = u < least ? least : u;
+        const gm::vf v = g / (1.0f + gm::exp(-(alpha * g))) * (u + 1.0f);
+        full ? gm::store(out + at, v) : gm::store(out + at, v, left);
+      }
+    }
+  });
+}
+
 // silu(gate) * up + added of z [rows][2 * columns], gate first -> out [rows][columns]; added like out, or
 // null.
 template <class T>

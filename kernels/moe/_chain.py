@@ -27,6 +27,16 @@ class Parts:
     combine: Callable[..., None]
 
 
+class Epilogue(NamedTuple):
+    """What the products have beside silu(gate) · up: biases [E, 2 I] and [E, H] or None, and the clamped activation of `_clamped`."""
+
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    clamp: bool
+    alpha: float
+    limit: float
+
+
 def pieces(entries: int, experts: int, hidden: int, inner: int, item: int) -> tuple[int, ...]:
     """Bytes of offsets, permutation, inverse, activations and expert rows."""
     return 4 * (experts + 1), 4 * entries, 4 * entries, entries * inner * item, entries * hidden * item
@@ -117,6 +127,7 @@ def run(
     inner: int,
     experts: int,
     space: Tensor | None,
+    epilogue: Epilogue,
     out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the parts."""
@@ -125,6 +136,7 @@ def run(
         return
     offsets, permutation, inverse, acts, rows = views(space, x, ids.numel(), experts, inner)
     parts.permute(ids, experts, offsets, permutation, inverse)
-    parts.first(x, w13, offsets, permutation, top_k, True, 2 * inner, acts)
-    parts.second(acts, w2, offsets, None, 1, False, hidden, rows)
+    w13_bias, w2_bias, clamp, alpha, limit = epilogue
+    parts.first(x, w13, offsets, permutation, top_k, True, 2 * inner, w13_bias, clamp, alpha, limit, acts)
+    parts.second(acts, w2, offsets, None, 1, False, hidden, w2_bias, False, alpha, limit, rows)
     parts.combine(rows, inverse, weights, out)

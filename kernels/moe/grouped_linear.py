@@ -1,4 +1,4 @@
-"""Grouped linear: rows sorted by expert, each times its own expert's weight, dense or quantized."""
+"""Grouped linear: rows sorted by expert, each times its own expert's weight, dense or quantized, and its epilogue."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
 from gristmill.kernels.linear.linear import (
     as_quant,
-    check,
     gated,
     gated_error,
     pack,
     worst_column,
 )
+from gristmill.kernels.linear.linear import check as fits
+from gristmill.kernels.moe._clamped import ALPHA, INPUT_LIMIT, LIMIT, clamped, clamped_error
 from gristmill.kernels.moe.permute import reference as permute
 from gristmill.kernels.quantized_inputs import random_weight
 from gristmill.kernels.random_inputs import Draw
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from gristmill.kernels.linear.linear import WeightLike
 
-EPILOGUE = ("silu_mul",)
+EPILOGUE = ("bias", "silu_mul", "clamp")
 
 
 def reference(
@@ -38,13 +39,18 @@ def reference(
     top_k: int = 1,
     silu_mul: bool = False,
     n: int = 0,
+    bias: torch.Tensor | None = None,
+    clamp: bool = False,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
 ) -> torch.Tensor:
     """x, a QuantTensor [E, N, K] (or one dense tensor, or a list of it), expert_offsets int32 [E + 1] -> [P, N or N / 2].
 
     Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
-    x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
-    float32 inside, rounded once to x's dtype. Rows past those of the last expert are 0, and their entries in permutation are not
-    read. Reads the offsets on the host.
+    x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. bias [E, N], in x's dtype: bias[e] is added.
+    silu_mul: then silu(first N / 2 columns) · the others. clamp, with silu_mul: instead g · sigmoid(alpha · g) · (u + 1), where
+    g = min(gate, limit) and u = clamp(up, -limit, limit). float32 inside, rounded once to x's dtype. Rows past those of the last
+    expert are 0, and their entries in permutation are not read. Reads the offsets on the host.
     """
     import torch
 
@@ -56,18 +62,42 @@ def reference(
     for e, expert in enumerate(weight.experts()):
         part = slice(offsets[e], offsets[e + 1])
         if part.start < part.stop:
-            out[part] = rows[part].float() @ expert.dequantize().T
-    return (gated(out) if silu_mul else out).to(x.dtype)
+            y = rows[part].float() @ expert.dequantize().T
+            out[part] = y if bias is None else y + bias[e].float()
+    if silu_mul:
+        out = clamped(out, alpha, limit) if clamp else gated(out)
+    return out.to(x.dtype)
+
+
+def check(problem: Problem) -> str | None:
+    """Why the axes of `problem` are inconsistent; None if they are not."""
+    flags = problem.flags("epilogue")
+    return clamp_rule("silu_mul" in flags, "clamp" in flags) or fits(problem)
+
+
+def clamp_rule(silu_mul: bool, clamp: bool) -> str | None:
+    """Why the flags of the activation do not go together; None if they do."""
+    return "clamp limits the gate and up of silu_mul, which is off" if clamp and not silu_mul else None
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Experts with very different numbers of rows (the second has none), and rows behind the last expert's."""
     draw, (m, e, n, k) = Draw(problem, seed, device), problem.integers(*"menk")
-    gather, silu_mul = problem.integer("gather"), "silu_mul" in problem.flags("epilogue")
+    gather, flags = problem.integer("gather"), problem.flags("epilogue")
     offsets, permutation, _ = permute(draw.experts(m, 1, power=2, foreign=0.04), e)
     (x,) = draw.stored(draw.rows(cdiv(m, gather) if gather else m, k, spread=0.5))
     places = permutation.to(device) if gather else None
-    return [x, random_weight(draw, e, n, k), offsets.to(device), places, gather or 1, silu_mul, n]
+    arguments = [
+        x,
+        random_weight(draw, e, n, k),
+        offsets.to(device),
+        places,
+        gather or 1,
+        "silu_mul" in flags,
+        n,
+    ]
+    bias = draw.stored(draw.normal(e, n))[0] if "bias" in flags else None
+    return [*arguments, bias, "clamp" in flags, ALPHA, INPUT_LIMIT]
 
 
 def error(
@@ -76,10 +106,11 @@ def error(
     outputs: Sequence[torch.Tensor],
     references: Sequence[torch.Tensor],
 ) -> float:
-    """As for linear, with the weight of the expert of each row: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K), RMS over rows, the worst column."""
+    """As for linear, with the weight and the bias of the expert of each row: |Δyₙ| / (‖x‖·‖wₑₙ‖/√K + |bₑₙ|), RMS over rows, the
+    worst column."""
     import torch
 
-    x, weight, offsets, permutation, top_k, silu_mul = arguments[:6]
+    x, weight, offsets, permutation, top_k, silu_mul, _, bias, clamp, alpha, limit = arguments
     out, ref = outputs[0].double(), references[0].double()
     if out.numel() == 0:
         return 0.0
@@ -94,7 +125,14 @@ def error(
             continue
         dense = expert.dequantize().double()
         size = rows[part].norm(dim=1, keepdim=True) * dense.norm(dim=1) / weight.k**0.5
-        scale[part] = gated_error(rows[part] @ dense.T, size) if silu_mul else size
+        z = rows[part] @ dense.T
+        if bias is not None:
+            z, size = z + bias[e].double(), size + bias[e].double().abs()
+        if clamp:
+            size = clamped_error(z, size, alpha, limit)
+        elif silu_mul:
+            size = gated_error(z, size)
+        scale[part] = size
     return worst_column(out, ref, scale)
 
 
@@ -102,9 +140,10 @@ def cost(problem: Problem) -> Cost:
     """x and the output once, and the weights of at most as many experts as there are rows."""
     m, e, n, k = problem.integers(*"menk")
     item, scheme = ITEM_BYTES[problem.text("x")], QuantScheme.parse(problem.text("w"))
-    columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
+    flags = problem.flags("epilogue")
+    columns, bias = n // 2 if "silu_mul" in flags else n, n * item if "bias" in flags else 0
     return Cost(
-        bytes=m * (k + columns) * item + min(m, e) * scheme.weight_bytes(n, k),
+        bytes=m * (k + columns) * item + min(m, e) * (scheme.weight_bytes(n, k) + bias),
         flops=2 * m * n * k,
         unit=problem.text("x"),
     )
@@ -151,12 +190,17 @@ OP = Op(
         Scalar("top_k", "int", 1, minimum=1),
         Scalar("silu_mul", "bool", False),
         Scalar("n", "int", 0, states="n"),
+        Tensor("bias", "e n", optional=True),
+        Scalar("clamp", "bool", False),
+        Scalar("alpha", "float", ALPHA, finite=True),
+        Scalar("limit", "float", LIMIT, minimum=0.0, finite=True),
     ),
     returns=(Tensor("out", "m n//(1+silu_mul)"),),
     values={
         "m": "rows if permutation is None else places",
         "gather": "0 if permutation is None else top_k",
     },
+    rules=(clamp_rule,),
     reference=reference,
     inputs=inputs,
     check=check,
@@ -176,7 +220,9 @@ OP = Op(
         m=7,e=3,n=18,k=128,x=fp16,w=int4_g64,act_order=true  m=17,e=3,n=20,k=129,x=bf16,w=int8_ch
         m=11,e=3,n=150,k=130,x=bf16,w=fp8_block,epilogue=silu_mul  m=6,e=3,n=18,k=77,x=fp32,w=fp8
         m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4  m=8,e=3,n=39,k=80,x=bf16,w=nvfp4
-        m=5,e=2,n=17,k=64,x=fp16,w=mxfp8
+        m=5,e=2,n=17,k=64,x=fp16,w=mxfp8  m=12,e=4,n=33,k=64,w=mxfp4,epilogue=bias
+        m=27,e=4,n=66,k=96,w=mxfp4,epilogue=bias+silu_mul+clamp,gather=3
+        m=10,e=3,n=34,k=40,x=fp32,w=fp32,epilogue=bias+silu_mul  m=8,e=2,n=30,k=33,x=fp16,w=fp16,epilogue=silu_mul+clamp
         """
     ),
     bench=problems(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -44,7 +44,10 @@ ARGUMENTS = (
     c_int64,
     c_void_p,
     c_int64,
+    c_void_p,
     c_int,
+    c_float,
+    c_float,
     c_int,
 )
 
@@ -58,6 +61,10 @@ def launch(
     top_k: int,
     silu_mul: bool,
     n: int,
+    bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """Sorted rows [P, K] and the five tensors of cpu_rows16_v1 -> out [P, N or N / 2]."""
@@ -74,7 +81,10 @@ def launch(
         top_k,
         out.data_ptr(),
         out.shape[0],
-        int(silu_mul),
+        None if bias is None else bias.data_ptr(),
+        2 if clamp else int(silu_mul),
+        alpha,
+        limit,
         DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "grouped_linear_cpu")

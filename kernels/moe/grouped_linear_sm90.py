@@ -16,6 +16,9 @@ def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
     if problem["act_order"]:
         return "takes no weights with act-order"
+    beside = [flag for flag in problem.flags("epilogue") if flag != "silu_mul"]
+    if beside:
+        return f"its epilogue is silu_mul alone, without {' and '.join(beside)}"
     scheme, silu_mul = QuantScheme.parse(problem.text("w")), "silu_mul" in problem.flags("epilogue")
     e, n, k = problem.integers(*"enk")
     return shapes.refusal(scheme, problem.text("x"), e, n, k, silu_mul)

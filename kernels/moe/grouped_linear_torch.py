@@ -24,11 +24,16 @@ def launch(
     top_k: int,
     silu_mul: bool,
     n: int,
+    bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
     from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
     from gristmill.kernels.linear._epilogue import finish_in_torch
+    from gristmill.kernels.moe._clamped import clamped
 
     scheme, k = QuantScheme.parse(str(config["scheme"])), x.shape[1]
     rows = out.shape[1] * (2 if silu_mul else 1)
@@ -43,7 +48,12 @@ def launch(
         else:
             expert = of_expert(weight, e)
             part, dense = gather(part, perm_of(expert)), dequantize_rows(expert, scheme, k, 0, rows)
-        finish_in_torch(part @ dense[:, : part.shape[1]].T, None, None, silu_mul, out[start:stop])
+        z, added = part @ dense[:, : part.shape[1]].T, None if bias is None else bias[e]
+        if clamp:
+            z = clamped(z if added is None else z + added.float(), alpha, limit)
+            out[start:stop].copy_(z)
+        else:
+            finish_in_torch(z, added, None, silu_mul, out[start:stop])
     out[ends[-1] :].zero_()
 
 

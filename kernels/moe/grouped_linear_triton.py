@@ -55,7 +55,10 @@ def grouped_linear_kernel(
     perm,
     offsets,
     permutation,
+    bias,
     out,
+    alpha,
+    limit,
     m,
     experts,
     n,
@@ -76,6 +79,8 @@ def grouped_linear_kernel(
     PERM: tl.constexpr,
     GATHER: tl.constexpr,
     SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    CLAMP: tl.constexpr,
     FP32: tl.constexpr,
     PRECISION: tl.constexpr,
     BE: tl.constexpr,
@@ -142,8 +147,17 @@ def grouped_linear_kernel(
                 BN,
                 BK,
             )
+            if BIAS:
+                of_row = bias + at * weight_rows + ns + half * n
+                part += tl.load(of_row, mask=n_mask, other=0).to(tl.float32)[None, :]
             if half == 0:
                 y = part
+            elif CLAMP:
+                # Comparisons with NaN are false, so that NaN passes, as in torch's clamp.
+                y = tl.where(y > limit, limit, y)
+                part = tl.where(part > limit, limit, part)
+                part = tl.where(part < -limit, -limit, part)
+                y = y / (1.0 + tl.exp(-alpha * y)) * (part + 1.0)
             else:
                 y = y / (1.0 + tl.exp(-y)) * part
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
@@ -165,6 +179,10 @@ def launch(
     top_k: int,
     silu_mul: bool,
     n: int,
+    bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
@@ -181,7 +199,10 @@ def launch(
         *tensors,
         expert_offsets,
         expert_offsets if permutation is None else permutation,
+        x if bias is None else bias,
         out,
+        alpha,
+        limit,
         m,
         experts,
         columns_out,
@@ -195,6 +216,8 @@ def launch(
         **constants,
         GATHER=permutation is not None,
         SILU=silu_mul,
+        BIAS=bias is not None,
+        CLAMP=clamp,
         BE=next_power_of_2(experts),
         num_warps=config["warps"],
         num_stages=config["stages"],
@@ -222,9 +245,10 @@ def aot(target: Target) -> list[AotCase]:
     def case(name: str, text: str, **flags: bool) -> None:
         problem = op.problem(f"e=128,n=2048,k=4096,{text}")
         tile = config(problem, target)
-        switches = {flag: flags.pop(flag, False) for flag in ("GATHER", "SILU")}
+        switches = {flag: flags.pop(flag, False) for flag in ("GATHER", "SILU", "BIAS", "CLAMP")}
         types, constants = weight_case(problem, tile, **flags)
         types |= {"x": "*bf16", "offsets": "*i32", "permutation": "*i32", "out": "*bf16"}
+        types |= {"bias": "*bf16", "alpha": "fp32", "limit": "fp32"}
         cases.append(
             AotCase(
                 name,
@@ -241,6 +265,7 @@ def aot(target: Target) -> list[AotCase]:
     case("int4_g128", "m=256,w=int4_g128")
     case("fp8_block", "m=16384,w=fp8_block", ROW_BLOCK=True)
     case("mxfp4_silu", "m=256,w=mxfp4", SILU=True)
+    case("mxfp4_clamp", "m=256,w=mxfp4", SILU=True, BIAS=True, CLAMP=True)
     case("nvfp4", "m=256,w=nvfp4", ROW_SCALE=True)
     return cases
 

@@ -14,6 +14,7 @@ from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
 from gristmill.kernels.linear.linear import as_quant, gated, gated_error, pack
+from gristmill.kernels.moe._clamped import ALPHA, INPUT_LIMIT, LIMIT, clamped, clamped_error
 from gristmill.kernels.quantized_inputs import misfit, random_weight
 from gristmill.kernels.random_inputs import Draw
 
@@ -31,12 +32,19 @@ def reference(
     w2: WeightLike,
     inter: int = 0,
     workspace: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    clamp: bool = False,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
 ) -> torch.Tensor:
     """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
-    out[t] = Σₖ weights[t, k] · W2[e] · (silu(gate) · up), with gate, up the halves of W13[e] · x[t] (gate rows first) and
-    e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. All in float32, summed over k in order,
-    rounded once. Reads the ids on the host.
+    out[t] = Σₖ weights[t, k] · (W2[e] · h + b2[e]) with h = silu(gate) · up, where gate, up are the halves of W13[e] · x[t] + b13[e]
+    (gate rows first) and e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. Biases are in x's dtype:
+    w13_bias [E, 2 I], w2_bias [E, H]. clamp: h = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and
+    u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. Reads the
+    ids on the host.
     """
     import torch
 
@@ -45,7 +53,12 @@ def reference(
     for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
         token, place = torch.where(ids == e)
         if token.numel():
-            terms[token, place] = gated(values[token] @ up_proj.dequantize().T) @ down_proj.dequantize().T
+            z = values[token] @ up_proj.dequantize().T
+            if w13_bias is not None:
+                z = z + w13_bias[e].float()
+            inner_values = clamped(z, alpha, limit) if clamp else gated(z)
+            y = inner_values @ down_proj.dequantize().T
+            terms[token, place] = y if w2_bias is None else y + w2_bias[e].float()
     out = torch.zeros_like(values)
     for k in range(ids.shape[1]):
         out += weights[:, k, None] * terms[:, k]
@@ -64,7 +77,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     weights /= weights.sum(-1, keepdim=True)
     (x,) = draw.stored(draw.rows(m, h, spread=0.5))
     w13, w2 = random_weight(draw, e, 2 * i, h), random_weight(draw, e, h, i)
-    return [x, weights.to(device), ids.to(device), w13, w2, i, None]
+    flags = problem.flags("epilogue")
+    w13_bias = draw.stored(draw.normal(e, 2 * i))[0] if "w13_bias" in flags else None
+    w2_bias = draw.stored(draw.normal(e, h))[0] if "w2_bias" in flags else None
+    arguments = [x, weights.to(device), ids.to(device), w13, w2, i, None]
+    return [*arguments, w13_bias, w2_bias, "clamp" in flags, ALPHA, INPUT_LIMIT]
 
 
 def error(
@@ -77,11 +94,12 @@ def error(
 
     A fault in w2 shows in its column, one in w13 in every column of the tokens of its expert.
     For token t and column h the expected size is the square root of Σₖ w²·(‖a‖·‖w2‖/√I)² + w²·Σᵢ (w2·δᵢ)², a the activations of (t, k)
-    and δ the effect of an error of ‖x‖·‖w13‖/√H in gate and up on them.
+    and δ the effect of an error of ‖x‖·‖w13‖/√H in gate and up on them. Biases are added to the sizes because they are rounded with the
+    sums.
     """
     import torch
 
-    x, weights, ids, w13, w2 = arguments[:5]
+    x, weights, ids, w13, w2, _, _, w13_bias, w2_bias, clamp, alpha, limit = arguments
     w13, w2 = as_quant(w13), as_quant(w2)
     out, ref = outputs[0].double(), references[0].double()
     if out.numel() == 0:
@@ -94,8 +112,14 @@ def error(
         up_proj, down_proj = first.dequantize().double(), second.dequantize().double()
         rows = x[token].double()
         z = rows @ up_proj.T
-        spread = gated_error(z, rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5)
-        down_error = gated(z).square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
+        size = rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5
+        if w13_bias is not None:
+            z, size = z + w13_bias[e].double(), size + w13_bias[e].double().abs()
+        acts = clamped(z, alpha, limit) if clamp else gated(z)
+        spread = clamped_error(z, size, alpha, limit) if clamp else gated_error(z, size)
+        down_error = acts.square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
+        if w2_bias is not None:
+            down_error = down_error + w2_bias[e].double().square()
         square.index_add_(
             0, token, weights[token, k].double()[:, None] ** 2 * (down_error + spread**2 @ down_proj.T**2)
         )
@@ -108,7 +132,9 @@ def cost(problem: Problem) -> Cost:
     """x and the output once, and both weights of at most as many experts as there are entries of ids."""
     m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     scheme, item = QuantScheme.parse(problem.text("w")), ITEM_BYTES[problem.text("x")]
-    read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i))
+    flags = problem.flags("epilogue")
+    biases = (2 * i * ("w13_bias" in flags) + h * ("w2_bias" in flags)) * item
+    read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i) + biases)
     return Cost(bytes=2 * m * h * item + 8 * m * k + read, flops=6 * m * k * h * i, unit=problem.text("x"))
 
 
@@ -135,6 +161,8 @@ def weight_shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
     return (2 * i, h), (h, i)
 
 
+EPILOGUE = ("w13_bias", "w2_bias", "clamp")
+
 OP = Op(
     name="moe",
     family="moe",
@@ -147,6 +175,13 @@ OP = Op(
         Axis("i", "int", "intermediate size of an expert", minimum=1),
         Axis("x", "dtype", "dtype of x and the output", default="bf16", choices=FLOATS),
         Axis("w", "scheme", "how both weights are stored", default="bf16"),
+        Axis(
+            "epilogue",
+            "flags",
+            "what follows the products beside silu(gate) · up",
+            default="none",
+            choices=EPILOGUE,
+        ),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
     ),
     arguments=(
@@ -157,6 +192,11 @@ OP = Op(
         Weight("w2", "e h i"),
         Scalar("inter", "int", 0, states="i"),
         Scratch(),
+        Tensor("w13_bias", "e 2*i", optional=True),
+        Tensor("w2_bias", "e h", optional=True),
+        Scalar("clamp", "bool", False),
+        Scalar("alpha", "float", ALPHA, finite=True),
+        Scalar("limit", "float", LIMIT, minimum=0.0, finite=True),
     ),
     returns=(Tensor("out", "m h"),),
     reference=reference,
@@ -176,7 +216,9 @@ OP = Op(
         m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32  m=9,top_k=2,e=4,h=48,i=33
         m=5,top_k=4,e=6,h=64,i=40,x=fp16,w=fp16  m=7,top_k=2,e=3,h=128,i=64,w=int4_g32_zp
         m=6,top_k=2,e=3,h=140,i=130,w=fp8_block  m=3,top_k=3,e=4,h=64,i=96,w=mxfp4
-        m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4
+        m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4  m=11,top_k=2,e=4,h=64,i=96,w=mxfp4,epilogue=w13_bias+w2_bias+clamp
+        m=8,top_k=2,e=3,h=40,i=17,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp  m=6,top_k=2,e=3,h=48,i=32,x=fp16,w=fp16,epilogue=clamp
+        m=5,top_k=2,e=3,h=33,i=32,epilogue=w2_bias  m=5,top_k=2,e=3,h=32,i=40,w=int4_g32,epilogue=w13_bias
         """
     ),
     bench=problems(

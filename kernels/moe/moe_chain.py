@@ -26,16 +26,22 @@ def launch_torch(
     w2: list[Tensor],
     inter: int,
     workspace: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the torch parts; without a workspace it allocates one."""
     from gristmill.kernels.moe import combine_torch, grouped_linear_torch, permute_torch
 
     grouped = partial(grouped_linear_torch.launch, config)
+    epilogue = _chain.Epilogue(w13_bias, w2_bias, clamp, alpha, limit)
     parts = _chain.Parts(
         partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {})
     )
-    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, epilogue, out)
 
 
 def launch_triton(
@@ -47,6 +53,11 @@ def launch_triton(
     w2: list[Tensor],
     inter: int,
     workspace: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
@@ -54,8 +65,9 @@ def launch_triton(
 
     grouped = partial(grouped_linear_triton.launch, config)
     combine = partial(combine_triton.launch, combine_triton.block_config(x.shape[1]))
+    epilogue = _chain.Epilogue(w13_bias, w2_bias, clamp, alpha, limit)
     parts = _chain.Parts(partial(permute_triton.launch, {}), grouped, grouped, combine)
-    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, out)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, epilogue, out)
 
 
 def accepts(problem: Problem) -> str | None:

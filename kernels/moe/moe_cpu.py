@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEVEL = best_config("gm_moe")
-ARGUMENTS = (ctypes.POINTER(Weights), ctypes.POINTER(Weights), *(c_void_p,) * 9, *(c_int64,) * 3, c_int)
+ARGUMENTS = (
+    ctypes.POINTER(Weights),
+    ctypes.POINTER(Weights),
+    *(c_void_p,) * 11,
+    *(c_int64,) * 3,
+    c_int,
+    *(c_float,) * 2,
+    c_int,
+)
 
 
 def launch(
@@ -33,6 +41,11 @@ def launch(
     w2: list[Tensor],
     inter: int,
     workspace: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
@@ -45,11 +58,16 @@ def launch(
         x.data_ptr(),
         weights_.data_ptr(),
         ids.data_ptr(),
+        None if w13_bias is None else w13_bias.data_ptr(),
+        None if w2_bias is None else w2_bias.data_ptr(),
         *(piece.data_ptr() for piece in space),
         out.data_ptr(),
         tokens,
         top_k,
         experts,
+        2 if clamp else 1,
+        alpha,
+        limit,
         DTYPE_CODES[dtype_name(x.dtype)],
     )
     check(code, "moe_cpu")

@@ -32,12 +32,19 @@ def launch(
     w2: list[Tensor],
     inter: int,
     workspace: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation."""
     from gristmill.kernels.moe import moe_steps_sm90 as steps
     from gristmill.kernels.moe.frag16_sm90._launch import product
 
+    if w13_bias is not None or w2_bias is not None or clamp:
+        raise ValueError("moe_sm90 has no biases and no clamped activation; moe_chain_w_triton does")
     if not x.shape[0]:
         return
     inner, experts = _chain.sizes_of(w13, inter)
@@ -82,6 +89,9 @@ def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
     if problem["act_order"]:
         return "takes no weights with act-order"
+    beside = problem.flags("epilogue")
+    if beside:
+        return f"its epilogue is silu(gate) · up alone, without {' and '.join(beside)}"
     scheme, x, (e, h, i) = QuantScheme.parse(problem.text("w")), problem.text("x"), problem.integers(*"ehi")
     return shapes.refusal(scheme, x, e, 2 * i, h, True) or shapes.refusal(scheme, x, e, h, i, False)
 

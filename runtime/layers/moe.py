@@ -1,6 +1,7 @@
 """A mixture of experts (DeepSeek-V3, arXiv:2412.19437, 2.1.2): routed ones by grouped top-k, and shared ones for every token.
 
-Mixtral (arXiv:2401.04088) and Qwen3-MoE are special cases with one group, softmax scores and no shared experts.
+Mixtral (arXiv:2401.04088) and Qwen3-MoE are special cases with one group, softmax scores and no shared experts. The products of
+gpt-oss (arXiv:2508.10925) have biases, and a clamped activation between them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,27 @@ class MixtureOfExperts:
     """Router in float32, routed experts, shared experts as one MLP.
 
     Every rank has the router and all tokens, and runs its own experts; one sum over the ranks completes routed and shared experts.
-    summed: False leaves it to the caller, as of `load_linear`.
+    summed: False leaves it to the caller, as of `load_linear`. clamp: alpha and limit of the clamped activation of `moe`; None = silu.
     """
 
     def __init__(
-        self, moe: MoeConfig, plans: Plans, weights: Weights, name: str, *, summed: bool = True
+        self,
+        moe: MoeConfig,
+        plans: Plans,
+        weights: Weights,
+        name: str,
+        *,
+        summed: bool = True,
+        clamp: tuple[float, float] | None = None,
     ) -> None:
         self.moe = moe
         self.plans = plans
         self.target = f"{name}.experts"
         router = QuantTensor.from_dense(weights.tensor(f"{name}.router"))
-        self.router = Linear(plans, router, dtype=torch.float32)
-        self.bias = weights.optional(f"{name}.router.bias")
+        bias = weights.optional(f"{name}.router.bias")
+        # It is added to the scores, for the choice alone, or to the logits.
+        self.bias = bias if moe.choice_bias else None
+        self.router = Linear(plans, router, None if moe.choice_bias else bias, dtype=torch.float32)
         plans.own(self.bias)
         self.topk = plans.bind(
             "grouped_topk",
@@ -47,6 +57,15 @@ class MixtureOfExperts:
         )
         self.first = weights.shared_ranges(f"{name}.experts.down")[plans.mesh.rank][0]
         down = weights.linear(f"{name}.experts.down")
+        self.gate_up_bias = weights.optional(f"{name}.experts.gate_up.bias")
+        self.down_bias = weights.optional(f"{name}.experts.down.bias")
+        plans.own(self.gate_up_bias, self.down_bias)
+        self.is_clamped, (self.alpha, self.limit) = clamp is not None, clamp or (0.0, 0.0)
+        epilogue = {
+            "w13_bias": self.gate_up_bias is not None,
+            "w2_bias": self.down_bias is not None,
+            "clamp": self.is_clamped,
+        }
         problem = plans.problem(
             "moe",
             top_k=moe.top_k,
@@ -55,6 +74,7 @@ class MixtureOfExperts:
             i=down.k,
             x=plans.x,
             w=str(down.scheme),
+            epilogue="+".join(flag for flag, is_set in epilogue.items() if is_set) or "none",
         )
         layouts = plan_layouts(plans.resolver, problem)
         self.experts = plans.bind_packed(problem, layouts)
@@ -77,7 +97,21 @@ class MixtureOfExperts:
         scratch = self.plans.scratch(self.experts, x.shape[0])
         if self.first:
             ids -= self.first  # those of other ranks are outside the range, and add nothing
-        self.experts(x, scores, ids, self.gate_up, self.down, self.inner, scratch, out)
+        self.experts(
+            x,
+            scores,
+            ids,
+            self.gate_up,
+            self.down,
+            self.inner,
+            scratch,
+            self.gate_up_bias,
+            self.down_bias,
+            self.is_clamped,
+            self.alpha,
+            self.limit,
+            out,
+        )
         shared = None if self.shared is None else self.shared(x)
         if isinstance(shared, Summand):
             out, shared = out + shared.x, None

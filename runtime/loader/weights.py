@@ -19,6 +19,7 @@ from gristmill.quant import QuantTensor, concat, memory, quantize, stack
 from gristmill.quant.formats import Format, FormatError
 from gristmill.quant.formats.contract import Place, new_codes, owned
 from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
+from gristmill.quant.formats.mxfp4 import deinterleaved
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, NamedSource
 from gristmill.runtime.loader.shares import Share, float_share, quant_share, rounds_rows_alone, share_of
@@ -37,7 +38,8 @@ class Weight:
     columns: None for a vector. kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
     Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format. stacked: the
     one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N]. cut: how ranks share
-    it; None = every rank has all of it. Sizes are those of the whole weight.
+    it; None = every rank has all of it. interleaved: a stacked source has gate and up in turn, in its rows, or a bias in its columns;
+    it is handed out with all of gate first. Sizes are those of the whole weight.
     """
 
     target: str
@@ -48,6 +50,7 @@ class Weight:
     experts: int = 0
     stacked: bool = False
     cut: Cut | None = None
+    interleaved: bool = False
 
     def part_names(self, experts: Range | None = None) -> list[str]:
         """Names of the parts in the checkpoint, expert after expert. experts: of these; None = of all."""
@@ -179,6 +182,8 @@ class Weights:
             shape = (rows,) if weight.columns is None else (rows, weight.columns)
             parts.append(float_share(self._float_tensor(name, shape, weight), kept).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if weight.interleaved:
+            joined = torch.cat((joined[:, 0::2], joined[:, 1::2]), 1)
         placed = joined.to(self.device)
         return (
             placed if placed.untyped_storage().resizable() else placed.clone()
@@ -452,8 +457,12 @@ class Weights:
         if stored is not None:
             if last - first < weight.experts:
                 stored = replace(stored, weight=stored.weight.narrow(0, first, last - first))
+            if weight.interleaved:
+                stored = replace(stored, weight=deinterleaved(stored.weight.to(self.device)))
             return self._converted(name, stored).weight
         tensor = self._source(name, (weight.experts, columns, rows), weight)[first:last].transpose(1, 2)
+        if weight.interleaved:  # before rounding, which may be by blocks of rows
+            tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
             return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))
         scheme = self.scheme

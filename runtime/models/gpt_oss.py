@@ -12,8 +12,8 @@ from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.attention import Attention
-from gristmill.runtime.layers.clamped_experts import ClampedExperts
 from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -22,9 +22,12 @@ from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import Llama, decoder_table
 from gristmill.runtime.parallel.cuts import Cut
 
+ALPHA = 1.702
+"""Of the experts' activation; the configuration does not state it."""
+
 
 def table(c: ModelConfig) -> WeightTable:
-    """Checkpoint tensors -> parameters. Gate and up rows of an expert are interleaved, as they are stored."""
+    """Checkpoint tensors -> parameters. Gate and up rows of an expert are stored in turn, and are parted as they are read."""
     moe = _moe(c)
     hidden, ffn, experts = c.hidden_size, moe.intermediate_size, moe.num_experts
     cut, rows, heads = Cut.experts(experts), Cut.rows(experts, unit=1), Cut.head_rows(c.num_heads, size=1)
@@ -43,9 +46,15 @@ def table(c: ModelConfig) -> WeightTable:
             experts,
             True,
             cut,
+            interleaved=True,
         )
         yield Weight(
-            f"{name}.experts.gate_up.bias", (f"{each}.gate_up_proj_bias",), (experts,), 2 * ffn, cut=rows
+            f"{name}.experts.gate_up.bias",
+            (f"{each}.gate_up_proj_bias",),
+            (experts,),
+            2 * ffn,
+            cut=rows,
+            interleaved=True,
         )
         yield Weight(
             f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True, cut
@@ -70,7 +79,8 @@ class Layer:
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
         self.attention = Attention(c, plans, weights, name, rope, c.windows[index], summed=False)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
-        self.mlp = ClampedExperts(_moe(c), c.extra["swiglu_limit"], plans, weights, name)
+        clamp = (ALPHA, c.extra["swiglu_limit"])
+        self.mlp = MixtureOfExperts(_moe(c), plans, weights, name, summed=False, clamp=clamp)
 
     def __call__(
         self, x: Tensor | Summand, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]

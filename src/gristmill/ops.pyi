@@ -248,6 +248,10 @@ def grouped_linear(
     top_k: int = 1,
     silu_mul: bool = False,
     n: int = 0,
+    bias: Tensor | None = None,
+    clamp: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -257,9 +261,10 @@ def grouped_linear(
     x, a QuantTensor [E, N, K] (or one dense tensor, or a list of it), expert_offsets int32 [E + 1] -> [P, N or N / 2].
 
     Row p of expert e (expert_offsets[e] <= p < expert_offsets[e + 1]) is x[p] · W[e]ᵀ; with permutation int32 [P] it is
-    x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. silu_mul: silu(first N / 2 columns) · the others.
-    float32 inside, rounded once to x's dtype. Rows past those of the last expert are 0, and their entries in permutation are not
-    read. Reads the offsets on the host.
+    x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. bias [E, N], in x's dtype: bias[e] is added.
+    silu_mul: then silu(first N / 2 columns) · the others. clamp, with silu_mul: instead g · sigmoid(alpha · g) · (u + 1), where
+    g = min(gate, limit) and u = clamp(up, -limit, limit). float32 inside, rounded once to x's dtype. Rows past those of the last
+    expert are 0, and their entries in permutation are not read. Reads the offsets on the host.
 
     weight: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
@@ -271,7 +276,7 @@ def grouped_linear(
         k: columns of W; an integer of at least 1
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
         w: how the weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
-        epilogue: what follows the product; none or a +-joined subset of silu_mul
+        epilogue: what follows the product; none or a +-joined subset of bias, silu_mul, clamp
         gather: top_k when rows of x are taken by permutation, 0 when x is sorted; an integer of at least 0
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
 
@@ -459,6 +464,11 @@ def moe(
     w2: Tensor | Sequence[Tensor],
     inter: int = 0,
     workspace: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    clamp: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -467,9 +477,11 @@ def moe(
 
     x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
-    out[t] = Σₖ weights[t, k] · W2[e] · (silu(gate) · up), with gate, up the halves of W13[e] · x[t] (gate rows first) and
-    e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. All in float32, summed over k in order,
-    rounded once. Reads the ids on the host.
+    out[t] = Σₖ weights[t, k] · (W2[e] · h + b2[e]) with h = silu(gate) · up, where gate, up are the halves of W13[e] · x[t] + b13[e]
+    (gate rows first) and e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. Biases are in x's dtype:
+    w13_bias [E, 2 I], w2_bias [E, H]. clamp: h = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and
+    u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. Reads the
+    ids on the host.
 
     w13, w2: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
@@ -482,6 +494,7 @@ def moe(
         i: intermediate size of an expert; an integer of at least 1
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
         w: how both weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
+        epilogue: what follows the products beside silu(gate) · up; none or a +-joined subset of w13_bias, w2_bias, clamp
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.

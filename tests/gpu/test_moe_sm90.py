@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 DEVICE = "cuda:0"
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 """Of the worst column with enough rows, RMS: rounding alone is 1.7e-3 and 2e-4."""
+SILU = (None, None, False, 1.702, 7.0)
+"""The last arguments of `moe`, and without the first those of `grouped_linear`: no biases, no clamped activation."""
 SCHEMES = tuple(scheme for form in shapes.FORMATS for scheme in form.schemes)
 
 
@@ -83,7 +85,7 @@ def run(
 ) -> torch.Tensor:
     """Calls the kernel once, into the middle of a poisoned buffer, and checks that what surrounds the result is untouched."""
     buffer = torch.full((rows + 2, columns), float("nan"), dtype=x.dtype, device=DEVICE)
-    _launch.launch(config, x, tensors, offsets, permutation, top_k, silu_mul, 0, buffer[1:-1])
+    _launch.launch(config, x, tensors, offsets, permutation, top_k, silu_mul, 0, *SILU[1:], buffer[1:-1])
     assert bool(buffer[0].isnan().all()) and bool(buffer[-1].isnan().all())
     return buffer[1:-1]
 
@@ -247,7 +249,7 @@ def test_moe_against_the_reference(kind: str, tokens: int) -> None:
         )
         ids = routing(kind, tokens, 3, 6)
         problem = moe_op.OP.problem(f"m={tokens},top_k=3,e=6,h=256,i={inner},w={scheme}")
-        arguments = [x, scores, ids, first, second, inner, None]
+        arguments = [x, scores, ids, first, second, inner, None, *SILU]
         out = moe(arguments, problem, None)
         ref = moe_op.reference(x, scores, ids, first, second)
         assert moe_op.error(problem, arguments, [out], [ref]) <= moe_op.tolerance(problem).limit, (
@@ -262,10 +264,10 @@ def moe(arguments: list, problem, workspace: torch.Tensor | None) -> torch.Tenso
     from gristmill.autotune.device import device_target
     from gristmill.kernel_registry.policy import Policy
 
-    x, scores, ids, first, second, inner, _ = arguments
+    x, scores, ids, first, second, inner, *_ = arguments
     config = moe_sm90.config(problem, device_target(DEVICE, Policy()))
     out = torch.full_like(x, float("nan"))
-    moe_sm90.launch(config, x, scores, ids, packed(first), packed(second), inner, workspace, out)
+    moe_sm90.launch(config, x, scores, ids, packed(first), packed(second), inner, workspace, *SILU, out)
     return out
 
 
@@ -297,7 +299,7 @@ def test_faults_are_seen(fault: str) -> None:
         given[0], given[1] = scores[1], scores[0]
     wrong = QuantTensor(first.codes, scales, first.shape, first.scheme)
     out = moe([x, given, ids, wrong, second, 256, None], problem, None)
-    error = moe_op.error(problem, [x, scores, ids, first, second], [out], [ref])
+    error = moe_op.error(problem, [x, scores, ids, first, second, 256, None, *SILU], [out], [ref])
     assert error > moe_op.tolerance(problem).limit
 
 
@@ -326,11 +328,11 @@ def test_a_graph_takes_other_ids() -> None:
     config = moe_sm90.config(problem, device_target(DEVICE, Policy()))
     space = torch.empty(_chain.workspace(problem, config).bytes, dtype=torch.uint8, device=DEVICE)
     w13, w2 = packed(first), packed(second)
-    moe_sm90.launch(config, x, scores, ids, w13, w2, 256, space, out)
+    moe_sm90.launch(config, x, scores, ids, w13, w2, 256, space, *SILU, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
-        moe_sm90.launch(config, x, scores, ids, w13, w2, 256, space, out)
+        moe_sm90.launch(config, x, scores, ids, w13, w2, 256, space, *SILU, out)
     for kind in ROUTINGS:
         ids.copy_(routing(kind, 50, 3, 6))
         graph.replay()

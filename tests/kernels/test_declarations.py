@@ -40,7 +40,7 @@ SCHEMAS = {
     "fused_add_rms_norm": ("Tensor x, Tensor(a!) residual, Tensor weight, float eps", ("out",)),
     "grouped_linear": (
         "Tensor x, Tensor[] weight, Tensor expert_offsets, Tensor? permutation=None, int top_k=1, "
-        "bool silu_mul=False, int n=0",
+        "bool silu_mul=False, int n=0, Tensor? bias=None, bool clamp=False, float alpha=1.702, float limit=7.0",
         ("out",),
     ),
     "grouped_topk": (
@@ -62,7 +62,8 @@ SCHEMAS = {
     ),
     "moe": (
         "Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, int inter=0, "
-        "Tensor(w!)? workspace=None",
+        "Tensor(w!)? workspace=None, Tensor? w13_bias=None, Tensor? w2_bias=None, bool clamp=False, "
+        "float alpha=1.702, float limit=7.0",
         ("out",),
     ),
     "paged_attention": (
@@ -117,7 +118,8 @@ MORE = {
     "mla_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=140,total_ctx=60,heads=4,lse=true",
     "varlen_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,lse=true",
     "linear": "m=5,n=32,k=64,epilogue=bias+residual+silu_mul",
-    "grouped_linear": "m=12,e=5,n=34,k=67,gather=2,epilogue=silu_mul",
+    "grouped_linear": "m=12,e=5,n=34,k=67,gather=2,epilogue=bias+silu_mul+clamp",
+    "moe": "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp",
     "grouped_topk": "m=5,e=16,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
     "qk_norm_rope_cache": "t=7,heads=4,kv_heads=2,head_dim=32,rot=24,norm=true,block_size=4,kv=fp8,kv_scale=token",
     "reshape_and_cache": "t=7,h=3,d=32,dv=24,block_size=4,kv=fp8,kv_scale=token",

@@ -19,6 +19,8 @@ from gristmill.quant.tensor import QuantTensor
 from tests.kernels.running import CPU, Runnable, runnables, verify_fault
 
 MOE, GROUPED = runnables("moe"), runnables("grouped_linear")
+SILU = (None, None, False, 1.702, 7.0)
+"""The last arguments of `moe`, and without the first those of `grouped_linear`: no biases, no clamped activation."""
 
 
 def _i32(*values: Any) -> torch.Tensor:
@@ -62,7 +64,7 @@ def test_routing_and_experts_are_those_of_deepseek_v3() -> None:
 
 def test_reference_against_a_float64_loop() -> None:
     op = runnables("moe")[0].op
-    x, weights, ids, w13, w2, inner, _ = op.inputs(
+    x, weights, ids, w13, w2, inner, *_ = op.inputs(
         op.problem("m=11,top_k=3,e=4,h=37,i=21,x=fp32,w=fp32"), 5, "cpu"
     )
     first, second = w13.dequantize().double(), w2.dequantize().double()
@@ -178,7 +180,7 @@ def test_only_experts_with_rows_are_read(implementation: Runnable) -> None:
     x, offsets = torch.randn(5, 64), _i32(0, 0, 2, 5, 5)
     kernel, op = implementation.kernel, implementation.op
     problem = op.describe(x, weight, offsets)
-    arguments = kernel_arguments(op, kernel, [x, weight, offsets, None, 1, False, 32])
+    arguments = kernel_arguments(op, kernel, [x, weight, offsets, None, 1, False, 32, *SILU[1:]])
     out = torch.full((5, 32), float("nan"))
     kernel.load()(kernel.config(problem, implementation.target), *arguments, out)
     torch.testing.assert_close(out, grouped_linear.reference(x, weight, offsets), rtol=1e-4, atol=1e-4)
@@ -198,7 +200,7 @@ def test_cpu_refuses_offsets_and_permutations_that_leave_their_tensors() -> None
         (_i32(0, 1, 3), _i32(0, -1, 1)),
     ):
         with pytest.raises(ValueError, match="out of its range"):
-            kernel.load()(config, x, weight, offsets, permutation, 1, False, 16, out)
+            kernel.load()(config, x, weight, offsets, permutation, 1, False, 16, *SILU[1:], out)
 
 
 def test_expert_parallel_halves_add_up() -> None:
@@ -357,7 +359,7 @@ def test_planted_faults_of_moe(fault: str) -> None:
     op = MOE[0].op
     problem = op.problem("m=65,top_k=4,e=5,h=256,i=128,w=int4_g32")
     arguments = op.inputs(problem, 13, "cpu")
-    x, weights, ids, w13, w2, inner, _ = arguments
+    x, weights, ids, w13, w2, inner, *_ = arguments
     wrong = list(arguments)
     if fault.endswith("scale"):
         place = 3 if fault.startswith("w13") else 4
@@ -392,12 +394,13 @@ def test_chain_takes_other_parts_in_the_middle() -> None:
     between them."""
     op = MOE[0].op
     problem = op.problem("m=6,top_k=2,e=4,h=32,i=16,x=fp32,w=fp32")
-    x, weights, ids, w13, w2, inner, _ = op.inputs(problem, 14, "cpu")
+    x, weights, ids, w13, w2, inner, *_ = op.inputs(problem, 14, "cpu")
     called = []
 
-    def middle(rows, weight, offsets, permutation, top_k, silu_mul, n, out) -> None:
+    def middle(rows, weight, offsets, permutation, top_k, silu_mul, n, *epilogue_and_out) -> None:
         called.append(n)
-        out.copy_(grouped_linear.reference(rows, weight, offsets, permutation, top_k, silu_mul, n))
+        *epilogue, out = epilogue_and_out
+        out.copy_(grouped_linear.reference(rows, weight, offsets, permutation, top_k, silu_mul, n, *epilogue))
 
     def placed(ids, experts, *outs) -> None:
         for out, result in zip(outs, permute.reference(ids, experts), strict=True):
@@ -407,6 +410,6 @@ def test_chain_takes_other_parts_in_the_middle() -> None:
     parts = _chain.Parts(
         placed, middle, middle, lambda y, inverse, w, to: to.copy_(combine.reference(y, inverse, w))
     )
-    _chain.run(parts, x, weights, ids, w13, w2, inner, 4, None, out)
+    _chain.run(parts, x, weights, ids, w13, w2, inner, 4, None, _chain.Epilogue(*SILU), out)
     assert called == [2 * inner, 32]
     torch.testing.assert_close(out, moe.reference(x, weights, ids, w13, w2), rtol=1e-5, atol=1e-6)

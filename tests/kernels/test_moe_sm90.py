@@ -20,6 +20,7 @@ from gristmill.quant import pack, quantize
 REGISTRY, TARGET = default_registry(), Target.parse("sm_90")
 MOE, GROUPED = REGISTRY.kernel("moe", "moe_sm90"), REGISTRY.kernel("grouped_linear", "grouped_linear_sm90")
 FOLDER = Path(_launch.__file__).parent
+SILU = (None, None, False, 1.702, 7.0)
 CTA_BYTES, RESERVED = 232448, 1024
 needs_library = pytest.mark.skipif(
     not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(),
@@ -39,6 +40,9 @@ needs_library = pytest.mark.skipif(
         (MOE, "m=1,top_k=2,e=4,h=252,i=256,w=int4_ch", "not a multiple of 8"),
         (MOE, "m=1,top_k=2,e=1025,h=256,i=256,w=int4_g128", "1024 experts"),
         (MOE, "m=1,top_k=2,e=4,h=256,i=256,w=int4_g128,act_order=true", "act-order"),
+        (MOE, "m=1,top_k=2,e=4,h=256,i=256,w=mxfp4,epilogue=w2_bias+clamp", "without w2_bias and clamp"),
+        (GROUPED, "m=5,e=3,n=96,k=256,w=mxfp4,epilogue=bias", "silu_mul alone, without bias"),
+        (GROUPED, "m=5,e=3,n=96,k=256,w=mxfp4,epilogue=silu_mul+clamp", "silu_mul alone, without clamp"),
         (GROUPED, "m=5,e=3,n=17,k=256,w=int4_g128", None),
         (GROUPED, "m=5,e=3,n=96,k=136,w=int4_ch,epilogue=silu_mul,gather=2", None),
         (GROUPED, "m=5,e=3,n=80,k=256,w=int4_g128,epilogue=silu_mul", "whole tiles of 16 rows"),
@@ -171,8 +175,13 @@ def test_launcher_refuses_tensors_that_do_not_fit() -> None:
     tensors, offsets = _tensors()
     x, out = torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 64, dtype=torch.bfloat16)
 
-    def call(x: torch.Tensor = x, tensors: list[torch.Tensor] = tensors, out: torch.Tensor = out) -> None:
-        _launch.launch(config, x, tensors, offsets, None, 1, False, 0, out)
+    def call(
+        x: torch.Tensor = x,
+        tensors: list[torch.Tensor] = tensors,
+        out: torch.Tensor = out,
+        epilogue: tuple[object, ...] = SILU[1:],
+    ) -> None:
+        _launch.launch(config, x, tensors, offsets, None, 1, False, 0, *epilogue, out)
 
     call(out=out[:0])  # no rows, no launch
     with pytest.raises(ValueError, match=r"expected \d+ bytes of tiles for 3 experts"):
@@ -181,6 +190,9 @@ def test_launcher_refuses_tensors_that_do_not_fit() -> None:
         call(tensors=[*tensors[:2], torch.zeros(256, dtype=torch.int32)])
     with pytest.raises(ValueError, match="row multipliers"):
         call(tensors=[tensors[0], torch.zeros(7), tensors[2]])
+    for epilogue in ((torch.zeros(3, 64), False, 1.702, 7.0), (None, True, 1.702, 7.0)):
+        with pytest.raises(ValueError, match="no bias and no clamped activation"):
+            call(epilogue=epilogue)
     wide = torch.zeros(5, 260, dtype=torch.bfloat16)
     for strided in (wide[:, :256], torch.zeros(256, 5, dtype=torch.bfloat16).T):
         with pytest.raises(ValueError, match="multiples of 16 bytes"):
@@ -202,5 +214,6 @@ def test_workspace_is_that_of_the_chain_and_sorted_rows_need_no_more() -> None:
             tensors,
             0,
             None,
+            *SILU,
             torch.zeros(2, 64),
         )

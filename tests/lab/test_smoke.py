@@ -131,7 +131,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         on_a_cpu,
         "--cases smallest --kernels mla_attention_torch --rounds 2 --seconds 0 --out OUT",
     ),
-    "moe": (on_a_cpu, "--cases smallest --kernels moe_chain_torch --rounds 2 --seconds 0 --out OUT"),
+    "moe": (
+        on_a_cpu,
+        "--cases smallest,smallest_clamped --kernels moe_chain_torch --rounds 2 --seconds 0 --out OUT",
+    ),
     "paged_attention": (
         on_a_cpu,
         "--cases smallest --kernels paged_attention_torch --rounds 2 --seconds 0 --out OUT",

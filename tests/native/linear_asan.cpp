@@ -1,6 +1,6 @@
-// gm_linear_rows16 under the sanitizers against float64: every packing, row counts on both sides of each
-// tile, partial blocks of rows, tails of K, act-order, bias, residual, silu_mul, wide and unaligned rows of
-// x, every level.
+// gm_linear_rows16 and gm_linear_rows16_clamped under the sanitizers against float64: every packing, row
+// counts on both sides of each tile, partial blocks of rows, tails of K, act-order, bias, residual, silu_mul,
+// the clamped activation, wide and unaligned rows of x, every level.
 //
 // Planted faults that this program was seen to catch: the tail of `left` lanes in `finish` taken as a whole
 // vector (write past out), the bound of `at` in `prepare` without j.k (read past a row of x), blocks past the
@@ -11,27 +11,43 @@
 GM_LEVELS(gm_linear_rows16,
           (const void*, int64_t, const void*, const void*, const void*, const void*, const void*, const void*,
            const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int, int, int));
-using Call = decltype(gm_linear_rows16_levels[0].call);
+GM_LEVELS(gm_linear_rows16_clamped,
+          (const void*, int64_t, const void*, const void*, const void*, const void*, const void*, const void*,
+           void*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int, float, float, int));
+struct Call {
+  decltype(gm_linear_rows16_levels[0].call) plain;
+  decltype(gm_linear_rows16_clamped_levels[0].call) clamped;
+};
+constexpr float kAlpha = 1.702f, kLimit = 1.25f;
+constexpr int kUngated = 0, kSilu = 1, kClamped = 2;
 
 namespace {
 
 template <class D>
 void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int64_t k, bool ordered,
-         bool extras, bool silu) {
+         bool extras, int gate) {
   using T = typename D::T;
+  const bool added = extras && gate != kClamped;  // a residual
   Numbers numbers;
   PackedWeight w(packing, 1, n, k, ordered, numbers);
-  const int64_t width = silu ? n / 2 : n, stride = k + (extras ? 3 : 0);
-  Buffer<T> x(m, k, stride), out(m, width, width), bias(extras ? n : 0), residual(extras ? m * width : 0);
+  const int64_t width = gate ? n / 2 : n, stride = k + (extras ? 3 : 0);
+  Buffer<T> x(m, k, stride), out(m, width, width), bias(extras ? n : 0), residual(added ? m * width : 0);
   for (int64_t r = 0; r < m; ++r)
     for (int64_t c = 0; c < k; ++c) x(r, c) = D::put(numbers.eighths());
   for (int64_t i = 0; extras && i < n; ++i) bias.data()[i] = D::put(numbers.eighths());
-  for (int64_t i = 0; extras && i < m * width; ++i) residual.data()[i] = D::put(numbers.eighths());
-  CHECK(call(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(),
-             packing.row_scale ? w.row_scale.data() : nullptr, ordered ? w.perm.data() : nullptr,
-             extras ? bias.data() : nullptr, extras ? residual.data() : nullptr, out.data(), m, n, k,
-             w.columns, w.group, packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero,
-             silu, dtype) == 0);
+  for (int64_t i = 0; added && i < m * width; ++i) residual.data()[i] = D::put(numbers.eighths());
+  const void *row_scale = packing.row_scale ? w.row_scale.data() : nullptr,
+             *perm = ordered ? w.perm.data() : nullptr, *biases = extras ? bias.data() : nullptr;
+  const int code =
+      gate == kClamped
+          ? call.clamped(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(), row_scale, perm,
+                         biases, out.data(), m, n, k, w.columns, w.group, packing.format, packing.scale_type,
+                         packing.zero_type, packing.implicit_zero, kAlpha, kLimit, dtype)
+          : call.plain(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(), row_scale, perm,
+                       biases, added ? residual.data() : nullptr, out.data(), m, n, k, w.columns, w.group,
+                       packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero, gate,
+                       dtype);
+  CHECK(code == 0);
   std::vector<double> row(k), size(n), y(n);
   std::vector<std::vector<double>> weight(n, std::vector<double>(k, 0.0));
   for (int64_t i = 0; i < n; ++i)
@@ -47,10 +63,14 @@ void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int
       }
     }
     for (int64_t i = 0; i < width; ++i) {
-      double wanted = silu ? y[i] / (1 + std::exp(-y[i])) * y[i + width] : y[i];
-      double bound =
-          silu ? size[i] * (std::fabs(y[i + width]) + 1) + size[i + width] * (std::fabs(y[i]) + 1) : size[i];
-      if (extras) wanted += D::get(residual.data()[r * width + i]);
+      double wanted = y[i], bound = size[i];
+      if (gate) bound = size[i] * (std::fabs(y[i + width]) + 1) + size[i + width] * (std::fabs(y[i]) + 1);
+      if (gate == kSilu) wanted = y[i] / (1 + std::exp(-y[i])) * y[i + width];
+      if (gate == kClamped) {
+        const double g = std::fmin(y[i], kLimit), u = std::fmax(std::fmin(y[i + width], kLimit), -kLimit);
+        wanted = g / (1 + std::exp(-kAlpha * g)) * (u + 1);
+      }
+      if (added) wanted += D::get(residual.data()[r * width + i]);
       if (dtype == 1 && std::fabs(wanted) > 60000) continue;  // near float16's end
       // int8 codes less their zero are summed before the zero is taken off: the terms are up to 255 times a
       // scale.
@@ -64,16 +84,19 @@ void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int
 template <class D>
 void all(Call call, int dtype) {
   for (const Packing& p : packings()) {
-    for (const int64_t m : {0, 1, 2, 3, 5, 8, 9, 17}) run<D>(call, dtype, p, m, 17, 70, false, m & 1, false);
-    for (const int64_t n : {1, 7, 16, 131}) run<D>(call, dtype, p, 1, n, 128, false, true, false);
-    run<D>(call, dtype, p, 4, 33, 257, true, false, false);  // two chunks of decoded columns
-    run<D>(call, dtype, p, 11, 18, 257, true, true, true);
-    run<D>(call, dtype, p, 2, 2, 1, false, false, true);
+    for (const int64_t m : {0, 1, 2, 3, 5, 8, 9, 17})
+      run<D>(call, dtype, p, m, 17, 70, false, m & 1, kUngated);
+    for (const int64_t n : {1, 7, 16, 131}) run<D>(call, dtype, p, 1, n, 128, false, true, kUngated);
+    run<D>(call, dtype, p, 4, 33, 257, true, false, kUngated);  // two chunks of decoded columns
+    run<D>(call, dtype, p, 11, 18, 257, true, true, kSilu);
+    run<D>(call, dtype, p, 2, 2, 1, false, false, kSilu);
+    run<D>(call, dtype, p, 5, 66, 70, false, true, kClamped);
+    run<D>(call, dtype, p, 1, 2, 33, true, false, kClamped);
   }
-  run<D>(call, dtype, packings()[0], 259, 3, 9, false, true, false);  // two chunks of rows of x
+  run<D>(call, dtype, packings()[0], 259, 3, 9, false, true, kUngated);  // two chunks of rows of x
   const auto refused = [&](int64_t n, int64_t k, int64_t columns, int64_t group, int format, int silu) {
-    return call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, n, k,
-                columns, group, format, -1, -1, 0, silu, dtype);
+    return call.plain(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1,
+                      n, k, columns, group, format, -1, -1, 0, silu, dtype);
   };
   CHECK(refused(0, 16, 16, 16, 0, 0) == -2);
   CHECK(refused(4, 33, 32, 32, 0, 0) == -2);
@@ -87,11 +110,18 @@ void all(Call call, int dtype) {
 
 int main() {
   int ran = 0;
+  const auto* clamped = gm_linear_rows16_clamped_levels;
   for (const auto& level : gm_linear_rows16_levels) {
-    if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0);
-    all<Dtype<1>>(level.call, 1);
-    all<Dtype<2>>(level.call, 2);
+    const auto& of_level = *clamped++;
+    const Call call{level.call, of_level.call};
+    if (level.call == nullptr) continue;
+    const bool both[] = {runs_here(level.name), runs_here(of_level.name)};
+    if (!both[0] || !both[1]) continue;
+    all<Dtype<0>>(call, 0);
+    all<Dtype<1>>(call, 1);
+    all<Dtype<2>>(call, 2);
+    CHECK(call.clamped(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 3, 32,
+                       32, 32, 0, -1, -1, 0, 1, 1, 0) == -2);
     CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1,
                      16, 16, 16, 0, -1, -1, 0, 0, 99) == -1);
     ++ran;

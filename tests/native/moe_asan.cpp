@@ -17,9 +17,11 @@ GM_LEVELS(gm_moe_permute, (const int32_t*, int32_t*, int32_t*, int32_t*, int64_t
 GM_LEVELS(gm_moe_combine, (const void*, int64_t, int64_t, const int32_t*, const float*, void*, int64_t,
                            int64_t, int64_t, int));
 GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*,
-                              const int32_t*, int64_t, void*, int64_t, int, int));
-GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, int32_t*,
-                   int32_t*, int32_t*, void*, void*, void*, int64_t, int64_t, int64_t, int));
+                              const int32_t*, int64_t, void*, int64_t, const void*, int, float, float, int));
+GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, const void*,
+                   const void*, int32_t*, int32_t*, int32_t*, void*, void*, void*, int64_t, int64_t, int64_t,
+                   int, float, float, int));
+constexpr float kAlpha = 1.702f, kLimit = 1.25f;
 
 namespace {
 
@@ -125,13 +127,16 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
   for (int64_t e = 0; e < experts; ++e) offsets.data()[e + 1] = offsets.data()[e] + int32_t(counts[e]);
   for (int64_t r = 0; r < rows; ++r) permutation.data()[r] = int32_t(rows - r);  // the last token once
   for (const bool gathered : {false, true})
-    for (const bool silu : {false, true}) {
-      const int64_t width = silu ? n / 2 : n, from = gathered ? x_rows : rows;
-      Buffer<T> x(from, k, k), out(rows, width, width);
+    for (const int gate : {0, 1, 2}) {
+      const int64_t width = gate ? n / 2 : n, from = gathered ? x_rows : rows;
+      Buffer<T> x(from, k, k), out(rows, width, width), bias(gate == 1 ? 0 : experts * n);
+      for (size_t i = 0; gate != 1 && i < size_t(experts * n); ++i)
+        bias.data()[i] = D::put(numbers.eighths());
       for (int64_t i = 0; i < from * k; ++i) x.data()[i] = D::put(numbers.eighths());
       const auto run = [&](int64_t of_x) {
         return call(&weights, experts, x.data(), of_x, k, offsets.data(),
-                    gathered ? permutation.data() : nullptr, top_k, out.data(), rows, silu, dtype);
+                    gathered ? permutation.data() : nullptr, top_k, out.data(), rows,
+                    gate == 1 ? nullptr : bias.data(), gate, kAlpha, kLimit, dtype);
       };
       std::memset(out.data(), 0xff, sizeof(T) * rows * width);
       CHECK(run(from) == 0);
@@ -141,11 +146,16 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
           const auto value = [&](int64_t c) { return double(D::get(x(row, c))); };
           for (int64_t i = 0; i < width; ++i) {
             double size, other;
-            double wanted = product(w, e, i, value, size), bound = size;
-            if (silu) {
-              const double up = product(w, e, i + width, value, other);
+            const auto added = [&](int64_t c) {
+              return gate == 1 ? 0.0 : double(D::get(bias.data()[e * n + c]));
+            };
+            double wanted = product(w, e, i, value, size) + added(i), bound = size;
+            if (gate) {
+              const double up = product(w, e, i + width, value, other) + added(i + width);
               bound = size * (std::fabs(up) + 1) + other * (std::fabs(wanted) + 1);
-              wanted = wanted / (1 + std::exp(-wanted)) * up;
+              const double g = std::fmin(wanted, kLimit), u = std::fmax(std::fmin(up, kLimit), -kLimit);
+              wanted = gate == 1 ? wanted / (1 + std::exp(-wanted)) * up
+                                 : g / (1 + std::exp(-kAlpha * g)) * (u + 1);
             }
             if (dtype == 1 && std::fabs(wanted) > 60000) continue;  // near float16's end
             CHECK(std::fabs(D::get(out(r, i)) - wanted) <=
@@ -171,14 +181,17 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
       w2(packing, experts, hidden, inner, false, numbers);
   const Weights first = described(w13), second = described(w2);
   Buffer<T> x(tokens, hidden, hidden), acts(entries, inner, inner), rows(entries, hidden, hidden),
-      out(tokens, hidden, hidden);
+      out(tokens, hidden, hidden), w13_bias(experts * 2 * inner), w2_bias(experts * hidden);
   Buffer<float> weights(entries);
   Buffer<int32_t> ids(entries), offsets(experts + 1), permutation(entries), inverse(entries);
   for (int64_t i = 0; i < tokens * hidden; ++i) x.data()[i] = D::put(numbers.eighths() / 4);
   for (int64_t i = 0; i < entries; ++i) weights.data()[i] = numbers.eighths();
+  for (int64_t i = 0; i < experts * 2 * inner; ++i) w13_bias.data()[i] = D::put(numbers.eighths());
+  for (int64_t i = 0; i < experts * hidden; ++i) w2_bias.data()[i] = D::put(numbers.eighths());
   deal(ids, entries, experts, numbers);
-  CHECK(call(&first, &second, x.data(), weights.data(), ids.data(), offsets.data(), permutation.data(),
-             inverse.data(), acts.data(), rows.data(), out.data(), tokens, top_k, experts, dtype) == 0);
+  CHECK(call(&first, &second, x.data(), weights.data(), ids.data(), w13_bias.data(), w2_bias.data(),
+             offsets.data(), permutation.data(), inverse.data(), acts.data(), rows.data(), out.data(), tokens,
+             top_k, experts, 2, kAlpha, kLimit, dtype) == 0);
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t i = 0; i < hidden; ++i) {
       double wanted = 0, bound = 0;
@@ -186,7 +199,9 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
         if (inverse.data()[entry] < 0) continue;
         const int64_t e = ids.data()[entry], place = inverse.data()[entry];
         double size;  // acts were rounded to T: the second product is judged from them
-        const double y = product(w2, e, i, [&](int64_t c) { return double(D::get(acts(place, c))); }, size);
+        const double y = product(
+                             w2, e, i, [&](int64_t c) { return double(D::get(acts(place, c))); }, size) +
+                         double(D::get(w2_bias.data()[e * hidden + i]));
         wanted += weights.data()[entry] * y;
         bound += std::fabs(weights.data()[entry]) * (size * 32e-6 + std::fabs(y) * D::kEps);
       }

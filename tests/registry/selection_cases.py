@@ -334,6 +334,10 @@ moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_120 | cuda | - | moe_chain_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block | gfx950 | hip | - | moe_chain_w_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | cpu:avx2 | x86 | - | moe_cpu@avx2
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_90 | torch | - | moe_chain_torch
+moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | cpu:avx2 | x86 | - | moe_cpu@avx2
+moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | sm_120 | cuda | - | moe_chain_w_triton
+moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | h200 | sm90a | - | moe_epilogue_sm90
+grouped_linear | m=16,e=32,n=5760,k=2880,w=mxfp4,epilogue=bias+silu_mul+clamp | sm_90 | sm90a | - | grouped_linear_w_triton
 sample | m=16,v=128256 | sm_121 | cuda | - | sample_triton
 sample | m=16,v=128256 | cpu:avx2 | x86 | - | sample_cpu@avx2
 sample | m=16,v=128256 | gfx1151 | hip | - | sample_triton

@@ -233,14 +233,19 @@ def test_what_a_configuration_says() -> None:
         parse_config(qwen2 | {"use_sliding_window": True})
 
 
-@pytest.mark.parametrize("fault", ["sinks", "window", "bias"])
+@pytest.mark.parametrize("fault", ["sinks", "window", "bias of gate and up", "bias of down", "clamp"])
 def test_what_is_left_out_of_gpt_oss_shows(fault: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     """Planted faults, each in one layer."""
     model = build("gpt-oss", tmp_path)
     llm, expected = make(tmp_path), oracle.logits(model, IDS)
     layer = llm.model.layers[2]  # type: ignore[attr-defined]
-    if fault == "bias":
-        layer.mlp.down.bias.zero_()
+    if fault == "bias of gate and up":
+        layer.mlp.gate_up_bias.copy_(layer.mlp.gate_up_bias.flip(0))
+    elif fault == "bias of down":
+        layer.mlp.down_bias.zero_()
+    elif fault == "clamp":
+        assert (layer.mlp.alpha, layer.mlp.limit) == (1.702, 7.0)
+        layer.mlp.limit = 0.5
     elif fault == "sinks":
         layer.attention.sinks.fill_(-1e30)
     else:  # like the next layer, which has no window

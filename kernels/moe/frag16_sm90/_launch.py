@@ -65,9 +65,17 @@ def launch(
     top_k: int,
     silu_mul: bool,
     n: int,
+    bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
     out: Tensor,
 ) -> None:
     """Sorted rows [P, K] and the three tensors of a frag16 layout -> out [P, N or N / 2]."""
+    if bias is not None or clamp:
+        raise ValueError(
+            "grouped_linear_sm90 has no bias and no clamped activation; grouped_linear_w_triton does"
+        )
     product(config, x, weight, expert_offsets, permutation, top_k, silu_mul, out, early=False, clear=True)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
-from gristmill.quant import quantize
+from gristmill.quant import QuantTensor, quantize
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
@@ -127,6 +127,30 @@ FORMATS: dict[str, Callable[[], Any]] = {
 def test_shares_of_other_formats(form: str, tmp_path: Path) -> None:
     folder, _ = producers.convert(LLAMA, tmp_path, *FORMATS[form]())
     compare(folder, (2, 4), layers=2)
+
+
+@pytest.mark.parametrize("form", ["floats", "floats rounded", "mxfp4"])
+def test_shares_of_interleaved_experts(form: str, tmp_path: Path) -> None:
+    """gpt-oss: gate and up rows, and their biases, are stored in turn, and handed out with gate first, on every rank."""
+    from gristmill.runtime.loader.quantized import write_quantized
+    from tests.runtime.test_models import build
+
+    model, folder = build("gpt-oss", tmp_path), tmp_path
+    if form == "mxfp4":
+        folder = tmp_path / "out"
+        table = model_table(load_config(tmp_path))
+        write_quantized(tmp_path, folder, table, QuantScheme.parse("mxfp4"), form="mxfp4")
+    quant = "int4_g32" if form == "floats rounded" else None
+    compare(folder, (2, 4), quant)
+    experts, weights = model.model.layers[0].mlp.experts, weights_of(folder, ALONE, quant)
+    bias = experts.gate_up_proj_bias.detach()
+    expected = torch.cat((bias[:, 0::2], bias[:, 1::2]), 1)
+    assert torch.equal(weights.tensor("layers.0.experts.gate_up.bias"), expected)
+    rows = experts.gate_up_proj.detach().transpose(1, 2)
+    parted = QuantTensor.from_dense(torch.cat((rows[:, 0::2], rows[:, 1::2]), 1).contiguous())
+    if form != "floats":
+        parted = quantize(parted.dequantize(), "mxfp4" if form == "mxfp4" else "int4_g32")
+    assert torch.equal(weights.linear("layers.0.experts.gate_up").dequantize(), parted.dequantize())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
