@@ -13,6 +13,9 @@ from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.layers.plans import Plans
 
+NO_EPILOGUE = (None, False, 0.0, 0.0)
+"""No bias, no clamped activation."""
+
 
 class HeadProducts:
     """[tokens, heads, k] times [heads, k, n] -> [tokens, heads, n]."""
@@ -54,6 +57,7 @@ class HeadProducts:
             1,
             False,
             self.n,
+            *NO_EPILOGUE,
             out,
         )
         return out.view(self.heads, tokens, self.n).transpose(0, 1)

@@ -119,7 +119,7 @@ ROUTINGS = {
 @pytest.mark.parametrize("case", ROUTINGS)
 def test_moe_routings(implementation: Runnable, case: str) -> None:
     op, ids = implementation.op, ROUTINGS[case]
-    scheme = "int4_g32" if implementation.kernel.name == "moe_chain_w_triton" else "fp32"
+    scheme = "int4_g32" if implementation.kernel.layouts == ("plain_v1",) else "fp32"
     problem = op.problem(f"m={ids.shape[0]},top_k=2,e=4,h=64,i=32,x=fp32,w={scheme}")
     arguments = op.inputs(problem, 6, "cpu")
     arguments[2] = ids
@@ -136,7 +136,7 @@ def test_moe_routings(implementation: Runnable, case: str) -> None:
 @pytest.mark.parametrize("implementation", MOE, ids=str)
 def test_moe_in_a_workspace_of_exactly_its_size(implementation: Runnable) -> None:
     op, kernel = implementation.op, implementation.kernel
-    scheme = "mxfp4" if kernel.name == "moe_chain_w_triton" else "bf16"
+    scheme = "mxfp4" if kernel.layouts == ("plain_v1",) else "bf16"
     problem = op.problem(f"m=5,top_k=2,e=4,h=64,i=32,w={scheme}")
     arguments = kernel_arguments(op, kernel, op.inputs(problem, 7, "cpu"))
     config = kernel.config(problem, implementation.target)
@@ -157,8 +157,9 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
     op, kernel = implementation.op, implementation.kernel
     if op.name != "moe":
         return
+    scheme = "bf16" if kernel.layouts == ("dense_v1",) else "int4_g32"
     for m in (1, 3, 12):
-        problem = op.problem(f"m=12,top_k=2,e=3,h=96,i=64,w={'int4_g32'}")
+        problem = op.problem(f"m=12,top_k=2,e=3,h=96,i=64,w={scheme}")
         arguments = kernel_arguments(op, kernel, op.inputs(problem, 8, "cpu"))
         config = kernel.config(problem, implementation.target)
         full, part = torch.empty_like(arguments[0]), torch.empty_like(arguments[0][:m])
@@ -170,7 +171,7 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
 @pytest.mark.parametrize("implementation", GROUPED, ids=str)
 def test_only_experts_with_rows_are_read(implementation: Runnable) -> None:
     """The weights of experts without rows are NaN; the result of the expert with rows is correct."""
-    if implementation.kernel.name == "grouped_linear_w_triton":
+    if implementation.kernel.layouts == ("plain_v1",):
         weight = quantize(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(9)), "fp8_ch")
         weight.scales[0::3] = 3e38
     else:

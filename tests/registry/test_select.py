@@ -247,7 +247,7 @@ def test_select_reads_no_environment(monkeypatch):
         ("strict = 1", "strict wants true or false, got 1"),
         ("nonsense = true", "unknown policy entry 'nonsense'"),
         ("weight_memory = 0.5", "weight_memory wants a number of at least 1"),
-        ("activations = 'int4'", "activations wants int8, got 'int4'"),
+        ("activations = 'int4'", "activations wants int8 or float, got 'int4'"),
         ("pins = 'a'", "pins wants a table"),
         ("strict = ", "policy"),
     ],
