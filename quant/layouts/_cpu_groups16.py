@@ -161,8 +161,8 @@ def _row_codes(lines: Tensor, scheme: QuantScheme, k: int) -> Tensor:
     fields = deinterleave(runs[:, :, shared], 8).unflatten(-1, (-1, 1, 4))
     width = scheme.bits - 4
     shifts = torch.arange(columns // 4, dtype=torch.uint8, device=lines.device) * width
-    high = (fields >> shifts[:, None]) & ((1 << width) - 1)
-    return low | (high.flatten(-3) << 4)
+    high: Tensor = ((fields >> shifts[:, None]) & ((1 << width) - 1)).flatten(-3)
+    return low | (high << 4)
 
 
 def rows(packed: Packed, index: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ class EagleHead(HiddenStateModel):
         self.mlp = MLP(plans, weights, "layer")
         self.head: LogitsHead = target.head
         if "lm_head.weight" in weights.checkpoint:
-            self.head = LogitsHead(plans, owned(weights.vocabulary("head")), weights.shared_ranges("head"))
+            own = weights.vocabulary("head")
+            self.head = LogitsHead(plans, owned(own.weight), weights.shared_ranges("head"), own.declared)
         self.places = places
 
     def states(self, hidden: Tensor) -> Tensor:
