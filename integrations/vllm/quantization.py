@@ -102,7 +102,14 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
                 return UnquantizedLinearMethod()
             scheme = schemes.pop() if len(schemes) == 1 else None
         names = [module.rpartition(".")[2] for module in modules]
-        return GristmillLinearMethod(prefix, names, self._read, scheme, lambda: self._of_vllm(layer, prefix))
+        return GristmillLinearMethod(
+            prefix,
+            names,
+            self._read,
+            scheme,
+            lambda made: self._of_vllm(made, prefix),
+            measured=self.stored is not None and self._options().take == "measured",
+        )
 
     def _experts(self, layer: Any, prefix: str) -> Any:
         scheme: str | None
@@ -140,8 +147,12 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
             f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])
         ]
 
+    @staticmethod
+    def _options() -> Options:
+        return Options.parse(get_current_vllm_config().additional_config)
+
     def _scheme(self) -> QuantScheme:
-        named = Options.parse(get_current_vllm_config().additional_config).quant
+        named = self._options().quant
         if named is None:
             raise UsageError(
                 "--quantization gristmill of a model in floats needs a scheme: "
