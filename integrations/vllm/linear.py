@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
             return _served(product_of, layer, self.fallback, sizes, whole, k, dtype, attributes)
 
         try:
-            method = f"{HOST.require()} {_served(name_of, layer, self.fallback)}"
+            method = f"{_version()} {_served(name_of, layer, self.fallback)}"
             case = Case(scheme, sum(sizes), k, dtype, "vllm", method)
             comparison = compare(case, _device(layer), theirs)
         except NoMethodError as error:
@@ -136,6 +137,12 @@ def _served(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
     except Exception as error:
         raise NoMethodError(f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _version() -> str:
+    """vLLM's; a version that is not tested is said once."""
+    return HOST.require()
 
 
 def _note_choice(left: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import gristmill
 from gristmill.integrations.vllm import explain
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.options import Options
-from gristmill.integrations.vllm.quantization import GristmillConfig
+from gristmill.integrations.vllm.quantization import GristmillConfig, name_in_vllm
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, Tensors, quantize
@@ -395,3 +396,13 @@ def test_what_vllm_cannot_multiply_is_taken(
 def test_a_choice_that_does_not_exist_is_one_message() -> None:
     with pytest.raises(gristmill.UsageError, match="must be measured or all, got 'some'"):
         Options.parse({"gristmill": {"take": "some"}})
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [("gptq", "int4_g128"), ("compressed-tensors", "int4_g128"), ("modelopt", "nvfp4"), ("fp8", "fp8_block")],
+)
+def test_a_layer_is_left_to_the_method_that_vllm_chooses(tmp_path: Path, form: str, scheme: str) -> None:
+    folder = written(MODELS / "docs-llama", tmp_path / "quantized", scheme, form)
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert name_in_vllm(stored) == ModelConfig(str(folder), dtype="bfloat16").quantization
