@@ -26,7 +26,7 @@ class PlantedLLM:
     def __init__(self, engine: str) -> None:
         self.engine = engine
 
-    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[Any], params: list[Any], **_: Any) -> list[Any]:
         counts = [param.max_tokens - self.missing for param in params]
         CLOCK[0] += 0.5 + SLEEP[self.engine] * max(counts)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in counts]
