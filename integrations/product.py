@@ -107,6 +107,10 @@ class Product:
         torch.ops.gristmill.linear.out(x, self.tensors, bias, None, False, self.n, None, handle, out)
         return out
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N]."""
+        return self(x, None)
+
     def kernels(self) -> str:
         """The kernels of small and large batches."""
         names = dict.fromkeys(self.plans[0].entry(size).kernel for size in (1, 16, 256))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the model. kernels: by the upper bound of a batch, "" where the host runs it. reason: why it does, "" otherwise."""
+    """One layer of the model.
+
+    kernels: by the upper bound of a batch, "" where the host runs it. reason: why it does, "" otherwise. measured: why we do, if times said so.
+    """
 
     name: str
     taken: bool
     scheme: str
     kernels: str
     reason: str
+    measured: str = ""
 
 
 class Report:
@@ -25,19 +29,18 @@ class Report:
         self.host, self.logger = host, logger
         self.layers: dict[str, Layer] = {}
 
-    def take(self, name: str, scheme: str, kernels: str) -> None:
+    def take(self, name: str, scheme: str, kernels: str, measured: str = "") -> None:
         """A layer runs on our kernels."""
-        self._note(Layer(name, True, scheme, kernels, ""))
+        self._note(Layer(name, True, scheme, kernels, "", measured))
 
     def leave(self, name: str, scheme: str, reason: str) -> None:
         """The host runs a layer."""
         self._note(Layer(name, False, scheme, "", reason))
 
     def _note(self, layer: Layer) -> None:
-        said = {(other.taken, other.scheme, other.kernels, other.reason) for other in self.layers.values()}
-        if (layer.taken, layer.scheme, layer.kernels, layer.reason) not in said:
+        if replace(layer, name="") not in {replace(other, name="") for other in self.layers.values()}:
             what = (
-                f"runs {layer.scheme} with {layer.kernels}"
+                f"runs {layer.scheme} with {layer.kernels}{layer.measured and f': {layer.measured}'}"
                 if layer.taken
                 else f"is left to {self.host}: {layer.reason}"
             )

@@ -83,11 +83,11 @@ class Trace:
     kernels: dict[str, float]
 
 
-def random_model(name: str, folder: Path) -> Path:
-    """A directory with a model of the shape `name` in bfloat16, with random weights."""
+def random_model(name: str, folder: Path, **changes: Any) -> Path:
+    """A directory with a model of the shape `name` in bfloat16, with random weights. changes: to the entries of config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = dict(SHAPES[name])
+    shape = SHAPES[name] | changes
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

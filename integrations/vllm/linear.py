@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearMethodBase
 
 from gristmill.integrations.collect import Collected, load_into
+from gristmill.integrations.measured import Call, Case, compare
 from gristmill.integrations.product import Part, Product, Reader, Shard, joined, multiply, unserved
 from gristmill.integrations.vllm.report import REPORT
+from gristmill.integrations.vllm.trial import name_of, product_of
+from gristmill.integrations.vllm.version import HOST
 
+T = TypeVar("T")
+LEFT = "gristmill_left_to_vllm"
+"""The entry of vLLM's additional_config that names the layers of `_note_choice`."""
 LATENTS = "kv_b_proj"
 """The layer whose weight vLLM's latent attention asks back: it reads the device of ``weight``, and multiplies an identity."""
 
@@ -21,14 +29,22 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
     """A linear layer of vLLM's model.
 
     read: makes a weight of a module's tensors. names: the modules of a fused layer. scheme: of the layer as far as it is known before
-    it is loaded, for the question whether a kernel serves it. fallback: vLLM's own method, None where it has none.
+    it is loaded, for the question whether a kernel serves it. fallback: vLLM's own method of a layer. measured: take the layer only where
+    times on this device say so.
     """
 
     def __init__(
-        self, prefix: str, names: Sequence[str], read: Reader, scheme: str | None, fallback: Callable[[], Any]
+        self,
+        prefix: str,
+        names: Sequence[str],
+        read: Reader,
+        scheme: str | None,
+        fallback: Callable[[Any], Any],
+        *,
+        measured: bool = False,
     ) -> None:
         self.prefix, self.names, self.read = prefix, list(names), read
-        self.scheme, self.fallback = scheme, fallback
+        self.scheme, self.fallback, self.measured, self.times = scheme, fallback, measured, ""
 
     def create_weights(
         self,
@@ -43,9 +59,12 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         """Parameters that collect what the checkpoint has; or vLLM's own method's, where no kernel serves the layer."""
         k, n, device = input_size_per_partition, sum(output_partition_sizes), _device(layer)
         reason = unserved(self.scheme, n, k, params_dtype, device)
+        if reason is None and self.measured and self.scheme is not None:
+            whole = (output_size, input_size)
+            reason = self._slower(layer, output_partition_sizes, whole, k, params_dtype, extra_weight_attrs)
         if reason is not None:
             REPORT.leave(self.prefix, self.scheme or "", reason)
-            method = layer.quant_method = self.fallback()
+            method = layer.quant_method = self.fallback(layer)
             if type(method).__name__ in WEIGHT_LOADER_V2_SUPPORTED and hasattr(layer, "weight_loader_v2"):
                 extra_weight_attrs["weight_loader"] = layer.weight_loader_v2
             method.create_weights(
@@ -58,6 +77,34 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         if not hasattr(layer, "load_weights"):
             layer.load_weights = load_into(layer)
 
+    def _slower(
+        self,
+        layer: Any,
+        sizes: Sequence[int],
+        whole: tuple[int, int],
+        k: int,
+        dtype: torch.dtype,
+        attributes: dict[str, Any],
+    ) -> str | None:
+        """Times that say that vLLM's own method is the faster one; None if ours is, or if vLLM has none that works."""
+        scheme = str(self.scheme)
+
+        def theirs() -> Call:
+            return _served(product_of, layer, self.fallback, sizes, whole, k, dtype, attributes)
+
+        try:
+            method = f"{_version()} {_served(name_of, layer, self.fallback)}"
+            case = Case(scheme, sum(sizes), k, dtype, "vllm", method)
+            comparison = compare(case, _device(layer), theirs)
+        except NoMethodError as error:
+            self.times = f"vLLM's own method does not serve it: {error}"
+            return None
+        if comparison.ahead:
+            self.times = str(comparison)
+            return None
+        _note_choice(f"{scheme} {sum(sizes)}x{k}")
+        return f"it is not faster on gristmill: {comparison}"
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read, cut for this rank, join what fits one matrix, and pack."""
         device = _device(layer)
@@ -69,12 +116,40 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
             layer.register_buffer("weight", torch.empty(0, dtype=self.dtype, device=device), persistent=False)
         schemes = ", ".join(dict.fromkeys(product.scheme for product in self.products))
         REPORT.take(
-            self.prefix, schemes, ", ".join(dict.fromkeys(product.kernels() for product in self.products))
+            self.prefix,
+            schemes,
+            ", ".join(dict.fromkeys(product.kernels() for product in self.products)),
+            self.times,
         )
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
         return multiply(self.products, x, bias)
+
+
+class NoMethodError(RuntimeError):
+    """vLLM's own method does not serve a layer."""
+
+
+def _served(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function of vLLM's own method returns; NoMethodError for what a method raises that does not serve a layer: anything."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise NoMethodError(f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _version() -> str:
+    """vLLM's; a version that is not tested is said once."""
+    return HOST.require()
+
+
+def _note_choice(left: str) -> None:
+    """Make a layer that is left to vLLM part of the key of vLLM's compiled graphs: they hold the operators of one choice."""
+    config = get_current_vllm_config().additional_config
+    if isinstance(config, dict):
+        config[LEFT] = sorted({*config.get(LEFT, ()), left})
 
 
 def _parts(layer: Any, prefix: str, names: Sequence[str], counts: Sequence[int]) -> list[Part]:

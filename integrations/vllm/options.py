@@ -10,6 +10,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import UsageError
 
 KEY = "gristmill"
+TAKE = ("measured", "all")
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,13 @@ class Options:
 
     quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
     policy: the path of a policy file; None = the one that GRISTMILL_POLICY names.
+    take: linear layers of a quantized checkpoint that run on gristmill: ``measured``, those that are faster on this device than with vLLM's
+        own kernels, measured at the first start; ``all`` that a kernel serves.
     """
 
     quant: str | None = None
     policy: str | None = None
+    take: str = "measured"
 
     @staticmethod
     def parse(additional_config: Any) -> Options:
@@ -33,6 +37,10 @@ class Options:
                 f"additional_config[{KEY!r}] must be an object with entries of {', '.join(known)}, got {given!r}"
             )
         for name, value in given.items():
+            if name == "take" and value not in TAKE:
+                raise UsageError(
+                    f"additional_config[{KEY!r}]['take'] must be {' or '.join(TAKE)}, got {value!r}"
+                )
             if value is not None and not isinstance(value, str):
                 raise UsageError(f"additional_config[{KEY!r}][{name!r}] must be text, got {value!r}")
         return Options(**given)

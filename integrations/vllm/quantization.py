@@ -11,7 +11,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -26,7 +26,28 @@ from gristmill.runtime.errors import UsageError
 NAME = "gristmill"
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Linear layers that choose experts: a small error there sends tokens elsewhere."""
+OVERRIDES = (
+    "auto_gptq",
+    "gptq_marlin",
+    "auto_awq",
+    "awq_marlin",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mxfp8",
+    "modelopt_mixed",
+)
+"""Methods of vLLM that serve checkpoints of another name, in the order in which it asks them."""
 ADDED_BY_VLLM = ("total_num_heads", "total_num_kv_heads")
+
+
+def name_in_vllm(stored: Mapping[str, Any]) -> str:
+    """The method that vLLM itself chooses for a checkpoint: Marlin's for ``gptq``, say."""
+    for name in OVERRIDES:
+        if name in QUANTIZATION_METHODS:
+            found = get_quantization_config(name).override_quantization_method(dict(stored), None)
+            if found is not None:
+                return str(found)
+    return str(stored.get("quant_method"))
 
 
 class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read without types
@@ -102,7 +123,14 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
                 return UnquantizedLinearMethod()
             scheme = schemes.pop() if len(schemes) == 1 else None
         names = [module.rpartition(".")[2] for module in modules]
-        return GristmillLinearMethod(prefix, names, self._read, scheme, lambda: self._of_vllm(layer, prefix))
+        return GristmillLinearMethod(
+            prefix,
+            names,
+            self._read,
+            scheme,
+            lambda made: self._of_vllm(made, prefix),
+            measured=self.stored is not None and self._options().take == "measured",
+        )
 
     def _experts(self, layer: Any, prefix: str) -> Any:
         scheme: str | None
@@ -125,7 +153,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         """What vLLM itself does with a layer of this checkpoint; UsageError where it cannot read the format."""
         if self.stored is None:
             return UnquantizedLinearMethod()
-        name = str(self.stored.get("quant_method"))
+        name = name_in_vllm(self.stored)
         try:
             config = get_quantization_config(name).from_config(dict(self.stored))
         except ValueError as error:
@@ -140,8 +168,12 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
             f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])
         ]
 
+    @staticmethod
+    def _options() -> Options:
+        return Options.parse(get_current_vllm_config().additional_config)
+
     def _scheme(self) -> QuantScheme:
-        named = Options.parse(get_current_vllm_config().additional_config).quant
+        named = self._options().quant
         if named is None:
             raise UsageError(
                 "--quantization gristmill of a model in floats needs a scheme: "

@@ -34,6 +34,7 @@ from lab import (
 from tests.lab.test_linear_weight_only import Calls
 from tests.lab.test_loading import SMALL as SMALL_LAYERS
 from tests.lab.test_loading_memory import SMALL as SMALL_MODELS
+from tests.lab.test_vllm_linear import LINE, planted
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
@@ -148,6 +149,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--model {MODEL} --draft {MODEL} --tokens {TOKENS} --prompts 1 --prompt-tokens 16 --max-tokens 6 --counts 2 "
         "--temperatures 0 --out OUT",
     ),
+    "vllm_linear": (planted, f"--model {MODEL} {LINE} --turns 1 --out OUT"),
 }
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
 

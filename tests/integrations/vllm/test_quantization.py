@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from vllm.config import LoRAConfig, ModelConfig, VllmConfig, set_current_vllm_co
 import gristmill
 from gristmill.integrations.vllm import explain
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
-from gristmill.integrations.vllm.quantization import GristmillConfig
+from gristmill.integrations.vllm.options import Options
+from gristmill.integrations.vllm.quantization import GristmillConfig, name_in_vllm
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, Tensors, quantize
@@ -27,6 +30,8 @@ from tests.integrations.vllm.conftest import MODELS
 from tests.integrations.vllm.test_worker import copied, generated, prompts, texts
 
 Host = Callable[..., Any]
+ALL = {"gristmill": {"take": "all"}}
+"""Without times: what these tests show must not depend on them."""
 OPEN: list[Any] = []
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
@@ -113,7 +118,7 @@ FORMATS = [
 @pytest.mark.parametrize(("form", "scheme"), FORMATS)
 def test_the_formats_that_we_read(host: Host, tmp_path: Path, form: str, scheme: str) -> None:
     folder = written(MODELS / "docs-llama", tmp_path / "quantized", scheme, form)
-    llm, ids = of_vllm(host, folder), texts(3)
+    llm, ids = of_vllm(host, folder, additional_config=ALL), texts(3)
     assert generated(llm.generate(prompts(ids), PARAMS)) == runtime(folder, ids)
     assert {row["scheme"] for row in explain() if row["taken"]} == {scheme}
 
@@ -166,7 +171,7 @@ def test_experts_quantized_while_they_are_loaded(host: Host, qwen: Path) -> None
 def test_experts_of_a_stored_format(host: Host, qwen: Path, tmp_path: Path) -> None:
     folder = written(qwen, tmp_path / "quantized", "int4_g128", "compressed-tensors")
     ids = [[3, 5, 7, 9], [100] * 17]
-    llm = of_vllm(host, folder, skip_tokenizer_init=True)
+    llm = of_vllm(host, folder, skip_tokenizer_init=True, additional_config=ALL)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     assert generated(llm.generate(prompts(ids), params)) == runtime(folder, ids)
     assert {row["name"].rpartition(".")[2] for row in explain() if row["taken"]} == {
@@ -228,7 +233,7 @@ def loaded(
         assert shape == weight.shape, (shape, weight.shape)
         return weight, None
 
-    method = GristmillLinearMethod("m.layer", names, read, "int4_g128", lambda: None)
+    method = GristmillLinearMethod("m.layer", names, read, "int4_g128", lambda _: None)
     method.create_weights(layer, k, sizes, whole_k, sum(sizes), torch.float32)
     for shard in {3: ("q", "k", "v"), 2: (0, 1), 1: (None,)}[len(names)]:
         layer.codes.weight_loader(layer.codes, torch.zeros(1), *(() if shard is None else (shard,)))
@@ -289,7 +294,7 @@ def test_ranks_hold_their_columns(environment: dict[str, str]) -> None:
 
 
 def test_a_tensor_that_is_missing_is_named() -> None:
-    method = GristmillLinearMethod("m.o_proj", ["o_proj"], lambda *_: None, None, lambda: None)
+    method = GristmillLinearMethod("m.o_proj", ["o_proj"], lambda *_: None, None, lambda _: None)
     layer = FakeLayer(tp_rank=0, tp_size=1, output_size=64)
     method.create_weights(layer, 512, [64], 512, 64, torch.float32)
     with pytest.raises(ValueError, match="m.o_proj: the checkpoint has no tensors of m.o_proj"):
@@ -302,3 +307,102 @@ def test_a_checkpoint_is_claimed_only_on_request() -> None:
     claim = GristmillConfig.override_quantization_method
     assert claim({"quant_method": "gptq"}, "gristmill") == "gristmill"
     assert claim({"quant_method": "gptq"}, None) is None and claim({"quant_method": "gptq"}, "gptq") is None
+
+
+ROWS = 512
+"""Of q, k and v in docs-llama."""
+
+
+def float_kernel(monkeypatch: pytest.MonkeyPatch, called: Callable[[torch.Tensor], None]) -> None:
+    """vLLM's kernel of 4-bit weights in torch: its compiled one is not on every CPU. Calls the function with the weight."""
+    from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel as Kernel
+
+    def process(self: Any, layer: Any) -> None:
+        packed, scale = layer.weight_packed.data, layer.weight_scale.data
+        codes = (packed.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
+        layer.dense = ((codes.flatten(1) - 8) * scale.repeat_interleave(128, 1)).float()
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        called(layer.dense)
+        return torch.nn.functional.linear(x, layer.dense, bias)
+
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", process)
+    monkeypatch.setattr(Kernel, "apply_weights", apply)
+
+
+def test_layers_run_where_times_say_so(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: vLLM's kernel is slow for q, k and v, and ours for all others. Nothing is measured at the second start."""
+    from gristmill.integrations import measured
+    from gristmill.integrations.product import Product
+
+    folder = written(MODELS / "docs-llama", tmp_path / "quantized", "int4_g128", "compressed-tensors")
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'cache = "{tmp_path / "cache"}"\n')
+    monkeypatch.setenv("GRISTMILL_POLICY", str(policy))
+    monkeypatch.setattr(measured, "_KNOWN", {})
+    monkeypatch.setattr(measured, "ROUNDS", 1)
+    monkeypatch.setattr(measured, "list_count", lambda size, device: 2)
+    without_bias, delay = Product.without_bias, [0.03]
+
+    def slow_ours(self: Product, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(delay[0] * (self.n != ROWS))
+        return without_bias(self, x)
+
+    float_kernel(monkeypatch, lambda weight: time.sleep(delay[0] * (len(weight) == ROWS)))
+    monkeypatch.setattr(Product, "without_bias", slow_ours)
+    llm, ids = of_vllm(host, folder), texts(3)
+    rows = explain()
+    taken = [row for row in rows if row["taken"]]
+    assert {row["name"].rpartition(".")[2] for row in taken} == {"qkv_proj"} and len(rows) == 4 * len(taken)
+    figures = "us of gristmill and of the host by tokens: 1: "
+    assert all(row["measured"].startswith(figures) for row in taken)
+    left = [row["reason"] for row in rows if not row["taken"]]
+    assert all(reason.startswith(f"it is not faster on gristmill: {figures}") for reason in left), left
+    config = llm.llm_engine.vllm_config
+    assert config.additional_config["gristmill_left_to_vllm"] == [
+        "int4_g128 1536x256",
+        "int4_g128 256x256",
+        "int4_g128 256x768",
+    ]
+
+    delay[0] = 0
+    mixed = generated(llm.generate(prompts(ids), PARAMS))
+    assert mixed == generated(of_vllm(host, folder, additional_config=ALL).generate(prompts(ids), PARAMS))
+    assert all(row["taken"] and not row["measured"] for row in explain())
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measured, "_KNOWN", {})
+    monkeypatch.setattr(measured, "_measure", never)
+    of_vllm(host, folder)
+    assert explain() == rows
+
+
+def test_what_vllm_cannot_multiply_is_taken(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(MODELS / "docs-llama", tmp_path / "quantized", "int4_g128", "compressed-tensors")
+
+    def planted(weight: torch.Tensor) -> None:
+        raise NotImplementedError("no such kernel")
+
+    float_kernel(monkeypatch, planted)
+    of_vllm(host, folder)
+    reason = "vLLM's own method does not serve it: NotImplementedError: no such kernel"
+    assert {(row["taken"], row["measured"]) for row in explain()} == {(True, reason)}
+
+
+def test_a_choice_that_does_not_exist_is_one_message() -> None:
+    with pytest.raises(gristmill.UsageError, match="must be measured or all, got 'some'"):
+        Options.parse({"gristmill": {"take": "some"}})
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [("gptq", "int4_g128"), ("compressed-tensors", "int4_g128"), ("modelopt", "nvfp4"), ("fp8", "fp8_block")],
+)
+def test_a_layer_is_left_to_the_method_that_vllm_chooses(tmp_path: Path, form: str, scheme: str) -> None:
+    folder = written(MODELS / "docs-llama", tmp_path / "quantized", scheme, form)
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert name_in_vllm(stored) == ModelConfig(str(folder), dtype="bfloat16").quantization

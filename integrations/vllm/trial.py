@@ -1,0 +1,72 @@
+"""A layer of vLLM's model a second time, with vLLM's own method and arbitrary weights: what `gristmill.integrations.measured` times."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.integrations.measured import Call
+
+
+def twin_of(layer: Any) -> Any:
+    """A copy of a layer that is being made: its fields, no parameters, buffers or modules."""
+    twin = copy.copy(layer)
+    twin._parameters, twin._buffers, twin._modules = {}, {}, {}
+    return twin
+
+
+def name_of(layer: Any, fallback: Callable[[Any], Any]) -> str:
+    """What vLLM multiplies a layer with, by name."""
+    twin = twin_of(layer)
+    method = fallback(twin)
+    scheme = getattr(twin, "scheme", None)
+    return type(method).__name__ + ("" if scheme is None else f" {type(scheme).__name__}")
+
+
+def product_of(
+    layer: Any,
+    fallback: Callable[[Any], Any],
+    sizes: Sequence[int],
+    whole: tuple[int, int],
+    k: int,
+    dtype: torch.dtype,
+    attributes: dict[str, Any],
+) -> Call:
+    """vLLM's own product with a weight of arbitrary numbers.
+
+    sizes: rows of the parts of this rank. whole: [n, k] of all ranks. attributes: the others of `create_weights`.
+    """
+    twin = twin_of(layer)
+    method = fallback(twin)
+    method.create_weights(twin, k, list(sizes), whole[1], whole[0], dtype, **attributes)
+    for name, parameter in twin.named_parameters():
+        _fill(name, parameter.data, (sum(sizes), k))
+    method.process_weights_after_loading(twin)
+
+    def product(x: Tensor) -> Tensor:
+        out: Tensor = method.apply(twin, x, None)
+        return out
+
+    product(torch.zeros(1, k, dtype=dtype))  # a method that cannot multiply says so here
+    return product
+
+
+def _fill(name: str, data: Tensor, shape: tuple[int, int]) -> None:
+    """Numbers that every format allows. Codes are random, because constant ones need less power and run at higher clocks."""
+    if name.endswith("weight_shape"):
+        data.copy_(torch.tensor(shape, dtype=data.dtype))
+    elif name.endswith("g_idx"):
+        data.zero_()
+    elif data.dtype.is_floating_point and data.dtype.itemsize == 1:
+        data.view(torch.uint8).random_(0x30, 0x40)  # between 0.5 and 2 in e4m3fn
+    elif data.dtype.is_floating_point:
+        data.uniform_(0.01, 0.02)
+    elif data.dtype == torch.uint8 and "scale" in name:
+        data.fill_(127)  # 1 in e8m0
+    else:
+        limits = torch.iinfo(data.dtype)
+        data.random_(limits.min, limits.max)

@@ -1,0 +1,109 @@
+"""A host's layer is taken where times say so. The host is planted: its product is ours, with a delay, or without work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gristmill.integrations import measured
+from gristmill.integrations.measured import SIZES, Call, Case, Comparison, beside, compare
+from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.store import Store
+
+CPU = torch.device("cpu")
+CASE = Case("int4_g128", 64, 256, torch.float32, "planted", "1.0 Method")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, policy_file: Callable[..., object]) -> None:
+    policy_file()
+    monkeypatch.setattr(measured, "_KNOWN", {})
+    monkeypatch.setattr(measured, "list_count", lambda size, device: 2)
+    monkeypatch.setattr(measured, "ROUNDS", 2)
+
+
+class Host:
+    """A host whose product takes `seconds`, and counts how often it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.made = seconds, 0
+
+    def __call__(self) -> Call:
+        self.made += 1
+
+        def product(x: Tensor) -> Tensor:
+            time.sleep(self.seconds)
+            return x.new_empty(len(x), CASE.n)
+
+        return product
+
+
+def test_a_slow_host_loses_and_the_next_start_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(0.05)
+    found = compare(CASE, CPU, host)
+    assert found.ahead and host.made == 2
+    assert all(theirs >= 5e4 > ours for ours, theirs in found.times.values()), str(found)
+    assert compare(CASE, CPU, host) is found
+
+    measured._KNOWN.clear()
+    assert compare(CASE, CPU, host) == found and host.made == 2
+    assert len(Store.read(beside("planted", CPU)).timings) == 2 * len(SIZES)
+
+    changed = Case("int4_g128", 64, 256, torch.float32, "planted", "1.1 Method")
+    assert compare(changed, CPU, host).ahead and host.made == 4
+
+    monkeypatch.setattr(Kernel, "code_hash", lambda self, config=None, built=False: "another")
+    measured._KNOWN.clear()
+    assert compare(CASE, CPU, host).ahead and host.made == 6
+
+
+def test_a_fast_host_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = measured.Product.without_bias
+
+    def planted(self: measured.Product, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return call(self, x)
+
+    monkeypatch.setattr(measured.Product, "without_bias", planted)
+    found = compare(CASE, CPU, Host(0))
+    assert not found.ahead and all(ours > theirs for ours, theirs in found.times.values()), str(found)
+
+
+@pytest.mark.parametrize(
+    ("times", "ahead"),
+    [
+        ([(10, 11), (10, 10), (10, 10), (10, 10)], True),
+        ([(10, 10), (10, 10), (10, 10), (10, 20)], False),  # a prompt alone is no reason
+        ([(10, 20), (10, 20), (10, 20), (10.3, 10)], False),  # a prompt behind by 3 %
+        ([(10, 20), (10, 20), (10, 20), (10.1, 10)], True),
+        ([(5, 20), (10.3, 10), (10, 20), (10, 20)], False),
+        ([(10.1, 10), (10.1, 10), (10, 10.1), (10, 10)], False),  # behind in the mean
+    ],
+)
+def test_ahead_in_the_mean_and_nowhere_far_behind(times: list[tuple[float, float]], ahead: bool) -> None:
+    assert Comparison(dict(zip(SIZES, times, strict=True))).ahead is ahead
+
+
+def test_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError("planted")
+
+    monkeypatch.setattr(measured, "save", refuse)
+    host = Host(0.02)
+    assert compare(CASE, CPU, host) is compare(CASE, CPU, host) and host.made == 2
+    assert "cannot be written, the next start measures again: planted" in caplog.text
+
+
+def test_what_the_host_raises_is_not_caught() -> None:
+    def host() -> Call:
+        raise NotImplementedError("planted")
+
+    with pytest.raises(NotImplementedError, match="planted"):
+        compare(CASE, CPU, host)
+    assert not beside("planted", CPU).exists()
