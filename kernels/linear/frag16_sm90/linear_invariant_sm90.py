@@ -55,6 +55,6 @@ INVARIANT = Family(
 )
 
 KERNELS = tuple(
-    replace(kernel(name, INVARIANT, bits), batch_invariant=True, space=None, estimate=None)
+    replace(kernel(name, INVARIANT, bits), batch_invariant=True, space=None, estimate=None, proven="")
     for name, bits in (("linear_w4a16_invariant_sm90", 4), ("linear_w8a16_invariant_sm90", 8))
 )
