@@ -34,6 +34,8 @@ CHAINS = {
     "all_reduce_add_rms_norm_triton": ("fused_add_rms_norm_triton",),
     "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
     "moe_chain_w_triton": ("permute_triton", "grouped_linear_w_triton", "combine_triton"),
+    "moe_chain_invariant_triton": ("permute_triton", "grouped_linear_triton", "combine_triton"),
+    "moe_chain_w_invariant_triton": ("permute_triton", "grouped_linear_w_triton", "combine_triton"),
 }
 """Kernels that launch other kernels and have no code of their own to compile."""
 

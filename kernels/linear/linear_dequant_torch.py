@@ -28,7 +28,7 @@ def launch(
     workspace: Tensor | None,
     out: Tensor,
 ) -> None:
-    """x [..., K], a weight packed as plain_v1 or cpu_rows16_v1 -> out [..., N or N / 2].
+    """x [..., K], a weight packed as plain_v1, cpu_rows16_v1 or cpu_groups16_v1 -> out [..., N or N / 2].
 
     For bf16 activations the weight is rounded to bf16; float16 and float32 activations are multiplied in float32.
     """
@@ -82,5 +82,5 @@ KERNEL = Kernel(
     summary="dequantize rows, then torch's product",
     accepts=accepts,
     config=config,
-    layouts=("plain_v1", "cpu_rows16_v1"),
+    layouts=("plain_v1", "cpu_rows16_v1", "cpu_groups16_v1"),
 )

@@ -12,7 +12,8 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, step_along_k, tile
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, aot, step_along_k, tile
 
 MULTIPROCESSORS = 132
 """Of a Hopper; another number changes the speed only."""
@@ -36,6 +37,16 @@ def config(problem: Problem, target: Target) -> Config:
     }
 
 
+def aot_dense(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the dense kernel."""
+    return [case for case in aot(target, config) if case.name.startswith("dense")]
+
+
+def aot_quantized(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the weight-only kernel."""
+    return [case for case in aot(target, config) if not case.name.startswith("dense")]
+
+
 KERNELS = tuple(
     Kernel(
         op="linear",
@@ -43,6 +54,7 @@ KERNELS = tuple(
         provider="gristmill",
         language="triton",
         target="gristmill.kernels.linear.linear_triton:launch",
+        aot=f"{__name__}:aot_{'dense' if layout == 'dense_v1' else 'quantized'}",
         requires=Requirement(code="triton"),
         summary=summary,
         accepts=accepts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -211,8 +211,8 @@ def aot_quantized(target: Target) -> list[AotCase]:
     return [case for case in aot(target) if not case.name.startswith("dense")]
 
 
-def aot(target: Target) -> list[AotCase]:
-    """Dense, and one scheme of every code and scale format, with the tiles of the default configuration."""
+def aot(target: Target, config: Callable[[Problem, Target], Config] = config) -> list[AotCase]:
+    """Dense, and one scheme of every code and scale format, with the tiles of the default configuration, or of another one."""
     ints = dict.fromkeys(("m", "n", "k", "columns", "x_stride", "row_bytes", "groups"), "i32")
     epilogue = dict.fromkeys(("BIAS", "RESIDUAL", "SILU"), False)
     op, cases = default_registry().op("linear"), []

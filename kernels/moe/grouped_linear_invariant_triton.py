@@ -7,8 +7,10 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
 from gristmill.kernels.linear.linear_triton import accepts_dense, accepts_quantized, tile
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.grouped_linear_triton import aot
 
 ROWS = 32
 
@@ -19,6 +21,16 @@ def config(problem: Problem, target: Target) -> Config:
     return {"scheme": scheme.name, **tile(scheme, ROWS, 32 if is_fp32 else 64, target)}
 
 
+def aot_dense(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the dense kernel."""
+    return [case for case in aot(target, config) if case.name.startswith("dense")]
+
+
+def aot_quantized(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of the weight-only kernel."""
+    return [case for case in aot(target, config) if not case.name.startswith("dense")]
+
+
 KERNELS = tuple(
     Kernel(
         op=op,
@@ -26,6 +38,7 @@ KERNELS = tuple(
         provider="gristmill",
         language="triton",
         target=f"gristmill.kernels.moe.{target}",
+        aot=f"{__name__}:aot_{kind}" if op == "grouped_linear" else None,
         requires=Requirement(code="triton"),
         summary=f"{summary}, one tile for any number of rows, {weights}",
         accepts=accepts,
@@ -39,8 +52,8 @@ KERNELS = tuple(
         ("grouped_linear", "grouped_linear", "grouped_linear_triton:launch", no_workspace, "linear's tiles"),
         ("moe", "moe_chain", "moe_chain:launch_triton", _chain.workspace, "permute, two products, combine"),
     )
-    for layout, accepts, weights in (
-        ("dense_v1", accepts_dense, "dense weights"),
-        ("plain_v1", accepts_quantized, "codes decoded by integer arithmetic"),
+    for layout, accepts, kind, weights in (
+        ("dense_v1", accepts_dense, "dense", "dense weights"),
+        ("plain_v1", accepts_quantized, "quantized", "codes decoded by integer arithmetic"),
     )
 )

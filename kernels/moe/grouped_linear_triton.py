@@ -6,7 +6,7 @@ counts the tiles of the experts before its own, and exits if it is past the last
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -234,8 +234,8 @@ def aot_quantized(target: Target) -> list[AotCase]:
     return [case for case in aot(target) if not case.name.startswith("dense")]
 
 
-def aot(target: Target) -> list[AotCase]:
-    """Dense, and schemes of every code format, with the tiles of the default configuration."""
+def aot(target: Target, config: Callable[[Problem, Target], Config] = config) -> list[AotCase]:
+    """Dense, and schemes of every code format, with the tiles of the default configuration, or of another one."""
     ints = dict.fromkeys(
         ("m", "experts", "n", "weight_rows", "k", "columns", "row_bytes", "groups", "scale_rows", "top_k"),
         "i32",

@@ -336,3 +336,10 @@ def as_float32(scales: Tensor) -> Tensor:
     if scales.dtype == torch.float8_e8m0fnu:
         return numeric.e8m0_decode(scales.contiguous().view(torch.uint8))
     return scales.to(torch.float32, copy=True).contiguous()
+
+
+def deinterleaved(weight: QuantTensor) -> QuantTensor:
+    """Rows g0 u0 g1 u1 ... -> g0 g1 ... u0 u1 ..., as every other model orders gate and up."""
+    if weight.n % 2:
+        raise FormatError(f"interleaved gate and up rows are even in number, got {weight}")
+    return weight.rows(torch.arange(weight.n).view(-1, 2).t().reshape(-1))

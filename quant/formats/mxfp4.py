@@ -58,13 +58,6 @@ class Mxfp4(Format):
         return StoredWeight(weight, (f"{module}_blocks", f"{module}_scales"))
 
 
-def deinterleaved(weight: QuantTensor) -> QuantTensor:
-    """Rows g0 u0 g1 u1 ... -> g0 g1 ... u0 u1 ..., as every other model orders gate and up."""
-    if weight.n % 2:
-        raise FormatError(f"interleaved gate and up rows are even in number, got {weight}")
-    return weight.rows(torch.arange(weight.n).view(-1, 2).t().reshape(-1))
-
-
 class Mxfp4Writer(SchemeWriter):
     """gpt-oss: blocks of experts; attention, router, embedding and logits head stay in floats."""
 

@@ -47,7 +47,7 @@ def pack(weight: QuantTensor) -> Packed:
     if scheme.bits in (4, 8):
         plain = QuantTensor(
             weight.codes,
-            torch.ones(weight.n, 1, device=weight.device),
+            torch.ones(weight.n, 1, dtype=torch.float32, device=weight.device),
             weight.shape,
             QuantScheme.integer(scheme.bits, None),
         )

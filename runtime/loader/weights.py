@@ -17,9 +17,8 @@ from torch import Tensor
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, concat, memory, quantize, stack
 from gristmill.quant.formats import Format, FormatError
-from gristmill.quant.formats.contract import Place, new_codes, owned
+from gristmill.quant.formats.contract import Place, deinterleaved, new_codes, owned
 from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
-from gristmill.quant.formats.mxfp4 import deinterleaved
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.checkpoint import FLOATS, NamedSource
 from gristmill.runtime.loader.shares import Share, float_share, quant_share, rounds_rows_alone, share_of

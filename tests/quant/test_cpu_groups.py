@@ -7,6 +7,7 @@ import torch
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels._packed_rows import dequantize_rows
 from gristmill.quant import QuantTensor, pack, quantize, unpack
 from gristmill.quant.layouts import _cpu_groups16
 from gristmill.quant.packed import LayoutError
@@ -56,6 +57,9 @@ def test_unpack_is_the_inverse(name: str, n: int, k: int, factored: bool) -> Non
     rows = LAYOUT.load_rows()
     assert rows is not None
     torch.testing.assert_close(rows(packed, index), q.dequantize()[index], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        dequantize_rows(packed.tensors, q.scheme, k, 0, n), q.dequantize(), rtol=1e-6, atol=1e-7
+    )
 
 
 def test_torch_finds_the_factors_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,9 @@ linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm | - | linear
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | deepgemm-other | deepgemm | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | cpu:avx512_vnni | x86 | - | linear_a8_cpu@avx512_vnni
 linear | m=16,n=4096,k=4096,w=int4_g128.int8_g128 | cpu:avx2 | x86 | - | linear_a8_cpu@avx2
+linear | m=1,n=4096,k=4096,w=int4_g32_min.int8_g32 | cpu:avx2 | x86 | - | linear_a8_groups_cpu@avx2
+linear | m=1,n=4096,k=4096,w=int6_g16.int8_g32 | cpu:avx512_vnni | x86 | - | linear_a8_groups_cpu@avx512_vnni
+linear | m=64,n=4096,k=4096,w=int8_g32.int8_g32 | cpu:avx2 | x86 | - | linear_a8_groups_cpu@avx2
 linear | m=16,n=4096,k=4096,w=int4_g128.int8_g128 | cpu:avx2 | torch | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx950 | aiter | aiter | linear_aiter
@@ -425,6 +428,9 @@ linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_dense_decode
 linear | m=1,n=4096,k=4096 | sm_100 | sm90a | - | linear_dense_decode_sm90 | hardware | lacks wgmma
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | cpu:avx512_vnni | x86 | - | linear_cpu | problem | not int8_token
 linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx2 | x86 | - | linear_a8_cpu | problem | not their own dtype
+linear | m=1,n=4096,k=4096,w=int4_g32_min | cpu:avx2 | x86 | - | linear_a8_groups_cpu | problem | not their own dtype
+linear | m=1,n=4096,k=4096,w=int4_g32.int8_g32 | cpu:avx2 | x86 | - | linear_a8_groups_cpu | problem | GGUF's integer types
+linear | m=1,n=4096,k=4096,w=int3_g16.int8_g32 | cpu:avx2 | x86 | - | linear_a8_groups_cpu | problem | GGUF's integer types
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | multiplies fp8_block.fp8_g128, not int4_g128
 linear | m=16,n=4096,k=4096,x=fp16,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | writes bf16, not fp16
 linear | m=16,n=4096,k=4000,w=fp8_block.fp8_g128 | sm_90 | deepgemm | deepgemm | linear_deepgemm | problem | K a multiple of 128

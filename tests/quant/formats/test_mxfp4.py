@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gristmill.quant.formats import FormatError, Tensors
-from gristmill.quant.formats.mxfp4 import Mxfp4, deinterleaved
+from gristmill.quant.formats.contract import deinterleaved
+from gristmill.quant.formats.mxfp4 import Mxfp4
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
 
