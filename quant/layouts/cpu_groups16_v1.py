@@ -29,16 +29,10 @@ BITS = (4, 5, 6, 8)
 
 
 def holds(scheme: QuantScheme) -> bool:
-    """Integer groups without zero points, of whole steps of every width of codes."""
-    group = scheme.group_size or 0
-    step = 32 if scheme.bits == 5 else 16
-    return (
-        scheme.is_integer
-        and not scheme.zero_points
-        and scheme.bits in BITS
-        and group > 0
-        and group % step == 0
-    )
+    """Integer groups without zero points, of whole steps of every width of codes, that ``cpu_rows16_v1`` does not hold."""
+    group, step = scheme.group_size or 0, 32 if scheme.bits == 5 else 16
+    integer = scheme.is_integer and not scheme.is_named and not scheme.zero_points
+    return integer and scheme.bits in BITS and group > 0 and group % step == 0
 
 
 def size(scheme: QuantScheme, n: int, k: int) -> int:
