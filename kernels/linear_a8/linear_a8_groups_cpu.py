@@ -14,7 +14,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.linear_a8.linear_a8_cpu import BLOCKS
 from gristmill.kernels.native import best_config, check, cpu_function
 
@@ -45,24 +45,20 @@ def launch(
     k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
     group, bits = int(config["group"]), int(config["bits"])
     blocks, groups = cdiv(rows, ROWS), k // group
-    expected = {
-        "codes": (codes, blocks * k * LINE_BYTES[bits]),
-        "scales": (scales, blocks * groups * ROWS),
-        "offsets": (offsets, blocks * groups * ROWS if config["minimums"] else 0),
-        "factors": (factors, blocks * (k // RUN) * ROWS if _is_int8(scales) else 0),
-        "offset_factors": (offset_factors, blocks * (k // RUN) * ROWS if _is_int8(offsets) else 0),
-    }
-    for name, (slot, size) in expected.items():
+    scaled, factored = blocks * groups * ROWS, blocks * (k // RUN) * ROWS
+    for name, slot, size, dtype in (
+        ("codes", codes, blocks * k * LINE_BYTES[bits], "uint8"),
+        ("scales", scales, scaled, ""),
+        ("offsets", offsets, scaled if config["minimums"] else 0, ""),
+        ("factors", factors, factored if _is_int8(scales) else 0, "fp32"),
+        ("offset_factors", offset_factors, factored if _is_int8(offsets) else 0, "fp32"),
+    ):
         if slot.numel() != size or not slot.is_contiguous():
             raise ValueError(
                 f"linear_a8_groups_cpu: {name} of a [{rows}, {k}] weight are {size} contiguous elements, got {tuple(slot.shape)}"
             )
-    for name, slot in (("factors", factors), ("offset_factors", offset_factors)):
-        need(
-            dtype_name(slot.dtype) == "fp32",
-            f"linear_a8_groups_cpu: {name} must be float32, got {slot.dtype}",
-        )
-    need(dtype_name(codes.dtype) == "uint8", f"linear_a8_groups_cpu: codes must be uint8, got {codes.dtype}")
+        if dtype and dtype_name(slot.dtype) != dtype:
+            raise ValueError(f"linear_a8_groups_cpu: {name} must be {dtype}, got {slot.dtype}")
     code = cpu_function("gm_linear_a8_groups16", config["level"], ARGUMENTS)(
         x.data_ptr(),
         row_stride(x),

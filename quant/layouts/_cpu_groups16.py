@@ -73,9 +73,9 @@ def _codes(weight: QuantTensor) -> Tensor:
     bits, (n, k) = weight.scheme.bits, weight.shape
     shared, columns = _HIGH[bits]
     steps = columns // 4
-    words = k // 8 + k // columns
-    lines = memory.parameter((cdiv(n, ROWS), words, 64), torch.uint8) if weight.device.type == "cpu" else None
-    out = weight.codes.new_empty(cdiv(n, ROWS), words, 64) if lines is None else lines
+    shape = (cdiv(n, ROWS), k // 8 + k // columns, 64)
+    on_cpu = weight.device.type == "cpu"
+    out = memory.parameter(shape, torch.uint8) if on_cpu else weight.codes.new_empty(shape)
     shifts = torch.arange(steps, dtype=torch.uint8, device=weight.device) * (bits - 4)
     step = max(ROWS, _CHUNK // k // ROWS * ROWS)
     for start in range(0, n, step):
