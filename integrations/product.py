@@ -103,7 +103,7 @@ class Product:
         if self.pre_scale is not None:
             x = x * self.pre_scale
         out = x.new_empty(x.shape[0], self.n)
-        handle = self.handles[bias is not None]
+        handle = self.handles[int(bias is not None)]  # Dynamo of torch 2.11 takes no bool as an index
         torch.ops.gristmill.linear.out(x, self.tensors, bias, None, False, self.n, None, handle, out)
         return out
 

@@ -12,6 +12,19 @@ from gristmill.runtime.scheduler import TokenLogprobs
 
 ROWS = 64
 """Rows of logits per log-softmax; bounds the memory of float32 results."""
+ONE = 2.0**40
+"""The largest weight of a row as an integer; the sum over a vocabulary of up to 2^22 tokens fits in int64."""
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """log(sum(exp(x))) of each row of float32 [rows, vocab] -> [rows, 1].
+
+    Weights are added as integers: the order in which a reduction adds depends on its number of rows, and the same logits have the same
+    log-probabilities in every batch.
+    """
+    peak = x.amax(1, keepdim=True)
+    weights = (x - peak).exp_().mul_(ONE).to(torch.int64)
+    return peak + (weights.sum(1, keepdim=True).double() / ONE).log().float()
 
 
 def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -24,7 +37,7 @@ def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> l
     for first in range(0, len(ids), ROWS):
         x = logits[first : first + ROWS].float()
         chosen = x.gather(1, send(ids[first : first + ROWS], torch.int64, x.device)[:, None])
-        norm = x.logsumexp(1, keepdim=True)
+        norm = row_norms(x)
         rank = 1 + (x > chosen).sum(1, keepdim=True)
         values, places = x.topk(most, 1)
         # One tensor, one copy to the host: float64 represents ranks and ids exactly.

@@ -38,7 +38,8 @@ struct AttentionParams {
   int64_t table_row, out_token, out_head;
   int seqs, heads, kv_heads, head_dim, group, tile_q, window;  // tile_q: queries of a tile
   int blocks, page, box, log_boxes;
-  int part_tiles;  // tiles of keys of a part of a context, about
+  int part_tiles;   // tiles of keys of a part of a context, about
+  int shared_rows;  // rows up to which the warpgroups share the keys of a piece of work: 64 or 0
   int reading;     // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;

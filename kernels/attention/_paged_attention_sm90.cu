@@ -3,6 +3,8 @@
 #include "_paged_attention_sm90.cuh"
 #include "gm_cuda.h"
 
+#include <climits>
+
 #define GM_EACH(K)                                      \
   K(bf16, 2, __nv_bfloat16, 128, boxes, gm::kBoxCopies) \
   K(bf16, 2, __nv_bfloat16, 128, rows, gm::kRowCopies)  \
@@ -83,7 +85,8 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, con
 // head_dim: a multiple of 8, of 16 for codes, up to 128. dtype: of q and out, 1 is fp16, 2 bf16. lse and
 // sinks may be null. counters: 32 + `units` integers that are zero, and are zero again after the launch.
 // parts: (units + 4 ctas) (dim / 8 + 1) 512 bytes, dim: 64 or 128. scale > 0. part_tiles: tiles of 128 keys
-// of a part of a context. softcap >= 0, 0: none. reading: weight of a tile of decode against one of prefill,
+// of a part of a context; 0: one warpgroup adds all keys of a row, in one order whatever the batch is.
+// softcap >= 0, 0: none. reading: weight of a tile of decode against one of prefill,
 // in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE
 // otherwise). device < 0 asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_attention_sm90)
@@ -97,7 +100,7 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
     return GM_E_SHAPE;
   const int group = heads / kv_heads;
   if (group > 128 || !(scale > 0.f) || !(softcap >= 0.f) || ctas < 1 || reading < 1 || units < 0 ||
-      part_tiles < 1)
+      part_tiles < 0)
     return GM_E_ARG;
   const bool codes = k_scale != nullptr;
   if (codes != (v_scale != nullptr)) return GM_E_ARG;
@@ -125,7 +128,8 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   p.k_block = strides[4], p.k_slot = strides[5], p.k_head = strides[6];
   p.v_block = strides[7], p.v_slot = strides[8], p.v_head = strides[9], p.table_row = strides[10];
   p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.group = group, p.tile_q = 128 / group;
-  p.window = window, p.part_tiles = part_tiles, p.reading = reading, p.blocks = blocks, p.page = page,
+  p.part_tiles = part_tiles > 0 ? part_tiles : INT_MAX, p.shared_rows = part_tiles > 0 ? 64 : 0;
+  p.window = window, p.reading = reading, p.blocks = blocks, p.page = page,
   p.by_page = gm::reciprocal(page);
   p.by_group = (65536 + group - 1) / group;
   p.scale = scale, p.score_scale = scale * 1.4426950408889634f,

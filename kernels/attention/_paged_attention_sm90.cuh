@@ -13,7 +13,8 @@
 //  - where a sequence has at most 64 rows, the two warpgroups share its keys and add their results;
 //  - sums are multiplied by exactly 1 where a row's maximum stays, and not at all where those of a warp do;
 //  tiles of keys
-//    lie at multiples of their size. So a row's result does not depend on what else is in the batch.
+//    lie at multiples of their size. So a row's result does not depend on what else is in the batch; without
+//    parts and shared keys, nor on how many queries of its own sequence are in it.
 #pragma once
 #include "_attention_codes_sm90.cuh"
 #include "_attention_copy_sm90.cuh"
@@ -109,7 +110,8 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
     mbar_wait(bars.q_full(), q_parity);
     const Work work = get_work(smem + S::kWork);
     if (work.rows == 0) break;
-    const bool shared = work.rows <= 64;  // the warpgroups take turns at tiles of keys, over the same rows
+    // The warpgroups take turns at tiles of keys, over the same rows.
+    const bool shared = work.rows <= p.shared_rows;
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
     const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;

@@ -36,7 +36,7 @@ MULTIPROCESSORS = 132
 READING = 10
 """Weight of a tile of keys of a decode against one of a prefill, in eighths: decodes read, prefills multiply."""
 PART_TILES = 16
-"""Tiles of 128 keys of a part of a decode's context, about."""
+"""Tiles of 128 keys of a part of a decode's context, about; 0: contexts are whole, and one warpgroup adds all keys of a row."""
 
 EXAMPLES = (
     "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,lse=true",
@@ -120,8 +120,8 @@ def accepts_group(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """As many CTAs as the device runs at a time."""
-    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "part_tiles": PART_TILES, "reading": READING}
+    """As many CTAs as the device runs at a time. Contexts are whole, so that the order of a row's sums depends on its context alone."""
+    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "part_tiles": 0, "reading": READING}
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
@@ -132,13 +132,14 @@ def workspace(problem: Problem, config: Config) -> Workspace:
 
 
 def split_config(problem: Problem, target: Target) -> Config:
-    """That, and the tiles of the split Triton kernel."""
-    return {**triton.split_config(problem, target), **config(problem, target)}
+    """That with contexts in parts, and the tiles of the split Triton kernel."""
+    return {**triton.split_config(problem, target), **config(problem, target), "part_tiles": PART_TILES}
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
     """Tiles of the split Triton kernel."""
-    return [{**one, **config(problem, target)} for one in triton.split_space(problem, target)]
+    own = config(problem, target) | {"part_tiles": PART_TILES}
+    return [{**one, **own} for one in triton.split_space(problem, target)]
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
@@ -164,7 +165,7 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention._paged_attention_sm90:launch",
         requires=REQUIRES,
-        summary="warp-specialised, wgmma over pages that the tensor copy engine brings; work found on the device",
+        summary="warp-specialised, wgmma over pages that the tensor copy engine brings; work found on the device, contexts whole",
         accepts=accepts,
         config=config,
         workspace=workspace,
@@ -182,7 +183,7 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention._paged_attention_sm90:launch_split",
         requires=REQUIRES,
-        summary="as paged_attention_sm90; decodes alone run in a kernel of their own or in paged_attention_triton_split",
+        summary="as paged_attention_sm90 with long contexts in parts; decodes alone run in a kernel of their own or in paged_attention_triton_split",
         accepts=accepts_split,
         config=split_config,
         space=split_space,

@@ -105,6 +105,64 @@ def test_another_order_of_additions_is_seen() -> None:
     assert not torch.equal(other, whole[:64])
 
 
+ATTENTION = [
+    f"q_tokens=600,seqs=1,max_q=600,max_ctx=1100,total_ctx=1100,heads={heads},kv_heads={kv_heads},head_dim={dim},{more}"
+    for heads, kv_heads, dim, more in (
+        (8, 2, 128, "x=bf16"),
+        (4, 4, 64, "x=fp16,sinks=true"),
+        (6, 2, 128, "x=bf16,window=300,block_size=7"),
+        (16, 1, 128, "x=bf16,softcap=true"),
+        (8, 2, 128, "x=bf16,kv=fp8,kv_scale=head"),
+        (8, 2, 64, "x=fp16,kv=fp8,kv_scale=token"),
+    )
+]
+CHUNKS = (1, 2, 15, 16, 17, 64, 100, 300)
+
+
+def attention_rows(
+    kernel: Kernel, problem: Problem, arguments: list[Any], start: int, end: int, **changed: Any
+) -> torch.Tensor:
+    """The result for queries start .. end of the one sequence alone: the context ends with the last of them."""
+    definition = default_registry().op("paged_attention")
+    count, context = end - start, int(arguments[5][0]) - (int(arguments[4][-1]) - end)
+    own = list(arguments)
+    own[0] = arguments[0][start:end].contiguous()
+    own[4] = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+    own[5] = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+    own[6], own[7], own[11] = count, context, None
+    part = problem.with_values(q_tokens=count, max_q=count, max_ctx=context, total_ctx=context)
+    config = dict(kernel.config(part, device_target(DEVICE, Policy()))) | changed
+    return run_guarded(definition, kernel, config, kernel_arguments(definition, kernel, own))[0][0]
+
+
+@pytest.mark.parametrize("text", ATTENTION)
+def test_rows_of_attention_have_the_same_bits_in_every_chunk(text: str) -> None:
+    problem = default_registry().op("paged_attention").problem(text)
+    arguments = list(default_registry().op("paged_attention").inputs(problem, 0, DEVICE))
+    found = kernels("paged_attention", problem)
+    assert found
+    for kernel in found:
+        whole = attention_rows(kernel, problem, arguments, 0, 600)
+        assert bool(whole.isfinite().all())
+        for chunk in CHUNKS:
+            for start in (0, 200, 600 - chunk):
+                part = attention_rows(kernel, problem, arguments, start, start + chunk)
+                assert torch.equal(part, whole[start : start + chunk]), (
+                    f"{kernel.name}: queries {start} to {start + chunk} alone"
+                )
+
+
+def test_keys_that_warpgroups_share_are_seen() -> None:
+    """With the keys of a few queries shared by two warpgroups their rows differ: the comparison is sharp enough."""
+    problem = default_registry().op("paged_attention").problem(ATTENTION[0])
+    kernel = default_registry().kernel("paged_attention", "paged_attention_sm90")
+    if kernel not in kernels("paged_attention", problem):
+        pytest.skip("needs a Hopper GPU (sm_90)")
+    arguments = list(default_registry().op("paged_attention").inputs(problem, 0, DEVICE))
+    whole = attention_rows(kernel, problem, arguments, 0, 600)
+    assert not torch.equal(attention_rows(kernel, problem, arguments, 300, 310, part_tiles=16), whole[300:310])
+
+
 @pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "bf16", "quant": "int4_g128"}], ids=str)
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
 def test_requests_have_the_same_bits_in_every_batch(model: str, options: dict[str, Any]) -> None:

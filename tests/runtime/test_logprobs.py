@@ -12,7 +12,7 @@ from gristmill.runtime import logprobs as module
 from gristmill.runtime.completion import Completion
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.logprobs import token_logprobs
+from gristmill.runtime.logprobs import row_norms, token_logprobs
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import StepPlan, TokenLogprobs
 from tests.runtime import oracle
@@ -134,6 +134,18 @@ def test_rows_in_slices_and_a_top_past_the_vocabulary(monkeypatch: pytest.Monkey
     for row, (token, top, one) in enumerate(zip(ids, tops, unsliced, strict=True)):
         assert one.logprob == pytest.approx(float(expected[row, token]), abs=1e-6) and len(one.top) == top
     assert token_logprobs(logits[:0], [], []) == []
+
+
+def test_norms_do_not_depend_on_the_order_of_additions() -> None:
+    """So the same logits have the same log-probabilities in every batch, whatever a reduction does with its rows."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4001, generator=generator)
+    x[1, 7], x[2, 100:] = 90.0, -torch.inf
+    orders = [torch.randperm(4001, generator=generator) for _ in range(8)]
+    assert all(torch.equal(row_norms(x[:, order]), row_norms(x)) for order in orders)
+    assert not all(torch.equal(x[:, order].logsumexp(1), x.logsumexp(1)) for order in orders)
+    assert torch.allclose(row_norms(x)[:, 0].double(), x.double().logsumexp(1), rtol=0, atol=2e-6)
+    assert bool(row_norms(torch.tensor([[0.0, torch.nan]])).isnan().all())
 
 
 def test_an_end_token_has_a_logprob_and_a_cut_run_as_many_as_ids(shared: Callable[..., LLM]) -> None:
