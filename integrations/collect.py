@@ -40,10 +40,15 @@ SUFFIXES = (
 
 
 class Collected:
-    """The tensors of a layer by part and suffix. A part is the host's shard id: ``q``, 0, (expert, ``w1``), or None for a whole layer."""
+    """The tensors of a layer by part and suffix. A part is the host's shard id: ``q``, 0, (expert, ``w1``), or None for a whole layer.
+
+    Made while the host makes the layer, in the context of the layer's device. The tensors may lie elsewhere, and the host may leave the
+    context before it asks for the weights to be processed.
+    """
 
     def __init__(self, layer: Any, prefixes: Iterable[str] = ("",)) -> None:
         self.parts: dict[Any, dict[str, Tensor]] = {}
+        self.device = torch.empty(0, dtype=torch.float32).device
         self.names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in SUFFIXES]
         for name in self.names:
             parameter = Parameter(torch.empty(0, dtype=torch.float32), requires_grad=False)

@@ -80,7 +80,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # SGLang i
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read, cut for this rank, join what fits one matrix, and pack."""
-        device = _device()
+        device = self.collected.device
         weights = joined(self.shard.read(self.collected, self.read, device))
         self.collected.release(layer)
         self.products = [Product(weight, scale, self.dtype, device) for weight, scale in weights]
@@ -119,5 +119,5 @@ def _parts(layer: Any, prefix: str, modules: Sequence[str], counts: Sequence[int
 
 
 def _device() -> torch.device:
-    """Where the layer computes: SGLang makes layers and loads them in the context of its device."""
+    """Where the layer computes: SGLang makes layers in the context of its device."""
     return torch.empty(0, dtype=torch.float32).device

@@ -77,7 +77,7 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read expert after expert, cut for this rank, and pack."""
-        device = torch.empty(0, dtype=torch.float32).device
+        device = self.collected.device
         names = {
             "w1": layer.ckpt_gate_proj_name,
             "w3": layer.ckpt_up_proj_name,

@@ -57,7 +57,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         **extra_weight_attrs: Any,
     ) -> None:
         """Parameters that collect what the checkpoint has; or vLLM's own method's, where no kernel serves the layer."""
-        k, n, device = input_size_per_partition, sum(output_partition_sizes), _device(layer)
+        k, n, device = input_size_per_partition, sum(output_partition_sizes), _device()
         reason = unserved(self.scheme, n, k, params_dtype, device)
         if reason is None and self.measured and self.scheme is not None:
             whole = (output_size, input_size)
@@ -95,7 +95,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         try:
             method = f"{_version()} {_served(name_of, layer, self.fallback)}"
             case = Case(scheme, sum(sizes), k, dtype, "vllm", method)
-            comparison = compare(case, _device(layer), theirs)
+            comparison = compare(case, _device(), theirs)
         except NoMethodError as error:
             self.times = f"vLLM's own method does not serve it: {error}"
             return None
@@ -107,7 +107,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read, cut for this rank, join what fits one matrix, and pack."""
-        device = _device(layer)
+        device = self.collected.device
         shard = Shard(self.prefix, self.parts, self.shape, self.whole_k, layer.tp_rank)
         weights = joined(shard.read(self.collected, self.read, device))
         self.collected.release(layer)
@@ -177,6 +177,6 @@ def _parts(layer: Any, prefix: str, names: Sequence[str], counts: Sequence[int])
     ]
 
 
-def _device(layer: Any) -> torch.device:
-    """Where the layer computes: vLLM makes layers and loads them in the context of its device."""
+def _device() -> torch.device:
+    """Where the layer computes: vLLM makes layers in the context of its device."""
     return torch.empty(0, dtype=torch.float32).device
