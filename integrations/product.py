@@ -107,6 +107,11 @@ class Product:
         torch.ops.gristmill.linear.out(x, self.tensors, bias, None, False, self.n, None, handle, out)
         return out
 
+    def prepare(self, sizes: Sequence[int], *, bias: bool) -> None:
+        """Resolve, verify and load the kernels for these numbers of tokens. bias: also with one."""
+        for plan in self.plans[: 1 + bias]:
+            plan.prepare(sizes)
+
     def without_bias(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]."""
         return self(x, None)

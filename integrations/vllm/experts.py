@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from gristmill import ops
 from gristmill.integrations.collect import Collected
 from gristmill.integrations.layouts import choose_layout
 from gristmill.integrations.product import Reader
+from gristmill.integrations.sizes import powers
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.common import dtype_name
@@ -73,10 +75,11 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
     ) -> None:
         """Parameters that collect what the checkpoint has of each expert."""
         self.experts, self.hidden, self.inner = num_experts, hidden_size, intermediate_size_per_partition
+        self.sizes = [*powers(get_current_vllm_config().scheduler_config.max_num_batched_tokens)]
         self.collected = Collected(layer, ("w13_", "w2_"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Read expert after expert, cut for this rank, and pack."""
+        """Read expert after expert, cut for this rank, pack, and verify the kernels."""
         device = self.collected.device
         names = {
             "w1": layer.ckpt_gate_proj_name,
@@ -93,7 +96,7 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
         layout = choose_layout("moe", problem, device)
         self.w13 = pack(owned(stack(w13)), layout).tensors
         self.w2 = pack(owned(stack(w2)), layout).tensors
-        self.plan = ops.bind("moe", problem, device, layouts=frozenset({layout}))
+        self.plan = ops.bind("moe", problem, device, layouts=frozenset({layout})).prepare(self.sizes)
         self.handle = self.plan.handle
         kernels = dict.fromkeys(self.plan.entry(size).kernel for size in (1, 16, 256))
         REPORT.take(self.prefix, str(w2[0].scheme), ", ".join(kernels))

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, Linear
 from gristmill.integrations.collect import Collected, load_into
 from gristmill.integrations.measured import Call, Case, compare
 from gristmill.integrations.product import Part, Product, Reader, Shard, joined, multiply, unserved
+from gristmill.integrations.sizes import powers
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.integrations.vllm.trial import name_of, product_of
 from gristmill.integrations.vllm.version import HOST
@@ -73,6 +74,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
             return
         self.dtype, self.shape, self.whole_k = params_dtype, (n, k), input_size
         self.parts = _parts(layer, self.prefix, self.names, output_partition_sizes)
+        self.sizes = [*powers(get_current_vllm_config().scheduler_config.max_num_batched_tokens)]
         self.collected = Collected(layer)
         if not hasattr(layer, "load_weights"):
             layer.load_weights = load_into(layer)
@@ -106,12 +108,14 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         return f"it is not faster on gristmill: {comparison}"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Read, cut for this rank, join what fits one matrix, and pack."""
+        """Read, cut for this rank, join what fits one matrix, pack, and verify the kernels, so that no request waits for it."""
         device = self.collected.device
         shard = Shard(self.prefix, self.parts, self.shape, self.whole_k, layer.tp_rank)
         weights = joined(shard.read(self.collected, self.read, device))
         self.collected.release(layer)
         self.products = [Product(weight, scale, self.dtype, device) for weight, scale in weights]
+        for product in self.products:
+            product.prepare(self.sizes, bias=getattr(layer, "bias", None) is not None)
         if self.prefix.rpartition(".")[2] == LATENTS:
             layer.register_buffer("weight", torch.empty(0, dtype=self.dtype, device=device), persistent=False)
         schemes = ", ".join(dict.fromkeys(product.scheme for product in self.products))
