@@ -160,7 +160,9 @@ def test_keys_that_warpgroups_share_are_seen() -> None:
         pytest.skip("needs a Hopper GPU (sm_90)")
     arguments = list(default_registry().op("paged_attention").inputs(problem, 0, DEVICE))
     whole = attention_rows(kernel, problem, arguments, 0, 600)
-    assert not torch.equal(attention_rows(kernel, problem, arguments, 300, 310, part_tiles=16), whole[300:310])
+    assert not torch.equal(
+        attention_rows(kernel, problem, arguments, 300, 310, part_tiles=16), whole[300:310]
+    )
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "bf16", "quant": "int4_g128"}], ids=str)
