@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from gristmill import ops
 from gristmill.integrations.collect import Collected
 from gristmill.integrations.layouts import choose_layout
 from gristmill.integrations.product import Reader
-from gristmill.integrations.sizes import powers
 from gristmill.integrations.vllm.report import REPORT
+from gristmill.integrations.vllm.step_sizes import step_sizes
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor, Tensors, concat, pack, stack
@@ -75,7 +74,7 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
     ) -> None:
         """Parameters that collect what the checkpoint has of each expert."""
         self.experts, self.hidden, self.inner = num_experts, hidden_size, intermediate_size_per_partition
-        self.sizes = [*powers(get_current_vllm_config().scheduler_config.max_num_batched_tokens)]
+        self.sizes = step_sizes()
         self.collected = Collected(layer, ("w13_", "w2_"))
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, Linear
 from gristmill.integrations.collect import Collected, load_into
 from gristmill.integrations.measured import Call, Case, compare
 from gristmill.integrations.product import Part, Product, Reader, Shard, joined, multiply, unserved
-from gristmill.integrations.sizes import powers
 from gristmill.integrations.vllm.report import REPORT
+from gristmill.integrations.vllm.step_sizes import step_sizes
 from gristmill.integrations.vllm.trial import name_of, product_of
 from gristmill.integrations.vllm.version import HOST
 
@@ -74,7 +74,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
             return
         self.dtype, self.shape, self.whole_k = params_dtype, (n, k), input_size
         self.parts = _parts(layer, self.prefix, self.names, output_partition_sizes)
-        self.sizes = [*powers(get_current_vllm_config().scheduler_config.max_num_batched_tokens)]
+        self.sizes = step_sizes()
         self.collected = Collected(layer)
         if not hasattr(layer, "load_weights"):
             layer.load_weights = load_into(layer)

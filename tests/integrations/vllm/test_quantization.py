@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.config import LoRAConfig, ModelConfig, VllmConfig, set_current_vllm_config
 
 import gristmill
+from gristmill.integrations.product import Product
 from gristmill.integrations.vllm import explain
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.options import Options
@@ -291,6 +292,22 @@ def test_ranks_hold_their_columns(environment: dict[str, str]) -> None:
         product = loaded(layer, ["o_proj"], [64], 256, 512, dict(enumerate(parts)))
         halves.append(product(x[:, 256 * rank : 256 * rank + 256]))
     torch.testing.assert_close(halves[0] + halves[1], x @ parts[0].dequantize().T, atol=1e-4, rtol=1e-4)
+
+
+def test_kernels_are_verified_while_a_layer_is_loaded(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it no size of vLLM's steps is resolved, and a bias is prepared for where the layer has one."""
+    config, prepared = VllmConfig(), []
+    config.scheduler_config.max_num_batched_tokens = 96
+    monkeypatch.setattr(Product, "prepare", lambda product, sizes, *, bias: prepared.append((sizes, bias)))
+    for bias in (None, torch.zeros(64)):
+        layer = FakeLayer(tp_rank=0, tp_size=1, output_size=64)
+        layer.bias = bias
+        with set_current_vllm_config(config):
+            loaded(layer, ["o_proj"], [64], 512, 512, dict(enumerate(weights(64))))
+    sizes = [1, 2, 4, 8, 16, 32, 64, 96]
+    assert prepared == [(sizes, False), (sizes, True)]
 
 
 def test_a_tensor_that_is_missing_is_named() -> None:
