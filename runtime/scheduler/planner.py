@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.kv_cache import CachedBlock, PoolPlan, PrefixCache
 from gristmill.runtime.scheduler.config import SchedulerConfig
 from gristmill.runtime.scheduler.plan import Decode, ScheduledRequest, StepPlan
@@ -21,6 +22,7 @@ from gristmill.runtime.scheduler.request import Request
 
 NO_BLOCKS: tuple[int, ...] = ()
 LOOKAHEAD = 64  # blocked requests that one step skips at most; bounds the cost of a step with a long queue
+SHARED_TOKENS = 256  # of a prefix that another request is computing; for fewer a request does not wait
 
 
 class _ResultsFirst(Exception):
@@ -178,12 +180,18 @@ class Planner:
         )
         keep = int(config.watermark * config.num_blocks)
         skipped: list[Request] = []
+        deferred, coming = 0, self._coming(running) if waiting else set()
         for request in waiting:
             # Every admission needs at least one new block, because at least one token is not cached.
             if seats == 0 or self.budget == 0 or self.pool.available - owed <= 0:
                 return
             known = len(request.tokens)
             hits = self._hits(request)
+            if self._is_coming(request, len(hits), coming):  # waits a step rather than compute the same
+                deferred += 1
+                if deferred == LOOKAHEAD:
+                    return
+                continue
             start = len(hits) * config.block_size
             count = self._chunk(start, known)
             if count == 0:
@@ -206,6 +214,7 @@ class Planner:
             owed += max(0, config.most_held(known) - len(shared) - len(fresh))
             self.plan.admitted[request.id] = hits
             self._schedule_chunk(request, start, count, table + fresh)
+            coming.update(request.block_hashes[len(hits) : (start + count) // config.block_size])
             seats -= 1
             for older in skipped:
                 self.plan.bypassed[older.id] = self.plan.bypassed.get(older.id, 0) + 1
@@ -224,6 +233,22 @@ class Planner:
             return []
         evicted = self.pool.evicted  # reassigned by this plan
         return self.cache.match(request.block_hashes, request.tokens, request.cache_key, evicted)
+
+    def _coming(self, running: Sequence[Request]) -> set[int]:
+        """Hashes of the blocks that this step and those in flight compute: from the next step's results on they can be shared."""
+        size, coming = self.config.block_size, set[int]()
+        for request in running:
+            entry = self.scheduled.get(request.id)
+            end = request.computed if entry is None else entry.start + entry.count
+            if end - request.registered * size >= SHARED_TOKENS:
+                coming.update(request.block_hashes[request.registered : end // size])
+        return coming
+
+    def _is_coming(self, request: Request, hits: int, coming: set[int]) -> bool:
+        """Whether SHARED_TOKENS more of the prompt are being computed. Once their results are there, they are hits, or nobody computes them."""
+        last = hits + cdiv(SHARED_TOKENS, self.config.block_size) - 1
+        hashes = request.block_hashes
+        return request.reads_cache and last < len(hashes) and hashes[last] in coming
 
     def _schedule_chunk(self, request: Request, start: int, count: int, new: Sequence[int]) -> None:
         end = start + count

@@ -14,10 +14,11 @@ from gristmill.runtime.scheduler import (
     Scheduler,
     SchedulerConfig,
     SchedulerStuck,
+    planner,
 )
 from gristmill.runtime.scheduler.planner import Planner
 
-from .harness import FakeModel, Run, expected_ids, run_all, step
+from .harness import FakeModel, Run, expected_ids, launch, run_all, step, take
 
 
 def make(num_blocks: int = 50, **options: object) -> Scheduler:
@@ -440,3 +441,34 @@ def test_ids_are_unique_while_in_use() -> None:
         scheduler.resume("a")
     with pytest.raises(ValueError, match="no such"):
         scheduler.propose("a", [1])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prefix_that_is_being_computed_is_waited_for(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that arrive together compute a common prefix once; short ones are not waited for, nor what an aborted request began."""
+
+    def computed(shared: int, abort: bool = False) -> int:
+        scheduler = make(400, block_size=16, max_seqs=8, max_batch_tokens=2048)
+        model, run, tokens = FakeModel(scheduler.config), Run(), 0
+        requests = [Request(str(i), prompt(shared) + prompt(40, i + 1), 3) for i in range(4)]
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_unfinished():
+            while len(run.in_flight) < depth:
+                plan = launch(scheduler, model, run)
+                tokens += sum(entry.count for entry in plan.entries)
+                if not plan.entries:
+                    break
+            if abort:
+                scheduler.abort("0")
+                abort = False
+            take(scheduler, run)
+        assert all(run.outputs[r.id] == expected_ids(r.tokens[: r.prompt_len], 3) for r in requests[1:])
+        return tokens
+
+    outputs = 4 * 2
+    assert computed(608) <= 608 + 4 * 40 + outputs
+    assert computed(608, abort=True) <= 2 * 608 + 4 * 40 + outputs
+    assert computed(64) == 4 * (64 + 40) + outputs
+    monkeypatch.setattr(planner, "SHARED_TOKENS", 10_000)
+    assert computed(608) > 2 * 608 + 4 * 40 + outputs
