@@ -206,12 +206,12 @@ def flash_kernel(  # type: ignore[no-untyped-def]
                     mask=in_context,
                     other=0.0,
                 )
-                # Relative to the tile's largest scale, so that weights keep their precision in float16.
-                v_top = tl.max(v_scales, 0)
+                # Relative to the largest scale that a row sees in the tile, so that weights keep their precision in float16.
+                v_top = tl.max(tl.where(visible, v_scales[None, :], 0.0), 1)
                 v_top = tl.where(v_top > 0, v_top, 1.0)
-                p = p * (v_scales / v_top)[None, :]
+                p = p * (v_scales[None, :] / v_top[:, None])
                 product = tl.dot(p.to(values.dtype), values, input_precision="ieee")
-                acc = acc * alpha[:, None] + product * v_top
+                acc = acc * alpha[:, None] + product * v_top[:, None]
             else:
                 acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
             m_i = m_new

@@ -66,31 +66,34 @@ def test_split_contexts(op: Op, name: str, static: str) -> None:
 
 INVARIANT = [
     (paged_attention.OP, "paged_attention_triton", "heads=6,kv_heads=2,head_dim=48,sinks=true,window=90"),
+    (paged_attention.OP, "paged_attention_triton", "heads=2,kv_heads=1,x=fp16,kv=fp8,kv_scale=token"),
     (mla_attention.OP, "mla_attention_triton", "heads=5,latent_dim=32,rope_dim=16"),
 ]
 
 
 @pytest.mark.parametrize(("op", "name", "static"), INVARIANT, ids=lambda x: getattr(x, "name", x))
-def test_results_do_not_depend_on_the_batch(op: Op, name: str, static: str) -> None:
+def test_results_do_not_depend_on_the_batch_or_on_chunks(op: Op, name: str, static: str) -> None:
     text = f"q_tokens=15,seqs=3,max_q=11,max_ctx=150,total_ctx=350,lse=true,{static}"
     assert REGISTRY.kernel(op.name, name).batch_invariant
     a, (out, lse) = run(op, name, text)
     named = dict(zip([parameter.name for parameter in op.parameters], a, strict=True))
     begin = named["query_start"].tolist()
     for i in range(3):
-        rows = slice(begin[i], begin[i + 1])
-        if rows.start == rows.stop:
-            continue
-        single = named | {
-            "q": named["q"][rows],
-            "lse": named["lse"][rows],
-            "block_table": named["block_table"][i : i + 1],
-            "seq_lens": named["seq_lens"][i : i + 1],
-            "max_q": rows.stop - rows.start,
-            "query_start": torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-        }
-        _, (one, stated) = run(op, name, text, a=list(single.values()))
-        assert torch.equal(one, out[rows]) and torch.equal(stated, lse[rows])
+        count = begin[i + 1] - begin[i]
+        for first, last in {(0, count), (0, min(5, count)), (max(0, count - 3), count)}:
+            if first == last:
+                continue
+            rows = slice(begin[i] + first, begin[i] + last)
+            single = named | {
+                "q": named["q"][rows],
+                "lse": named["lse"][rows],
+                "block_table": named["block_table"][i : i + 1],
+                "seq_lens": named["seq_lens"][i : i + 1] - (count - last),
+                "max_q": last - first,
+                "query_start": torch.tensor([0, last - first], dtype=torch.int32),
+            }
+            _, (one, stated) = run(op, name, text, a=list(single.values()))
+            assert torch.equal(one, out[rows]) and torch.equal(stated, lse[rows])
 
 
 def test_blocks_behind_the_window_are_not_followed() -> None:
