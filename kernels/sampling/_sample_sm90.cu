@@ -1,0 +1,50 @@
+// Sampling in one launch: a cluster of blocks per row (_sample_sm90.cuh). See sample.py for the definition.
+#include <cstdint>
+
+#include "gm_cuda.h"
+#ifdef __CUDACC__
+#include "_cluster_sm90.cuh"
+#endif
+#include "_sample_sm90.cuh"
+
+#ifdef __CUDACC__
+
+extern __shared__ __align__(16) unsigned char memory[];
+
+extern "C" __global__ void __launch_bounds__(512) sample_fp32(const __grid_constant__ SampleParams p) {
+  gm::Row<float>(p, memory).run();
+}
+extern "C" __global__ void __launch_bounds__(512) sample_bf16(const __grid_constant__ SampleParams p) {
+  gm::Row<uint16_t>(p, memory).run();
+}
+
+#else
+
+static gm::CudaKernel g_sample[] = {{GM_CUBIN, "sample_fp32"}, {GM_CUBIN, "sample_bf16"}};
+
+// logits [rows, v] float32 or bf16, rows at `stride` elements; a parameter of each kind per row -> ids [rows].
+// ranks: blocks per row; threads of each.
+GM_CUDA_ENTRY(gm_sample_sm90)
+(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k, const float* top_p,
+ const float* min_p, const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v, int bf16,
+ int ranks, int threads, int device, void* stream) {
+  if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != gm::kMostRanks) return GM_E_ARG;
+  if (threads != 64 && threads != 128 && threads != 256 && threads != 32 * gm::kMostWarps) return GM_E_ARG;
+  if (rows < 0 || rows > INT32_MAX / ranks || v < 1 || v > int64_t(ranks) * gm::kMostOfSlice) return GM_E_SHAPE;
+  if (rows == 0) return GM_OK;
+  const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
+  int bits = 0;
+  while (v >> bits) ++bits;
+  const int exponent = 62 - bits < gm::kMostExponent ? 62 - bits : gm::kMostExponent;
+  SampleParams p{logits, stride, temperature, top_k, top_p, min_p, seed, index, ids, int(v), slice, exponent};
+  void* args[] = {&p};
+  return g_sample[bf16 != 0].launch(device, stream,
+                                    {.grid_x = unsigned(rows) * ranks,
+                                     .block = unsigned(threads),
+                                     .smem = unsigned(sizeof(gm::Shared)) + 4 * slice,
+                                     .cluster = unsigned(ranks),
+                                     .pdl = true},
+                                    args);
+}
+
+#endif

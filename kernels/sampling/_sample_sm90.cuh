@@ -1,0 +1,801 @@
+// One token of one row, by a cluster of blocks: sample.py has the definition, docs/performance/sampling.md the idea.
+//
+// Every block keeps a slice of the row, divided by the temperature, in shared memory. A pivot (value, id) says which
+// tokens survive top_k and top_p. It is found in histograms of integers (counts, and masses in units of 2^-exponent), so the
+// result depends neither on the number of blocks nor on the order of additions.
+//
+// A source includes _cluster_sm90.cuh, or the stand-in for a CPU of the tests, before this file; without either it gets what
+// the host needs.
+#pragma once
+
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+
+struct SampleParams {
+  const void* logits;  // [rows, v], rows at `stride` elements
+  int64_t stride;
+  const float* temperature;
+  const int* top_k;
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seed;
+  const int64_t* index;
+  int64_t* ids;
+  int v, slice;  // tokens; tokens per block of a cluster, a multiple of 4
+  int exponent;  // of a unit of mass: the sum over a row fits in 62 bits
+};
+
+namespace gm {
+
+constexpr int kBins = 1024;       // of the first histogram
+constexpr int kExactBins = 512;   // of those with masses
+constexpr int kListed = 384;      // candidates that one block searches by sorting them
+constexpr int kMostRanks = 8, kMostWarps = 16, kQueued = 64;
+constexpr float kDeepest = 24.0f;  // the range of the first histogram: distances from the largest value
+constexpr int kLowest = -2139095040;  // the key just above that of -inf
+constexpr int kMostOfSlice = 53248;  // tokens that fit in shared memory
+constexpr int kMostExponent = 50;    // mass_of rounds by an addition, which has room for 51 bits
+
+struct Shared {
+  union {
+    uint32_t counts[kBins];       // of this block
+    uint64_t masses[kExactBins];
+    uint64_t sorted[kBins / 2];
+    uint32_t queue[kMostWarps][kQueued];
+  };
+  union {
+    uint32_t all_counts[kBins];   // of the cluster
+    uint64_t all_masses[kExactBins];
+    int peaks[kMostWarps * 32];   // key of the largest value of each thread
+  };
+  uint64_t list[kListed];         // candidates of the row, in the first block
+  uint64_t scratch[2][kMostWarps];
+  int of_warps[2][kMostWarps];
+  uint64_t slots[2][kMostRanks][2];  // what each block says to all
+  uint64_t pivot;
+  int first, last, listed, again;
+  uint32_t before, through;
+};
+
+#ifdef GM_DEVICE
+constexpr float kInf = __builtin_inff();
+
+// float32 order as int; there is no -0 among the values.
+GM_DEVICE int key_of(float z) {
+  const int bits = bits_of(z);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+GM_DEVICE float value_of(int key) { return float_of(key < 0 ? key ^ 0x7fffffff : key); }
+// Larger for larger values, and of equal ones for lower ids.
+GM_DEVICE uint64_t order_of(int key, int id) {
+  return uint64_t(uint32_t(key) ^ 0x80000000u) << 32 | uint32_t(~uint32_t(id));
+}
+// The pivot that lets all of a key pass.
+GM_DEVICE uint64_t all_of(int key) { return order_of(key, INT_MAX); }
+GM_DEVICE int key_in(uint64_t order) { return int(uint32_t(order >> 32) ^ 0x80000000u); }
+GM_DEVICE int id_in(uint64_t order) { return int(~uint32_t(order)); }
+
+// e^x in units of 2^-exponent, for x <= 0; exactly 2^exponent at 0.
+GM_DEVICE uint64_t mass_of(double x, int exponent) {
+  if (x < -40.0) return 0;
+  constexpr double kWhole = 0x1.8p52;  // added to a double, leaves the nearest integer in its low bits
+  const double shifted = fma(x, 1.4426950408889634, kWhole);
+  const double r = fma(shifted - kWhole, -0.69314718055994531, x);
+  double q = 0x1.2880411bad1aap-22;
+  q = fma(q, r, 0x1.72c72ca338df0p-19);
+  q = fma(q, r, 0x1.a019c9a5652d3p-16);
+  q = fma(q, r, 0x1.a019ada3609f3p-13);
+  q = fma(q, r, 0x1.6c16c1738ff55p-10);
+  q = fma(q, r, 0x1.1111111c478ebp-7);
+  q = fma(q, r, 0x1.5555555554cb7p-5);
+  q = fma(q, r, 0x1.5555555553b78p-3);
+  q = fma(q, r, 0.5);
+  q = fma(fma(q, r, 1.0), r, 1.0);
+  const int64_t power = int32_t(uint32_t(bits_of(shifted))) + exponent;
+  return bits_of(double_of(bits_of(q) + (uint64_t(power) << 52)) + kWhole) - bits_of(kWhole);
+}
+
+// Philox4x32-10: philox.py.
+struct Noise {
+  uint64_t seed, index;
+
+  GM_DEVICE void words(int id, uint32_t& w0, uint32_t& w1) const {
+    uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32), c2 = uint32_t(id), c3 = 0;
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t p0 = uint64_t(c0) * 0xD2511F53u, p1 = uint64_t(c2) * 0xCD9E8D57u;
+      c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+      c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+      c1 = uint32_t(p1);
+      c3 = uint32_t(p0);
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    w0 = c0, w1 = c1;
+  }
+  GM_DEVICE double exact(int id) const {
+    uint32_t w0, w1;
+    words(id, w0, w1);
+    const double u = (double(uint64_t(w0) << 20 | w1 >> 12) + 0.5) * 0x1p-52;
+    return -log(-log(u));
+  }
+  // In float32, within 1e-4 of `exact`, both tails included: -log(u) comes from u below 1/2 and from c = 1 - u above, whose
+  // bits are the complement of u's; near c = 0 by the series of -log(1 - c).
+  GM_DEVICE float rough(int id) const {
+    uint32_t w0, w1;
+    words(id, w0, w1);
+    const bool high = w0 >= 0x80000000u;
+    w0 = high ? ~w0 : w0, w1 = high ? ~w1 : w1;
+    const float part = float(w0) * 0x1p-32f + (float(w1 >> 12) + 0.5f) * 0x1p-52f;
+    const float series = part * (1.0f + part * (0.5f + part * (0.33333333f + part * 0.25f)));
+    const float direct = log2_roughly(high ? 1.0f - part : part) * -0.69314718f;
+    return log2_roughly(high && part < 0.015625f ? series : direct) * -0.69314718f;
+  }
+};
+
+struct Best {
+  double score = -double(kInf);
+  int id = INT_MAX;
+
+  GM_DEVICE void take(double other, int other_id) {
+    if (other > score || (other == score && other_id < id)) score = other, id = other_id;
+  }
+};
+
+struct Pair {
+  uint64_t a = 0, b = 0;
+};
+
+template <typename T>
+struct Row {
+  const SampleParams& p;
+  Shared& s;
+  float4* z;  // this block's slice
+  int tid, count, lane, warp, warps, rank, ranks;
+  int first, length, vectors;  // of the slice
+  int64_t row;
+  int turn = 0, slot = 0;
+  int peak = INT_MIN;  // key of this thread's largest value
+  float top = 0;
+  int top_key = 0;
+
+  GM_DEVICE Row(const SampleParams& params, void* memory)
+      : p(params), s(*static_cast<Shared*>(memory)),
+        z(reinterpret_cast<float4*>(static_cast<char*>(memory) + sizeof(Shared))) {
+    tid = thread(), count = threads(), lane = tid & 31, warp = tid >> 5, warps = count >> 5;
+    rank = cluster_rank(), ranks = cluster_ranks();
+    row = block() / ranks;
+    first = rank * p.slice;
+    length = max(0, min(p.slice, p.v - first));
+    vectors = (length + 3) >> 2;
+  }
+
+  // --- sums over the block and the cluster; all threads call them ---
+
+  GM_DEVICE int block_max(int v) {
+    v = warp_max(v);
+    int* of = s.of_warps[turn ^= 1];
+    if (lane == 0) of[warp] = v;
+    block_sync();
+    return warp_max(lane < warps ? of[lane] : INT_MIN);
+  }
+  GM_DEVICE uint64_t scan(uint64_t v, uint64_t& total) {  // sum of v over the threads before
+    uint64_t through = v;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const uint64_t other = from_lane_above(through, by);
+      if (lane >= by) through += other;
+    }
+    uint64_t* of = s.scratch[turn ^= 1];
+    if (lane == 31) of[warp] = through;
+    block_sync();
+    uint64_t before = 0;
+    total = 0;
+    for (int w = 0; w < warps; ++w) {
+      before += w < warp ? of[w] : 0;
+      total += of[w];
+    }
+    return before + through - v;
+  }
+  GM_DEVICE uint64_t block_sum(uint64_t v) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) v += from_lane_across(v, mask);
+    uint64_t* of = s.scratch[turn ^= 1];
+    if (lane == 0) of[warp] = v;
+    block_sync();
+    uint64_t total = 0;
+    for (int w = 0; w < warps; ++w) total += of[w];
+    return total;
+  }
+  GM_DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
+
+  // Tells every block two numbers of this one. Returns those of all blocks; also a barrier of the cluster.
+  GM_DEVICE const uint64_t (*exchange(uint64_t a, uint64_t b))[2] {
+    slot ^= 1;
+    if (tid < ranks) {
+      uint64_t* to = peer(&s.slots[slot][rank][0], tid);
+      to[0] = a, to[1] = b;
+    }
+    cluster_sync();
+    return s.slots[slot];
+  }
+  GM_DEVICE Pair exchanged_sums(uint64_t a, uint64_t b) {
+    const uint64_t(*of)[2] = exchange(a, b);
+    Pair sums;
+    for (int r = 0; r < ranks; ++r) sums.a += of[r][0], sums.b += of[r][1];
+    return sums;
+  }
+  // One block's pivot becomes everybody's.
+  GM_DEVICE uint64_t agree() {
+    cluster_sync();
+    return s.pivot;
+  }
+  GM_DEVICE void announce(uint64_t pivot) {  // by one thread of the cluster, before all agree
+    for (int r = 0; r < ranks; ++r) *peer(&s.pivot, r) = pivot;
+  }
+
+  // --- the row ---
+
+  template <typename F>
+  GM_DEVICE void for_each_own(F f) const {  // f(value, place in the slice)
+    for (int i = tid; i < vectors; i += count) {
+      const float4 v = z[i];
+      f(v.x, 4 * i), f(v.y, 4 * i + 1), f(v.z, 4 * i + 2), f(v.w, 4 * i + 3);
+    }
+  }
+  GM_DEVICE float at(int place) const { return reinterpret_cast<const float*>(z)[place]; }
+  GM_DEVICE uint64_t mass(float value) const { return mass_of(double(value) - double(top), p.exponent); }
+
+  // Fills the slice with logits over temperature, -inf past its end. Returns whether the row is greedy.
+  GM_DEVICE bool load() {
+    const float temperature = p.temperature[row];
+    const bool greedy = !(temperature >= 1e-5f);
+    const float divisor = greedy ? 1.0f : temperature;
+    const float barred = divisor == kInf ? kInf : -kInf;  // -inf over inf is NaN, a fault like +inf
+    const T* from = static_cast<const T*>(p.logits) + row * p.stride + first;
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % (4 * sizeof(T)) == 0;
+    float most = -kInf;
+    bool wrong = false;
+    const auto scaled = [&](float x) {
+      // The division takes a slow path for all of a warp when one lane has an infinity.
+      float value = x == -kInf ? barred : x;
+      if (divisor != 1.0f) value = x == -kInf ? barred : quotient(x == -kInf ? 1.0f : x, divisor);
+      value += 0.0f;  // -0 becomes 0
+      wrong = wrong || !(value < kInf);
+      most = fmaxf(most, value);
+      return value;
+    };
+    constexpr int kAhead = 8;
+    for (int start = tid; start < vectors; start += kAhead * count) {
+      float4 v[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = start + j * count;
+        if (aligned && 4 * i + 4 <= length) {
+          v[j] = load_four(from + 4 * i);
+        } else {
+          const auto one = [&](int place) { return place < length ? load_one(from + place) : -kInf; };
+          v[j] = float4{one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)};
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = start + j * count;
+        if (i >= vectors) break;
+        const int room = length - 4 * i;
+        float4 value;
+        value.x = scaled(v[j].x);
+        value.y = room > 1 ? scaled(v[j].y) : -kInf;
+        value.z = room > 2 ? scaled(v[j].z) : -kInf;
+        value.w = room > 3 ? scaled(v[j].w) : -kInf;
+        z[i] = value;
+      }
+    }
+    peak = wrong ? INT_MAX : key_of(most);
+    return greedy;
+  }
+
+  GM_DEVICE void greedy() {
+    const int most = block_max(peak);
+    if (tid == 0) s.last = INT_MAX;
+    block_sync();
+    if (peak == most && most >= kLowest && most != INT_MAX) {
+      const float value = value_of(most);
+      int lowest = INT_MAX;
+      for_each_own([&](float v, int place) { lowest = v == value ? min(lowest, place) : lowest; });
+      lower_to(&s.last, lowest);
+    }
+    block_sync();
+    const int id = s.last == INT_MAX ? 0 : first + s.last;
+    const uint64_t(*of)[2] = exchange(order_of(most, id), 0);
+    if (rank == 0 && tid == 0) {
+      uint64_t best = 0;
+      for (int r = 0; r < ranks; ++r) best = of[r][0] > best ? of[r][0] : best;
+      const int key = key_in(best);
+      p.ids[row] = key == INT_MAX || key < kLowest ? -1 : id_in(best);
+    }
+  }
+
+  // --- the first histogram: of distances from the largest value, on a linear scale. Bin 0 has the largest alone. ---
+
+  GM_DEVICE static int bin_of(float value, float top, float scale) {
+    return value == top ? 0 : 1 + int(fminf((top - value) * scale, float(kBins - 2)));
+  }
+  GM_DEVICE void clear() {
+    for (int i = tid; i < kBins; i += count) s.counts[i] = 0;
+    block_sync();
+  }
+  // The keys between which values of bins from...to lie, with a margin for the rounding of distances.
+  GM_DEVICE void keys_between(int from, int to, float width, int& least, int& most) const {
+    const double margin = double(width) * 1e-3;
+    if (from > 0) most = min(top_key - 1, key_of(float(double(top) - (from - 1) * double(width) + margin)) + 1);
+    if (to == 0) {
+      least = top_key;
+    } else if (to < kBins - 1) {
+      least = max(least, key_of(float(double(top) - to * double(width) - margin)) - 1);
+    }
+  }
+  // First bin whose tokens and those of the bins before are k or more; kBins if there are fewer. Of s.all_counts.
+  GM_DEVICE int bin_of_kth(const uint32_t* counts, uint64_t k) {
+    const int per = kBins / count;
+    uint64_t own = 0, total;
+    for (int i = 0; i < per; ++i) own += counts[tid * per + i];
+    if (tid == 0) s.first = kBins;
+    uint64_t before = scan(own, total);
+    for (int i = 0; i < per; ++i) {
+      const uint64_t through = before + counts[tid * per + i];
+      if (before < k && k <= through) s.first = tid * per + i;
+      before = through;
+    }
+    block_sync();
+    const int bin = s.first;
+    block_sync();
+    return bin;
+  }
+  // Adds the histograms of all blocks: each adds a segment and sends it to all.
+  GM_DEVICE void combine() {
+    const int share = kBins / ranks;
+    for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
+      uint32_t sum = 0;
+      for (int r = 0; r < ranks; ++r) sum += *peer(&s.counts[i], r);
+      for (int r = 0; r < ranks; ++r) *peer(&s.all_counts[i], r) = sum;
+    }
+    cluster_sync();
+  }
+  GM_DEVICE void combine_masses() {
+    const int share = kExactBins / ranks;
+    for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
+      uint64_t sum = 0;
+      for (int r = 0; r < ranks; ++r) sum += *peer(&s.masses[i], r);
+      for (int r = 0; r < ranks; ++r) *peer(&s.all_masses[i], r) = sum;
+    }
+    cluster_sync();
+  }
+  // Counts the values of keys from `least` up. Returns their mass, if it is wanted.
+  GM_DEVICE uint64_t count_bins(int least, float scale, bool weigh) {
+    clear();
+    const float lowest = value_of(least);
+    uint64_t total = 0;
+    int bin = 0;
+    uint32_t of_bin = 0;  // equal neighbours are added at once
+    for_each_own([&](float value, int) {
+      if (!(value >= lowest)) return;
+      const int b = bin_of(value, top, scale);
+      if (b != bin) {
+        if (of_bin) add_to(&s.counts[bin], of_bin);
+        bin = b, of_bin = 0;
+      }
+      ++of_bin;
+      if (weigh && top - value < 36.0f) total += mass(value);
+    });
+    if (of_bin) add_to(&s.counts[bin], of_bin);
+    return total;
+  }
+
+  // Lists the values of keys least...most in the first block: what fits. Returns (how many there are, the count or mass of
+  // those above).
+  GM_DEVICE Pair gather(int least, int most, bool weigh) {
+    uint64_t above = 0, found = 0;
+    if (peak >= least) {
+      const float low = value_of(least);
+      for_each_own([&](float value, int place) {
+        if (!(value >= low)) return;
+        if (key_of(value) > most) {
+          above += weigh ? mass(value) : 1;
+          return;
+        }
+        ++found;
+        const int at = add_to(peer(&s.listed, 0), 1);
+        if (at < kListed) peer(s.list, 0)[at] = order_of(key_of(value), first + place);
+      });
+    }
+    found = block_sum(found);
+    above = block_sum(above);
+    return exchanged_sums(found, above);
+  }
+
+  // In the first block: the pivot among n listed candidates, `above` before them; the k-th, or, of those down to the k-th,
+  // the one whose mass with those before reaches p of `total` (0: of theirs).
+  GM_DEVICE uint64_t settle(int n, uint64_t k, bool by_p, double share, uint64_t total, uint64_t above) {
+    uint64_t pivot = 0, all;
+    for (int i = tid; i < n; i += count) {
+      const uint64_t own = s.list[i];
+      int place = 0;
+      for (int j = 0; j < n; ++j) place += s.list[j] > own;
+      s.sorted[place] = own;
+    }
+    block_sync();
+    if (k > 0 && k <= uint64_t(n)) pivot = all_of(key_in(s.sorted[k - 1]));
+    if (!by_p) return pivot;
+    const int per = (n + count - 1) / count, begin = min(tid * per, n), end = min(begin + per, n);
+    uint64_t own = 0;
+    for (int i = begin; i < end; ++i)
+      if (s.sorted[i] >= pivot) own += mass(value_of(key_in(s.sorted[i])));
+    uint64_t through = above + scan(own, all);
+    if (total == 0) total = above + all;
+    const double target = share * double(total);
+    if (tid == 0) s.last = n - 1;
+    block_sync();
+    for (int i = begin; i < end; ++i) {
+      if (s.sorted[i] >= pivot) through += mass(value_of(key_in(s.sorted[i])));
+      if (double(through) >= target) {
+        lower_to(&s.last, i);
+        break;
+      }
+    }
+    block_sync();
+    return s.sorted[s.last] > pivot ? s.sorted[s.last] : pivot;
+  }
+
+  // The pivot among keys least...most, by exact histograms: of masses, or of tokens if `weigh` is false.
+  GM_DEVICE uint64_t narrow(int least, int most, bool weigh, double target) {
+    uint64_t above = 0;  // before the keys
+    while (least < most) {
+      int shift = 0;
+      while ((uint32_t(most) - uint32_t(least)) >> shift >= unsigned(kExactBins)) ++shift;
+      for (int i = tid; i < kExactBins; i += count) s.masses[i] = 0;
+      block_sync();
+      uint64_t beyond = 0, of_bin = 0;
+      int bin = 0;
+      if (peak >= least)
+        for_each_own([&](float value, int) {
+          const int key = key_of(value);
+          if (key < least) return;
+          const uint64_t own = weigh ? mass(value) : 1;
+          if (key > most) {
+            beyond += own;
+            return;
+          }
+          const int b = int((uint32_t(most) - uint32_t(key)) >> shift);
+          if (b != bin) {
+            if (of_bin) add_to(&s.masses[bin], of_bin);
+            bin = b, of_bin = 0;
+          }
+          of_bin += own;
+        });
+      if (of_bin) add_to(&s.masses[bin], of_bin);
+      above = exchanged_sums(block_sum(beyond), 0).a;
+      combine_masses();
+      const int per = (kExactBins + count - 1) / count, begin = min(tid * per, kExactBins),
+                end = min(begin + per, kExactBins);
+      uint64_t own = 0, all;
+      for (int i = begin; i < end; ++i) own += s.all_masses[i];
+      if (tid == 0) s.first = kExactBins - 1;
+      uint64_t through = above + scan(own, all);
+      for (int i = begin; i < end; ++i) {
+        through += s.all_masses[i];
+        if (s.all_masses[i] > 0 && double(through) >= target) {
+          lower_to(&s.first, i);
+          break;
+        }
+      }
+      block_sync();
+      const uint32_t from = uint32_t(most) - (uint32_t(s.first) << shift);
+      const uint32_t to = from - ((1u << shift) - 1);
+      block_sync();
+      most = int(from);
+      least = max(least, int(to));
+    }
+    return weigh ? last_equal(least, target) : all_of(least);
+  }
+
+  // Of tokens with one key, the one whose mass with those before reaches the target.
+  GM_DEVICE uint64_t last_equal(int key, double target) {
+    const float value = value_of(key);
+    uint64_t greater = 0, equal = 0;
+    if (peak >= key)
+      for_each_own([&](float v, int) {
+        if (v > value) greater += mass(v);
+        equal += v == value;
+      });
+    greater = block_sum(greater);
+    equal = block_sum(equal);
+    const uint64_t(*of)[2] = exchange(greater, equal);
+    uint64_t above = 0, all = 0, before = 0;
+    for (int r = 0; r < ranks; ++r) {
+      above += of[r][0], all += of[r][1];
+      if (r < rank) before += of[r][1];
+    }
+    const double each = fmax(double(mass(value)), 1.0);
+    const double wanted = fmax(ceil((target - double(above)) / each), 1.0);
+    if (wanted >= double(all)) return all_of(key);
+    const uint64_t nth = uint64_t(wanted);
+    if (nth > before && nth <= before + equal) {
+      int shift = 0;
+      while (length >> shift >= kBins) ++shift;
+      clear();
+      for_each_own([&](float v, int place) {
+        if (v == value) add_to(&s.counts[place >> shift], 1u);
+      });
+      block_sync();
+      const int bin = bin_of_kth(s.counts, nth - before);
+      if (tid == 0) {
+        for (int i = 0; i < bin; ++i) before += s.counts[i];
+        int place = bin << shift;
+        for (;; ++place)
+          if (at(place) == value && ++before == nth) break;
+        announce(order_of(key, first + place));
+      }
+    }
+    return agree();
+  }
+
+  // Listed candidates decide. The first block tells the others, or, if the list has all survivors, draws from it: then the
+  // result is 0, and the row is done.
+  GM_DEVICE uint64_t decide(int n, bool survivors, uint64_t k, bool by_p, double share, uint64_t total,
+                            uint64_t above) {
+    if (rank == 0) {
+      const uint64_t pivot = settle(n, k, by_p, share, total, above);
+      if (survivors) draw_listed(n, pivot);
+      if (!survivors && tid == 0) {
+        announce(pivot);
+        s.listed = 0;
+      }
+    }
+    return survivors ? 0 : agree();
+  }
+
+  // The pivot of top_k; 0 if the row is done.
+  GM_DEVICE uint64_t by_count(uint64_t k, bool by_p, double share) {
+    const float scale = float(kBins - 2) / kDeepest, width = kDeepest / float(kBins - 2);
+    // k threads have a value of at least the k-th largest of their largest values: so does the k-th largest token.
+    clear();
+    for (int r = 0; r < ranks; ++r) {
+      const int key = *peer(&s.peaks[tid], r);
+      if (key >= kLowest) add_to(&s.counts[bin_of(value_of(key), top, scale)], 1u);
+    }
+    block_sync();
+    int bin = bin_of_kth(s.counts, k), least = kLowest, most = top_key;
+    if (bin == 0) return all_of(top_key);
+    if (k <= uint64_t(kListed) && bin < kBins - 1) {
+      keys_between(0, bin, width, least, most);
+      const Pair found = gather(least, most, false);
+      if (found.a <= uint64_t(kListed)) return decide(int(found.a), true, k, by_p, share, 0, 0);
+      if (rank == 0 && tid == 0) s.listed = 0;
+    }
+    count_bins(least, scale, false);
+    cluster_sync();
+    combine();
+    bin = bin_of_kth(s.all_counts, k);
+    if (bin == kBins) return all_of(kLowest);
+    keys_between(bin, bin, width, least, most);
+    const uint32_t candidates = s.all_counts[bin];
+    if (least < most && candidates <= unsigned(kListed)) {
+      const Pair found = gather(least, most, false);
+      if (found.a <= uint64_t(kListed)) return decide(int(found.a), false, k - found.b, false, 0.0, 0, 0);
+      if (rank == 0 && tid == 0) s.listed = 0;
+    }
+    return narrow(least, most, false, double(k));
+  }
+
+  // The pivot of top_p among the keys from `least` up; 0 if the row is done.
+  GM_DEVICE uint64_t by_mass(int least, double share) {
+    // Further down, all tokens together have less than 1 - p of the mass.
+    const float deepest = fminf(kDeepest, logf(float(p.v) / fmaxf(1.0f - float(share), 1e-9f)) + 0.1f);
+    const float scale = float(kBins - 2) / deepest, width = deepest / float(kBins - 2);
+    int most = top_key;
+    if (least == most) {
+      uint64_t equal = 0;
+      if (peak == top_key) for_each_own([&](float v, int) { equal += v == top; });
+      equal = exchanged_sums(block_sum(equal), 0).a;
+      return last_equal(top_key, share * double(equal << p.exponent));
+    }
+    const uint64_t own = block_sum(count_bins(least, scale, true));
+    const uint64_t total = exchanged_sums(own, 0).a;
+    const double target = share * double(total);
+    combine();
+    // Bounds of the mass down to each bin, from the edges of the bins.
+    const int per = kBins / count;
+    const double margin = double(width) * 1e-3;
+    uint64_t n = 0, heavy = 0, light = 0, all;
+    const auto bounds = [&](int bin, uint64_t& high, uint64_t& low) {
+      const uint64_t tokens = s.all_counts[bin];
+      if (tokens == 0) return;
+      if (bin == 0) {
+        high += tokens << p.exponent, low += tokens << p.exponent;
+      } else {
+        high += tokens * (mass_of(fmin(-(bin - 1) * double(width) + margin, 0.0), p.exponent) + 2);
+        const uint64_t least_of = mass_of(-bin * double(width) - margin, p.exponent);
+        low += bin < kBins - 1 && least_of > 2 ? tokens * (least_of - 2) : 0;
+      }
+    };
+    for (int i = 0; i < per; ++i) n += s.all_counts[tid * per + i], bounds(tid * per + i, heavy, light);
+    if (tid == 0) s.first = s.last = kBins - 1;
+    uint64_t n_before = scan(n, all), most_before = scan(heavy, all), least_before = scan(light, all);
+    uint64_t through = n_before;
+    for (int i = 0; i < per; ++i) {
+      const int bin = tid * per + i;
+      through += s.all_counts[bin];
+      bounds(bin, most_before, least_before);
+      if (double(most_before) >= target && s.all_counts[bin] > 0) lower_to(&s.first, bin);
+      if (double(least_before) >= target) lower_to(&s.last, bin);
+    }
+    block_sync();
+    through = n_before;
+    for (int i = 0; i < per; ++i) {
+      if (tid * per + i == s.first) s.before = uint32_t(through);
+      through += s.all_counts[tid * per + i];
+      if (tid * per + i == s.last) s.through = uint32_t(through);
+    }
+    block_sync();
+    int from = min(s.first, s.last);
+    const int to = s.last;
+    const uint32_t down = s.through, candidates = down - min(s.before, down);
+    const bool survivors = down <= unsigned(kListed);
+    if (survivors) from = 0;
+    block_sync();
+    keys_between(from, to, width, least, most);
+    if (survivors || candidates <= unsigned(kListed)) {
+      const Pair found = gather(least, most, true);
+      if (found.a <= uint64_t(kListed))
+        return decide(int(found.a), survivors, 0, true, share, total, found.b);
+      if (rank == 0 && tid == 0) s.listed = 0;
+    }
+    return narrow(least, most, true, target);
+  }
+
+  // --- the draw ---
+
+  GM_DEVICE Best best_of_block(Best own) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      const double score = double_of(from_lane_across(bits_of(own.score), mask));
+      own.take(score, int(from_lane_across(uint64_t(uint32_t(own.id)), mask)));
+    }
+    turn ^= 1;
+    if (lane == 0) s.scratch[turn][warp] = bits_of(own.score), s.of_warps[turn][warp] = own.id;
+    block_sync();
+    for (int w = 0; w < warps; ++w) own.take(double_of(s.scratch[turn][w]), s.of_warps[turn][w]);
+    return own;
+  }
+  // A min_p above 1 bars every token; all are then equally impossible, and the first of equals is the answer.
+  GM_DEVICE void write(const Best& best) const { p.ids[row] = best.id == INT_MAX ? 0 : best.id; }
+
+  GM_DEVICE Noise noise() const { return Noise{uint64_t(p.seed[row]), uint64_t(p.index[row])}; }
+
+  GM_DEVICE void draw_listed(int n, uint64_t pivot) {
+    const Noise of = noise();
+    const double floor = double(p.min_p[row]);
+    Best best;
+    for (int i = tid; i < n; i += count) {
+      const uint64_t own = s.sorted[i];
+      if (own < pivot) continue;
+      const double value = double(value_of(key_in(own)));
+      if (floor > 0.0 && exp(value - double(top)) < floor) continue;
+      best.take(value + of.exact(id_in(own)), id_in(own));
+    }
+    best = best_of_block(best);
+    if (tid == 0) write(best);
+  }
+
+  GM_DEVICE void draw(uint64_t pivot) {
+    const Noise of = noise();
+    const float floor = p.min_p[row];
+    const float edge = floor > 0.0f ? logf(floor) : -kInf;
+    const float limit = edge - 1e-3f, surely = edge + 1e-3f;
+    const float least = value_of(key_in(pivot));
+    const int last = id_in(pivot);
+    const auto survives = [&](float value, int id) {
+      if (!(value > least || (value == least && id <= last))) return false;
+      const float depth = value - top;
+      return depth >= surely ||
+             (depth >= limit && exp(double(value) - double(top)) >= double(floor));
+    };
+    float best = -kInf, second = -kInf;
+    int chosen = 0;  // in the slice
+    const auto consider = [&](float value, int place) {
+      const float score = value + of.rough(first + place);
+      const bool better = score > best;
+      second = fmaxf(second, better ? best : score);
+      best = better ? score : best;
+      chosen = better ? place : chosen;
+    };
+    if (tid == 0) s.again = 0;
+    block_sync();
+    if (pivot == all_of(kLowest) && !(floor > 0.0f)) {
+      for_each_own([&](float value, int place) { consider(value, place); });
+    } else {
+      // Survivors are few: lanes queue them, so that the warp draws for 32 at a time.
+      uint32_t* queue = s.queue[warp];
+      int queued = 0;
+      const int peak_of_warp = warp_max(peak);
+      const int end = peak_of_warp >= key_in(pivot) ? vectors : 0;
+      for (int start = warp * 32; start < end; start += count) {
+        const int i = start + lane;
+        const float4 v = i < vectors ? z[i] : float4{-kInf, -kInf, -kInf, -kInf};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float value = c == 0 ? v.x : c == 1 ? v.y : c == 2 ? v.z : v.w;
+          const bool in = survives(value, first + 4 * i + c);
+          const uint32_t lanes = ballot(in);
+          if (lanes == 0) continue;
+          if (in) queue[queued + ones(lanes & ((1u << lane) - 1))] = uint32_t(4 * i + c);
+          queued += ones(lanes);
+          warp_sync();
+          if (queued >= 32) {
+            const int place = int(queue[lane]);
+            consider(at(place), place);
+            const uint32_t rest = lane + 32 < queued ? queue[lane + 32] : 0;
+            warp_sync();
+            queued -= 32;
+            if (lane < queued) queue[lane] = rest;
+            warp_sync();
+          }
+        }
+      }
+      if (lane < queued) consider(at(int(queue[lane])), int(queue[lane]));
+    }
+    const int most = block_max(key_of(best));
+    const float high = value_of(most), enough = high - (2e-3f + 2e-6f * fabsf(high));
+    Best exact;
+    if (best > -kInf && best >= enough) exact.take(double(at(chosen)) + of.exact(first + chosen), first + chosen);
+    if (second > -kInf && second >= enough) s.again = 1;
+    block_sync();
+    if (s.again)  // one thread has two that may be the best
+      for_each_own([&](float value, int place) {
+        if (!(value > -kInf) || !survives(value, first + place)) return;
+        if (value + of.rough(first + place) >= enough)
+          exact.take(double(value) + of.exact(first + place), first + place);
+      });
+    exact = best_of_block(exact);
+    const uint64_t(*all)[2] = exchange(bits_of(exact.score), uint64_t(uint32_t(exact.id)));
+    if (rank == 0 && tid == 0) {
+      Best winner;
+      for (int r = 0; r < ranks; ++r) winner.take(double_of(all[r][0]), int(all[r][1]));
+      write(winner);
+    }
+  }
+
+  GM_DEVICE void run() {
+    if (tid == 0) s.listed = 0;
+    block_sync();
+    cluster_arrive();
+    wait_for_previous_kernel();
+    const bool is_greedy = load();
+    cluster_wait();  // the shared memory of all blocks exists
+    if (is_greedy) return greedy();
+    s.peaks[tid] = peak;
+    const uint64_t(*of)[2] = exchange(order_of(block_max(peak), -1), 0);
+    uint64_t most = 0;
+    for (int r = 0; r < ranks; ++r) most = of[r][0] > most ? of[r][0] : most;
+    top_key = key_in(most), top = value_of(top_key);
+    if (top_key == INT_MAX || top_key < kLowest) {
+      if (rank == 0 && tid == 0) p.ids[row] = -1;
+      return;
+    }
+    const int k = p.top_k[row];
+    const float share = p.top_p[row];
+    const bool by_p = share < 1.0f;
+    const double wanted = double(fmaxf(share, 0.0f));
+    uint64_t pivot = all_of(kLowest);
+    if (k > 0 && k < p.v) pivot = by_count(uint64_t(k), by_p, wanted);
+    if (pivot != 0 && by_p) pivot = by_mass(key_in(pivot), wanted);
+    if (pivot != 0) draw(pivot);
+  }
+};
+#endif
+
+}  // namespace gm

@@ -1,0 +1,104 @@
+"""Sampling in CUDA C++ for Hopper, in one launch (`_sample_sm90.cu`): a cluster of blocks per row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import dtype_name
+from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_RANKS = 8
+"""Blocks of a cluster: more are not portable."""
+MOST_OF_SLICE = 53248
+"""Tokens whose scaled logits fit in a block's shared memory."""
+_SIGNATURE = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, *(c_int,) * 4, c_void_p)
+
+
+def accepts(problem: Problem) -> str | None:
+    """Vocabularies that fit in the shared memory of a cluster."""
+    v = problem.integer("v")
+    most = MOST_RANKS * MOST_OF_SLICE
+    return None if v <= most else f"vocabularies of up to {most} tokens, got {v}"
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """Blocks per row (ranks), and threads of each. The results are the same for all."""
+    v = problem.integer("v")
+    ranks = next((ranks for ranks in (1, 2, 4) if v <= 2048 * ranks), MOST_RANKS)
+    # Few rows leave multiprocessors free; many share them, three blocks on each.
+    threads = 512 if problem.integer("m") <= 16 else 256
+    return {"ranks": ranks, "threads": next((t for t in (64, 128) if cdiv(v, ranks) <= 4 * t), threads)}
+
+
+def space(problem: Problem, target: Target) -> Iterable[Config]:
+    v = problem.integer("v")
+    return [
+        {"ranks": ranks, "threads": threads}
+        for ranks in (1, 2, 4, MOST_RANKS)
+        for threads in (128, 256, 512)
+        if v <= ranks * MOST_OF_SLICE
+    ]
+
+
+def launch(
+    config: Config,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+    workspace: Tensor | None,
+    ids: Tensor,
+) -> None:
+    """logits [B, V], rows of any stride and alignment -> ids [B]. Needs no workspace."""
+    import torch
+
+    code = cuda_function("gm_sample_sm90", "sm_90a", _SIGNATURE)(
+        logits.data_ptr(),
+        logits.stride(0),
+        temperature.data_ptr(),
+        top_k.data_ptr(),
+        top_p.data_ptr(),
+        min_p.data_ptr(),
+        seed.data_ptr(),
+        index.data_ptr(),
+        ids.data_ptr(),
+        logits.shape[0],
+        logits.shape[1],
+        dtype_name(logits.dtype) == "bf16",
+        config["ranks"],
+        config["threads"],
+        logits.get_device(),
+        torch.cuda.current_stream(logits.device).cuda_stream if logits.is_cuda else None,
+    )
+    check(code, "sample_sm90")
+
+
+KERNEL = Kernel(
+    op="sample",
+    name="sample_sm90",
+    provider="gristmill",
+    language="cuda",
+    target=f"{__name__}:launch",
+    requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
+    summary="one launch: a cluster per row holds it in shared memory; histograms bound, sorted candidates decide",
+    accepts=accepts,
+    config=config,
+    space=space,
+    batch_invariant=True,
+    waits=True,
+    priority=60,
+    proven="sm_90: H200",
+)

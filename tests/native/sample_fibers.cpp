@@ -1,0 +1,28 @@
+// kernels/sampling/_sample_sm90.cuh on a CPU, for test_sample_fibers.py.
+#include "cluster_fibers.h"
+
+#include "../../kernels/sampling/_sample_sm90.cuh"
+
+namespace {
+
+template <typename T>
+void kernel(void* parameters) {
+  gm::Row<T>(*static_cast<SampleParams*>(parameters), gm::shared()).run();
+}
+
+}  // namespace
+
+// 0, or 1 if threads wait for each other in vain.
+extern "C" int sample_fibers(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k,
+                             const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
+                             int64_t* ids, int64_t rows, int64_t v, int bf16, int ranks, int threads, int order,
+                             int fault) {
+  gm::fibers::order = order, gm::fibers::fault = fault;
+  const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
+  int bits = 0;
+  while (v >> bits) ++bits;
+  const int exponent = std::min(62 - bits, gm::kMostExponent);
+  SampleParams p{logits, stride, temperature, top_k, top_p, min_p, seed, index, ids, int(v), slice, exponent};
+  return !gm::fibers::launch(bf16 ? kernel<uint16_t> : kernel<float>, &p, rows, ranks, threads,
+                             sizeof(gm::Shared) + 4 * slice);
+}
