@@ -56,7 +56,9 @@ GM_DEVICE uint64_t add_to(uint64_t* at, uint64_t v) {
 GM_DEVICE void lower_to(int* at, int v) { atomicMin(at, v); }
 
 GM_DEVICE float load_one(const float* from) { return __ldcg(from); }
-GM_DEVICE float load_one(const uint16_t* from) { return __uint_as_float(uint32_t(__ldcg(from)) << 16); }  // bf16
+GM_DEVICE float load_one(const uint16_t* from) {
+  return __uint_as_float(uint32_t(__ldcg(from)) << 16);
+}  // bf16
 GM_DEVICE float4 load_four(const float* from) { return __ldcg(reinterpret_cast<const float4*>(from)); }
 GM_DEVICE float4 load_four(const uint16_t* from) {
   const uint2 v = __ldcg(reinterpret_cast<const uint2*>(from));

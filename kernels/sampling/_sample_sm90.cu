@@ -22,15 +22,16 @@ extern "C" __global__ void __launch_bounds__(512) sample_bf16(const __grid_const
 
 static gm::CudaKernel g_sample[] = {{GM_CUBIN, "sample_fp32"}, {GM_CUBIN, "sample_bf16"}};
 
-// logits [rows, v] float32 or bf16, rows at `stride` elements; a parameter of each kind per row -> ids [rows].
-// ranks: blocks per row; threads of each.
+// logits [rows, v] float32 or bf16, rows at `stride` elements; a parameter of each kind per row -> ids
+// [rows]. ranks: blocks per row; threads of each.
 GM_CUDA_ENTRY(gm_sample_sm90)
 (const void* logits, int64_t stride, const float* temperature, const int32_t* top_k, const float* top_p,
- const float* min_p, const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v, int bf16,
- int ranks, int threads, int device, void* stream) {
+ const float* min_p, const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v,
+ int bf16, int ranks, int threads, int device, void* stream) {
   if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != gm::kMostRanks) return GM_E_ARG;
   if (threads != 64 && threads != 128 && threads != 256 && threads != 32 * gm::kMostWarps) return GM_E_ARG;
-  if (rows < 0 || rows > INT32_MAX / ranks || v < 1 || v > int64_t(ranks) * gm::kMostOfSlice) return GM_E_SHAPE;
+  if (rows < 0 || rows > INT32_MAX / ranks || v < 1 || v > int64_t(ranks) * gm::kMostOfSlice)
+    return GM_E_SHAPE;
   if (rows == 0) return GM_OK;
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;

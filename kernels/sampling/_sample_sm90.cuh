@@ -1,11 +1,12 @@
-// One token of one row, by a cluster of blocks: sample.py has the definition, docs/performance/sampling.md the idea.
+// One token of one row, by a cluster of blocks: sample.py has the definition, docs/performance/sampling.md
+// the idea.
 //
-// Every block keeps a slice of the row, divided by the temperature, in shared memory. A pivot (value, id) says which
-// tokens survive top_k and top_p. It is found in histograms of integers (counts, and masses in units of 2^-exponent), so the
-// result depends neither on the number of blocks nor on the order of additions.
+// Every block keeps a slice of the row, divided by the temperature, in shared memory. A pivot (value, id)
+// says which tokens survive top_k and top_p. It is found in histograms of integers (counts, and masses in
+// units of 2^-exponent), so the result depends neither on the number of blocks nor on the order of additions.
 //
-// A source includes _cluster_sm90.cuh, or the stand-in for a CPU of the tests, before this file; without either it gets what
-// the host needs.
+// A source includes _cluster_sm90.cuh, or the stand-in for a CPU of the tests, before this file; without
+// either it gets what the host needs.
 #pragma once
 
 #include <cfloat>
@@ -29,28 +30,28 @@ struct SampleParams {
 
 namespace gm {
 
-constexpr int kBins = 1024;       // of the first histogram
-constexpr int kExactBins = 512;   // of those with masses
-constexpr int kListed = 384;      // candidates that one block searches by sorting them
+constexpr int kBins = 1024;      // of the first histogram
+constexpr int kExactBins = 512;  // of those with masses
+constexpr int kListed = 384;     // candidates that one block searches by sorting them
 constexpr int kMostRanks = 8, kMostWarps = 16, kQueued = 64;
-constexpr float kDeepest = 24.0f;  // the range of the first histogram: distances from the largest value
+constexpr float kDeepest = 24.0f;     // the range of the first histogram: distances from the largest value
 constexpr int kLowest = -2139095040;  // the key just above that of -inf
-constexpr int kMostOfSlice = 53248;  // tokens that fit in shared memory
-constexpr int kMostExponent = 50;    // mass_of rounds by an addition, which has room for 51 bits
+constexpr int kMostOfSlice = 53248;   // tokens that fit in shared memory
+constexpr int kMostExponent = 50;     // mass_of rounds by an addition, which has room for 51 bits
 
 struct Shared {
   union {
-    uint32_t counts[kBins];       // of this block
+    uint32_t counts[kBins];  // of this block
     uint64_t masses[kExactBins];
     uint64_t sorted[kBins / 2];
     uint32_t queue[kMostWarps][kQueued];
   };
   union {
-    uint32_t all_counts[kBins];   // of the cluster
+    uint32_t all_counts[kBins];  // of the cluster
     uint64_t all_masses[kExactBins];
-    int peaks[kMostWarps * 32];   // key of the largest value of each thread
+    int peaks[kMostWarps * 32];  // key of the largest value of each thread
   };
-  uint64_t list[kListed];         // candidates of the row, in the first block
+  uint64_t list[kListed];  // candidates of the row, in the first block
   uint64_t scratch[2][kMostWarps];
   int of_warps[2][kMostWarps];
   uint64_t slots[2][kMostRanks][2];  // what each block says to all
@@ -122,8 +123,8 @@ struct Noise {
     const double u = (double(uint64_t(w0) << 20 | w1 >> 12) + 0.5) * 0x1p-52;
     return -log(-log(u));
   }
-  // In float32, within 1e-4 of `exact`, both tails included: -log(u) comes from u below 1/2 and from c = 1 - u above, whose
-  // bits are the complement of u's; near c = 0 by the series of -log(1 - c).
+  // In float32, within 1e-4 of `exact`, both tails included: -log(u) comes from u below 1/2 and from c = 1 -
+  // u above, whose bits are the complement of u's; near c = 0 by the series of -log(1 - c).
   GM_DEVICE float rough(int id) const {
     uint32_t w0, w1;
     words(id, w0, w1);
@@ -163,7 +164,8 @@ struct Row {
   int top_key = 0;
 
   GM_DEVICE Row(const SampleParams& params, void* memory)
-      : p(params), s(*static_cast<Shared*>(memory)),
+      : p(params),
+        s(*static_cast<Shared*>(memory)),
         z(reinterpret_cast<float4*>(static_cast<char*>(memory) + sizeof(Shared))) {
     tid = thread(), count = threads(), lane = tid & 31, warp = tid >> 5, warps = count >> 5;
     rank = cluster_rank(), ranks = cluster_ranks();
@@ -223,7 +225,7 @@ struct Row {
     return s.slots[slot];
   }
   GM_DEVICE Pair exchanged_sums(uint64_t a, uint64_t b) {
-    const uint64_t(*of)[2] = exchange(a, b);
+    const uint64_t (*of)[2] = exchange(a, b);
     Pair sums;
     for (int r = 0; r < ranks; ++r) sums.a += of[r][0], sums.b += of[r][1];
     return sums;
@@ -310,7 +312,7 @@ struct Row {
     }
     block_sync();
     const int id = s.last == INT_MAX ? 0 : first + s.last;
-    const uint64_t(*of)[2] = exchange(order_of(most, id), 0);
+    const uint64_t (*of)[2] = exchange(order_of(most, id), 0);
     if (rank == 0 && tid == 0) {
       uint64_t best = 0;
       for (int r = 0; r < ranks; ++r) best = of[r][0] > best ? of[r][0] : best;
@@ -319,7 +321,8 @@ struct Row {
     }
   }
 
-  // --- the first histogram: of distances from the largest value, on a linear scale. Bin 0 has the largest alone. ---
+  // --- the first histogram: of distances from the largest value, on a linear scale. Bin 0 has the largest
+  // alone. ---
 
   GM_DEVICE static int bin_of(float value, float top, float scale) {
     return value == top ? 0 : 1 + int(fminf((top - value) * scale, float(kBins - 2)));
@@ -331,14 +334,16 @@ struct Row {
   // The keys between which values of bins from...to lie, with a margin for the rounding of distances.
   GM_DEVICE void keys_between(int from, int to, float width, int& least, int& most) const {
     const double margin = double(width) * 1e-3;
-    if (from > 0) most = min(top_key - 1, key_of(float(double(top) - (from - 1) * double(width) + margin)) + 1);
+    if (from > 0)
+      most = min(top_key - 1, key_of(float(double(top) - (from - 1) * double(width) + margin)) + 1);
     if (to == 0) {
       least = top_key;
     } else if (to < kBins - 1) {
       least = max(least, key_of(float(double(top) - to * double(width) - margin)) - 1);
     }
   }
-  // First bin whose tokens and those of the bins before are k or more; kBins if there are fewer. Of s.all_counts.
+  // First bin whose tokens and those of the bins before are k or more; kBins if there are fewer. Of
+  // s.all_counts.
   GM_DEVICE int bin_of_kth(const uint32_t* counts, uint64_t k) {
     const int per = kBins / count;
     uint64_t own = 0, total;
@@ -395,8 +400,8 @@ struct Row {
     return total;
   }
 
-  // Lists the values of keys least...most in the first block: what fits. Returns (how many there are, the count or mass of
-  // those above).
+  // Lists the values of keys least...most in the first block: what fits. Returns (how many there are, the
+  // count or mass of those above).
   GM_DEVICE Pair gather(int least, int most, bool weigh) {
     uint64_t above = 0, found = 0;
     if (peak >= least) {
@@ -417,8 +422,8 @@ struct Row {
     return exchanged_sums(found, above);
   }
 
-  // In the first block: the pivot among n listed candidates, `above` before them; the k-th, or, of those down to the k-th,
-  // the one whose mass with those before reaches p of `total` (0: of theirs).
+  // In the first block: the pivot among n listed candidates, `above` before them; the k-th, or, of those down
+  // to the k-th, the one whose mass with those before reaches p of `total` (0: of theirs).
   GM_DEVICE uint64_t settle(int n, uint64_t k, bool by_p, double share, uint64_t total, uint64_t above) {
     uint64_t pivot = 0, all;
     for (int i = tid; i < n; i += count) {
@@ -513,7 +518,7 @@ struct Row {
       });
     greater = block_sum(greater);
     equal = block_sum(equal);
-    const uint64_t(*of)[2] = exchange(greater, equal);
+    const uint64_t (*of)[2] = exchange(greater, equal);
     uint64_t above = 0, all = 0, before = 0;
     for (int r = 0; r < ranks; ++r) {
       above += of[r][0], all += of[r][1];
@@ -543,8 +548,8 @@ struct Row {
     return agree();
   }
 
-  // Listed candidates decide. The first block tells the others, or, if the list has all survivors, draws from it: then the
-  // result is 0, and the row is done.
+  // Listed candidates decide. The first block tells the others, or, if the list has all survivors, draws from
+  // it: then the result is 0, and the row is done.
   GM_DEVICE uint64_t decide(int n, bool survivors, uint64_t k, bool by_p, double share, uint64_t total,
                             uint64_t above) {
     if (rank == 0) {
@@ -561,7 +566,8 @@ struct Row {
   // The pivot of top_k; 0 if the row is done.
   GM_DEVICE uint64_t by_count(uint64_t k, bool by_p, double share) {
     const float scale = float(kBins - 2) / kDeepest, width = kDeepest / float(kBins - 2);
-    // k threads have a value of at least the k-th largest of their largest values: so does the k-th largest token.
+    // k threads have a value of at least the k-th largest of their largest values: so does the k-th largest
+    // token.
     clear();
     for (int r = 0; r < ranks; ++r) {
       const int key = *peer(&s.peaks[tid], r);
@@ -701,8 +707,7 @@ struct Row {
     const auto survives = [&](float value, int id) {
       if (!(value > least || (value == least && id <= last))) return false;
       const float depth = value - top;
-      return depth >= surely ||
-             (depth >= limit && exp(double(value) - double(top)) >= double(floor));
+      return depth >= surely || (depth >= limit && exp(double(value) - double(top)) >= double(floor));
     };
     float best = -kInf, second = -kInf;
     int chosen = 0;  // in the slice
@@ -751,7 +756,8 @@ struct Row {
     const int most = block_max(key_of(best));
     const float high = value_of(most), enough = high - (2e-3f + 2e-6f * fabsf(high));
     Best exact;
-    if (best > -kInf && best >= enough) exact.take(double(at(chosen)) + of.exact(first + chosen), first + chosen);
+    if (best > -kInf && best >= enough)
+      exact.take(double(at(chosen)) + of.exact(first + chosen), first + chosen);
     if (second > -kInf && second >= enough) s.again = 1;
     block_sync();
     if (s.again)  // one thread has two that may be the best
@@ -761,7 +767,7 @@ struct Row {
           exact.take(double(value) + of.exact(first + place), first + place);
       });
     exact = best_of_block(exact);
-    const uint64_t(*all)[2] = exchange(bits_of(exact.score), uint64_t(uint32_t(exact.id)));
+    const uint64_t (*all)[2] = exchange(bits_of(exact.score), uint64_t(uint32_t(exact.id)));
     if (rank == 0 && tid == 0) {
       Best winner;
       for (int r = 0; r < ranks; ++r) winner.take(double_of(all[r][0]), int(all[r][1]));
@@ -778,7 +784,7 @@ struct Row {
     cluster_wait();  // the shared memory of all blocks exists
     if (is_greedy) return greedy();
     s.peaks[tid] = peak;
-    const uint64_t(*of)[2] = exchange(order_of(block_max(peak), -1), 0);
+    const uint64_t (*of)[2] = exchange(order_of(block_max(peak), -1), 0);
     uint64_t most = 0;
     for (int r = 0; r < ranks; ++r) most = of[r][0] > most ? of[r][0] : most;
     top_key = key_in(most), top = value_of(top_key);

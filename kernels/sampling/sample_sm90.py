@@ -100,5 +100,4 @@ KERNEL = Kernel(
     batch_invariant=True,
     waits=True,
     priority=60,
-    proven="sm_90: H200",
 )

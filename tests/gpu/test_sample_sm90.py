@@ -61,9 +61,7 @@ def run(
 ) -> torch.Tensor:
     """Calls the kernel once, into the middle of a poisoned buffer, and checks that what is around stays untouched."""
     rows, v = logits.shape
-    config = config or KERNEL.config(
-        OP.problem(f"m={rows},v={v},x={SHORT[logits.dtype]}"), h200()
-    )
+    config = config or KERNEL.config(OP.problem(f"m={rows},v={v},x={SHORT[logits.dtype]}"), h200())
     buffer = torch.full((rows + 2,), -99, device=DEVICE)
     launch(config, logits, *given, None, buffer[1 : rows + 1])
     assert buffer[0] == -99 and buffer[rows + 1] == -99
@@ -94,7 +92,8 @@ def test_every_combination_of_filters(v: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["flat", "equal", "one above", "tied at the top", "tied below", "barred", "peaked", "huge", "tiny"]
+    "name",
+    ["flat", "equal", "one above", "tied at the top", "tied below", "barred", "peaked", "huge", "tiny"],
 )
 @pytest.mark.parametrize("v", [500, 32000, 128256])
 def test_distributions(v: int, name: str) -> None:
@@ -132,7 +131,8 @@ def test_the_largest_vocabulary() -> None:
 
 
 def test_rows_without_an_answer() -> None:
-    inf, rows = math.inf, [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.1), (inf, 0, 0.5, 0.0)]
+    inf = math.inf
+    rows = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.1), (inf, 0, 0.5, 0.0)]
     for v in (5, 20000):
         for place in (0, v - 1):
             for fault in (math.nan, inf, None):

@@ -349,6 +349,7 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "moe_sm90": r"(grouped|moe)_",
         "permute_sm90": r"moe_permute",
         "combine_sm90": r"moe_combine",
+        "sample_sm90": r"sample_",
     }
     compiled = [
         kernel

@@ -1,9 +1,9 @@
-// The device functions of kernels/sampling/_cluster_sm90.cuh for a CPU: every thread of a cluster is a fiber, which runs until it
-// waits for others. Clusters follow each other.
+// The device functions of kernels/sampling/_cluster_sm90.cuh for a CPU: every thread of a cluster is a fiber,
+// which runs until it waits for others. Clusters follow each other.
 //
-// The order of threads changes with `order`: what one thread stores too early or reads too late depends on it. Shared memory
-// begins poisoned. `fault` plants one fault: 1 = barriers of blocks do nothing, 2 = barriers of clusters do nothing, 3 = a block's
-// memory is taken for its neighbour's, 4 = shuffles read the wrong lane.
+// The order of threads changes with `order`: what one thread stores too early or reads too late depends on
+// it. Shared memory begins poisoned. `fault` plants one fault: 1 = barriers of blocks do nothing, 2 =
+// barriers of clusters do nothing, 3 = a block's memory is taken for its neighbour's.
 #pragma once
 
 #include <ucontext.h>
@@ -52,9 +52,7 @@ inline void wait(int first, int count, long Fiber::* member, long turn) {
     yield();
   }
 }
-inline void meet_warp() {
-  wait(current / 32 * 32, 32, &Fiber::warp_waits, ++all[current].warp_waits);
-}
+inline void meet_warp() { wait(current / 32 * 32, 32, &Fiber::warp_waits, ++all[current].warp_waits); }
 inline void enter() {
   body(argument);
   all[current].done = true;
@@ -91,7 +89,8 @@ inline bool run() {
   return true;
 }
 
-inline bool launch(void (*kernel)(void*), void* parameters, int64_t clusters, int blocks, int threads, size_t bytes) {
+inline bool launch(void (*kernel)(void*), void* parameters, int64_t clusters, int blocks, int threads,
+                   size_t bytes) {
   block_bytes = (bytes + 15) / 16 * 16;
   memory.resize(block_bytes * blocks + 16);
   all.resize(size_t(threads) * blocks);
@@ -140,7 +139,7 @@ auto of_warp(uint64_t value, F f) {
   fibers::all[fibers::current].given = value;
   fibers::meet_warp();
   const int base = fibers::current / 32 * 32;
-  const auto result = f([base](int lane) { return fibers::all[base + (fibers::fault == 4 ? lane ^ 1 : lane)].given; });
+  const auto result = f([base](int lane) { return fibers::all[base + lane].given; });
   fibers::meet_warp();
   return result;
 }

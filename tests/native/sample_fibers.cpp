@@ -13,10 +13,10 @@ void kernel(void* parameters) {
 }  // namespace
 
 // 0, or 1 if threads wait for each other in vain.
-extern "C" int sample_fibers(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k,
-                             const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
-                             int64_t* ids, int64_t rows, int64_t v, int bf16, int ranks, int threads, int order,
-                             int fault) {
+extern "C" int sample_fibers(const void* logits, int64_t stride, const float* temperature,
+                             const int32_t* top_k, const float* top_p, const float* min_p,
+                             const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v,
+                             int bf16, int ranks, int threads, int order, int fault) {
   gm::fibers::order = order, gm::fibers::fault = fault;
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;
