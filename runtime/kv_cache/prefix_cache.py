@@ -175,10 +175,6 @@ class PrefixCache:
             if entry.hash != hash_ or entry.blocks == [None] * len(entry.blocks):
                 raise PoolError(f"cached content of blocks {entry.blocks} has another hash, or no block")
 
-    def snapshot(self) -> dict[int, tuple[int | None, ...]]:
-        """{hash: blocks}, for comparing states."""
-        return {hash_: tuple(entry.blocks) for hash_, entry in self._table.items()}
-
     def _max_hit(self, tokens: int) -> int:
         return (tokens - 1) // self._pool.block_size
 

@@ -139,28 +139,6 @@ class Request:
         """Sampled tokens so far, including a stop id."""
         return self.tokens[self.prompt_len :]
 
-    def snapshot(self) -> tuple[object, ...]:
-        """The mutable state as values, for dumps and comparisons."""
-        return (
-            self.id,
-            self.state.value,
-            self.arrival,
-            tuple(self.tokens),
-            self.computed,
-            self.pending,
-            self.row,
-            tuple(self.block_ids),
-            tuple(self.drafts),
-            self.bypassed,
-            self.started,
-            self.preemptions,
-            self.cached_tokens,
-            tuple(self.block_hashes),
-            self.registered,
-            id(self.last_cached),
-            self.finish_reason,
-        )
-
     def __repr__(self) -> str:
         return (
             f"Request({self.id!r}, {self.state.value}, computed {self.computed} of {len(self.tokens)} known + {self.pending} pending "

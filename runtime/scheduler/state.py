@@ -106,28 +106,6 @@ class SchedulerState:
             return f"{cached} tokens are registered: more than were computed, or not so"
         return ""
 
-    def snapshot(self) -> tuple[object, ...]:
-        """The whole state as values; equal snapshots mean equal states."""
-        pool, cache = self.pool, self.cache
-        return (
-            self._version,
-            self._arrivals,
-            self.queued_tokens,
-            self.paused,
-            tuple(id(plan) for plan in self.in_flight),
-            tuple(self.free_rows),
-            tuple(pool.refs),
-            tuple(pool.queue()),
-            tuple(id(content) for content in pool.content),
-            pool.num_available,
-            pool.num_cached,
-            None if cache is None else tuple(sorted(cache.snapshot().items())),
-            tuple(request.id for request in self.running),
-            tuple(request.id for request in self.waiting),
-            tuple(self.held),
-            tuple(request.snapshot() for request in self.requests.values()),
-        )
-
     def dump(self) -> str:
         """The state as text, for errors."""
         lines = [

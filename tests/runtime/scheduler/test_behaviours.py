@@ -18,7 +18,7 @@ from gristmill.runtime.scheduler import (
 )
 from gristmill.runtime.scheduler.planner import Planner
 
-from .harness import FakeModel, Run, expected_ids, launch, run_all, step, take
+from .harness import FakeModel, Run, expected_ids, launch, run_all, snapshot_of_request, step, take
 
 
 def make(num_blocks: int = 50, **options: object) -> Scheduler:
@@ -365,10 +365,10 @@ def test_34125_pause_keeps_everything_where_it_is() -> None:
     scheduler.add(Request("a", prompt(9), 6))
     step(scheduler, model, run)
     scheduler.pause(Pause.ALL)
-    before = [r.snapshot() for r in scheduler.requests.values()]
+    before = [snapshot_of_request(r) for r in scheduler.requests.values()]
     for _ in range(5):
         assert step(scheduler, model, run).entries == []
-    assert [r.snapshot() for r in scheduler.requests.values()] == before
+    assert [snapshot_of_request(r) for r in scheduler.requests.values()] == before
     scheduler.pause(None)
     while scheduler.has_unfinished():
         step(scheduler, model, run)

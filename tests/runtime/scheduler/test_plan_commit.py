@@ -7,7 +7,7 @@ import pytest
 from gristmill.runtime.kv_cache import PoolPlan
 from gristmill.runtime.scheduler import FinishReason, Request, Scheduler, SchedulerConfig, StepPlan
 
-from .harness import FakeModel, Run, expected_ids, step
+from .harness import FakeModel, Run, expected_ids, snapshot, step
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_planning_that_fails_midway_leaves_no_trace(
     model, run = FakeModel(scheduler.config), Run()
     step(scheduler, model, run)
     scheduler.add(Request("c", list(range(6)), 6))
-    before = scheduler.snapshot()
+    before = snapshot(scheduler)
     calls = 0
     take = PoolPlan.take
 
@@ -62,7 +62,7 @@ def test_planning_that_fails_midway_leaves_no_trace(
     with pytest.raises(MemoryError, match="planted"):
         scheduler.plan()
     monkeypatch.undo()
-    assert scheduler.snapshot() == before
+    assert snapshot(scheduler) == before
     while scheduler.has_unfinished():
         step(scheduler, model, run)
     assert run.outputs["c"] == expected_ids(range(6), 6)
@@ -78,10 +78,10 @@ def _another_step(scheduler: Scheduler) -> None:
 def test_a_stale_plan_is_refused_whole(scheduler: Scheduler, change: Callable[[Scheduler], object]) -> None:
     plan = scheduler.plan()
     change(scheduler)
-    before = scheduler.snapshot()
+    before = snapshot(scheduler)
     with pytest.raises(ValueError, match="stale"):
         scheduler.commit(plan)
-    assert scheduler.snapshot() == before
+    assert snapshot(scheduler) == before
 
 
 def test_requests_may_come_between_plan_and_commit(scheduler: Scheduler) -> None:
@@ -107,10 +107,10 @@ def test_results_that_do_not_fit_change_nothing(
 ) -> None:
     plan = scheduler.plan()
     scheduler.commit(plan)
-    before = scheduler.snapshot()
+    before = snapshot(scheduler)
     with pytest.raises(error, match=message):
         scheduler.update(plan, results)
-    assert scheduler.snapshot() == before
+    assert snapshot(scheduler) == before
     scheduler.update(plan, [3])
 
 

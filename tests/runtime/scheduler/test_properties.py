@@ -26,6 +26,7 @@ from .harness import (
     launch,
     propose_some,
     run_all,
+    snapshot,
     step,
     take,
 )
@@ -123,9 +124,9 @@ def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, coun
     model, run = FakeModel(config), Run()
     while scheduler.has_unfinished():
         propose_some(scheduler, rng)
-        before = scheduler.snapshot()
+        before = snapshot(scheduler)
         first, second = scheduler.plan(), scheduler.plan()
-        assert scheduler.snapshot() == before
+        assert snapshot(scheduler) == before
         assert (first.entries, first.preempted, first.evicted_blocks, first.bypassed) == (
             second.entries,
             second.preempted,
