@@ -100,4 +100,5 @@ KERNEL = Kernel(
     batch_invariant=True,
     waits=True,
     priority=60,
+    proven="sm_90: NVIDIA H200",
 )
