@@ -7,8 +7,8 @@
 // add in the same order, one chain for each output, so a row's result does not depend on other rows,
 // threads, or the path.
 // gm-levels: base avx2 avx512 avx512_bf16 neon
-#include "_linear_decode.h"
-#include "_linear_epilogue.h"
+#include "gm_linear_decode.h"
+#include "gm_linear_epilogue.h"
 
 #include <cstdlib>
 

@@ -12,7 +12,7 @@
 // result does not depend on other rows, threads, or the path.
 // gm-levels: base avx2 avx512 avx512_vnni neon
 #include "_linear_a8_math.h"
-#include "../linear/_linear_epilogue.h"
+#include "gm_linear_epilogue.h"
 
 #include <cstdlib>
 

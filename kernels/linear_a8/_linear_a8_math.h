@@ -10,7 +10,7 @@
 //   to int16 and multiplied by pmaddwd, which adds two products to an int32 (Dot2).
 // - elsewhere: plain vector arithmetic.
 #pragma once
-#include "../linear/_linear_decode.h"
+#include "gm_linear_decode.h"
 
 #if defined(__SSSE3__) && !GM_X86_VNNI
 #define GM_DOT4_INT16 1

@@ -1,7 +1,7 @@
 // What follows the sums of linear: the multiplier of each output row of the weight, bias, silu(gate) * up,
 // residual.
 #pragma once
-#include "_linear_decode.h"
+#include "gm_linear_decode.h"
 
 namespace {
 namespace lin {
