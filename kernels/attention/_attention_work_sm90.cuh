@@ -40,7 +40,7 @@ struct AttentionParams {
   int blocks, page, box, log_boxes;
   int part_tiles;   // tiles of keys of a part of a context, about
   int shared_rows;  // rows up to which the warpgroups share the keys of a piece of work: 64 or 0
-  int reading;     // weight of a tile of keys of a decode against one of a prefill, in eighths
+  int reading;      // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;
   // Of caches of e4m3 codes, whose sums are in units of log 2 (scale_log2 is 1):

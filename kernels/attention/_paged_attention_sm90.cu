@@ -129,8 +129,7 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   p.v_block = strides[7], p.v_slot = strides[8], p.v_head = strides[9], p.table_row = strides[10];
   p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.group = group, p.tile_q = 128 / group;
   p.part_tiles = part_tiles > 0 ? part_tiles : INT_MAX, p.shared_rows = part_tiles > 0 ? 64 : 0;
-  p.window = window, p.reading = reading, p.blocks = blocks, p.page = page,
-  p.by_page = gm::reciprocal(page);
+  p.window = window, p.reading = reading, p.blocks = blocks, p.page = page, p.by_page = gm::reciprocal(page);
   p.by_group = (65536 + group - 1) / group;
   p.scale = scale, p.score_scale = scale * 1.4426950408889634f,
   p.scale_log2 = codes || softcap > 0.f ? 1.f : p.score_scale;

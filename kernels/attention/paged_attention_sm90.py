@@ -138,7 +138,7 @@ def split_config(problem: Problem, target: Target) -> Config:
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
     """Tiles of the split Triton kernel."""
-    own = config(problem, target) | {"part_tiles": PART_TILES}
+    own = {**config(problem, target), "part_tiles": PART_TILES}
     return [{**one, **own} for one in triton.split_space(problem, target)]
 
 
