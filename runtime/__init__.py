@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.explain import summarize as summarize
     from gristmill.runtime.external_cache import ExternalCache as ExternalCache
+    from gristmill.runtime.kv_transfer.config import KVTransfer as KVTransfer
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.loader.load import load_model as load_model
     from gristmill.runtime.loader.weights import Weight as Weight

@@ -25,6 +25,9 @@ from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.kv_transfer.config import KVTransfer
+from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
+from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
@@ -111,6 +114,8 @@ class Engine(EngineMemory):
         tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
             weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
         rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
+        kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
+            without. None = nowhere.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -148,8 +153,10 @@ class Engine(EngineMemory):
         speculate: Speculation | str | None = None,
         tensor_parallel: int = 1,
         rank_timeout: float = 300.0,
+        kv_transfer: KVTransfer | str | None = None,
     ) -> None:
         speculation = None if speculate is None else Speculation.parse(speculate)
+        transfer = None if kv_transfer is None else KVTransfer.parse(kv_transfer)
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
         if policy is not None and not isinstance(policy, Policy):
             raise UsageError(
@@ -165,6 +172,11 @@ class Engine(EngineMemory):
         scratch = 0
         if speculation is not None and tensor_parallel > 1:
             raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
+        if transfer is not None:
+            if tensor_parallel > 1:
+                raise UsageError("kv_transfer does not go with tensor_parallel: blocks are not sent to ranks")
+            model = open_checkpoint(model)
+            transfer = identity_of(transfer, model.path, quant, quant_head)
         if speculation is not None and (open_draft := speculation.spec.open) is not None:
             model = open_checkpoint(model)
             load_draft = open_draft(model, speculation.model)
@@ -222,7 +234,7 @@ class Engine(EngineMemory):
         if draft_model is not None:
             draft_cache = make_cache(draft_model, num_blocks + scratch, block_size)
             draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
-        self._start(runner, config, seed, async_steps, quant, speculation, draft)
+        self._start(runner, config, seed, async_steps, quant, speculation, draft, transfer)
 
     @classmethod
     def from_parts(
@@ -233,15 +245,20 @@ class Engine(EngineMemory):
         speculate: Speculation | str | None = None,
         async_steps: bool | None = None,
         draft: Runner | None = None,
+        kv_transfer: KVTransfer | str | None = None,
     ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
         config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache, and its max_seqs at most the
-        runner's. draft: the runner of the draft model, where `speculate` takes one; its token ids must be the model's.
+        runner's. draft: the runner of the draft model, where `speculate` takes one; its token ids must be the model's. kv_transfer: as of
+        an engine, with an identity.
         """
         engine = cls.__new__(cls)
         speculation = None if speculate is None else Speculation.parse(speculate)
-        engine._start(runner, config, seed, async_steps, speculation=speculation, draft=draft)
+        transfer = None if kv_transfer is None else KVTransfer.parse(kv_transfer)
+        engine._start(
+            runner, config, seed, async_steps, speculation=speculation, draft=draft, transfer=transfer
+        )
         return engine
 
     def _start(
@@ -253,6 +270,7 @@ class Engine(EngineMemory):
         quant: str | QuantScheme | torch.dtype | None = None,
         speculation: Speculation | None = None,
         draft: Runner | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         held = (runner.cache.num_blocks, runner.cache.block_size)
         if held != (config.num_blocks, config.block_size):
@@ -277,6 +295,9 @@ class Engine(EngineMemory):
         self.runner = runner
         self.residency = Residency(runner) if isinstance(runner, Runner) else RemoteResidency(runner)
         self.scheduler = Scheduler(config)
+        self.transfer: Transfer | None = None
+        if transfer is not None:
+            self.transfer = start_transfer(transfer, runner, self.scheduler, speculation)
         self._quant = quant
         self._active: dict[str, _Active] = {}
         self._followers: dict[
@@ -351,7 +372,10 @@ class Engine(EngineMemory):
         return report if draft is None else report.with_draft_model(warm_up(draft, config, progress))
 
     def close(self) -> None:
-        """End the processes of `tensor_parallel`; no step can run afterwards. Nothing happens in an engine of one process."""
+        """End the processes of `tensor_parallel`, after which no step can run, and close the stores of `kv_transfer`. Nothing happens in
+        other engines."""
+        if self.transfer is not None:
+            self.transfer.close()
         if isinstance(self.runner, ParallelRunner):
             self.runner.close()
 
@@ -406,9 +430,12 @@ class Engine(EngineMemory):
         check_params(request_id, params, stop, config.vocab_size)
         request = Request(request_id, ids, params.max_tokens, stop, priority)
         request.reads_cache = params.prompt_logprobs is None
-        held = self._computes_prompt(after)
-        self.scheduler.add(request, held=held)
-        if held and after is not None:
+        follows = self._computes_prompt(after)
+        loads = not follows and self.transfer is not None and self.transfer.expects(request)
+        self.scheduler.add(request, held=follows or loads)
+        if loads and self.transfer is not None:
+            self.transfer.matched(request)
+        if follows and after is not None:
             self._followers.setdefault(after, []).append(request_id)
         if params.edits_logits or grammar is not None:
             self.runner.processors.add(
@@ -437,6 +464,8 @@ class Engine(EngineMemory):
         if self.residency.reason:
             self.last_plan = None
             return []
+        if self.transfer is not None:
+            self.transfer.load()
         try:
             outputs, logprobs = self._pipeline.advance()
         except RankError:  # the caches of the ranks are gone
@@ -446,9 +475,13 @@ class Engine(EngineMemory):
         self.last_plan, self.last_launched = self._pipeline.last_plan, self._pipeline.last_launched
         if self._with_logprobs:
             self._attach(outputs, logprobs)
+        if self.transfer is not None and not self.scheduler.running and not outputs:
+            self.transfer.wait()
         for output in outputs:
             if self._followers:
                 self._release_followers(output.id)
+            if self.transfer is not None:
+                self.transfer.computed(self._active[output.id].request, output)
             if output.finish_reason is not None:
                 self._forget(output.id)
         self._pipeline.drop_idle()
@@ -547,6 +580,8 @@ class Engine(EngineMemory):
         if self.speculator is not None:
             self.speculator.ended(active.request)
         self.runner.processors.remove(request_id)
+        if self.transfer is not None:
+            self.transfer.finished(request_id)
         self._with_logprobs.discard(request_id)
         self._prompts.pop(request_id, None)
         self._release_followers(request_id)

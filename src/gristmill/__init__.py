@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from gristmill.runtime.kv_cache.events import AllBlocksCleared as AllBlocksCleared
     from gristmill.runtime.kv_cache.events import BlockRemoved as BlockRemoved
     from gristmill.runtime.kv_cache.events import BlockStored as BlockStored
+    from gristmill.runtime.kv_transfer.config import KVTransfer as KVTransfer
+    from gristmill.runtime.kv_transfer.statistics import TransferStatus as TransferStatus
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.metrics import Metrics as Metrics
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
