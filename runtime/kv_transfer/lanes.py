@@ -19,7 +19,7 @@ class Lane:
         self._done = done
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._began: float | None = None
-        self.unfinished = 0
+        self._submitted = self._ended = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -27,9 +27,15 @@ class Lane:
         """Run `work` after what was submitted before. A future that is cancelled before its turn is not run."""
         future: Future[T] = Future()
         with self._done:
-            self.unfinished += 1
+            self._submitted += 1
         self._calls.put((work, future))
         return future
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the calls that were submitted by now; whether they ended within `seconds`."""
+        with self._done:
+            place = self._submitted
+            return self._done.wait_for(lambda: self._ended >= place, seconds)
 
     def busy_for(self) -> float:
         """Seconds that the present call has taken so far; 0 if there is none."""
@@ -51,6 +57,6 @@ class Lane:
                     future.set_exception(error)
                 self._began = None
             with self._done:
-                self.unfinished -= 1
+                self._ended += 1
                 self._done.notify_all()
             del call, work, future

@@ -193,11 +193,8 @@ class Transfer:
             )
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything that was to be saved is in the store; whether that was within `seconds`."""
-        with self._done:
-            ended = self._done.wait_for(lambda: not self._saves.unfinished, seconds)
-        self._collect_saved()
-        return ended
+        """Wait until everything that was to be saved by now was given to the store; whether that was within `seconds`. From any thread."""
+        return self._saves.wait(seconds)
 
     def new_weights(self) -> None:
         """The weights have changed: what was saved before belongs to others, and what is saved now is found by this engine alone."""

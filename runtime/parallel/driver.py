@@ -7,20 +7,16 @@ includes the ends of the processes.
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,10 +24,11 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.select import NoKernelError
+from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.parallel.choices import difference
-from gristmill.runtime.parallel.wire import PROGRESS, Failure, Job, Loaded, Sender
+from gristmill.runtime.parallel.wire import PROGRESS, Job, Loaded, Sender
 from gristmill.runtime.runner import PromptLogprobs, StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
@@ -61,26 +58,6 @@ class RanksConfig:
     timeout: float = 300.0
 
 
-@dataclass
-class _Process:
-    """A rank as the driver sees it. life: the descriptor whose closing ends it. failure: its last message, if it failed."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    sentinel: int
-    connection: Connection
-    life: int
-    failure: Failure | None = field(default=None)
-
-    def end(self) -> None:
-        """Kill it and give back its descriptors."""
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-        os.close(self.sentinel)
-        os.close(self.life)
-
-
 @dataclass(frozen=True)
 class RemotePlans:
     """weight_bytes: of all ranks together. device: ``cpu`` or ``cuda``."""
@@ -106,13 +83,6 @@ class RemoteCache:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class RemoteStep:
-    """A step that was sent to the ranks. number: of its message."""
-
-    number: int
-
-
 class ParallelRunner:
     """A model on several ranks. config: of the whole model.
 
@@ -124,7 +94,7 @@ class ParallelRunner:
         self.config = config
         self.ranks = ranks
         self.processors = Sender()
-        self._processes: list[_Process] = []
+        self._processes: list[ChildProcess] = []
         self._folder: Path | None = None
         self._number = 0
         self._closed = False
@@ -155,22 +125,21 @@ class ParallelRunner:
             return self.run_detailed(entries, rows, {}).ids
         return self.collect(self.launch(entries, rows))
 
-    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> RemoteStep:
-        """As `Runner.launch`: the ranks have the step, and do not answer before it is collected."""
+    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> int:
+        """As `Runner.launch`: the ranks have the step, and do not answer before it is collected. Returns the number of the message."""
         self._ensure_started()
-        step = RemoteStep(self._number + 1)
-        self._send("launch", step.number, self.processors.step(entries, rows))
-        return step
+        self._send("launch", self._number + 1, self.processors.step(entries, rows))
+        return self._number
 
-    def collect(self, step: RemoteStep) -> list[int]:
+    def collect(self, step: int) -> list[int]:
         """As `Runner.collect`."""
-        ids: list[int] = self.call("collect", step.number)[0]
+        ids: list[int] = self.call("collect", step)[0]
         return ids
 
-    def drop(self, step: RemoteStep) -> None:
+    def drop(self, step: int) -> None:
         """As `Runner.drop`."""
         if self._processes:
-            self._send("drop", step.number)
+            self._send("drop", step)
 
     def run_detailed(
         self,
@@ -240,7 +209,7 @@ class ParallelRunner:
         """The answers to the last message."""
         deadline = time.monotonic() + seconds
         results: dict[int, Any] = {}
-        waiting = {process.rank: process for process in self._processes}
+        waiting = {process.number: process for process in self._processes}
         while waiting:
             objects = [p.connection for p in waiting.values()] + [p.sentinel for p in self._processes]
             ready = wait(objects, max(0.0, deadline - time.monotonic()))
@@ -250,15 +219,17 @@ class ParallelRunner:
                 answer = self._receive(process)
                 if answer is None:
                     self._fail(f"{name!r} failed", waiting)
-                number, results[process.rank] = answer
+                number, results[process.number] = answer
                 if number != self._number:
-                    self._fail(f"rank {process.rank} answered message {number}, not {self._number}", waiting)
-                del waiting[process.rank]
+                    self._fail(
+                        f"rank {process.number} answered message {number}, not {self._number}", waiting
+                    )
+                del waiting[process.number]
             if any(p.sentinel in ready for p in self._processes):
                 self._fail(f"{name!r} failed", waiting)
         return [results[rank] for rank in sorted(results)]
 
-    def _receive(self, process: _Process) -> tuple[int, Any] | None:
+    def _receive(self, process: ChildProcess) -> tuple[int, Any] | None:
         """An answer; None if the rank failed, or died."""
         try:
             answer = process.connection.recv()
@@ -285,7 +256,7 @@ class ParallelRunner:
             for rank in range(world):
                 choices = [here for here, _ in questions] if rank == 0 else [questions[rank - 1][1]]
                 descriptors = tuple(connection.fileno() for connection in choices)
-                self._processes.append(_spawn(rank, descriptors))
+                self._processes.append(spawn("gristmill.runtime.parallel.rank", rank, descriptors))
                 job = Job(
                     rank,
                     world,
@@ -335,7 +306,7 @@ class ParallelRunner:
                 self._end()
                 raise RankError(f"rank {rank} has other kernels than rank 0 for {different}")
 
-    def _late(self, waiting: Mapping[int, _Process]) -> str:
+    def _late(self, waiting: Mapping[int, ChildProcess]) -> str:
         """The ranks that the others wait for: of those that have not answered, the ones that came least far."""
         if self._folder is None:
             return "the ranks"
@@ -345,7 +316,7 @@ class ParallelRunner:
         late = [str(rank) for rank, place in progress.items() if place == least]
         return f"rank{'s' if len(late) > 1 else ''} {' and '.join(late)}"
 
-    def _fail(self, reason: str, waiting: Mapping[int, _Process]) -> NoReturn:
+    def _fail(self, reason: str, waiting: Mapping[int, ChildProcess]) -> NoReturn:
         """End all ranks, and raise the error of the one that failed first."""
         until = time.monotonic() + GRACE
         open_pipes = {rank: p for rank, p in waiting.items() if p.failure is None}
@@ -355,11 +326,11 @@ class ParallelRunner:
                 while (answer := self._receive(process)) is not None and process.connection.poll():
                     pass
                 if answer is None:
-                    del open_pipes[process.rank]
-        dead = [(p.rank, p.process.poll()) for p in self._processes if p.failure is None]
-        killed = [f"rank {rank} died ({_status(code)})" for rank, code in dead if code is not None]
+                    del open_pipes[process.number]
+        dead = [(p.number, p.process.poll()) for p in self._processes if p.failure is None]
+        killed = [f"rank {rank} died ({status(code)})" for rank, code in dead if code is not None]
         failures = sorted(
-            ((p.failure.at, p.rank, p.failure) for p in self._processes if p.failure is not None),
+            ((p.failure.at, p.number, p.failure) for p in self._processes if p.failure is not None),
             key=lambda item: item[:2],
         )
         self._end()
@@ -378,45 +349,8 @@ class ParallelRunner:
         self._processes, self._folder = [], None
 
 
-def _spawn(rank: int, choices: Sequence[int]) -> _Process:
-    """Start the process of a rank. choices: descriptors that it inherits."""
-    here, there = Pipe()
-    read, write = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "gristmill.runtime.parallel.rank",
-                str(there.fileno()),
-                str(read),
-                str(rank),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # the standard output is the program's
-            pass_fds=(there.fileno(), read, *choices),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            process_group=0,
-        )
-    except BaseException:
-        here.close()
-        os.close(write)
-        raise
-    finally:
-        there.close()
-        os.close(read)
-    return _Process(rank, process, os.pidfd_open(process.pid), here, write)
-
-
-def _end_all(processes: list[_Process], folder: Path) -> None:
+def _end_all(processes: list[ChildProcess], folder: Path) -> None:
     """Kill all ranks, also when the program ends or the runner is collected."""
-    for process in processes:
-        process.process.kill()  # all at once, so that none reports that another is gone
-    for process in processes:
-        process.end()
+    end_all(processes)
     processes.clear()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _status(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

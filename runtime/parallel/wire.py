@@ -52,15 +52,6 @@ class Loaded:
     choices: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The exception that ended a rank. at: time.monotonic, which all processes of a host share."""
-
-    error: Exception | None
-    text: str
-    at: float
-
-
 @dataclass(slots=True)
 class Processed:
     """A request whose logits are processed. tokens: its known tokens, a list that the scheduler extends. sent: how many the ranks know;
