@@ -77,14 +77,15 @@ class Replicas:
             raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")
         self._retry, self._timeout = retry, timeout
         self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()
-        job = ({"model": model, **options}, count, LOADING * timeout)
         self._replicas: list[_Replica] = []
         try:
             for number, environment in enumerate(_environments(count, skip, options)):
                 self._replicas.append(
                     _Replica(spawn("gristmill.runtime.parallel.replica", number, env=environment))
                 )
-                self._replicas[-1].child.connection.send(job)
+                self._replicas[-1].child.connection.send(
+                    ({"model": model, **options}, count, LOADING * timeout)
+                )
             self._await_loaded(time.monotonic() + LOADING * timeout)
         except BaseException:
             end_all(replica.child for replica in self._replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
@@ -22,18 +23,16 @@ class Router:
         if route not in get_args(Route):
             raise UsageError(f"route must be one of {', '.join(get_args(Route))}, got {route!r}")
         self._route = route
-        self._turn = 0
+        self._turns = itertools.count()
         self._owners: OrderedDict[int, int] = OrderedDict()
 
     def choose(self, prompt: str | Sequence[int], loads: Mapping[int, int]) -> int:
         """One of the replicas in `loads`, at least one, by their unfinished requests."""
+        turn = next(self._turns)
         if self._route == "round_robin":
-            replicas = sorted(loads)
-            self._turn += 1
-            return replicas[(self._turn - 1) % len(replicas)]
-        chosen = min(loads, key=lambda replica: (loads[replica], (replica - self._turn) % len(loads)))
+            return sorted(loads)[turn % len(loads)]
+        chosen = min(loads, key=lambda replica: (loads[replica], (replica - turn) % len(loads)))
         limit = 2 * loads[chosen] + SLACK
-        self._turn += 1
         pieces = _pieces(prompt)
         for piece in reversed(pieces):
             owner = self._owners.get(piece)
