@@ -138,15 +138,13 @@ class Replicas:
         """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""
         return [bool(item) async for item in self._items(prompt, "save", prompt, seconds)][0]
 
-    async def status(self) -> list[EngineStatus | ReplicaError]:
-        """Of each replica, its status, or why it serves no more."""
-        found: list[EngineStatus | ReplicaError] = []
-        for replica in self._replicas:
-            try:
-                found += [item async for item in self._items("", "status", on=replica)]
-            except ReplicaError as error:
-                found.append(error)
-        return found
+    async def status(self) -> list[EngineStatus | BaseException]:
+        """Of each replica, its status, or the ReplicaError that says why it serves no more."""
+
+        async def ask(replica: _Replica) -> EngineStatus:
+            return [status async for status in self._items("", "status", on=replica)][0]  # type: ignore[no-any-return]
+
+        return await asyncio.gather(*map(ask, self._replicas), return_exceptions=True)
 
     def close(self) -> None:
         """End the processes; unfinished requests end with ReplicaError."""
