@@ -91,6 +91,11 @@ def model_options(function: F) -> F:
                 help="Processes that share the model, each on its own GPU (cuda:0 and on), or on the CPU.",
             ),
             click.option(
+                "--context-parallel",
+                is_flag=True,
+                help="With --tensor-parallel, and for MLA models: each process has a part of the cache of every context.",
+            ),
+            click.option(
                 "--kv-transfer",
                 metavar="STORE[+STORE]",
                 help="Keep blocks of the KV cache for later requests and processes, such as host:8GiB or file:DIR:100GiB. "

@@ -32,7 +32,7 @@ from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.parallel.driver import ParallelRunner
-from gristmill.runtime.parallel.remote import Limits, RemoteResidency, start_ranks
+from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
 from gristmill.runtime.request_checks import check_integers, check_params
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
@@ -114,6 +114,8 @@ class Engine(EngineMemory):
         tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
             weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
         rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
+        context_parallel: the ranks of tensor_parallel share the cache of every context by tokens, for MLA models, whose latents each of
+            them has otherwise. On CPUs so far.
         kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
             without. None = nowhere.
 
@@ -153,6 +155,7 @@ class Engine(EngineMemory):
         speculate: Speculation | str | None = None,
         tensor_parallel: int = 1,
         rank_timeout: float = 300.0,
+        context_parallel: bool = False,
         kv_transfer: KVTransfer | str | None = None,
     ) -> None:
         speculation = None if speculate is None else Speculation.parse(speculate)
@@ -172,6 +175,10 @@ class Engine(EngineMemory):
         scratch = 0
         if speculation is not None and tensor_parallel > 1:
             raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
+        if type(context_parallel) is not bool or (context_parallel and tensor_parallel == 1):
+            raise UsageError(
+                f"context_parallel is True or False, and True with tensor_parallel of at least 2, got {context_parallel!r} and {tensor_parallel}"
+            )
         if transfer is not None:
             if tensor_parallel > 1:
                 raise UsageError("kv_transfer does not go with tensor_parallel: blocks are not sent to ranks")
@@ -183,7 +190,6 @@ class Engine(EngineMemory):
         runner: Runner | ParallelRunner | None = None
         groups: Sequence[KVGroup] = ()
         if tensor_parallel > 1:
-            limits = Limits(num_blocks, memory, max_seqs, max_batch_tokens, max_model_len, decode_graphs)
             loading = {
                 "dtype": dtype,
                 "quant": quant,
@@ -191,8 +197,23 @@ class Engine(EngineMemory):
                 "kv_dtype": kv_dtype,
                 "quant_head": quant_head,
             }
-            runner = start_ranks(model, tensor_parallel, rank_timeout, device, policy, limits, loading)
-            num_blocks, max_seqs = runner.cache.num_blocks, runner.max_seqs
+            runner = start_ranks(
+                model,
+                tensor_parallel,
+                rank_timeout,
+                device,
+                policy,
+                max_model_len,
+                loading,
+                memory=memory,
+                max_seqs=max_seqs,
+                max_batch_tokens=max_batch_tokens,
+                num_blocks=num_blocks,
+                decode_graphs=decode_graphs,
+                spreads_context=context_parallel,
+            )
+            num_blocks, block_size = runner.cache.num_blocks, runner.cache.block_size
+            max_seqs = runner.max_seqs
             max_batch_tokens, limit = runner.max_batch_tokens, runner.ranks.limit
         else:
             loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)

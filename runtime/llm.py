@@ -73,6 +73,7 @@ class LLM:
         speculate: Speculation | str | None = None,
         tensor_parallel: int = 1,
         rank_timeout: float = 300.0,
+        context_parallel: bool = False,
         kv_transfer: KVTransfer | str | None = None,
     ) -> None:
         checkpoint = open_checkpoint(model)
@@ -108,6 +109,7 @@ class LLM:
             speculate=speculate,
             tensor_parallel=tensor_parallel,
             rank_timeout=rank_timeout,
+            context_parallel=context_parallel,
             kv_transfer=kv_transfer,
         )
         self.path = checkpoint.path

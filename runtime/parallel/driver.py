@@ -43,7 +43,8 @@ GRACE = 0.5
 @dataclass(frozen=True)
 class RanksConfig:
     """What ranks are started for. loading: arguments of `load_model` besides device and policy. limit: tokens of the longest request;
-    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take."""
+    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take. spreads_context:
+    as of `Mesh`."""
 
     world: int
     device: str
@@ -56,6 +57,7 @@ class RanksConfig:
     num_blocks: int | None = None
     decode_graphs: bool | None = None
     timeout: float = 300.0
+    spreads_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,9 @@ class ParallelRunner:
 
     @property
     def cache(self) -> RemoteCache:
-        """Sizes of the cache. Every rank has all blocks, with its own heads."""
-        return RemoteCache(self.num_blocks or 0, self.ranks.loading["block_size"], self.cache_bytes)
+        """Sizes of the cache. Every rank has all blocks, with its own heads, or its own tokens."""
+        size = self.ranks.loading["block_size"] * (self.ranks.world if self.ranks.spreads_context else 1)
+        return RemoteCache(self.num_blocks or 0, size, self.cache_bytes)
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +269,7 @@ class ParallelRunner:
                     ranks.policy,
                     ranks.loading,
                     descriptors,
+                    ranks.spreads_context,
                 )
                 self._processes[-1].connection.send(job)
         except BaseException:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gristmill import ops
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.collective import symmetric
 from gristmill.kernels.collective.groups import rendezvous
 from gristmill.runtime import child_process
@@ -63,7 +64,7 @@ class Rank:
         meeting = str(Path(job.folder) / "rendezvous")
         rendezvous(GROUP, job.rank, job.world, job.device, meeting, job.timeout, self._enter)
         self._resolver = resolver
-        self._mesh = Mesh(job.rank, job.world, device, GROUP)
+        self._mesh = Mesh(job.rank, job.world, device, GROUP, job.spreads_context)
 
     def load(
         self, memory: int | float | None, max_seqs: int | None, max_batch_tokens: int | None, length: int
@@ -73,6 +74,7 @@ class Rank:
         self._model = load_model(**job.loading, device=self._mesh.device, policy=job.policy, mesh=self._mesh)
         plans = self._model.plans
         max_seqs, max_batch_tokens = step_limits(plans.device, max_seqs, max_batch_tokens)
+        length = cdiv(length, job.world) if job.spreads_context else length
         num_blocks = cache_blocks(self._model, plans.block_size, memory, max_seqs, length)
         return Loaded(
             num_blocks,
