@@ -20,7 +20,7 @@ ENTRY_POINTS = "gristmill.kv_stores"
 
 
 class Store(Protocol):
-    """Records under keys of 32 bytes. One thread loads and another one saves; both may call any method.
+    """Records under keys of 32 bytes. Several threads call any of these methods at once.
 
     A record that is not there any more, damaged, or of another size is no error of the engine: its tokens are computed. OSError of any
     method counts as a failure of the store, and the call as unanswered.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from gristmill.runtime.batch import send
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.kv_transfer.records import HEADER
 from gristmill.runtime.steps_in_flight import StreamEvent
+
+STAGED = 64 << 20
+"""Bytes of a device that a copy takes."""
 
 
 class CacheBlocks:
@@ -29,16 +32,18 @@ class CacheBlocks:
     @torch.inference_mode()
     def read(self, blocks: Sequence[int], rows: Tensor) -> StreamEvent | None:
         """Copy blocks into rows, behind all steps that were launched. Returns what to wait for before the rows are read; None = nothing."""
-        on_host = self.device.type == "cpu"
-        staged = rows if on_host else torch.empty(rows.shape, dtype=torch.uint8, device=self.device)
-        chosen, place = send(list(blocks), torch.int64, self.device), HEADER
-        for view in self._views():
-            part = view.index_select(0, chosen).flatten(1)
-            staged[:, place : place + part.shape[1]] = part
-            place += part.shape[1]
-        if on_host:
+        for chosen, part in self._parts(blocks, rows):
+            on_host = self.device.type == "cpu"
+            staged = part if on_host else torch.empty(part.shape, dtype=torch.uint8, device=self.device)
+            place = HEADER
+            for view in self._views():
+                values = view.index_select(0, chosen).flatten(1)
+                staged[:, place : place + values.shape[1]] = values
+                place += values.shape[1]
+            if not on_host:
+                part.copy_(staged, non_blocking=True)
+        if self.device.type == "cpu":
             return None
-        rows.copy_(staged, non_blocking=True)
         event = StreamEvent(self.device)
         event.record()
         return event
@@ -46,12 +51,22 @@ class CacheBlocks:
     @torch.inference_mode()
     def write(self, blocks: Sequence[int], rows: Tensor) -> None:
         """Copy rows into blocks, behind all steps that were launched and before any later one."""
-        staged = rows.to(self.device, non_blocking=True)
-        chosen, place = send(list(blocks), torch.int64, self.device), HEADER
-        for view in self._views():
-            size = view[0].numel()
-            view.index_copy_(0, chosen, staged[:, place : place + size].reshape(len(blocks), *view.shape[1:]))
-            place += size
+        for chosen, part in self._parts(blocks, rows):
+            staged, place = part.to(self.device, non_blocking=True), HEADER
+            for view in self._views():
+                size = view[0].numel()
+                values = staged[:, place : place + size].reshape(len(chosen), *view.shape[1:])
+                view.index_copy_(0, chosen, values)
+                place += size
+
+    def _parts(self, blocks: Sequence[int], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(blocks, rows) in parts of at most `STAGED` bytes, so that little memory of a device is needed beside the cache."""
+        per = max(1, STAGED // (HEADER + self.nbytes))
+        for first in range(0, len(blocks), per):
+            yield (
+                send(blocks[first : first + per], torch.int64, self.device),
+                rows[first : first + per],
+            )
 
     def _views(self) -> list[Tensor]:
         """The memory of the cache as bytes, each tensor with the block first."""

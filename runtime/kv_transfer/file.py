@@ -74,9 +74,10 @@ class FileStore:
             with suppress(FileNotFoundError):
                 os.unlink(beside)
             raise
-        self._nbytes += len(record)
-        if self.capacity is not None and self._nbytes > self.capacity:
-            self._remove_oldest(self.capacity)
+        with self._lock:
+            self._nbytes += len(record)
+            if self.capacity is not None and self._nbytes > self.capacity:
+                self._remove_oldest(self.capacity)
 
     def drop(self, key: bytes) -> None:
         """As `Store.drop`."""
@@ -99,16 +100,15 @@ class FileStore:
         return files
 
     def _remove_oldest(self, capacity: int) -> None:
-        with self._lock:
-            files = sorted(self._files())
-            total = sum(size for _, size, _ in files)
-            for _, size, path in files:
-                if total <= FREED * capacity:
-                    break
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
-                total -= size
-            self._nbytes = total
+        files = sorted(self._files())
+        total = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if total <= FREED * capacity:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+        self._nbytes = total
 
 
 def folder_and_capacity(argument: str, where: str) -> tuple[str, int | None]:

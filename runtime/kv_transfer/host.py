@@ -6,6 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gristmill.runtime.kv_transfer import StoreSpec
 from gristmill.runtime.kv_transfer._sizes import parse_bytes
 
@@ -16,7 +19,7 @@ class HostStore:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.nbytes = 0
-        self._records: OrderedDict[bytes, bytes] = OrderedDict()
+        self._records: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()
         self._lock = threading.Lock()
 
     def matched(self, keys: Sequence[bytes]) -> list[bool]:
@@ -32,16 +35,17 @@ class HostStore:
                 return 0
             self._records.move_to_end(key)
         if len(record) <= len(into):
-            into[: len(record)] = record
+            np.copyto(np.frombuffer(into, np.uint8)[: len(record)], record)  # without Python's lock
         return len(record)
 
     def save(self, key: bytes, record: memoryview) -> None:
         """As `Store.save`."""
         if len(record) > self.capacity:
             return
-        copy = bytes(record)
+        copy = np.frombuffer(record, np.uint8).copy()
         with self._lock:
-            self.nbytes += len(copy) - len(self._records.pop(key, b""))
+            self._forget(key)
+            self.nbytes += len(copy)
             self._records[key] = copy
             while self.nbytes > self.capacity:
                 self.nbytes -= len(self._records.popitem(last=False)[1])
@@ -49,7 +53,11 @@ class HostStore:
     def drop(self, key: bytes) -> None:
         """As `Store.drop`."""
         with self._lock:
-            self.nbytes -= len(self._records.pop(key, b""))
+            self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        if (record := self._records.pop(key, None)) is not None:
+            self.nbytes -= len(record)
 
     def close(self) -> None:
         """Forget everything."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,11 +18,14 @@ from gristmill.runtime.kv_transfer.identity import group_key
 from gristmill.runtime.kv_transfer.records import RecordError, check, seal
 from gristmill.runtime.steps_in_flight import StreamEvent
 
+T = TypeVar("T")
 Place = tuple[int, int]
 """Index of a block in a request, and its group."""
 
 ATTEMPTS = 4
 """Times that a prefix is loaded, each shorter than the one before, while records turn out to be unusable."""
+THREADS, LEAST = max(1, min(8, (os.cpu_count() or 1) // 2)), 4
+"""Threads for the records of one request, and the fewest blocks that one takes."""
 DAMAGED, GONE = "a record was damaged", "a record was dropped meanwhile"
 
 
@@ -81,32 +86,58 @@ def write(store: Store, rows: Tensor, keys: Sequence[bytes], event: StreamEvent 
     """Save rows under keys, those that the store does not have. Returns how many. event: after which the rows are there."""
     if event is not None:
         event.synchronize()
-    saved, memory = 0, rows.numpy()
-    for row, (key, there) in enumerate(zip(keys, store.matched(keys), strict=True)):
-        if not there:
+    memory = rows.numpy()
+    new = [row for row, there in enumerate(store.matched(keys)) if not there]
+
+    def save(part: range) -> None:
+        for place in part:
+            row = new[place]
             record = memoryview(memory[row])
-            seal(record, key)
-            store.save(key, record)
-            saved += 1
-    return saved
+            seal(record, keys[row])
+            store.save(keys[row], record)
+
+    _in_threads(len(new), save)
+    return len(new)
 
 
 def _load(store: Store, rows: Tensor, keys: Sequence[bytes], failures: list[tuple[str, str]]) -> int | None:
     """Fill rows with the records of keys; the first that has none that is whole, None if all have."""
     memory = rows.numpy()
-    for row, key in enumerate(keys):
-        record = memoryview(memory[row])
-        size = store.load(key, record)
-        if not size:
-            failures.append((GONE, key.hex()))
-            return row
+
+    def load(part: range) -> int | None:
+        for row in part:
+            record = memoryview(memory[row])
+            size = store.load(keys[row], record)
+            if not size:
+                failures.append((GONE, keys[row].hex()))
+                return row
+            try:
+                check(record, keys[row], size)
+            except RecordError as error:
+                failures.append((DAMAGED, f"{keys[row].hex()} {error}"))
+                store.drop(keys[row])
+                return row
+        return None
+
+    return min((row for row in _in_threads(len(keys), load) if row is not None), default=None)
+
+
+def _in_threads(count: int, work: Callable[[range], T]) -> list[T]:
+    """work(part) for consecutive parts of range(count), at once: hashes and copies of large blocks do not hold Python's lock."""
+    parts = max(1, min(THREADS, count // LEAST))
+    bounds = [count * part // parts for part in range(parts + 1)]
+    futures: list[Future[T]] = [Future() for _ in range(parts)]
+
+    def run(part: int) -> None:
         try:
-            check(record, key, size)
-        except RecordError as error:
-            failures.append((DAMAGED, f"{key.hex()} {error}"))
-            store.drop(key)
-            return row
-    return None
+            futures[part].set_result(work(range(bounds[part], bounds[part + 1])))
+        except BaseException as error:
+            futures[part].set_exception(error)
+
+    for part in range(1, parts):
+        threading.Thread(target=run, args=(part,), name="kv-part", daemon=True).start()
+    run(0)
+    return [future.result() for future in futures]
 
 
 def _needed(first: int, length: int, windows: Sequence[int], size: int) -> list[Place]:

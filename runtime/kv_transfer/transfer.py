@@ -25,6 +25,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from gristmill.runtime.kv_cache import CachedBlock, PrefixCache
 from gristmill.runtime.kv_transfer.blocks import CacheBlocks
 from gristmill.runtime.kv_transfer.config import KVTransfer
@@ -48,6 +50,7 @@ RAISED = "the store raised an error"
 NO_ROOM = "no room in the cache"
 EVICTED = "the prefix before the loaded blocks was evicted meanwhile"
 TOO_MUCH = "too much waits to be saved"
+NO_MEMORY = "no memory of the device for the copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +301,9 @@ class Transfer:
                     parent,
                     *blocks,
                 )
+        except torch.OutOfMemoryError as error:
+            self._failed(NO_MEMORY, str(error))
+            return
         finally:
             pool.release([*before, *taken])
         self._counts["loaded_blocks"] += len(taken)
@@ -312,8 +318,12 @@ class Transfer:
             self._failed(TOO_MUCH, f"{len(chosen)} blocks")
             return None
         keys = [key for key, _ in chosen]
-        rows = self._blocks.rows(len(chosen))
-        event = self._blocks.read([block for _, block in chosen], rows)
+        try:
+            rows = self._blocks.rows(len(chosen))
+            event = self._blocks.read([block for _, block in chosen], rows)
+        except torch.OutOfMemoryError as error:
+            self._failed(NO_MEMORY, str(error))
+            return None
         future = self._saves.submit(partial(write, self._store, rows, keys, event))
         self._saving[future] = _Saving(keys, nbytes)
         for key in keys:

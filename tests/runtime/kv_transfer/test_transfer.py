@@ -21,10 +21,11 @@ from gristmill.runtime.cli import cli
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.external_cache import ExternalCache
+from gristmill.runtime.kv_transfer import blocks as blocks_module
 from gristmill.runtime.kv_transfer import store_work
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.statistics import TransferStatus
-from gristmill.runtime.kv_transfer.transfer import EVICTED, LATE, NO_ROOM, RAISED, TOO_MUCH
+from gristmill.runtime.kv_transfer.transfer import EVICTED, LATE, NO_MEMORY, NO_ROOM, RAISED, TOO_MUCH
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampling_params import SamplingParams
@@ -158,9 +159,16 @@ def test_a_damaged_record_is_computed_and_replaced(
 
 
 @pytest.mark.parametrize("fault", ["damage", "swap", "cut", "raise", "forget"])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_a_store_that_fails_costs_a_computation(
-    fault: str, faulty: Callable[..., tuple[LLM, FaultyStore]], expected: list[tuple[int, ...]]
+    fault: str,
+    threads: int,
+    faulty: Callable[..., tuple[LLM, FaultyStore]],
+    expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(store_work, "THREADS", threads)
+    monkeypatch.setattr(store_work, "LEAST", 1)
     llm, store = faulty()
     ids(llm)
     store.fault = fault
@@ -299,6 +307,35 @@ def test_requests_that_wait_can_be_aborted_and_outlive_a_pause(
             answer += output.new_ids
     assert tuple(answer) == expected[1] and status(llm).loaded_tokens == 64
     engine.scheduler.check()
+
+
+def test_a_device_without_memory_for_a_copy_costs_a_computation(
+    make: Callable[..., LLM], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(LLAMA, kv_transfer=HOST)
+    transfer = llm.engine.transfer
+    assert transfer is not None
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._blocks, "read", fails)
+        assert again(llm) == expected
+    assert status(llm).failures.keys() == {NO_MEMORY} and status(llm).saved_blocks == 0
+    assert again(llm) == expected and status(llm).saved_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._blocks, "write", fails)
+        assert again(llm) == expected
+    assert status(llm).failures[NO_MEMORY] == 6 and status(llm).loaded_tokens == 0
+    assert again(llm) == expected and status(llm).loaded_tokens == WHOLE
+
+
+def test_copies_in_parts(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "STAGED", 250_000)  # two blocks
+    llm = make(LLAMA, kv_transfer=HOST)
+    before = ids(llm, PROMPTS[:1])
+    assert again(llm, PROMPTS[:1]) == before and status(llm).loaded_tokens == 96
 
 
 def test_new_weights_do_not_find_the_blocks_of_the_old_ones(make: Callable[..., LLM]) -> None:
