@@ -180,8 +180,6 @@ class Engine(EngineMemory):
                 f"context_parallel is True or False, and True with tensor_parallel of at least 2, got {context_parallel!r} and {tensor_parallel}"
             )
         if transfer is not None:
-            if tensor_parallel > 1:
-                raise UsageError("kv_transfer does not go with tensor_parallel: blocks are not sent to ranks")
             model = open_checkpoint(model)
             transfer = identity_of(transfer, model.path, quant, quant_head)
         if speculation is not None and (open_draft := speculation.spec.open) is not None:
@@ -485,14 +483,19 @@ class Engine(EngineMemory):
         if self.residency.reason:
             self.last_plan = None
             return []
-        if self.transfer is not None:
-            self.transfer.load()
         try:
-            outputs, logprobs = self._pipeline.advance()
+            return self._advance()
         except RankError:  # the caches of the ranks are gone
             self.abort()
+            for request_id in list(self._active):  # those that the step has ended
+                self._forget(request_id)
             self.reset_prefix_cache()
             raise
+
+    def _advance(self) -> list[RequestOutput]:
+        if self.transfer is not None:
+            self.transfer.load()
+        outputs, logprobs = self._pipeline.advance()
         self.last_plan, self.last_launched = self._pipeline.last_plan, self._pipeline.last_launched
         if self._with_logprobs:
             self._attach(outputs, logprobs)

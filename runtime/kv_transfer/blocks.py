@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,16 +13,40 @@ from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.kv_transfer.records import HEADER
 from gristmill.runtime.steps_in_flight import StreamEvent
 
+
+class Blocks(Protocol):
+    """What a transfer copies: `CacheBlocks`, or those of several ranks (`remote`), whose calls may raise RankError."""
+
+    remote: bool
+    block_size: int
+    nbytes: int
+
+    def rows(self, count: int) -> Tensor:
+        """As `CacheBlocks.rows`."""
+        ...
+
+    def read(self, blocks: Sequence[int], rows: Tensor) -> StreamEvent | None:
+        """As `CacheBlocks.read`."""
+        ...
+
+    def write(self, blocks: Sequence[int], rows: Tensor) -> None:
+        """As `CacheBlocks.write`."""
+        ...
+
+
 STAGED = 64 << 20
 """Bytes of a device that a copy takes."""
 
 
 class CacheBlocks:
-    """The blocks of a cache in all its layers. nbytes: of a block. A row is a record: room for a header, then the block."""
+    """The blocks of a cache in all its layers. nbytes: of a block; block_size: its tokens. A row is a record: room for a header, then the block."""
+
+    remote = False
 
     def __init__(self, cache: PagedCache, device: torch.device) -> None:
         self.cache = cache
         self.device = device
+        self.block_size = cache.block_size
         self.nbytes = sum(view[0].numel() for view in self._views())
 
     def rows(self, count: int) -> Tensor:

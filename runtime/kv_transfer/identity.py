@@ -13,6 +13,7 @@ from pathlib import Path
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.models import Model
+from gristmill.runtime.parallel.driver import RanksConfig
 
 WHOLE, SAMPLE, EVERY = 64 << 20, 4 << 10, 8 << 20
 """Weight files up to `WHOLE` bytes are hashed whole, of larger ones `SAMPLE` bytes in `EVERY`."""
@@ -62,6 +63,13 @@ def root_key(identity: str, model: Model, cache: PagedCache) -> bytes:
         config.num_layers,
         config.mla is not None,
     )
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def root_of_ranks(identity: str, ranks: RanksConfig, nbytes: int) -> bytes:
+    """As `root_key`, of a model over ranks: also the number of ranks, and what each of them has. nbytes: of a block on all of them."""
+    loading = {name: str(value) for name, value in ranks.loading.items() if name != "path"}
+    parts = (identity, ranks.world, ranks.spreads_context, sorted(loading.items()), nbytes)
     return hashlib.sha256(repr(parts).encode()).digest()
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_transfer.blocks import CacheBlocks
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.kv_transfer.identity import identity_of_files, root_key
+from gristmill.runtime.kv_transfer.identity import identity_of_files, root_key, root_of_ranks
+from gristmill.runtime.kv_transfer.remote_blocks import RemoteBlocks
 from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.runner import Runner
@@ -38,10 +39,8 @@ def start_transfer(
     """The transfer between a runner's cache and the stores of a configuration.
 
     Raises:
-        UsageError: no prefix cache, no identity, ranks, or a model that drafts; a store that cannot be opened.
+        UsageError: no prefix cache, no identity, or a model that drafts; a store that cannot be opened.
     """
-    if isinstance(runner, ParallelRunner):
-        raise UsageError("kv_transfer does not go with tensor_parallel: blocks are not sent to ranks")
     if speculation is not None and speculation.spec.open is not None:
         raise UsageError(
             f"kv_transfer does not go with speculate={speculation.method!r}: the blocks of the model that drafts are not transferred"
@@ -52,5 +51,10 @@ def start_transfer(
         )
     if config.identity is None:
         raise UsageError("an engine of parts does not know its weight files: give KVTransfer(identity=...)")
+    if isinstance(runner, ParallelRunner):
+        remote = RemoteBlocks(runner)
+        return Transfer(
+            config, scheduler, remote, root_of_ranks(config.identity, runner.ranks, remote.nbytes)
+        )
     blocks = CacheBlocks(runner.cache, runner.device)
     return Transfer(config, scheduler, blocks, root_key(config.identity, runner.model, runner.cache))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.kv_transfer import Store
-from gristmill.runtime.kv_transfer.blocks import CacheBlocks
+from gristmill.runtime.kv_transfer.blocks import Blocks
 from gristmill.runtime.kv_transfer.identity import group_key
 from gristmill.runtime.kv_transfer.records import RecordError, check, seal
 from gristmill.runtime.steps_in_flight import StreamEvent
@@ -44,7 +44,7 @@ class Found:
 
 def find(
     store: Store,
-    blocks: CacheBlocks,
+    blocks: Blocks,
     keys: Sequence[bytes],
     first: int,
     windows: Sequence[int],
@@ -58,7 +58,7 @@ def find(
     """
     if after is not None:
         wait([after], seconds)
-    size, found = blocks.cache.block_size, Found(first, first)
+    size, found = blocks.block_size, Found(first, first)
     wanted = {
         (index, group): group_key(keys[index], group)
         for index in range(first, len(keys))

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 
 from gristmill.runtime.kv_cache import CachedBlock, PrefixCache
-from gristmill.runtime.kv_transfer.blocks import CacheBlocks
+from gristmill.runtime.kv_transfer.blocks import Blocks
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.identity import extend_keys, group_key
 from gristmill.runtime.kv_transfer.lanes import Lane
@@ -50,7 +50,7 @@ RAISED = "the store raised an error"
 NO_ROOM = "no room in the cache"
 EVICTED = "the prefix before the loaded blocks was evicted meanwhile"
 TOO_MUCH = "too much waits to be saved"
-NO_MEMORY = "no memory of the device for the copy"
+NO_MEMORY = "no memory for the copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Saving:
 class Transfer:
     """The KV transfer of one engine. root: as of `root_key`. Not thread-safe."""
 
-    def __init__(self, config: KVTransfer, scheduler: Scheduler, blocks: CacheBlocks, root: bytes) -> None:
+    def __init__(self, config: KVTransfer, scheduler: Scheduler, blocks: Blocks, root: bytes) -> None:
         if scheduler.cache is None:
             raise ValueError("blocks are found by the prefix cache, and the scheduler has none")
         self.config = config
@@ -159,7 +159,8 @@ class Transfer:
             self._copy(due)
 
     def preempted(self, request: Request) -> None:
-        """As `Scheduler.on_preempt`: save everything that a request has computed."""
+        """As `Scheduler.on_preempt`: save everything that a request has computed. Not from ranks: a copy that fails there must end the
+        step, and the scheduler is in the middle of one. What was saved before is looked up again."""
         full, groups = request.computed // self._size, len(self._windows)
         if not self.config.save_after or request.cache_key is not None or not full:
             return
@@ -170,7 +171,7 @@ class Transfer:
             if block != null
         ]
         new = [(key, block) for key, block in chosen if not self._sightings.was_saved(key)]
-        future = self._copy(new) if new else None
+        future = self._copy(new) if new and not self._blocks.remote else None
         if self.config.load:
             self._preempted[request.id] = future
 
@@ -301,7 +302,7 @@ class Transfer:
                     parent,
                     *blocks,
                 )
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
             self._failed(NO_MEMORY, str(error))
             return
         finally:
@@ -321,7 +322,7 @@ class Transfer:
         try:
             rows = self._blocks.rows(len(chosen))
             event = self._blocks.read([block for _, block in chosen], rows)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
             self._failed(NO_MEMORY, str(error))
             return None
         future = self._saves.submit(partial(write, self._store, rows, keys, event))

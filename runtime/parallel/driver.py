@@ -130,7 +130,7 @@ class ParallelRunner:
 
     def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> int:
         """As `Runner.launch`: the ranks have the step, and do not answer before it is collected. Returns the number of the message."""
-        self._ensure_started()
+        self.ensure_started()
         self._send("launch", self._number + 1, self.processors.step(entries, rows))
         return self._number
 
@@ -151,7 +151,7 @@ class ParallelRunner:
         prompts: Mapping[str, PromptLogprobs],
     ) -> StepResult:
         """As `Runner.run_detailed`."""
-        self._ensure_started()
+        self.ensure_started()
         ids = {entry.id for entry in entries}
         read = {request_id: prompt for request_id, prompt in prompts.items() if request_id in ids}
         result: StepResult
@@ -162,7 +162,7 @@ class ParallelRunner:
 
     def logits(self, entries: Sequence[ScheduledRequest]) -> torch.Tensor:
         """As `Runner.logits`, on the CPU."""
-        self._ensure_started()
+        self.ensure_started()
         logits: torch.Tensor = torch.from_numpy(self.call("logits", self.processors.step(entries, ()))[0])
         return logits
 
@@ -204,7 +204,8 @@ class ParallelRunner:
             with suppress(BrokenPipeError, ConnectionResetError):  # its end is noticed with the answers
                 process.connection.send_bytes(message)
 
-    def _ensure_started(self) -> None:
+    def ensure_started(self) -> None:
+        """Start the ranks again after a failure, with an empty cache."""
         if not self._processes and not self._closed:
             self._start()
 

@@ -23,6 +23,7 @@ from gristmill.kernels.collective.groups import rendezvous
 from gristmill.runtime import child_process
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.kv_transfer.remote_blocks import copy_shared
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
 from gristmill.runtime.parallel.mesh import Mesh
@@ -139,6 +140,10 @@ class Rank:
         """The rows of `LLM.explain` and of `LLM.explain_graphs`."""
         decode = self._runner.decode
         return explain_plans(self._model.plans), [] if decode is None else decode.explain()
+
+    def copy_blocks(self, *arguments: Any) -> int:
+        """As `copy_shared`."""
+        return copy_shared(self._runner, self.job.rank, self.job.world, *arguments)
 
     def choices(self) -> dict[str, str]:
         """The digests of all plans as they are now."""

@@ -424,7 +424,6 @@ def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 2}, "kv_transfer does not go with tensor_parallel"),
         ({"enable_prefix_cache": False}, "does not go with enable_prefix_cache=False"),
         ({"speculate": f"draft:{MODELS / LLAMA}"}, "kv_transfer does not go with speculate='draft'"),
         ({"kv_transfer": "tape"}, "unknown KV store 'tape'"),
