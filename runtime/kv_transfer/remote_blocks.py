@@ -31,7 +31,7 @@ class RemoteBlocks:
     def __init__(self, runner: ParallelRunner) -> None:
         self._runner = runner
         self.block_size = runner.cache.block_size
-        self.nbytes: int = sum(runner.call("copy_blocks", "", [], False))
+        self.nbytes: int = sum(runner.call("copy_shared", "", [], False))
 
     def rows(self, count: int) -> Tensor:
         """As `CacheBlocks.rows`."""
@@ -40,7 +40,7 @@ class RemoteBlocks:
     def read(self, blocks: Sequence[int], rows: Tensor) -> StreamEvent | None:
         """As `CacheBlocks.read`, when the copies have ended."""
         with self._shared(len(blocks)) as (path, memory):
-            self._runner.call("copy_blocks", path, list(blocks), False)
+            self._runner.call("copy_shared", path, list(blocks), False)
             rows[:, HEADER:] = memory
         return None
 
@@ -49,7 +49,7 @@ class RemoteBlocks:
         self._runner.ensure_started()
         with self._shared(len(blocks)) as (path, memory):
             memory.copy_(rows[:, HEADER:])
-            self._runner.call("copy_blocks", path, list(blocks), True)
+            self._runner.call("copy_shared", path, list(blocks), True)
 
     @contextmanager
     def _shared(self, count: int) -> Iterator[tuple[str, Tensor]]:

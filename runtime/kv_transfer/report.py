@@ -12,8 +12,8 @@ def print_transfer(status: TransferStatus | None) -> None:
         return
     err = console.err()
     err.print(
-        f"KV transfer with {' + '.join(status.stores)}: {status.loaded_tokens} of {status.queried_tokens} tokens loaded "
-        f"({status.loaded_bytes / 1e6:.1f} MB), {status.saved_blocks} blocks saved ({status.saved_bytes / 1e6:.1f} MB)",
+        f"KV transfer with {' + '.join(status.stores)}: {status.loaded_tokens} of {status.queried_tokens} tokens loaded, "
+        f"{status.loaded_blocks} blocks ({status.loaded_bytes / 1e6:.1f} MB); {status.saved_blocks} blocks saved ({status.saved_bytes / 1e6:.1f} MB)",
         highlight=False,
     )
     if status.failures:

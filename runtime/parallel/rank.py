@@ -141,7 +141,7 @@ class Rank:
         decode = self._runner.decode
         return explain_plans(self._model.plans), [] if decode is None else decode.explain()
 
-    def copy_blocks(self, *arguments: Any) -> int:
+    def copy_shared(self, *arguments: Any) -> int:
         """As `copy_shared`."""
         return copy_shared(self._runner, self.job.rank, self.job.world, *arguments)
 
