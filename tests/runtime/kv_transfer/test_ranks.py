@@ -36,6 +36,7 @@ def llm(make: Callable[..., LLM], tmp_path: Path) -> Iterator[LLM]:
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "gristmill-kv" in path.name]
 
 
+@pytest.mark.slow
 def test_blocks_of_two_ranks(
     llm: LLM,
     expected: list[tuple[int, ...]],
