@@ -49,11 +49,15 @@ SECTIONS = {
         "SamplingParams",
         "StructuredOutput",
         "Speculation",
+        "KVTransfer",
+        "Replicas",
+        "PrefillDecode",
         "AsyncEngine",
         "Metrics",
         "Engine",
         "EngineStatus",
         "SpeculationStatus",
+        "TransferStatus",
         "RequestOutput",
         "FinishReason",
         "BlockStored",
@@ -72,6 +76,7 @@ SECTIONS = {
         "EngineDraining",
         "EngineDeadError",
         "RankError",
+        "ReplicaError",
         "PolicyError",
         "AxisError",
         "UnknownError",
@@ -81,7 +86,7 @@ SECTIONS = {
 }
 """Every public name, in the order of the page."""
 
-MADE_BY_USERS = ("SamplingParams", "Speculation", "Policy")
+MADE_BY_USERS = ("SamplingParams", "Speculation", "KVTransfer", "Policy")
 """Dataclasses that users construct: their constructor is shown. Of other dataclasses, which functions return, the fields are shown."""
 
 OPS_HELPERS = ("bind", "layouts", "prepare", "release", "resolver", "seal")

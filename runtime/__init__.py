@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
     from gristmill.runtime.errors import RankError as RankError
+    from gristmill.runtime.errors import ReplicaError as ReplicaError
     from gristmill.runtime.errors import UsageError as UsageError
     from gristmill.runtime.evaluate import Evaluation as Evaluation
     from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.explain import summarize as summarize
     from gristmill.runtime.external_cache import ExternalCache as ExternalCache
+    from gristmill.runtime.kv_transfer.config import KVTransfer as KVTransfer
+    from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode as PrefillDecode
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.loader.load import load_model as load_model
     from gristmill.runtime.loader.weights import Weight as Weight
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.models.llama import Llama as Llama
     from gristmill.runtime.models.llama import decoder_table as decoder_table
     from gristmill.runtime.parallel.cuts import Cut as Cut
+    from gristmill.runtime.parallel.replicas import Replicas as Replicas
     from gristmill.runtime.runner import Runner as Runner
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason

@@ -12,6 +12,21 @@ from gristmill.runtime.scheduler import ScheduledRequest
 
 
 @dataclass(frozen=True)
+class Spread:
+    """The part of each token's context that is in the cache of this rank, where ranks share a context (`layers.spread_attention`).
+
+    Every token is a sequence: block_table int32 [T, width], query_start int32 [T + 1], seq_lens int32 [T], at least 1. max_ctx: the
+    longest. empty: bool [T], where the rank has no key of a context, and the one of seq_lens does not count.
+    """
+
+    block_table: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    max_ctx: int
+    empty: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """New tokens of several sequences, one sequence after another.
 
@@ -19,7 +34,7 @@ class Batch:
     query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
     tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
     logits are computed. fresh: no sequence has cached tokens before this step. others: the step for the other groups of layers
-    (`kv_cache.groups`), with slots and block tables of their own.
+    (`kv_cache.groups`), with slots and block tables of their own. spread: None = the whole context of each token is in the cache.
     """
 
     tokens: Tensor
@@ -33,6 +48,7 @@ class Batch:
     max_ctx: int
     fresh: bool
     others: tuple[Batch, ...] = ()
+    spread: Spread | None = None
 
 
 def make_batch(
@@ -97,6 +113,29 @@ def with_groups(batch: Batch, slots: Sequence[Tensor], tables: Sequence[Tensor])
         return batch
     others = zip(slots[1:], tables[1:], strict=True)
     return replace(batch, others=tuple(replace(batch, slots=s, block_table=t) for s, t in others))
+
+
+def spread_batch(batch: Batch, rank: int, world: int, block_size: int) -> Batch:
+    """The batch of one of `world` ranks, each with `block_size` tokens of every block of the batch: with its slots, -1 for tokens of
+    others, and its part of the contexts."""
+    whole = world * block_size
+    offsets = batch.slots % whole
+    slots = batch.slots // whole * block_size + offsets % block_size
+    slots = torch.where(offsets // block_size == rank, slots, -1)
+
+    def kept(tokens: Tensor) -> Tensor:
+        return tokens // whole * block_size + (tokens % whole - rank * block_size).clamp(0, block_size)
+
+    count, device = len(batch.tokens), batch.tokens.device
+    lengths = kept(batch.positions + 1)
+    spread = Spread(
+        batch.block_table.repeat_interleave(batch.query_start.diff(), 0, output_size=count),
+        torch.arange(count + 1, dtype=torch.int32, device=device),
+        lengths.clamp(min=1).to(torch.int32),
+        max(1, int(kept(torch.tensor(batch.max_ctx)))),
+        lengths == 0,
+    )
+    return replace(batch, slots=slots, spread=spread)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,17 @@ def model_options(function: F) -> F:
                 metavar="N",
                 help="Processes that share the model, each on its own GPU (cuda:0 and on), or on the CPU.",
             ),
+            click.option(
+                "--context-parallel",
+                is_flag=True,
+                help="With --tensor-parallel, and for MLA models: each process has a part of the cache of every context.",
+            ),
+            click.option(
+                "--kv-transfer",
+                metavar="STORE[+STORE]",
+                help="Keep blocks of the KV cache for later requests and processes, such as host:8GiB or file:DIR:100GiB. "
+                "'gristmill supported' lists the stores; options follow after commas: save_after=1,timeout=5.",
+            ),
         ]
     ):
         function = option(function)
@@ -114,7 +125,9 @@ speculate_option = click.option(
 )
 @speculate_option
 @click.option(
-    "--stats", is_flag=True, help="Print counts of the engine: of --speculate, drafts and their acceptance."
+    "--stats",
+    is_flag=True,
+    help="Print counts of the engine: of --speculate, drafts and their acceptance; of --kv-transfer, blocks.",
 )
 @click.option(
     "--async-steps/--no-async-steps",
@@ -152,8 +165,10 @@ def generate(
     --logprobs: {"token_id", "logprob", "rank", "top"}), "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
     "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured",
     "steps", "reason"}), "speculation" (null without --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens",
-    "accepted_by_position", "reasons", "gains", "draft_bytes"})}
+    "accepted_by_position", "reasons", "gains", "draft_bytes"}), "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens",
+    "loaded_tokens", "loaded_blocks", "saved_blocks", "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
     """
+    from gristmill.runtime.kv_transfer.report import print_transfer
     from gristmill.runtime.sampling_params import SamplingParams
     from gristmill.runtime.speculation.report import print_drafts
 
@@ -173,7 +188,9 @@ def generate(
                 click.echo(chunk.text, nl=False)
     seconds = time.perf_counter() - begin
     rows, graphs = (llm.explain(), llm.explain_graphs()) if explain else (None, None)
-    speculation = llm.engine.status().speculation
+    llm.engine.flush_kv_transfer()
+    status = llm.engine.status()
+    speculation, transfer = status.speculation, status.kv_transfer
     if as_json:
         console.emit(
             {
@@ -189,6 +206,7 @@ def generate(
                 "explain": rows,
                 "decode_graphs": graphs,
                 "speculation": None if speculation is None else asdict(speculation),
+                "kv_transfer": None if transfer is None else asdict(transfer),
             }
         )
         return
@@ -198,6 +216,7 @@ def generate(
     )
     if stats:
         print_drafts(speculation)
+        print_transfer(transfer)
     if rows is not None:
         _kernels(rows)
     if graphs:
@@ -439,18 +458,19 @@ def warm(as_json: bool, **options: Any) -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def supported(as_json: bool) -> None:
-    """Architectures that can be loaded, checkpoint formats that are read and written, and methods of speculation, with those of plugins.
+    """Architectures that can be loaded, checkpoint formats that are read and written, methods of speculation and KV stores, with those of
+    plugins.
 
     \b
     With --json, one object: {"families" ({"name", "architectures", "gguf"}), "formats" ({"name", "written"}), "proposers"
-    (methods of --speculate: {"name", "summary"}), "plugins_left_out" (each plugin of gristmill.models, gristmill.formats or
-    gristmill.proposers that is not used, with its reason)}
+    (methods of --speculate: {"name", "summary"}), "kv_stores" (of --kv-transfer: {"name", "summary"}), "plugins_left_out" (each plugin of
+    gristmill.models, gristmill.formats, gristmill.proposers or gristmill.kv_stores that is not used, with its reason)}
     """
     from gristmill.quant import formats
-    from gristmill.runtime import models, speculation
+    from gristmill.runtime import kv_transfer, models, speculation
 
     families = {id(family): family for family in models.families().values()}.values()
-    left_out = (*models.failures(), *formats.failures(), *speculation.failures())
+    left_out = (*models.failures(), *formats.failures(), *speculation.failures(), *kv_transfer.failures())
     supported: dict[str, list[dict[str, Any]]] = {
         "families": [
             {
@@ -467,6 +487,7 @@ def supported(as_json: bool) -> None:
         "proposers": [
             {"name": spec.name, "summary": spec.summary} for spec in speculation.proposers().values()
         ],
+        "kv_stores": [{"name": spec.name, "summary": spec.summary} for spec in kv_transfer.stores().values()],
         "plugins_left_out": [failure.as_dict() for failure in left_out],
     }
     if as_json:
@@ -486,6 +507,11 @@ def supported(as_json: bool) -> None:
         "Speculation",
         ["method", "drafts"],
         [[p["name"], p["summary"]] for p in supported["proposers"]],
+    )
+    console.table(
+        "KV transfer",
+        ["store", "argument and place"],
+        [[store["name"], store["summary"]] for store in supported["kv_stores"]],
     )
     for failure in left_out:
         console.err().print(str(failure), highlight=False, markup=False)

@@ -25,11 +25,14 @@ from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.kv_transfer.config import KVTransfer
+from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
+from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.parallel.driver import ParallelRunner
-from gristmill.runtime.parallel.remote import Limits, RemoteResidency, start_ranks
+from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
 from gristmill.runtime.request_checks import check_integers, check_params
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
@@ -111,6 +114,10 @@ class Engine(EngineMemory):
         tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
             weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
         rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
+        context_parallel: the ranks of tensor_parallel share the cache of every context by tokens, for MLA models, whose latents each of
+            them has otherwise. On CPUs so far.
+        kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
+            without. None = nowhere.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -148,8 +155,11 @@ class Engine(EngineMemory):
         speculate: Speculation | str | None = None,
         tensor_parallel: int = 1,
         rank_timeout: float = 300.0,
+        context_parallel: bool = False,
+        kv_transfer: KVTransfer | str | None = None,
     ) -> None:
         speculation = None if speculate is None else Speculation.parse(speculate)
+        transfer = None if kv_transfer is None else KVTransfer.parse(kv_transfer)
         policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
         if policy is not None and not isinstance(policy, Policy):
             raise UsageError(
@@ -165,13 +175,19 @@ class Engine(EngineMemory):
         scratch = 0
         if speculation is not None and tensor_parallel > 1:
             raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
+        if type(context_parallel) is not bool or (context_parallel and tensor_parallel == 1):
+            raise UsageError(
+                f"context_parallel is True or False, and True with tensor_parallel of at least 2, got {context_parallel!r} and {tensor_parallel}"
+            )
+        if transfer is not None:
+            model = open_checkpoint(model)
+            transfer = identity_of(transfer, model.path, quant, quant_head)
         if speculation is not None and (open_draft := speculation.spec.open) is not None:
             model = open_checkpoint(model)
             load_draft = open_draft(model, speculation.model)
         runner: Runner | ParallelRunner | None = None
         groups: Sequence[KVGroup] = ()
         if tensor_parallel > 1:
-            limits = Limits(num_blocks, memory, max_seqs, max_batch_tokens, max_model_len, decode_graphs)
             loading = {
                 "dtype": dtype,
                 "quant": quant,
@@ -179,8 +195,23 @@ class Engine(EngineMemory):
                 "kv_dtype": kv_dtype,
                 "quant_head": quant_head,
             }
-            runner = start_ranks(model, tensor_parallel, rank_timeout, device, policy, limits, loading)
-            num_blocks, max_seqs = runner.cache.num_blocks, runner.max_seqs
+            runner = start_ranks(
+                model,
+                tensor_parallel,
+                rank_timeout,
+                device,
+                policy,
+                max_model_len,
+                loading,
+                memory=memory,
+                max_seqs=max_seqs,
+                max_batch_tokens=max_batch_tokens,
+                num_blocks=num_blocks,
+                decode_graphs=decode_graphs,
+                spreads_context=context_parallel,
+            )
+            num_blocks, block_size = runner.cache.num_blocks, runner.cache.block_size
+            max_seqs = runner.max_seqs
             max_batch_tokens, limit = runner.max_batch_tokens, runner.ranks.limit
         else:
             loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
@@ -222,7 +253,7 @@ class Engine(EngineMemory):
         if draft_model is not None:
             draft_cache = make_cache(draft_model, num_blocks + scratch, block_size)
             draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
-        self._start(runner, config, seed, async_steps, quant, speculation, draft)
+        self._start(runner, config, seed, async_steps, quant, speculation, draft, transfer)
 
     @classmethod
     def from_parts(
@@ -233,15 +264,20 @@ class Engine(EngineMemory):
         speculate: Speculation | str | None = None,
         async_steps: bool | None = None,
         draft: Runner | None = None,
+        kv_transfer: KVTransfer | str | None = None,
     ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
         config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache, and its max_seqs at most the
-        runner's. draft: the runner of the draft model, where `speculate` takes one; its token ids must be the model's.
+        runner's. draft: the runner of the draft model, where `speculate` takes one; its token ids must be the model's. kv_transfer: as of
+        an engine, with an identity.
         """
         engine = cls.__new__(cls)
         speculation = None if speculate is None else Speculation.parse(speculate)
-        engine._start(runner, config, seed, async_steps, speculation=speculation, draft=draft)
+        transfer = None if kv_transfer is None else KVTransfer.parse(kv_transfer)
+        engine._start(
+            runner, config, seed, async_steps, speculation=speculation, draft=draft, transfer=transfer
+        )
         return engine
 
     def _start(
@@ -253,6 +289,7 @@ class Engine(EngineMemory):
         quant: str | QuantScheme | torch.dtype | None = None,
         speculation: Speculation | None = None,
         draft: Runner | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         held = (runner.cache.num_blocks, runner.cache.block_size)
         if held != (config.num_blocks, config.block_size):
@@ -277,6 +314,9 @@ class Engine(EngineMemory):
         self.runner = runner
         self.residency = Residency(runner) if isinstance(runner, Runner) else RemoteResidency(runner)
         self.scheduler = Scheduler(config)
+        self.transfer: Transfer | None = None
+        if transfer is not None:
+            self.transfer = start_transfer(transfer, runner, self.scheduler, speculation)
         self._quant = quant
         self._active: dict[str, _Active] = {}
         self._followers: dict[
@@ -351,7 +391,10 @@ class Engine(EngineMemory):
         return report if draft is None else report.with_draft_model(warm_up(draft, config, progress))
 
     def close(self) -> None:
-        """End the processes of `tensor_parallel`; no step can run afterwards. Nothing happens in an engine of one process."""
+        """End the processes of `tensor_parallel`, after which no step can run, and close the stores of `kv_transfer`. Nothing happens in
+        other engines."""
+        if self.transfer is not None:
+            self.transfer.close()
         if isinstance(self.runner, ParallelRunner):
             self.runner.close()
 
@@ -406,9 +449,12 @@ class Engine(EngineMemory):
         check_params(request_id, params, stop, config.vocab_size)
         request = Request(request_id, ids, params.max_tokens, stop, priority)
         request.reads_cache = params.prompt_logprobs is None
-        held = self._computes_prompt(after)
-        self.scheduler.add(request, held=held)
-        if held and after is not None:
+        follows = self._computes_prompt(after)
+        loads = not follows and self.transfer is not None and self.transfer.expects(request)
+        self.scheduler.add(request, held=follows or loads)
+        if loads and self.transfer is not None:
+            self.transfer.matched(request)
+        if follows and after is not None:
             self._followers.setdefault(after, []).append(request_id)
         if params.edits_logits or grammar is not None:
             self.runner.processors.add(
@@ -438,17 +484,28 @@ class Engine(EngineMemory):
             self.last_plan = None
             return []
         try:
-            outputs, logprobs = self._pipeline.advance()
+            return self._advance()
         except RankError:  # the caches of the ranks are gone
             self.abort()
+            for request_id in list(self._active):  # those that the step has ended
+                self._forget(request_id)
             self.reset_prefix_cache()
             raise
+
+    def _advance(self) -> list[RequestOutput]:
+        if self.transfer is not None:
+            self.transfer.load()
+        outputs, logprobs = self._pipeline.advance()
         self.last_plan, self.last_launched = self._pipeline.last_plan, self._pipeline.last_launched
         if self._with_logprobs:
             self._attach(outputs, logprobs)
+        if self.transfer is not None and not self.scheduler.running and not outputs:
+            self.transfer.wait()
         for output in outputs:
             if self._followers:
                 self._release_followers(output.id)
+            if self.transfer is not None:
+                self.transfer.computed(self._active[output.id].request, output)
             if output.finish_reason is not None:
                 self._forget(output.id)
         self._pipeline.drop_idle()
@@ -547,6 +604,8 @@ class Engine(EngineMemory):
         if self.speculator is not None:
             self.speculator.ended(active.request)
         self.runner.processors.remove(request_id)
+        if self.transfer is not None:
+            self.transfer.finished(request_id)
         self._with_logprobs.discard(request_id)
         self._prompts.pop(request_id, None)
         self._release_followers(request_id)

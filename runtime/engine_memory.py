@@ -10,6 +10,7 @@ import torch
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
+from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency
 from gristmill.runtime.residency import Part, Residency
@@ -29,6 +30,7 @@ class EngineMemory:
     scheduler: Scheduler
     residency: Residency | RemoteResidency
     speculator: Speculator | None
+    transfer: Transfer | None
     _quant: str | QuantScheme | torch.dtype | None
     _draining: bool
 
@@ -75,6 +77,8 @@ class EngineMemory:
         self._require_none_started("update_weights")
         self.residency.update(source, self._quant if quant is None else quant, staging)
         self.reset_prefix_cache()
+        if self.transfer is not None:
+            self.transfer.new_weights()
         if self.speculator is not None:
             self.speculator.reset()
 
@@ -96,6 +100,11 @@ class EngineMemory:
         """The events of the prefix cache since the last call, in order."""
         cache = self.scheduler.cache
         return [] if cache is None or cache.events is None else cache.events.take()
+
+    def flush_kv_transfer(self, seconds: float = 30.0) -> bool:
+        """Wait until the blocks that were to be saved by `kv_transfer` are in its stores, for another process to find them. Whether that was
+        within `seconds`."""
+        return self.transfer is None or self.transfer.flush(seconds)
 
     def status(self) -> EngineStatus:
         """Capacity and load, as values; costs no step."""
@@ -120,6 +129,7 @@ class EngineMemory:
             weight_bytes=self.runner.model.plans.weight_bytes,
             cache_bytes=self.runner.cache.nbytes,
             speculation=None if self.speculator is None else self.speculator.status(),
+            kv_transfer=None if self.transfer is None else self.transfer.status(),
         )
 
     def _require_none_started(self, call: str) -> None:

@@ -18,3 +18,7 @@ class CheckpointError(UsageError):
 class RankError(RuntimeError):
     """A process of `tensor_parallel` died, failed or missed its deadline; the message names it. All of them were ended. The engine's
     requests ended with them; the next one starts them again, with an empty cache."""
+
+
+class ReplicaError(RuntimeError):
+    """A process of `Replicas` died, failed or gave no sign of life; the message names it. Its requests ended, or were run again."""

@@ -19,6 +19,7 @@ from gristmill.runtime.completion import Chunk, Completion, TextOutput, completi
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
@@ -72,6 +73,8 @@ class LLM:
         speculate: Speculation | str | None = None,
         tensor_parallel: int = 1,
         rank_timeout: float = 300.0,
+        context_parallel: bool = False,
+        kv_transfer: KVTransfer | str | None = None,
     ) -> None:
         checkpoint = open_checkpoint(model)
         try:  # before any weight is read, so that an error in it is known at once
@@ -106,6 +109,8 @@ class LLM:
             speculate=speculate,
             tensor_parallel=tensor_parallel,
             rank_timeout=rank_timeout,
+            context_parallel=context_parallel,
+            kv_transfer=kv_transfer,
         )
         self.path = checkpoint.path
         self.model: Model | RemoteModel = self.engine.runner.model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_transfer.statistics import TransferStatus
 from gristmill.runtime.speculation.statistics import DraftCounts
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ DRAFT_COUNTERS = {
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
 }
 """Of engines that draft."""
+TRANSFER_COUNTERS = {
+    "external_prefix_cache_queries": "Prompt tokens looked up in the stores of KV transfer",
+    "external_prefix_cache_hits": "Prompt tokens loaded from them",
+    "kv_transfer_saved_blocks": "Blocks saved there",
+}
+"""Of engines with stores."""
 HISTOGRAMS = {
     "iteration_tokens_total": ("Tokens computed in a step", TOKENS),
     "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
@@ -107,7 +114,7 @@ class Metrics:
         self._metrics: dict[str, Any] = {}
         for name, text in GAUGES.items():
             self._metrics[name] = make(prometheus_client.Gauge, name, text)
-        for name, text in (COUNTERS | DRAFT_COUNTERS).items():
+        for name, text in (COUNTERS | DRAFT_COUNTERS | TRANSFER_COUNTERS).items():
             self._metrics[name] = make(prometheus_client.Counter, name, text)
         for name, (text, buckets) in HISTOGRAMS.items():
             self._metrics[name] = make(prometheus_client.Histogram, name, text, buckets=buckets)
@@ -120,7 +127,14 @@ class Metrics:
             "Drafted tokens that were accepted, by their position in the run",
             ("position",),
         )
+        self._transfer_failures = make(
+            prometheus_client.Counter,
+            "kv_transfer_failures",
+            "Loads that ended in a computation, and blocks that were not saved",
+            ("reason",),
+        )
         self._drafts: tuple[int, ...] = ()  # counts of the speculator that were reported
+        self._transferred: TransferStatus | None = None  # as they were reported
 
     def step(self, engine: Engine) -> None:
         """A step of the engine has ended."""
@@ -135,6 +149,18 @@ class Metrics:
 
         if engine.speculator is not None:
             self._count_drafts(engine.speculator.counts)
+        if engine.transfer is not None:
+            self._count_transfer(engine.transfer.status())
+
+    def _count_transfer(self, now: TransferStatus) -> None:
+        before, self._transferred = self._transferred, now
+        for name, count in zip(
+            TRANSFER_COUNTERS, ("queried_tokens", "loaded_tokens", "saved_blocks"), strict=True
+        ):
+            self._metrics[name].inc(getattr(now, count) - getattr(before, count, 0))
+        for reason, times in now.failures.items():
+            known = 0 if before is None else before.failures.get(reason, 0)
+            self._transfer_failures.labels(self._model_name, reason).inc(times - known)
 
     def _count_drafts(self, counts: DraftCounts) -> None:
         now = (counts.drafts, counts.draft_tokens, *counts.accepted)

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Batch, make_batch, make_feedback, send
+from gristmill.runtime.batch import Batch, make_batch, make_feedback, send, spread_batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
@@ -244,9 +244,11 @@ class Runner:
             begin += entry.count
 
     def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
-        return make_batch(
-            entries, self.cache.block_size, self.device, all_rows, groups=len(self.cache.windows)
-        )
+        mesh, size = self.model.plans.mesh, self.cache.block_size
+        if mesh.spreads_context:
+            batch = make_batch(entries, size * mesh.world, self.device, all_rows)
+            return spread_batch(batch, mesh.rank, mesh.world, size)
+        return make_batch(entries, size, self.device, all_rows, groups=len(self.cache.windows))
 
     @torch.inference_mode()
     def logits(self, entries: Sequence[ScheduledRequest]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gristmill.runtime.kv_transfer.statistics import TransferStatus
 from gristmill.runtime.speculation.statistics import SpeculationStatus
 
 State = Literal["running", "paused", "draining", "sleeping", "outdated"]
@@ -24,6 +25,7 @@ class EngineStatus:
         max_seqs, max_batch_tokens: requests and tokens per step.
         weight_bytes, cache_bytes: resident bytes, without those of a draft model.
         speculation: counts of drafts; None = the engine does not draft.
+        kv_transfer: counts of blocks; None = the engine has no stores.
     """
 
     state: State
@@ -40,3 +42,4 @@ class EngineStatus:
     weight_bytes: int
     cache_bytes: int
     speculation: SpeculationStatus | None = None
+    kv_transfer: TransferStatus | None = None

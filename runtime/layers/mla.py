@@ -22,6 +22,7 @@ from gristmill.runtime.layers.linear import Linear, Summand, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.layers.spread_attention import SpreadAttention
 from gristmill.runtime.loader.weights import Weights
 
 
@@ -81,6 +82,8 @@ class LatentAttention:
             block_size=plans.block_size,
             x=plans.x,
         )
+        mesh = plans.mesh
+        self.spread = SpreadAttention(plans, mla, c.num_heads) if mesh.spreads_context else None
         self.attend_new = plans.bind(
             "varlen_attention",
             heads=c.num_heads,
@@ -117,6 +120,8 @@ class LatentAttention:
         query = q.new_empty(tokens, self.heads, mla.latent_dim)
         query[..., : mla.kv_lora_rank] = self.to_latent(q[..., : mla.nope_dim])
         query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
+        if self.spread is not None and batch.spread is not None:
+            return self.to_values(self.spread(query, cache, batch.spread, self.scale)).contiguous()
         out = q.new_empty(tokens, self.heads, mla.kv_lora_rank)
         self.attend(
             query,

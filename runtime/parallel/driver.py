@@ -7,20 +7,16 @@ includes the ends of the processes.
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,10 +24,11 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.select import NoKernelError
+from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.parallel.choices import difference
-from gristmill.runtime.parallel.wire import PROGRESS, Failure, Job, Loaded, Sender
+from gristmill.runtime.parallel.wire import PROGRESS, Job, Loaded, Sender
 from gristmill.runtime.runner import PromptLogprobs, StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
@@ -46,7 +43,8 @@ GRACE = 0.5
 @dataclass(frozen=True)
 class RanksConfig:
     """What ranks are started for. loading: arguments of `load_model` besides device and policy. limit: tokens of the longest request;
-    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take."""
+    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take. spreads_context:
+    as of `Mesh`."""
 
     world: int
     device: str
@@ -59,26 +57,7 @@ class RanksConfig:
     num_blocks: int | None = None
     decode_graphs: bool | None = None
     timeout: float = 300.0
-
-
-@dataclass
-class _Process:
-    """A rank as the driver sees it. life: the descriptor whose closing ends it. failure: its last message, if it failed."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    sentinel: int
-    connection: Connection
-    life: int
-    failure: Failure | None = field(default=None)
-
-    def end(self) -> None:
-        """Kill it and give back its descriptors."""
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-        os.close(self.sentinel)
-        os.close(self.life)
+    spreads_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,13 +85,6 @@ class RemoteCache:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class RemoteStep:
-    """A step that was sent to the ranks. number: of its message."""
-
-    number: int
-
-
 class ParallelRunner:
     """A model on several ranks. config: of the whole model.
 
@@ -124,7 +96,7 @@ class ParallelRunner:
         self.config = config
         self.ranks = ranks
         self.processors = Sender()
-        self._processes: list[_Process] = []
+        self._processes: list[ChildProcess] = []
         self._folder: Path | None = None
         self._number = 0
         self._closed = False
@@ -139,8 +111,9 @@ class ParallelRunner:
 
     @property
     def cache(self) -> RemoteCache:
-        """Sizes of the cache. Every rank has all blocks, with its own heads."""
-        return RemoteCache(self.num_blocks or 0, self.ranks.loading["block_size"], self.cache_bytes)
+        """Sizes of the cache. Every rank has all blocks, with its own heads, or its own tokens."""
+        size = self.ranks.loading["block_size"] * (self.ranks.world if self.ranks.spreads_context else 1)
+        return RemoteCache(self.num_blocks or 0, size, self.cache_bytes)
 
     @property
     def device(self) -> torch.device:
@@ -155,22 +128,21 @@ class ParallelRunner:
             return self.run_detailed(entries, rows, {}).ids
         return self.collect(self.launch(entries, rows))
 
-    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> RemoteStep:
-        """As `Runner.launch`: the ranks have the step, and do not answer before it is collected."""
-        self._ensure_started()
-        step = RemoteStep(self._number + 1)
-        self._send("launch", step.number, self.processors.step(entries, rows))
-        return step
+    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> int:
+        """As `Runner.launch`: the ranks have the step, and do not answer before it is collected. Returns the number of the message."""
+        self.ensure_started()
+        self._send("launch", self._number + 1, self.processors.step(entries, rows))
+        return self._number
 
-    def collect(self, step: RemoteStep) -> list[int]:
+    def collect(self, step: int) -> list[int]:
         """As `Runner.collect`."""
-        ids: list[int] = self.call("collect", step.number)[0]
+        ids: list[int] = self.call("collect", step)[0]
         return ids
 
-    def drop(self, step: RemoteStep) -> None:
+    def drop(self, step: int) -> None:
         """As `Runner.drop`."""
         if self._processes:
-            self._send("drop", step.number)
+            self._send("drop", step)
 
     def run_detailed(
         self,
@@ -179,7 +151,7 @@ class ParallelRunner:
         prompts: Mapping[str, PromptLogprobs],
     ) -> StepResult:
         """As `Runner.run_detailed`."""
-        self._ensure_started()
+        self.ensure_started()
         ids = {entry.id for entry in entries}
         read = {request_id: prompt for request_id, prompt in prompts.items() if request_id in ids}
         result: StepResult
@@ -190,7 +162,7 @@ class ParallelRunner:
 
     def logits(self, entries: Sequence[ScheduledRequest]) -> torch.Tensor:
         """As `Runner.logits`, on the CPU."""
-        self._ensure_started()
+        self.ensure_started()
         logits: torch.Tensor = torch.from_numpy(self.call("logits", self.processors.step(entries, ()))[0])
         return logits
 
@@ -232,7 +204,8 @@ class ParallelRunner:
             with suppress(BrokenPipeError, ConnectionResetError):  # its end is noticed with the answers
                 process.connection.send_bytes(message)
 
-    def _ensure_started(self) -> None:
+    def ensure_started(self) -> None:
+        """Start the ranks again after a failure, with an empty cache."""
         if not self._processes and not self._closed:
             self._start()
 
@@ -240,7 +213,7 @@ class ParallelRunner:
         """The answers to the last message."""
         deadline = time.monotonic() + seconds
         results: dict[int, Any] = {}
-        waiting = {process.rank: process for process in self._processes}
+        waiting = {process.number: process for process in self._processes}
         while waiting:
             objects = [p.connection for p in waiting.values()] + [p.sentinel for p in self._processes]
             ready = wait(objects, max(0.0, deadline - time.monotonic()))
@@ -250,15 +223,17 @@ class ParallelRunner:
                 answer = self._receive(process)
                 if answer is None:
                     self._fail(f"{name!r} failed", waiting)
-                number, results[process.rank] = answer
+                number, results[process.number] = answer
                 if number != self._number:
-                    self._fail(f"rank {process.rank} answered message {number}, not {self._number}", waiting)
-                del waiting[process.rank]
+                    self._fail(
+                        f"rank {process.number} answered message {number}, not {self._number}", waiting
+                    )
+                del waiting[process.number]
             if any(p.sentinel in ready for p in self._processes):
                 self._fail(f"{name!r} failed", waiting)
         return [results[rank] for rank in sorted(results)]
 
-    def _receive(self, process: _Process) -> tuple[int, Any] | None:
+    def _receive(self, process: ChildProcess) -> tuple[int, Any] | None:
         """An answer; None if the rank failed, or died."""
         try:
             answer = process.connection.recv()
@@ -285,7 +260,7 @@ class ParallelRunner:
             for rank in range(world):
                 choices = [here for here, _ in questions] if rank == 0 else [questions[rank - 1][1]]
                 descriptors = tuple(connection.fileno() for connection in choices)
-                self._processes.append(_spawn(rank, descriptors))
+                self._processes.append(spawn("gristmill.runtime.parallel.rank", rank, descriptors))
                 job = Job(
                     rank,
                     world,
@@ -295,6 +270,7 @@ class ParallelRunner:
                     ranks.policy,
                     ranks.loading,
                     descriptors,
+                    ranks.spreads_context,
                 )
                 self._processes[-1].connection.send(job)
         except BaseException:
@@ -335,7 +311,7 @@ class ParallelRunner:
                 self._end()
                 raise RankError(f"rank {rank} has other kernels than rank 0 for {different}")
 
-    def _late(self, waiting: Mapping[int, _Process]) -> str:
+    def _late(self, waiting: Mapping[int, ChildProcess]) -> str:
         """The ranks that the others wait for: of those that have not answered, the ones that came least far."""
         if self._folder is None:
             return "the ranks"
@@ -345,7 +321,7 @@ class ParallelRunner:
         late = [str(rank) for rank, place in progress.items() if place == least]
         return f"rank{'s' if len(late) > 1 else ''} {' and '.join(late)}"
 
-    def _fail(self, reason: str, waiting: Mapping[int, _Process]) -> NoReturn:
+    def _fail(self, reason: str, waiting: Mapping[int, ChildProcess]) -> NoReturn:
         """End all ranks, and raise the error of the one that failed first."""
         until = time.monotonic() + GRACE
         open_pipes = {rank: p for rank, p in waiting.items() if p.failure is None}
@@ -355,11 +331,11 @@ class ParallelRunner:
                 while (answer := self._receive(process)) is not None and process.connection.poll():
                     pass
                 if answer is None:
-                    del open_pipes[process.rank]
-        dead = [(p.rank, p.process.poll()) for p in self._processes if p.failure is None]
-        killed = [f"rank {rank} died ({_status(code)})" for rank, code in dead if code is not None]
+                    del open_pipes[process.number]
+        dead = [(p.number, p.process.poll()) for p in self._processes if p.failure is None]
+        killed = [f"rank {rank} died ({status(code)})" for rank, code in dead if code is not None]
         failures = sorted(
-            ((p.failure.at, p.rank, p.failure) for p in self._processes if p.failure is not None),
+            ((p.failure.at, p.number, p.failure) for p in self._processes if p.failure is not None),
             key=lambda item: item[:2],
         )
         self._end()
@@ -378,45 +354,8 @@ class ParallelRunner:
         self._processes, self._folder = [], None
 
 
-def _spawn(rank: int, choices: Sequence[int]) -> _Process:
-    """Start the process of a rank. choices: descriptors that it inherits."""
-    here, there = Pipe()
-    read, write = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "gristmill.runtime.parallel.rank",
-                str(there.fileno()),
-                str(read),
-                str(rank),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # the standard output is the program's
-            pass_fds=(there.fileno(), read, *choices),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            process_group=0,
-        )
-    except BaseException:
-        here.close()
-        os.close(write)
-        raise
-    finally:
-        there.close()
-        os.close(read)
-    return _Process(rank, process, os.pidfd_open(process.pid), here, write)
-
-
-def _end_all(processes: list[_Process], folder: Path) -> None:
+def _end_all(processes: list[ChildProcess], folder: Path) -> None:
     """Kill all ranks, also when the program ends or the runner is collected."""
-    for process in processes:
-        process.process.kill()  # all at once, so that none reports that another is gone
-    for process in processes:
-        process.end()
+    end_all(processes)
     processes.clear()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _status(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

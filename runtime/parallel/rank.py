@@ -7,13 +7,7 @@ blocks and sizes come with each step, kernels from rank 0. It ends when the driv
 from __future__ import annotations
 
 import mmap
-import os
-import signal
-import sys
 import tempfile
-import threading
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -23,14 +17,17 @@ from typing import Any
 import torch
 
 from gristmill import ops
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.collective import symmetric
 from gristmill.kernels.collective.groups import rendezvous
+from gristmill.runtime import child_process
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.kv_transfer.remote_blocks import copy_shared
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
 from gristmill.runtime.parallel.mesh import Mesh
-from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Failure, Job, Loaded, Mirror, Step
+from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Job, Loaded, Mirror, Step
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
 from gristmill.runtime.scheduler import SchedulerConfig
@@ -68,7 +65,7 @@ class Rank:
         meeting = str(Path(job.folder) / "rendezvous")
         rendezvous(GROUP, job.rank, job.world, job.device, meeting, job.timeout, self._enter)
         self._resolver = resolver
-        self._mesh = Mesh(job.rank, job.world, device, GROUP)
+        self._mesh = Mesh(job.rank, job.world, device, GROUP, job.spreads_context)
 
     def load(
         self, memory: int | float | None, max_seqs: int | None, max_batch_tokens: int | None, length: int
@@ -78,6 +75,7 @@ class Rank:
         self._model = load_model(**job.loading, device=self._mesh.device, policy=job.policy, mesh=self._mesh)
         plans = self._model.plans
         max_seqs, max_batch_tokens = step_limits(plans.device, max_seqs, max_batch_tokens)
+        length = cdiv(length, job.world) if job.spreads_context else length
         num_blocks = cache_blocks(self._model, plans.block_size, memory, max_seqs, length)
         return Loaded(
             num_blocks,
@@ -143,6 +141,10 @@ class Rank:
         decode = self._runner.decode
         return explain_plans(self._model.plans), [] if decode is None else decode.explain()
 
+    def copy_shared(self, *arguments: Any) -> int:
+        """As `copy_shared`."""
+        return copy_shared(self._runner, self.job.rank, self.job.world, *arguments)
+
     def choices(self) -> dict[str, str]:
         """The digests of all plans as they are now."""
         return digests(self._model.plans)
@@ -163,7 +165,10 @@ class Rank:
 def serve(connection: Connection) -> None:
     """Answer messages, (name, number, arguments), with (number, result), until the driver closes the pipe. Those in `UNANSWERED` are
     not answered: an exception of theirs is the answer of the next one."""
-    rank = Rank(connection.recv())
+    job: Job = connection.recv()
+    if job.rank:
+        warnings.simplefilter("ignore")  # rank 0 says them
+    rank = Rank(job)
     while True:
         try:
             name, number, arguments = connection.recv()
@@ -176,33 +181,5 @@ def serve(connection: Connection) -> None:
             connection.send((number, answer))
 
 
-def main() -> None:
-    """Serve on the descriptors of the command line: the pipe of messages, and the one that ends with the driver."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends its ranks
-    descriptor, life, rank = map(int, sys.argv[1:])
-    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
-    if rank:
-        warnings.simplefilter("ignore")  # rank 0 says them
-    connection = Connection(descriptor)
-    try:
-        serve(connection)
-    except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # the driver has ended
-    except Exception as error:
-        text, at = traceback.format_exc(), time.monotonic()
-        try:
-            connection.send(Failure(error, text, at))
-        except (TypeError, ValueError, AttributeError):  # an exception that cannot be pickled
-            connection.send(Failure(None, text, at))
-        os._exit(1)  # peers may wait in a collective call, so no orderly end is possible
-    os._exit(0)
-
-
-def _end_with(descriptor: int) -> None:
-    """End this process when the driver's end of the pipe is closed, whatever the main thread waits for."""
-    os.read(descriptor, 1)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    child_process.serve(serve)

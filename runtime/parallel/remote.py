@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,18 @@ from gristmill.runtime.parallel.mesh import Mesh
 from gristmill.runtime.residency import Part
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of an engine as its caller gave them, with their meaning in `Engine`."""
-
-    num_blocks: int | None
-    memory: int | float | None
-    max_seqs: int | None
-    max_batch_tokens: int | None
-    max_model_len: int | None
-    decode_graphs: bool | None
-
-
 def start_ranks(
     model: str | Path | Checkpoint,
     world: int,
     timeout: float,
     device: str | torch.device,
     policy: Policy | None,
-    limits: Limits,
+    max_model_len: int | None,
     loading: Mapping[str, Any],
+    **sizes: Any,
 ) -> ParallelRunner:
-    """The ranks of a model, with weights and cache. loading: arguments of `load_model` besides path, device and policy.
+    """The ranks of a model, with weights and cache. loading: arguments of `load_model` besides path, device and policy. sizes: of
+    `RanksConfig`, as the engine's caller gave them.
 
     Raises:
         UsageError: a model, a device or a number of ranks that do not go together.
@@ -55,27 +44,22 @@ def start_ranks(
         raise UsageError(
             f"tensor_parallel={world} takes device 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
         )
+    if sizes["spreads_context"] and (config.mla is None or kind == "cuda" or sizes["decode_graphs"]):
+        raise UsageError(
+            f"context_parallel spreads the latents of MLA models over ranks on CPUs, without decode graphs; got {config.architecture} on "
+            f"{kind!r}, decode_graphs={sizes['decode_graphs']}"
+        )
     if kind == "cuda" and torch.cuda.device_count() < world:
         raise UsageError(
             f"tensor_parallel={world} needs {world} CUDA devices; torch sees {torch.cuda.device_count()}"
         )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
         raise UsageError(f"rank_timeout must be seconds, more than 0, got {timeout!r}")
+    limit = min(max_model_len or config.max_position, config.max_position)
+    given = {"path": str(checkpoint.path), **loading}
+    policy = policy or Policy.current()
     return ParallelRunner(
-        config,
-        RanksConfig(
-            world,
-            kind,
-            policy or Policy.current(),
-            {"path": str(checkpoint.path), **loading},
-            min(limits.max_model_len or config.max_position, config.max_position),
-            limits.memory,
-            limits.max_seqs,
-            limits.max_batch_tokens,
-            limits.num_blocks,
-            limits.decode_graphs,
-            float(timeout),
-        ),
+        config, RanksConfig(world, kind, policy, given, limit, timeout=float(timeout), **sizes)
     )
 
 

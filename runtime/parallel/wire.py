@@ -28,7 +28,7 @@ class Job:
     """What a rank is started for. device: ``cpu`` or ``cuda``, of which rank r has number r. folder: of the rendezvous and of the
     progress of all ranks. timeout: seconds that a collective call may wait, no less than the driver waits for an answer: it is the
     driver that names the rank that is late. loading: arguments of `load_model`. choices: descriptors of the pipes to the other
-    ranks (rank 0), or to rank 0."""
+    ranks (rank 0), or to rank 0. spreads_context: as of `Mesh`."""
 
     rank: int
     world: int
@@ -38,6 +38,7 @@ class Job:
     policy: Policy
     loading: Mapping[str, Any]
     choices: tuple[int, ...]
+    spreads_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,6 @@ class Loaded:
     weight_bytes: int
     installation: str
     choices: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The exception that ended a rank. at: time.monotonic, which all processes of a host share."""
-
-    error: Exception | None
-    text: str
-    at: float
 
 
 @dataclass(slots=True)

@@ -23,9 +23,7 @@ class ScheduledRequest:
     start: int
     count: int
     samples: bool
-    tokens: (
-        list[int] | None
-    )  # None: one token, which a step in flight samples: it is read from the request's row
+    tokens: list[int] | None  # None: one, which a step in flight samples: it is read from the request's row
     block_ids: list[int]  # the request's table, complete after the commit; read-only
     new_blocks: Sequence[int]  # allocated by this plan, to be appended to block_ids by commit
     drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
@@ -74,9 +72,7 @@ class StepPlan:
     version: int  # version of the scheduler that the plan belongs to
     entries: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
-    admitted: dict[str, list[CachedBlock]] = field(
-        default_factory=dict
-    )  # id -> blocks found in the prefix cache
+    admitted: dict[str, list[CachedBlock]] = field(default_factory=dict)  # id -> hits in the prefix cache
     preempted: list[str] = field(default_factory=list)
     bypassed: dict[str, int] = field(
         default_factory=dict

@@ -72,11 +72,16 @@ class Scheduler(SchedulerState):
         self._arrivals += 1
         self.requests[request.id] = request
         self.queued_tokens += request.prompt_len
+        self._enqueue(request)
         if held:
-            request.state = RequestState.HELD
-            self.held[request.id] = request
-        else:
-            self._enqueue(request)
+            self.hold(request.id)
+
+    def hold(self, request_id: str) -> None:
+        """Take a waiting request out of the queue until `resume`. KeyError: no such unfinished request."""
+        request = self.requests[request_id]
+        self.waiting.remove(request)
+        request.state = RequestState.HELD
+        self.held[request_id] = request
 
     def resume(self, request_id: str) -> None:
         """Release a held request: it takes its place in the queue, by arrival."""
@@ -108,11 +113,9 @@ class Scheduler(SchedulerState):
                 continue
             if request.state is RequestState.RUNNING:
                 self.running.remove(request)
-            elif request.state is RequestState.HELD:
-                del self.held[request_id]
-                self.queued_tokens -= request.prompt_len
             else:
-                self.waiting.remove(request)
+                if self.held.pop(request_id, None) is None:
+                    self.waiting.remove(request)
                 self.queued_tokens -= request.prompt_len
             self._finish(request, reason)
             ended.append(RequestOutput(request_id, (), reason))
@@ -126,7 +129,7 @@ class Scheduler(SchedulerState):
 
     def has_started(self) -> bool:
         """Whether a request runs, or was preempted and will run again."""
-        return bool(self.running) or any(request.started for request in self.waiting)
+        return bool(self.running) or any(r.started for r in (*self.waiting, *self.held.values()))
 
     def pause(self, pause: Pause | None) -> None:
         """From now on plan only the work that `pause` allows; None: everything. A step that is already planned is unchanged."""

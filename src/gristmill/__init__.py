@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
     from gristmill.runtime.errors import RankError as RankError
+    from gristmill.runtime.errors import ReplicaError as ReplicaError
     from gristmill.runtime.errors import UsageError as UsageError
     from gristmill.runtime.evaluate import Evaluation as Evaluation
     from gristmill.runtime.evaluate import evaluate as evaluate
@@ -51,8 +52,12 @@ if TYPE_CHECKING:
     from gristmill.runtime.kv_cache.events import AllBlocksCleared as AllBlocksCleared
     from gristmill.runtime.kv_cache.events import BlockRemoved as BlockRemoved
     from gristmill.runtime.kv_cache.events import BlockStored as BlockStored
+    from gristmill.runtime.kv_transfer.config import KVTransfer as KVTransfer
+    from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode as PrefillDecode
+    from gristmill.runtime.kv_transfer.statistics import TransferStatus as TransferStatus
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.metrics import Metrics as Metrics
+    from gristmill.runtime.parallel.replicas import Replicas as Replicas
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason
     from gristmill.runtime.scheduler import QueueFull as QueueFull

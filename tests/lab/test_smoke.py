@@ -112,6 +112,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
+    "kv_transfer": (
+        as_it_is,
+        f"--model {MODEL} --layers 1 --tokens 32 --store host:64MiB --rounds 1 --out OUT",
+    ),
     "linear_a8": (short_reads, "--shape 64x256 --scheme int4_g128 --m 2 --seconds 0 --out OUT"),
     "linear_dense": (
         on_a_cpu,

@@ -152,16 +152,16 @@ def test_a_rank_that_fails_while_it_loads(
     from gristmill.runtime.parallel import driver
 
     started: list[int] = []
-    spawn = driver._spawn
+    spawn = driver.spawn
 
-    def spawn_and_hit(rank: int, choices: list[int]) -> driver._Process:
-        made = spawn(rank, choices)
+    def spawn_and_hit(module: str, rank: int, choices: list[int]) -> driver.ChildProcess:
+        made = spawn(module, rank, choices)
         started.append(made.process.pid)
         if rank == 1:
             threading.Timer(0.5, os.kill, (made.process.pid, sent)).start()
         return made
 
-    monkeypatch.setattr(driver, "_spawn", spawn_and_hit)
+    monkeypatch.setattr(driver, "spawn", spawn_and_hit)
     begin = time.monotonic()
     with pytest.raises(RankError, match="rank 1 (died|did not answer 'load')"):
         make(LLAMA, tensor_parallel=2, rank_timeout=3)

@@ -1,0 +1,72 @@
+"""Blocks of the KV cache outside the engine: in host memory, in files, in memory that processes share.
+
+A store is one file of this package that declares `STORE`. It keeps records (`records`) under keys (`identity`) and knows nothing of models;
+what it returns is checked before it is used. `transfer` moves blocks between the paged cache and a store.
+
+Packages outside this tree declare stores under the entry point group ``gristmill.kv_stores``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from gristmill.kernel_registry.declarations import Declarations, find_declarations
+from gristmill.kernel_registry.plugins import PluginFailure
+
+ENTRY_POINTS = "gristmill.kv_stores"
+
+
+class Store(Protocol):
+    """Records under keys of 32 bytes. Several threads call any of these methods at once.
+
+    A record that is not there any more, damaged, or of another size is no error of the engine: its tokens are computed. OSError of any
+    method counts as a failure of the store, and the call as unanswered.
+    """
+
+    def matched(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key, whether there seems to be a record."""
+        ...
+
+    def load(self, key: bytes, into: memoryview) -> int:
+        """Read a record to the front of `into`. Returns its bytes; 0 = there is none. One that is larger than `into` is not read."""
+        ...
+
+    def save(self, key: bytes, record: memoryview) -> None:
+        """Keep a copy of a record; it may drop others for it. Readers see the whole record or none."""
+        ...
+
+    def drop(self, key: bytes) -> None:
+        """Forget a record, if there is one: it was damaged."""
+        ...
+
+    def close(self) -> None:
+        """Give back what belongs to this process."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """A kind of store. name: before the colon, ``NAME[:ARGUMENT]``. summary: one line for users. open: makes a store from the argument,
+    "" if there is none; raises UsageError for one that it does not take."""
+
+    name: str
+    summary: str
+    open: Callable[[str], Store]
+
+
+@cache
+def _declared() -> Declarations[StoreSpec]:
+    return find_declarations(__name__, "STORE", StoreSpec, ENTRY_POINTS, lambda spec: [spec.name])
+
+
+def stores() -> Mapping[str, StoreSpec]:
+    """All kinds of stores by name, including those of plugins."""
+    return _declared().by_name
+
+
+def failures() -> tuple[PluginFailure, ...]:
+    """Plugins of ``gristmill.kv_stores`` that failed to load, with reasons."""
+    return _declared().failures

@@ -1,0 +1,35 @@
+"""Records in memory that the processes of a host share: files of a folder that is never written to a disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_transfer import StoreSpec
+from gristmill.runtime.kv_transfer.file import FileStore, folder_and_capacity
+
+FOLDER = Path("/dev/shm")
+
+
+def open_store(argument: str) -> FileStore:
+    """From ``NAME:SIZE``. The memory is there until the folder ``/dev/shm/gristmill-NAME`` is removed, or the host restarts: what one
+    process has saved, others find after its end.
+
+    Raises:
+        UsageError: no name of letters, digits, ``_`` and ``-``, no size, or no such memory on this host.
+    """
+    where = "the store 'shm:NAME:SIZE'"
+    name, capacity = folder_and_capacity(argument, where)
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or capacity is None:
+        raise UsageError(
+            f"{where}: expected a name of letters, digits, _ and -, and a size, such as shm:pool:4GiB, got {argument!r}"
+        )
+    if not FOLDER.is_dir():
+        raise UsageError(f"{where}: this host has no {FOLDER}; use file:FOLDER")
+    return FileStore(FOLDER / f"gristmill-{name}", capacity)
+
+
+STORE = StoreSpec(
+    name="shm", summary="shm:NAME:SIZE, memory that the processes of this host share", open=open_store
+)

@@ -1,0 +1,250 @@
+"""Several copies of a model, each in a process of its own, behind one front: data parallelism without communication.
+
+async with Replicas("DIR", count=2, device="cuda") as replicas:
+    async for chunk in replicas.stream("The index", SamplingParams(max_tokens=32)):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
+from gristmill.runtime.completion import Chunk, Completion, completion
+from gristmill.runtime.errors import ReplicaError, UsageError
+from gristmill.runtime.llm import Prompt
+from gristmill.runtime.parallel.driver import LOADING
+from gristmill.runtime.parallel.route import Route, Router
+from gristmill.runtime.request_checks import check_integers
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.status import EngineStatus
+
+Call = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Any]"]  # where the answers to a request go
+
+
+@dataclass(slots=True)
+class _Replica:
+    """A process, and its unfinished requests. error: why it serves no more."""
+
+    child: ChildProcess
+    outgoing: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    calls: dict[str, Call] = field(default_factory=dict)
+    error: ReplicaError | None = None
+
+
+class Replicas:
+    """Copies of a model behind one front. Each decides for itself; they share nothing but, if asked for, a store of `kv_transfer`.
+
+    Args:
+        model, options: arguments of `LLM`, for each. With ``device="cuda"`` replica r has the GPUs r * tensor_parallel and on.
+        count: number of replicas.
+        route: ``prefix``: a request goes to the replica that was sent the longest prefix of its prompt, unless that has far more to do than
+            others; ``round_robin``: in turn.
+        retry: requests of a replica that dies are run again on another one, where their caller has got nothing yet. False = they end with
+            ReplicaError.
+        timeout: seconds that a replica may take to give a sign of life, and a tenth of those for loading; then it counts as dead.
+        skip: GPUs that are left to others, the first ones.
+
+    Raises:
+        UsageError: as `LLM`; too few GPUs. ReplicaError: a replica died, or did not load the model in time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        count: int,
+        *,
+        route: Route = "prefix",
+        retry: bool = True,
+        timeout: float = 60.0,
+        skip: int = 0,
+        **options: Any,
+    ) -> None:
+        check_integers(count=count)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
+            raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")
+        self._retry, self._timeout = retry, timeout
+        self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()
+        self._replicas: list[_Replica] = []
+        try:
+            for number, environment in enumerate(_environments(count, skip, options)):
+                self._replicas.append(
+                    _Replica(spawn("gristmill.runtime.parallel.replica", number, env=environment))
+                )
+                self._replicas[-1].child.connection.send(
+                    ({"model": model, **options}, count, LOADING * timeout)
+                )
+            self._await_loaded(time.monotonic() + LOADING * timeout)
+        except BaseException:
+            end_all(replica.child for replica in self._replicas)
+            raise
+        for replica in self._replicas:
+            for work in (self._send, self._receive):
+                threading.Thread(target=work, args=(replica,), daemon=True).start()
+
+    async def __aenter__(self) -> Replicas:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.close()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncGenerator[Chunk, None]:
+        """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place."""
+        while True:
+            begun = False
+            try:
+                async with aclosing(self._items(prompt, "stream", prompt, params, priority)) as items:
+                    async for item in items:
+                        begun = True
+                        yield item
+                return
+            except ReplicaError:
+                if begun or not self._retry or not self._loads():
+                    raise
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> list[Completion]:
+        """As `AsyncEngine.generate`, of a text without prompt_ids. What a replica that dies has computed is computed again by another one,
+        unless `retry` is False."""
+        while True:
+            chunks: dict[int, list[Chunk]] = {}
+            try:
+                async with aclosing(self.stream(prompt, params, priority=priority)) as stream:
+                    async for chunk in stream:
+                        chunks.setdefault(chunk.choice, []).append(chunk)
+            except ReplicaError:
+                if not self._retry or not self._loads():
+                    raise
+                continue
+            ids = () if isinstance(prompt, str) else prompt
+            return [completion(ids, chunks[choice]) for choice in sorted(chunks)]
+
+    async def save(self, prompt: Prompt, seconds: float) -> bool:
+        """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""
+        return [bool(item) async for item in self._items(prompt, "save", prompt, seconds)][0]
+
+    async def status(self) -> list[EngineStatus | BaseException]:
+        """Of each replica, its status, or the ReplicaError that says why it serves no more."""
+
+        async def ask(replica: _Replica) -> EngineStatus:
+            return [status async for status in self._items("", "status", on=replica)][0]  # type: ignore[no-any-return]
+
+        return await asyncio.gather(*map(ask, self._replicas), return_exceptions=True)
+
+    def close(self) -> None:
+        """End the processes; unfinished requests end with ReplicaError."""
+        with self._lock:
+            for replica in self._replicas:
+                replica.error = replica.error or ReplicaError("the replicas were closed")
+        for replica in self._replicas:
+            replica.child.process.kill()
+
+    async def _items(
+        self, prompt: Prompt, kind: str, *arguments: Any, on: _Replica | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """What a replica answers to a message: of `on`, or of one that is chosen for the prompt."""
+        name, answers = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
+        with self._lock:
+            if on is None and (loads := self._loads()):
+                on = self._replicas[self._router.choose(prompt, loads)]
+            if on is None:
+                errors = "; ".join(str(replica.error) for replica in self._replicas)
+                raise ReplicaError(f"no replica is left: {errors}")
+            if on.error is not None:
+                raise ReplicaError(str(on.error))
+            on.calls[name] = asyncio.get_running_loop(), answers
+        on.outgoing.put((name, kind, arguments))
+        try:
+            while (item := await answers.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if on.calls.pop(name, None) is not None:
+                on.outgoing.put((name, "abort", ()))
+
+    def _loads(self) -> dict[int, int]:
+        return {n: len(replica.calls) for n, replica in enumerate(self._replicas) if replica.error is None}
+
+    def _await_loaded(self, deadline: float) -> None:
+        for child in (replica.child for replica in self._replicas):
+            if not child.connection.poll(max(0.0, deadline - time.monotonic())):
+                raise ReplicaError(f"replica {child.number} did not load the model in time")
+            try:
+                answer = child.connection.recv()
+            except (EOFError, OSError):
+                raise ReplicaError(_death(child, "while it loaded the model")) from None
+            if isinstance(answer, Failure):
+                failed = ReplicaError(f"replica {child.number} failed to load the model\n{answer.text}")
+                raise answer.error if isinstance(answer.error, ValueError | RuntimeError) else failed
+
+    def _send(self, replica: _Replica) -> None:
+        with suppress(OSError):  # its end is noticed by the receiver
+            while (message := replica.outgoing.get()) is not None:
+                replica.child.connection.send(message)
+
+    def _receive(self, replica: _Replica) -> None:
+        """Hand out answers until the process ends, or gives no sign of life."""
+        child, why = replica.child, ""
+        try:
+            while True:
+                if not child.connection.poll(self._timeout / 2):
+                    replica.outgoing.put(("", "ping", ()))
+                    if not child.connection.poll(self._timeout / 2):
+                        why = f"replica {child.number} gave no sign of life for {self._timeout:g} s and was ended"
+                        break
+                answer = child.connection.recv()
+                if isinstance(answer, Failure):
+                    why = f"replica {child.number} failed: {answer.error or answer.text}"
+                    break
+                name, item = answer
+                ends = item is None or isinstance(item, Exception)
+                if call := replica.calls.pop(name, None) if ends else replica.calls.get(name):
+                    _deliver(call, item)
+        except (EOFError, OSError):
+            why = _death(child, "with its requests")
+        with self._lock:
+            replica.error = replica.error or ReplicaError(why)
+            calls = list(replica.calls.values())
+            replica.calls.clear()
+        replica.outgoing.put(None)
+        child.end()
+        for call in calls:
+            _deliver(call, ReplicaError(str(replica.error)))
+
+
+def _deliver(call: Call, item: object) -> None:
+    with suppress(RuntimeError):  # the loop was closed with its callers
+        call[0].call_soon_threadsafe(call[1].put_nowait, item)
+
+
+def _environments(count: int, skip: int, options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What distinguishes the environments of the replicas: the GPUs that they see."""
+    if options.get("device", "cpu") != "cuda":
+        return [{}] * count
+    each, visible = options.get("tensor_parallel", 1), os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    groups = [devices[first : first + each] for first in range(skip, skip + each * count, each)]
+    if len(devices) < skip + each * count:
+        raise UsageError(f"{count} replicas need {each} GPUs each, {len(devices) - skip} are free")
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def _death(child: ChildProcess, when: str) -> str:
+    child.process.kill()
+    return f"replica {child.number} died ({status(child.process.wait())}) {when}"

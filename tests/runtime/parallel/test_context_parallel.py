@@ -1,0 +1,160 @@
+"""A context whose cache is spread over ranks: each token is on one rank, partial attentions merge to the whole, and a model gives the ids of
+one process with a part of the cache on each rank."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernels.attention import merge_attention_states, mla_attention
+from gristmill.runtime.batch import Batch, make_batch, spread_batch
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.evaluate import window_logits
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import ScheduledRequest
+from tests.runtime import oracle
+from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+
+CPU = torch.device("cpu")
+
+
+def some_batch(dice: random.Random, whole: int) -> tuple[Batch, int]:
+    """Returns a step of up to four requests over blocks of `whole` tokens, and the number of blocks."""
+    free = list(range(60))
+    dice.shuffle(free)
+    entries = []
+    for name in range(dice.randrange(1, 5)):
+        start, count = dice.choice([(0, 1), (0, 9), (dice.randrange(40), 1), (dice.randrange(40), 7)])
+        table = [free.pop() for _ in range(-(-(start + count) // whole))]
+        entries.append(ScheduledRequest(str(name), start, count, True, [1] * count, table, ()))
+    return make_batch(entries, whole, CPU), 60
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_partial_attentions_over_all_ranks_are_the_whole(seed: int) -> None:
+    """Also that each slot is written by one rank, and that a key too few, or one that is not masked, is found."""
+    dice = random.Random(seed)
+    world, size = dice.choice([(1, 4), (2, 1), (2, 4), (3, 2), (4, 3)])
+    batch, blocks = some_batch(dice, world * size)
+    torch.manual_seed(seed)
+    tokens, heads, latent, rope = len(batch.tokens), 3, 16, 4
+    cache = torch.randn(blocks, world * size, latent + rope)
+    query = torch.randn(tokens, heads, latent + rope)
+    lengths = (batch.max_q, batch.max_ctx, 0.3, latent)
+    expected = mla_attention.reference(
+        query, cache, batch.block_table, batch.query_start, batch.seq_lens, *lengths
+    )
+
+    def attended(short: int = 0, masked: bool = True) -> torch.Tensor:
+        out, out_lse = torch.zeros(tokens, heads, latent), torch.full((tokens, heads), -math.inf)
+        for rank in range(world):
+            part = spread_batch(batch, rank, world, size).spread
+            assert part is not None
+            mine = cache.view(blocks, world, size, -1)[:, rank].clone()
+            lse = torch.empty(tokens, heads)
+            lens = part.seq_lens - (short if rank == 0 else 0)
+            bounds = (1, part.max_ctx, 0.3, latent)
+            partial = mla_attention.reference(
+                query, mine, part.block_table, part.query_start, lens.clamp(min=1), *bounds, lse
+            )
+            assert int(part.seq_lens.max()) <= part.max_ctx
+            if masked:
+                lse[part.empty] = -math.inf
+            out, out_lse = merge_attention_states.reference(out, out_lse, partial, lse)
+        return out
+
+    torch.testing.assert_close(attended(), expected, rtol=1e-5, atol=1e-5)
+    if batch.max_ctx > world * size:
+        assert not torch.allclose(attended(short=1), expected, atol=1e-5)
+    empty = [bool(spread_batch(batch, rank, world, size).spread.empty.any()) for rank in range(world)]
+    if any(empty):
+        assert not torch.allclose(attended(masked=False), expected, atol=1e-5)
+
+    places = [spread_batch(batch, rank, world, size).slots for rank in range(world)]
+    written = torch.stack(places) >= 0
+    assert (written.sum(0) == 1).all()
+    for rank, slots in enumerate(places):
+        mine = slots[written[rank]]
+        whole = mine // size * world * size + rank * size + mine % size
+        assert torch.equal(whole, batch.slots[written[rank]])
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [*oracle.prompts()[3:15:4], oracle.prompts()[18][:150]]
+
+
+def test_a_model_with_a_part_of_the_cache_on_each_rank(
+    make: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    """Chunks, prefix hits, preemptions, sampling, logits that are processed; the cache of each rank is half as large."""
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=3),
+        SamplingParams(max_tokens=12, repetition_penalty=1.3, logprobs=2),
+        SamplingParams(max_tokens=6, prompt_logprobs=1),
+    ]
+    alone = make(DEEPSEEK)
+    options: dict[str, Any] = {"tensor_parallel": 2, "rank_timeout": 60, "max_batch_tokens": 64}
+    ranks = make(DEEPSEEK, context_parallel=True, num_blocks=7, async_steps=True, max_seqs=4, **options)
+    try:
+        expected = [done.token_ids for done in alone.generate(prompts, params)]
+        for _ in range(2):
+            assert [done.token_ids for done in ranks.generate(prompts, params)] == expected
+            ranks.engine.scheduler.check()
+        status = ranks.engine.status()
+        assert status.block_size == 32 and status.max_request_tokens == 7 * 32
+        ids = oracle.window(0)[:129]
+        error = (window_logits(ranks.engine, ids) - window_logits(alone.engine, ids)).abs().max()
+        assert float(error) < 1e-4
+        per_token = alone.engine.status().cache_bytes / (256 * 16)
+        assert status.cache_bytes == 7 * 32 * per_token, "of both ranks together: every token once"
+        assert "merge_attention_states" in {row["op"] for row in ranks.explain()}
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "block_size", "invariant"), [(4, 16, False), (2, 5, True)])
+def test_other_numbers_of_ranks(
+    world: int,
+    block_size: int,
+    invariant: bool,
+    make: Callable[..., LLM],
+    policy: Policy,
+    prompts: list[list[int]],
+) -> None:
+    params, mine = SamplingParams(max_tokens=24), replace(policy, batch_invariant=invariant)
+    expected = [done.token_ids for done in make(DEEPSEEK, policy=mine).generate(prompts, params)]
+    options = {"tensor_parallel": world, "rank_timeout": 120, "block_size": block_size, "policy": mine}
+    ranks = make(DEEPSEEK, context_parallel=True, **options)
+    try:
+        ranks.engine.warm_up()
+        first, second = (ranks.generate(prompts, params) for _ in range(2))
+        assert [done.token_ids for done in first] == expected
+        assert [done.token_ids for done in second] == expected
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (LLAMA, {}, "spreads the latents of MLA models over ranks on CPUs, .* got LlamaForCausalLM"),
+        (DEEPSEEK, {"decode_graphs": True}, "decode_graphs=True"),
+        (DEEPSEEK, {"device": "cuda"}, "on 'cuda'"),
+        (DEEPSEEK, {"tensor_parallel": 1}, "True with tensor_parallel of at least 2, got True and 1"),
+        (DEEPSEEK, {"context_parallel": 2}, "context_parallel is True or False"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LLM(MODELS / name, **{"tensor_parallel": 2, "context_parallel": True, **options})

@@ -1,0 +1,216 @@
+"""Copies of a model in processes of their own: the ids of one; a replica that dies or hangs is named, and its requests are run again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.errors import ReplicaError, UsageError
+from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode
+from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel.replicas import Replicas
+from gristmill.runtime.parallel.route import PIECE, SLACK, Router
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.status import EngineStatus
+from tests.runtime import oracle
+from tests.runtime.oracle import LLAMA, MODELS
+from tests.runtime.parallel.test_ranks import is_gone
+
+PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+PROMPTS = oracle.prompts()[2:10]
+
+
+def pids(replicas: Replicas) -> list[int]:
+    return [replica.child.process.pid for replica in replicas._replicas]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(policy: Policy) -> Iterator[Callable[..., Any]]:
+    """Makes fronts over two processes, which are ended after the test."""
+    fronts: list[Any] = []
+
+    def make(kind: type, *arguments: Any, **options: Any) -> Any:
+        given = {"dtype": "fp32", "num_blocks": 256, "policy": policy, "timeout": 30.0, **options}
+        fronts.append(kind(MODELS / LLAMA, *arguments, **given))
+        return fronts[-1]
+
+    yield make
+    for front in fronts:
+        front.close()
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(main(), 60)
+
+    asyncio.run(limited())
+
+
+def test_replicas_give_the_ids_of_one_and_outlive_each_other(
+    start: Callable[..., Any], shared: Callable[..., LLM]
+) -> None:
+    expected = shared(LLAMA).generate(PROMPTS, PARAMS)
+    long = [done.token_ids for done in shared(LLAMA).generate(PROMPTS[:4], LONG)]
+    replicas: Replicas = start(Replicas, 2, timeout=2.0)
+    started = pids(replicas)
+
+    async def main() -> None:
+        done = await asyncio.gather(*(replicas.generate(prompt, PARAMS) for prompt in PROMPTS))
+        assert [one.token_ids for [one] in done] == [one.token_ids for one in expected]
+        both = await replicas.status()
+        assert all(isinstance(one, EngineStatus) and one.cached_blocks for one in both), "both have worked"
+        choices = await replicas.generate("The index", SamplingParams(max_tokens=4, n=2, temperature=1.0))
+        assert [one.choice for one in choices] == [0, 1] and choices[0].text
+        with pytest.raises(UsageError, match="prompt ids must be integers from 0 to 4095, got 99999"):
+            await replicas.generate([99999])
+
+        stream = replicas.stream(PROMPTS[0], LONG)
+        await anext(stream)
+        await stream.aclose()
+        await asyncio.sleep(0.2)
+        assert [one.running for one in await replicas.status()] == [0, 0], "who leaves ends a request"
+
+        begun = [replicas.stream(prompt, LONG) for prompt in PROMPTS[:2]]
+        for each in begun:
+            await anext(each)
+        unfinished = asyncio.gather(*(replicas.generate(prompt, LONG) for prompt in PROMPTS[:4]))
+        await asyncio.sleep(0.05)
+        os.kill(started[1], signal.SIGSTOP)
+        again = await unfinished
+        assert [one.token_ids for [one] in again] == long, "run again on the other one"
+        ended = 0
+        for each in begun:
+            try:
+                async for _ in each:
+                    pass
+            except ReplicaError as error:
+                assert str(error) == "replica 1 gave no sign of life for 2 s and was ended"
+                ended += 1
+        assert ended == 1, "what a caller has got is not taken back"
+        assert isinstance((await replicas.status())[1], ReplicaError)
+        assert (await replicas.generate(PROMPTS[0], PARAMS))[0].token_ids == expected[0].token_ids
+
+        last = asyncio.ensure_future(replicas.generate(PROMPTS[0], LONG))
+        await asyncio.sleep(0.05)
+        os.kill(started[0], signal.SIGKILL)
+        with pytest.raises(ReplicaError, match=r"replica 0 died \(SIGKILL\) with its requests"):
+            await last
+        with pytest.raises(
+            ReplicaError, match=r"no replica is left: replica 0 died .*; replica 1 gave no sign"
+        ):
+            await replicas.generate(PROMPTS[0])
+
+    run(main)
+    replicas.close()
+    until(lambda: all(map(is_gone, started)))
+
+
+def test_a_prompt_that_one_process_has_computed_is_loaded_by_another(
+    start: Callable[..., Any], shared: Callable[..., LLM], tmp_path: Path
+) -> None:
+    prompts = [oracle.window(i)[: 70 + i] for i in range(6)]
+    expected = [done.token_ids for done in shared(LLAMA).generate(prompts, PARAMS)]
+    front: PrefillDecode = start(PrefillDecode, f"file:{tmp_path}", timeout=2.0)
+    first, second = pids(front.prefill)[0], pids(front.decode)[0]
+
+    async def answer(prompt: list[int]) -> tuple[int, ...]:
+        return tuple([token async for chunk in front.stream(prompt, PARAMS) for token in chunk.token_ids])
+
+    async def loaded() -> int:
+        [status] = await front.decode.status()
+        assert isinstance(status, EngineStatus) and status.kv_transfer is not None
+        return status.kv_transfer.loaded_tokens
+
+    async def main() -> None:
+        assert await asyncio.gather(*map(answer, prompts[:2])) == expected[:2]
+        assert await loaded() == 128 and front.computed_again == 0
+        whole = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        for file, data in whole.items():
+            file.write_bytes(data[: len(data) // 2])
+        task = asyncio.ensure_future(answer(prompts[2]))
+        assert await task == expected[2] and await loaded() == 192
+        os.kill(first, signal.SIGSTOP)
+        began = time.monotonic()
+        assert await asyncio.gather(*map(answer, prompts[3:5])) == expected[3:5]
+        assert time.monotonic() - began < 10 and front.computed_again == 2 and await loaded() == 192
+        assert await answer(prompts[5]) == expected[5], "at once"
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(ReplicaError, match="replica 0 died"):
+            await answer(prompts[0])
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count"),
+        ({"count": 1, "timeout": 0}, "timeout must be seconds, more than 0, got 0"),
+        ({"count": 1, "route": "best"}, "route must be one of prefix, round_robin, got 'best'"),
+        ({"count": 2, "device": "cuda", "tensor_parallel": 64}, "2 replicas need 64 GPUs each"),
+    ],
+)
+def test_wrong_calls_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Replicas(MODELS / LLAMA, **options)
+    with pytest.raises(UsageError, match="host:1GiB is memory of one"):
+        PrefillDecode(MODELS / LLAMA, "host:1GiB")
+
+
+@pytest.mark.slow
+def test_what_a_replica_refuses_at_load_is_raised(start: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="unknown KV store 'tape'"):
+        start(Replicas, 2, kv_transfer="tape")
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks_without_retries(start: Callable[..., Any], shared: Callable[..., LLM]) -> None:
+    expected = shared(LLAMA).generate(PROMPTS[:4], PARAMS)
+    replicas: Replicas = start(Replicas, 2, tensor_parallel=2, retry=False, route="round_robin")
+
+    async def main() -> None:
+        done = await asyncio.gather(*(replicas.generate(prompt, PARAMS) for prompt in PROMPTS[:4]))
+        assert [one.token_ids for [one] in done] == [one.token_ids for one in expected]
+        calls = [asyncio.ensure_future(replicas.generate(prompt, LONG)) for prompt in PROMPTS[:4]]
+        await asyncio.sleep(0.1)
+        os.kill(pids(replicas)[0], signal.SIGKILL)
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(one, ReplicaError) for one in ended] == [True, False, True, False]
+
+    run(main)
+
+
+def test_routes() -> None:
+    turns = Router("round_robin")
+    assert [turns.choose([1], {0: 5, 2: 0}) for _ in range(3)] == [0, 2, 0]
+
+    router, idle = Router("prefix"), {0: 0, 1: 0, 2: 0}
+    texts = [list(range(i, i + 3 * PIECE)) for i in range(3)]
+    owners = [router.choose(text, idle) for text in texts]
+    assert sorted(owners) == [0, 1, 2], "prompts without a common prefix are spread"
+    for text, owner in zip(texts, owners, strict=True):
+        assert router.choose(text[: 2 * PIECE] + [7] * 500, idle) == owner
+    assert router.choose(texts[0], {**idle, owners[0]: SLACK}) == owners[0]
+    moved = router.choose(texts[0], {**idle, owners[0]: SLACK + 1})
+    assert moved != owners[0], "too much to do"
+    assert router.choose(texts[0], idle) == moved, "which has the prefix now"
+    left = {replica: 0 for replica in idle if replica != owners[1]}
+    assert router.choose(texts[1], left) in left, "the one with the prefix is dead"
+    assert router.choose("a" * 200, idle) == router.choose("a" * 200 + "b", idle)
+    router.choose([], idle)
