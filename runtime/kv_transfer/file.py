@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,9 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_transfer import StoreSpec
 from gristmill.runtime.kv_transfer._sizes import parse_bytes
 
-SUFFIX = ".kv"
+SUFFIX, PART = ".kv", ".part"
+ABANDONED = 3600.0
+"""Seconds after which a record that is still being written belongs to a process that has ended."""
 FREED = 0.9
 """What remains of the capacity after files were removed: the folder is not listed for every record."""
 
@@ -34,6 +37,7 @@ class FileStore:
         self._lock = threading.Lock()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_unfinished()
             self._nbytes = sum(size for _, size, _ in self._files())
         except OSError as error:
             raise UsageError(f"the KV store {folder} cannot be used: {error}") from error
@@ -63,7 +67,7 @@ class FileStore:
 
     def save(self, key: bytes, record: memoryview) -> None:
         """As `Store.save`."""
-        descriptor, beside = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        descriptor, beside = tempfile.mkstemp(dir=self.folder, suffix=PART)
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
                 written = 0
@@ -98,6 +102,14 @@ class FileStore:
                     status = entry.stat()
                     files.append((status.st_mtime, status.st_size, entry.path))
         return files
+
+    def _remove_unfinished(self) -> None:
+        """Remove what processes that were killed have left beside the records."""
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith(PART):
+                with suppress(FileNotFoundError):
+                    if time.time() - entry.stat().st_mtime > ABANDONED:
+                        os.unlink(entry.path)
 
     def _remove_oldest(self, capacity: int) -> None:
         files = sorted(self._files())

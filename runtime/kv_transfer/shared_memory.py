@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def open_store(argument: str) -> FileStore:
     """From ``NAME:SIZE``. The memory is there until the folder ``/dev/shm/gristmill-NAME`` is removed, or the host restarts: what one
     process has saved, others find after its end.
 
+    Anyone may make folders there, so one that others own or may write is refused: they could forge records.
+
     Raises:
         UsageError: no name of letters, digits, ``_`` and ``-``, no size, or no such memory on this host.
     """
@@ -27,7 +30,14 @@ def open_store(argument: str) -> FileStore:
         )
     if not FOLDER.is_dir():
         raise UsageError(f"{where}: this host has no {FOLDER}; use file:FOLDER")
-    return FileStore(FOLDER / f"gristmill-{name}", capacity)
+    folder = FOLDER / f"gristmill-{name}"
+    store = FileStore(folder, capacity)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UsageError(
+            f"{where}: {folder} belongs to another user, or others may write there; take another name"
+        )
+    return store
 
 
 STORE = StoreSpec(

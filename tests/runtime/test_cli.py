@@ -141,6 +141,7 @@ def test_generate(gristmill: Command) -> None:
         "text",
         "token_ids",
         "finish_reason",
+        "kv_transfer",
         "prompt_tokens",
         "seconds",
         "tokens_per_second",

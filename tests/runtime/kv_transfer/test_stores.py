@@ -80,6 +80,23 @@ def test_files_are_shared_and_damaged_ones_are_found(tmp_path: Path) -> None:
         FileStore(file, None)
 
 
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    old, new = tmp_path / "a.part", tmp_path / "b.part"
+    for file in (old, new):
+        file.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    FileStore(tmp_path, None)
+    assert not old.exists() and new.exists()
+
+
+def test_shared_memory_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("gristmill.runtime.kv_transfer.shared_memory.FOLDER", tmp_path)
+    KVTransfer.parse("shm:a:1MiB").open()
+    (tmp_path / "gristmill-a").chmod(0o777)
+    with pytest.raises(UsageError, match="belongs to another user, or others may write there"):
+        KVTransfer.parse("shm:a:1MiB").open()
+
+
 def test_readers_never_see_half_a_record(tmp_path: Path) -> None:
     store, key, size = FileStore(tmp_path, None), KEYS[0], 1 << 20
     records = [record(key, size) for _ in range(2)]

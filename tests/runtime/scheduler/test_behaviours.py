@@ -317,6 +317,32 @@ def test_queue_cap_by_tokens() -> None:
     assert scheduler.queued_tokens == 0 and set(run.reasons) == {"long", "d", "e"}
 
 
+def test_a_preempted_request_is_held_and_takes_its_place_again() -> None:
+    scheduler = make(10, block_size=4, max_seqs=2, max_batch_tokens=64)
+    model, run = FakeModel(scheduler.config), Run()
+    for name in "ab":
+        scheduler.add(Request(name, prompt(12, ord(name)), 20))
+    for _ in range(12):
+        step(scheduler, model, run)
+    [preempted] = scheduler.waiting
+    scheduler.add(Request("c", prompt(4), 1))
+    queued = scheduler.queued_tokens
+    scheduler.hold(preempted.id)
+    assert scheduler.waiting[0].id == "c" and scheduler.queued_tokens == queued
+    scheduler.abort(["c", *(request.id for request in scheduler.running)])
+    scheduler.pause(Pause.NEW)
+    assert scheduler.has_started() and not scheduler.plan().entries
+    scheduler.add(Request("d", prompt(4), 1))
+    scheduler.resume(preempted.id)
+    assert [request.id for request in scheduler.waiting] == [preempted.id, "d"]
+    scheduler.pause(None)
+    while scheduler.has_unfinished():
+        step(scheduler, model, run)
+    assert {preempted.id, "d"} <= set(run.reasons)
+    with pytest.raises(KeyError):
+        scheduler.hold("a")
+
+
 def priority_order(span: int | None) -> list[str]:
     """Queues four requests of low priority, then a stream of urgent ones; one runs at a time. Returns the
     order of admission."""

@@ -170,6 +170,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.scheduler.resume(name)
 
     @rule()
+    def hold(self) -> None:
+        for request in self.scheduler.waiting[:1]:
+            self.scheduler.hold(request.id)
+
+    @rule()
     def abort(self) -> None:
         unfinished = list(self.scheduler.requests)
         if unfinished:
