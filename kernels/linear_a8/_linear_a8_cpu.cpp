@@ -57,6 +57,31 @@ inline int tile_rows(int64_t left) {
   return int((left + tiles - 1) / tiles);
 }
 
+// How units are scaled. `any` asks the job, unit by unit; the others are forms of GGUF's types that the
+// compiler knows: one unit per group, of kGroup<F> columns.
+// - half (Q4_0, Q8_0): float16 scales, nothing else.
+// - factors (Q6_K), factors_offsets (Q4_K, Q5_K): int8 scales, and offsets, times factors. A sum is
+// multiplied by
+//   its int8 scale as an integer, the product by factor and scale of x in float32.
+enum class Scaling { any, half, factors, factors_offsets };
+template <Format F>
+constexpr int64_t kGroup = F == Format::int6 ? 16 : 32;
+template <Scaling S>
+constexpr bool kFactors = S == Scaling::factors || S == Scaling::factors_offsets;
+
+template <Format F>
+Scaling scaling_of(const Job& j) {
+  if (j.group != kGroup<F> || j.unit != j.group) return Scaling::any;
+  const bool none = j.zero_type == kNone;
+  if ((F == Format::int4 || F == Format::int8) && none && !j.factors && j.scale_type == GM_F16)
+    return Scaling::half;
+  if (!j.factors || j.scale_type != lin::kI8) return Scaling::any;
+  if (F == Format::int6 && none) return Scaling::factors;
+  if ((F == Format::int4 || F == Format::int5) && j.offsets && j.offset_factors && j.zero_type == lin::kI8)
+    return Scaling::factors_offsets;
+  return Scaling::any;
+}
+
 // Scale (or zero, or offset) of the rows of a block for a unit.
 inline lin::V of_unit(const Job& j, const void* base, int type, const float* factors, int64_t block,
                       int64_t unit) {
@@ -76,13 +101,42 @@ inline lin::V zero_of(const Job& j, int64_t block, int64_t unit) {
   return of_unit(j, j.zeros, j.zero_type, j.offset_factors, block, unit);
 }
 
-// A block's decoded columns: steps, and per unit the scales and zeros.
+// Of a unit: with kFactors, the bits of its scales as integers (integer_scales) and the factors apart.
+struct UnitScales {
+  lin::V scale, factor, zero;
+};
+template <Format F, Scaling S>
+inline UnitScales unit_scales(const Job& j, int64_t block, int64_t unit) {
+  UnitScales u;
+  if constexpr (kFactors<S>) {
+    const int64_t at = (block * j.groups + unit) * kRows;
+    const int64_t run = (block * j.factor_runs + (unit >> j.factor_shift)) * kRows;
+    const auto* scales = static_cast<const int8_t*>(j.scales) + at;
+    const auto* offsets = static_cast<const int8_t*>(j.zeros) + at;
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) {
+      const int64_t o = i * gm::kLanes;
+      u.scale.p[i] = integer_scales<Math<F>>(scales + o);
+      u.factor.p[i] = gm::load(j.factors + run + o);
+      if constexpr (S == Scaling::factors_offsets)
+        u.zero.p[i] = lin::load_i8(offsets + o) * gm::load(j.offset_factors + run + o);
+    }
+  } else if constexpr (S == Scaling::half) {
+    u.scale = lin::load16(j.scales, GM_F16, block * j.groups + unit);
+  } else {
+    u.scale = scale_of(j, block, unit);
+    if (j.zero_type != kNone) u.zero = zero_of(j, block, unit);
+  }
+  return u;
+}
+
+// A block's decoded columns: steps, and per unit the scales.
 struct Decoded {
   Int* steps;
-  lin::V *scales, *zeros;
+  UnitScales* scales;
 };
 
-template <Format F>
+template <Format F, Scaling S>
 void decode_units(const Job& j, int64_t block, int64_t u0, int64_t u1, const Decoded& to) {
   using M = Math<F>;
   constexpr int steps = M::template kSteps<F>, per_line = 32 / lin::kBits<F>;
@@ -95,10 +149,7 @@ void decode_units(const Job& j, int64_t block, int64_t u0, int64_t u1, const Dec
 #pragma GCC unroll 4
     for (int s = 0; s < steps; ++s) *out++ = M::template decode<F>(w, s);
   }
-  for (int64_t u = u0; u < u1; ++u) {
-    to.scales[u - u0] = scale_of(j, block, u);
-    if (j.zero_type != kNone) to.zeros[u - u0] = zero_of(j, block, u);
-  }
+  for (int64_t u = u0; u < u1; ++u) to.scales[u - u0] = unit_scales<F, S>(j, block, u);
 }
 
 // totals += (sum + zero * x_sum) * (scale * x_scale); without zeros, sum * (scale * x_scale); with offsets
@@ -163,9 +214,9 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
       }
     }
     if constexpr (kPacked) p += line_bytes<F>(lines);
-    const lin::V scale = kPacked ? scale_of(j, block, u) : decoded->scales[u - u0];
+    const lin::V scale = kPacked ? scale_of(j, block, u) : decoded->scales[u - u0].scale;
     if (j.zero_type != kNone) {
-      const lin::V zero = kPacked ? zero_of(j, block, u) : decoded->zeros[u - u0];
+      const lin::V zero = kPacked ? zero_of(j, block, u) : decoded->scales[u - u0].zero;
 #pragma GCC unroll 12
       for (int r = 0; r < MR; ++r)
         add_unit(sum[r], &zero, j.offsets, gm::bit_cast<float>(j.x_sums[at + r]), scale, j.x_scales[at + r],
@@ -178,56 +229,121 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
   }
 }
 
-// tile() for a number of rows that is known when the kernel runs.
-template <Format F, bool kPacked, int MR = kPacked ? kDirectRows : kTileRows>
+// tile() for the scalings that the compiler knows: nothing is asked per unit, and totals stay in registers.
+template <Format F, Scaling S, int MR, bool kPacked>
+void known_tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0, int64_t u1,
+                float* totals) {
+  using M = Math<F>;
+  constexpr int steps = M::template kSteps<F>, lines = int(kGroup<F> * lin::kBits<F> / 32);
+  static_assert(M::kExact || lines <= M::template kRun<F>);
+  const uint32_t* x = j.words + row0 * (j.columns / M::kColumns) + u0 * kGroup<F> / M::kColumns * MR;
+  const uint8_t* p = j.codes + block * j.block_bytes + line_bytes<F>(u0 * lines);
+  const Int* step = kPacked ? nullptr : decoded->steps;
+  const int32_t* x_sums = j.x_sums + row0 * j.units + u0 * MR;
+  const float* x_scales = j.x_scales + row0 * j.units + u0 * MR;
+  gm::vf total[MR * kParts];
+#pragma GCC unroll 24
+  for (int i = 0; i < MR * kParts; ++i) total[i] = gm::load(totals + i * gm::kLanes);
+  for (int64_t u = u0; u < u1; ++u, x_sums += MR, x_scales += MR) {
+    Int acc[MR];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kParts; ++i)  // no offsets: minus the implicit zero, where accumulators are int32
+        acc[r].p[i] = M::kExact && S != Scaling::factors_offsets ? gm::vi{} + x_sums[r] : gm::vi{};
+#pragma GCC unroll 8
+    for (int line = 0; line < lines; ++line) {
+      Line w;
+      if constexpr (kPacked) {
+        w = load<F>(p, line);
+        __builtin_prefetch(p + line_bytes<F>(line) + kAhead);
+      }
+#pragma GCC unroll 4
+      for (int s = 0; s < steps; ++s) {
+        const Int operand = kPacked ? M::template decode<F>(w, s) : load_step(step++);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; ++r) M::mac(acc[r], operand, x[s * MR + r]);
+      }
+      x += steps * MR;
+    }
+    if constexpr (kPacked) p += line_bytes<F>(lines);
+    UnitScales own;
+    if constexpr (kPacked) own = unit_scales<F, S>(j, block, u);
+    const UnitScales& scales = kPacked ? own : decoded->scales[u - u0];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r) {
+      const float x_scale = x_scales[r];
+#pragma GCC unroll 4
+      for (int i = 0; i < kParts; ++i) {
+        gm::vf& to = total[r * kParts + i];
+        if constexpr (S == Scaling::factors_offsets)
+          to = gm::fma(scales.zero.p[i], gm::splat(gm::bit_cast<float>(x_sums[r]) * x_scale), to);
+        if constexpr (kFactors<S>) {
+          to = gm::fma(integer_scaled<M>(acc[r].p[i], scales.scale.p[i]), scales.factor.p[i] * x_scale, to);
+        } else {
+          gm::vi sum = acc[r].p[i];
+          if constexpr (!M::kExact) sum = M::widened(sum) + x_sums[r];
+          to = gm::fma(__builtin_convertvector(sum, gm::vf), scales.scale.p[i] * x_scale, to);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 24
+  for (int i = 0; i < MR * kParts; ++i) gm::store(totals + i * gm::kLanes, total[i]);
+}
+
+// A tile for a number of rows that is known when the kernel runs.
+template <Format F, Scaling S, bool kPacked, int MR = kPacked ? kDirectRows : kTileRows>
 void any_tile(int rows, const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0,
               int64_t u1, float* totals) {
   if constexpr (MR > 1)
-    if (rows < MR) return any_tile<F, kPacked, MR - 1>(rows, j, block, decoded, row0, u0, u1, totals);
-  tile<F, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
+    if (rows < MR) return any_tile<F, S, kPacked, MR - 1>(rows, j, block, decoded, row0, u0, u1, totals);
+  if constexpr (S == Scaling::any)
+    tile<F, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
+  else
+    known_tile<F, S, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
 }
 
-template <Format F, class T>
+template <Format F, Scaling S, class T>
 int run_direct(const Job& j, const lin::Output<T>& o) {
   const int64_t grain = (1 << 19) / (j.columns * kRows) + 1;
   return gm::parallel_for(j.blocks, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float totals[kDirectRows * kRows];
     for (int64_t block = begin; block < end; ++block) {
       std::memset(totals, 0, sizeof totals);
-      any_tile<F, true>(int(j.rows), j, block, nullptr, 0, 0, j.units, totals);
+      any_tile<F, S, true>(int(j.rows), j, block, nullptr, 0, 0, j.units, totals);
       lin::finish(j, o, block, 1, 0, j.rows, totals, kRows);
     }
   });
 }
 
-template <Format F, class T>
+template <Format F, Scaling S, class T>
 int run_buffered(const Job& j, const lin::Output<T>& o) {
   const int64_t chunk = kChunkColumns / j.unit;  // units decoded at a time
   int failed = 0;
   const int code = gm::parallel_for(j.blocks, 1, [&](int64_t begin, int64_t end) {
     const size_t steps = sizeof(Int) * size_t(kChunkColumns / Math<F>::kColumns);
-    const size_t scales = sizeof(lin::V) * size_t(chunk);
+    const size_t scales = sizeof(UnitScales) * size_t(chunk);
     const int64_t block_totals = j.rows * kRows;
     const size_t totals_bytes = sizeof(float) * size_t(block_totals * kChunkBlocks);
-    char* scratch = static_cast<char*>(std::aligned_alloc(64, steps + 2 * scales + totals_bytes));
+    char* scratch = static_cast<char*>(std::aligned_alloc(64, steps + scales + totals_bytes));
     if (!scratch) {
       __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
       return;
     }
-    const Decoded decoded{reinterpret_cast<Int*>(scratch), reinterpret_cast<lin::V*>(scratch + steps),
-                          reinterpret_cast<lin::V*>(scratch + steps + scales)};
-    float* totals = reinterpret_cast<float*>(scratch + steps + 2 * scales);
+    const Decoded decoded{reinterpret_cast<Int*>(scratch), reinterpret_cast<UnitScales*>(scratch + steps)};
+    float* totals = reinterpret_cast<float*>(scratch + steps + scales);
     for (int64_t first = begin; first < end; first += kChunkBlocks) {
       const int64_t blocks = smaller(kChunkBlocks, end - first);
       std::memset(totals, 0, totals_bytes);
       for (int64_t u = 0; u < j.units; u += chunk)
         for (int64_t b = 0; b < blocks; ++b) {
           const int64_t stop = smaller(u + chunk, j.units);
-          decode_units<F>(j, first + b, u, stop, decoded);
+          decode_units<F, S>(j, first + b, u, stop, decoded);
           for (int64_t row = 0; row < j.rows;) {
             const int rows = tile_rows(j.rows - row);
-            any_tile<F, false>(rows, j, first + b, &decoded, row, u, stop,
-                               totals + b * block_totals + row * kRows);
+            any_tile<F, S, false>(rows, j, first + b, &decoded, row, u, stop,
+                                  totals + b * block_totals + row * kRows);
             row += rows;
           }
         }
@@ -339,7 +455,16 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
     const T* added = residual ? residual + row * columns_out : nullptr;
     T* to = out + row * columns_out;
     const lin::Output<T> o{to, z, bias, silu ? nullptr : added};
-    code = j.rows <= kDirectRows ? run_direct<F>(j, o) : run_buffered<F>(j, o);
+    const bool direct = j.rows <= kDirectRows;
+#define LINEAR_A8_SCALING(S) \
+  if (scaling == Scaling::S) \
+  code = direct ? run_direct<F, Scaling::S>(j, o) : run_buffered<F, Scaling::S>(j, o)
+    const Scaling scaling = scaling_of<F>(j);
+    LINEAR_A8_SCALING(any);
+    if constexpr (F == Format::int4 || F == Format::int8) LINEAR_A8_SCALING(half);
+    if constexpr (F == Format::int4 || F == Format::int5) LINEAR_A8_SCALING(factors_offsets);
+    if constexpr (F == Format::int6) LINEAR_A8_SCALING(factors);
+#undef LINEAR_A8_SCALING
     if (silu && code == GM_OK) code = lin::silu_mul(z, added, to, j.rows, columns_out);
   }
   std::free(scratch);

@@ -200,10 +200,11 @@ struct Dot4 {
   }
   // sums += the accumulator's halves
   static inline void widen(Int& sums, const Int& acc) {
-    const gm::vi ones = gm::vi{} + 0x00010001;
 #pragma GCC unroll 4
-    for (int i = 0; i < kParts; ++i) sums.p[i] += dot2(acc.p[i], ones);
+    for (int i = 0; i < kParts; ++i) sums.p[i] += widened(acc.p[i]);
   }
+  // The halves of each lane, added.
+  static inline gm::vi widened(gm::vi acc) { return dot2(acc, gm::vi{} + 0x00010001); }
 };
 
 // Two columns per step: codes of more than 4 bits by int8, both as int16.
@@ -252,6 +253,28 @@ struct MathOf<Format::int6, false> {
 };
 template <Format F>
 using Math = typename MathOf<F, Dot4::kExact>::type;
+
+// int8 scales that multiply sums as integers, as ggml's products of K-quants do: where accumulators are pairs
+// of int16, each scale twice, so that one pmaddwd adds the pair and scales it; elsewhere as floats. Both give
+// the product rounded once: sums are below 2^24. The bits travel as floats.
+template <class M>
+inline gm::vf integer_scales(const int8_t* from) {
+  if constexpr (M::kExact) return lin::load_i8(from);
+#if GM_X86_AVX2 && !GM_X86_AVX512
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (gm::vf)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes));
+#else
+  const gm::vi v = __builtin_convertvector(lin::load_i8(from), gm::vi);
+  return (gm::vf)((v << 16) | (v & 0xffff));
+#endif
+}
+template <class M>
+inline gm::vf integer_scaled(gm::vi acc, gm::vf scales) {
+  if constexpr (M::kExact)
+    return __builtin_convertvector(acc, gm::vf) * scales;
+  else
+    return __builtin_convertvector(dot2(acc, (gm::vi)scales), gm::vf);
+}
 
 // int8 codes of a row -> the 32-bit words of its steps, `gap` words apart.
 template <class M>

@@ -1,6 +1,6 @@
 """GGUF's types multiplied as they are stored: random blocks of every type, read, packed, and multiplied with activations of 8 bits.
 
-Planted faults: another factor, another minimum, exchanged nibbles, a moved high bit.
+Planted faults: another factor, scale or minimum, exchanged nibbles, a moved high bit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.metrics import error_of
@@ -80,6 +81,10 @@ def factor(packed: Packed) -> None:
     packed.slots["factors"][0, 1, 3] *= 1.5
 
 
+def scale(packed: Packed) -> None:
+    packed.slots["scales"][0, 5, 7] += 20
+
+
 def minimum(packed: Packed) -> None:
     packed.slots["offsets"][0, 5, 7] += 20
 
@@ -98,6 +103,8 @@ def high_bit(packed: Packed) -> None:
     [
         ("Q4_K", factor),
         ("Q6_K", factor),
+        ("Q4_K", scale),
+        ("Q6_K", scale),
         ("Q4_K", minimum),
         ("Q5_K", minimum),
         ("Q4_K", nibbles),
@@ -111,6 +118,42 @@ def test_a_planted_fault_is_over_the_tolerance(kind: str, plant: Callable[[Packe
     plant(packed)
     actual, limit = error(q, packed, 3)
     assert actual > limit
+
+
+def output(q: QuantTensor, x: Tensor) -> Tensor:
+    packed = pack(q, "cpu_groups16_v1")
+    out = torch.full((x.shape[0], q.n), float("nan"))
+    problem = OP.problem({"m": x.shape[0], "n": q.n, "k": q.k, "x": "fp32", "w": f"{q.scheme}.int8_g32"})
+    config = KERNEL.config(problem, device_target("cpu", Policy()))
+    load(KERNEL)(config, x, packed.tensors, None, None, False, q.n, None, out)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_x_does_not_depend_on_the_others(kind: str) -> None:
+    q = weight(kind, 33, 768)
+    x = torch.randn(13, 768, generator=torch.Generator().manual_seed(0))
+    out = output(q, x)
+    for rows in (1, 2, 4, 5):
+        assert torch.equal(output(q, x[:rows]), out[:rows])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", FACTORED)
+def test_the_largest_codes_scales_and_activations_do_not_overflow(kind: str, sign: int) -> None:
+    """All bits set: with 127 in every column, the sums of int16 and int32 are the largest there are."""
+    blocks = torch.full((16, 2, TYPES[kind].size), 255, dtype=torch.uint8)
+    halves = blocks.view(torch.float16)
+    if kind == "Q6_K":
+        blocks[..., 192:208] = 127
+        halves[..., 104] = 0.5
+    else:
+        halves[..., :2] = 0.5
+    q = read_blocks("w", kind, blocks.view(16, -1), (16, 512))
+    x = torch.full((5, 512), float(sign))
+    expected = x.double() @ q.dequantize().double().T
+    for rows in (1, 5):
+        torch.testing.assert_close(output(q, x[:rows]).double(), expected[:rows], rtol=1e-6, atol=0)
 
 
 def test_tensors_that_are_no_such_weight_are_refused() -> None:

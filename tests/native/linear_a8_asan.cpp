@@ -4,7 +4,8 @@
 //
 // Planted faults that this program was seen to catch: one line too many in a run of int16 sums (saturates),
 // the bound j.k in quantize_row (reads past a row of x), x_sums of the next unit in tile (wrong zero),
-// tile_rows without rounding up (rows left out).
+// tile_rows without rounding up (rows left out), x_sums of the first row of a tile in known_tile (wrong
+// minimum).
 #include "packed_weight.h"
 
 GM_LEVELS(gm_linear_a8_rows16, (const void*, int64_t, const void*, const void*, const void*, const void*,
@@ -195,6 +196,7 @@ void all_groups(GroupsCall call, int dtype) {
       groups<D>(call, dtype, bits, 32, 8, bits == 4, m, 17, 512, false);
       groups<D>(call, dtype, bits, 32, 0, bits != 8, m, 33, 96, false);
       groups<D>(call, dtype, bits, 32, 8, bits == 5, m, 34, 256, true);
+      groups<D>(call, dtype, bits, 32, 0, false, m, 18, 352, false);  // half: float16 scales alone
       if (bits != 5) groups<D>(call, dtype, bits, 16, 16, false, m, 7, 256, false);
     }
   const auto refused = [&](int64_t k, int64_t group, int64_t per, int bits) {

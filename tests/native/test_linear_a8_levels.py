@@ -19,15 +19,16 @@ import torch
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.linear import OP
 from gristmill.kernels.linear.linear_cpu import ARGUMENTS, native_arguments
-from gristmill.kernels.linear_a8 import linear_a8_cpu
+from gristmill.kernels.linear_a8 import linear_a8_cpu, linear_a8_groups_cpu
 from gristmill.kernels.native import cpu_function
 from gristmill.quant import pack, quantize
+from tests.kernels.test_linear_a8_groups import FACTORED, output, weight
 
 from .test_primitives import flags_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LINEAR = ROOT / "kernels" / "linear_a8"
-ENTRY = "gm_linear_a8_rows16"
+ENTRY, GROUPS = "gm_linear_a8_rows16", "gm_linear_a8_groups16"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -69,16 +70,30 @@ def results(entry: Any) -> list[torch.Tensor]:
     return [product(entry, scheme, m) for scheme in schemes for m in (1, 2, 4, 7, 13, 25)]
 
 
-def emulated(tmp_path: Path, folder: Path = LINEAR) -> Any:
-    """The entry at 16 lanes without instructions of a level."""
+def group_results(entry: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Products of K-quants as they are stored, whose scales multiply sums as integers."""
+    entry.argtypes = linear_a8_groups_cpu.ARGUMENTS
+    monkeypatch.setattr(linear_a8_groups_cpu, "cpu_function", lambda *_: entry)
+    x = torch.randn(13, 512, generator=torch.Generator().manual_seed(0))
+    return [output(weight(kind, 19, 512), x[:m]) for kind in FACTORED for m in (1, 13)]
+
+
+def emulated(tmp_path: Path, folder: Path = LINEAR) -> ctypes.CDLL:
+    """The entries at 16 lanes without instructions of a level."""
     flags = ["-march=x86-64", "-DGM_LANES=16", "-DGM_LEVEL=emulated", "-I", str(LINEAR)]
-    return ctypes.CDLL(str(compiled(tmp_path / "emulated.so", flags, folder)))[f"{ENTRY}__emulated"]
+    return ctypes.CDLL(str(compiled(tmp_path / "emulated.so", flags, folder)))
 
 
-def test_the_algorithm_at_512_bits_gives_the_bits_of_the_base_level(tmp_path: Path) -> None:
+def test_the_algorithm_at_512_bits_gives_the_bits_of_the_base_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = emulated(tmp_path)
     base = results(cpu_function(ENTRY, "base", (*ARGUMENTS, c_int64)))
-    for expected, actual in zip(base, results(emulated(tmp_path)), strict=True):
-        assert not expected.isnan().any() and torch.equal(actual, expected)
+    base += group_results(cpu_function(GROUPS, "base", linear_a8_groups_cpu.ARGUMENTS), monkeypatch)
+    actual = results(library[f"{ENTRY}__emulated"])
+    actual += group_results(library[f"{GROUPS}__emulated"], monkeypatch)
+    for expected, found in zip(base, actual, strict=True):
+        assert not expected.isnan().any() and torch.equal(found, expected)
 
 
 @pytest.mark.slow
@@ -91,7 +106,7 @@ def test_a_wrong_lane_is_seen(tmp_path: Path) -> None:
     assert header.read_text().count(right) == 1
     header.write_text(header.read_text().replace(right, "((x << (24 - (b == 8 ? 0 : b))) >> 24)"))
     base = results(cpu_function(ENTRY, "base", (*ARGUMENTS, c_int64)))
-    assert not any(map(torch.equal, base, results(emulated(tmp_path, tmp_path))))
+    assert not any(map(torch.equal, base, results(emulated(tmp_path, tmp_path)[f"{ENTRY}__emulated"])))
 
 
 @pytest.mark.parametrize(
