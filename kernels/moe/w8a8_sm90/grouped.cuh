@@ -141,10 +141,9 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
   const auto w_row = [&](const ExpertTile& tile, int h) {
     return tile.n + (S::kPlain ? 0 : rows + h * 64 + my_rows);
   };
-  ExpertTile tile{};
-  if (static_cast<int>(blockIdx.x) < all) {
-    tile = expert_tile<S>(g, list, blockIdx.x);
-    if constexpr (S::kBlocks) {
+  if constexpr (S::kBlocks) {
+    if (static_cast<int>(blockIdx.x) < all) {
+      const ExpertTile tile = expert_tile<S>(g, list, blockIdx.x);
       const Params p = params_of(g, tile);
 #pragma unroll
       for (int h = 0; h < kScales; ++h) scales[h].load(p, w_row(tile, h), 0);
@@ -157,15 +156,16 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
   };
 #pragma unroll 1
   for (int index = blockIdx.x; index < all; index += gridDim.x) {
+    const ExpertTile tile = expert_tile<S>(g, list, index);
     const Params p = params_of(g, tile);
     const int n0 = tile.n + (S::kPlain ? 0 : rows), m0 = tile.m + (S::kPlain ? rows : 0);
     const int first_row[2] = {w_row(tile, 0), w_row(tile, S::kHalves - 1)};
     const End<S, Sum> end(p, n0, m0);
-    tile = expert_tile<S>(g, list, min(index + static_cast<int>(gridDim.x), all - 1));
     if constexpr (S::kBlocks) {
-      const Params next = params_of(g, tile);
+      const ExpertTile next = expert_tile<S>(g, list, min(index + static_cast<int>(gridDim.x), all - 1));
 #pragma unroll
-      for (int h = 0; h < kScales; ++h) scales[h].begin(p, 0), scales[h].load(next, w_row(tile, h), 0);
+      for (int h = 0; h < kScales; ++h)
+        scales[h].begin(p, 0), scales[h].load(params_of(g, next), w_row(next, h), 0);
     }
     Sum sums[S::kHalves][kSums] = {};
     // The products of one slot with 64 rows of A, as a group of their own.
@@ -245,11 +245,17 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
     }
     end.keep(table, warpgroup);
     constexpr int kTogether = S::kColumns < 64 ? S::kColumns : 64;
+    // Found anew where registers are few, instead of kept while products run.
+    const ExpertTile done = S::kPlain ? expert_tile<S>(g, list, index) : tile;
+    Params to = g.one;
+    to.m = done.end;
 #pragma unroll
     for (int h = 0; h < S::kHalves; ++h)
 #pragma unroll
       for (int column = 0; column < S::kColumns; column += kTogether)
-        store_fragments<S, kTogether / 8>(p, sums[h] + column / 2, table, shared, warpgroup, n0, m0, h, column);
+        store_fragments<S, kTogether / 8>(to, sums[h] + column / 2, table, shared, warpgroup,
+                                          done.n + (S::kPlain ? 0 : rows), done.m + (S::kPlain ? rows : 0), h,
+                                          column);
   }
 }
 
