@@ -34,6 +34,7 @@ from lab.attention_timing import Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
 
 KERNELS = "moe_sm90,moe_epilogue_sm90,moe_w8a8_sm90,moe_chain_w_triton"
+ROUNDED = 4
 READ_FLOOR, MATRIX_FLOOR, MATRIX_FLOOR_8_BITS = 4.5e6, 785e6, 1430e6
 """Bytes and operations per microsecond of an H200."""
 
@@ -127,9 +128,19 @@ class Inputs:
 
 @lru_cache(maxsize=1)
 def weights_of(experts: int, hidden: int, inner: int, scheme: str) -> list[QuantTensor]:
-    """Both weights of a layer, which all numbers of tokens share."""
-    shapes = ((experts, 2 * inner, hidden), (experts, hidden, inner))
-    return [quantize(torch.randn(*shape, device=DEVICE), scheme) for shape in shapes]
+    """Both weights of a layer, which all numbers of tokens share: `ROUNDED` experts over and over, since rounding takes longest."""
+    return [
+        _repeated(quantize(torch.randn(min(experts, ROUNDED), *shape, device=DEVICE), scheme), experts)
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    ]
+
+
+def _repeated(weight: QuantTensor, experts: int) -> QuantTensor:
+    count = weight.shape[0]
+    order = torch.arange(experts, device=DEVICE) % count
+    return weight.with_tensors(
+        {name: tensor[order] for name, tensor in weight.tensors().items()}, (experts, *weight.shape[1:])
+    )
 
 
 @lru_cache(maxsize=2)
