@@ -91,8 +91,9 @@ def run(
     buffer = torch.full((rows + 2, q.n), math.nan, dtype=x.dtype, device=DEVICE)
     codes, scales = sorted_operands(operands, x, counts)
     config = shapes.config_of(operands, choice, len(counts), processors)
-    tensors, offsets = list(pack(q, "plain_v1").tensors), offsets_of(counts)
-    _launch.product(operands, config, codes, scales, tensors, offsets, buffer[1:-1], early=False)
+    _launch.product(
+        operands, config, codes, scales, list(pack(q, "plain_v1").tensors), offsets_of(counts), buffer[1:-1]
+    )
     assert bool(buffer[0].isnan().all()) and bool(buffer[sum(counts) + 1 :].isnan().all())
     return buffer[1 : 1 + sum(counts)]
 
@@ -141,7 +142,7 @@ def test_one_hot_rows_read_every_weight_back(operands: Operands) -> None:
 @OVER_OPERANDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantizers_follow_the_rules(operands: Operands, dtype: torch.dtype) -> None:
-    """Tokens bit for bit, and places if they sort; silu(gate) * up but for neighbours of a rounding."""
+    """Tokens bit for bit; silu(gate) * up but for neighbours of a rounding."""
     experts, top_k = 6, 3
     for tokens, k in ((1, 16), (7, 2880), (130, 768), (3, 20480)):
         ids = routing("foreign", tokens, top_k, experts)
@@ -154,20 +155,12 @@ def test_quantizers_follow_the_rules(operands: Operands, dtype: torch.dtype) -> 
         gate, up = z.float().chunk(2, 1)
         acts = (gate * gate.sigmoid() * up).to(dtype)
         places, rows = inverse[inverse >= 0].long(), torch.arange(entries, device=DEVICE)[inverse >= 0]
-        for what, source in enumerate((x, x, z)):
-            gated = what == _launch.GATE_UP
-            if what == _launch.TOKENS_TO_SORT:
-                if entries > _launch.FEW:
-                    continue
-                order.offsets.fill_(-9), order.inverse.fill_(-9)
+        for gated, source in ((False, x), (True, z)):
             codes = torch.full((entries, k), 255, dtype=torch.uint8, device=DEVICE)
             room = torch.full(
                 (shapes.scale_bytes(operands, entries, experts, k) // 4,), math.nan, device=DEVICE
             )
-            _launch.quantize(operands, source, order, k, codes, room, what)
-            if what == _launch.TOKENS_TO_SORT:
-                for made, known in zip(order[1:], permute(ids, experts)[::2], strict=True):
-                    assert torch.equal(made, known)
+            _launch.quantize(operands, source, order, k, codes, room, gated=gated)
             expected = quantize_activation(acts[places] if gated else x[rows // top_k], form_of(operands))
             exponent = codes[places].view(torch.float8_e4m3fn).float()
             if operands.blocks:
@@ -300,6 +293,6 @@ def test_offsets_past_two_to_the_31() -> None:
     for choice in shapes.choices():
         out = torch.full((9, n), math.nan, dtype=torch.bfloat16, device=DEVICE)
         config = shapes.config_of(operands, choice, experts, 132)
-        _launch.product(operands, config, rows, scales, tensors, offsets_of(counts), out, early=False)
+        _launch.product(operands, config, rows, scales, tensors, offsets_of(counts), out)
         delta = (out.float() - expected).norm() / expected.norm()
         assert float(delta) < 6e-3, choice

@@ -43,7 +43,6 @@ class Args(ctypes.Structure):
         ("block_rows", c_int32),
         ("x_pitch", c_int32),
         ("pdl", c_int32),
-        ("early", c_int32),
         ("tile_a", c_int32),
         ("tile_b", c_int32),
         ("plain", c_int32),
@@ -58,9 +57,6 @@ ARGUMENTS = (POINTER(Args),)
 """Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
 SHAPE = ("tile_a", "tile_b", "plain", "slots", "ctas", "grid")
 """Entries of a configuration that are fields of `Args`."""
-TOKENS, TOKENS_TO_SORT, GATE_UP = range(3)
-FEW = 64
-"""Entries of ids that the quantizer of tokens sorts by itself."""
 
 
 class Sorted(NamedTuple):
@@ -77,12 +73,11 @@ class Sorted(NamedTuple):
 
 
 def quantize(
-    operands: Operands, x: Tensor, order: Sorted, k: int, codes: Tensor, scales: Tensor, what: int
+    operands: Operands, x: Tensor, order: Sorted, k: int, codes: Tensor, scales: Tensor, *, gated: bool
 ) -> None:
-    """x [T, K], or gate and up [T * top_k, 2 K] sorted by expert -> codes [T * top_k, K] and scales in the order of experts.
+    """x [T, K], or gated gate and up [T * top_k, 2 K] sorted by expert -> codes [T * top_k, K] and scales in the order of experts.
 
-    what: TOKENS; TOKENS_TO_SORT, of at most `FEW` entries, writes offsets and inverse, too; GATE_UP, of silu(gate) · up in float32,
-    rounded to x's dtype. Rows of no expert are not written.
+    gated: of silu(gate) · up in float32, rounded to x's dtype. Rows of no expert are not written.
     """
     tokens, top_k = order.ids.shape
     entry = cuda_function("gm_moe_quantize_sm90", "sm_90a", QUANTIZE)
@@ -99,7 +94,7 @@ def quantize(
         top_k,
         k,
         order.experts,
-        what,
+        gated,
         operands.blocks,
         DTYPE_CODES[dtype_name(x.dtype)],
         device,
@@ -135,12 +130,10 @@ def product(
     weight: list[Tensor],
     offsets: Tensor,
     out: Tensor,
-    *,
-    early: bool,
 ) -> None:
     """One launch: sorted codes [P, K] and their scales, [E, N, K] weights in plain_v1 -> out [P, N]; rows of no expert are not written.
 
-    early: the launch before this one waited for the one that wrote the offsets.
+    The launch before this one must have waited for the one that wrote the offsets.
     """
     w, w_scales, _, _, row_block, _ = weight
     args = Args(SIZE, out.get_device(), torch.cuda.current_stream(out.device).cuda_stream)
@@ -152,7 +145,6 @@ def product(
     args.offsets = offsets.data_ptr()
     args.rows, args.n = out.shape
     args.experts, args.k, args.pdl = offsets.shape[0] - 1, codes.shape[1], 1
-    args.early = early
     args.x_pitch = scale_pitch(operands, args.rows, args.experts)
     args.y_type = DTYPE_CODES[dtype_name(out.dtype)]
     for name in SHAPE:

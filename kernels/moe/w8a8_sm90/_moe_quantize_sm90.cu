@@ -8,15 +8,12 @@
 
 struct MoeQuantizeParams {
   const uint16_t* x;  // tokens [m, k] with rows ldx apart; or gate and up [entries, 2 k]
-  const int* ids;
-  int *inverse, *offsets;  // of permute; written where the launch sorts
+  const int *ids, *inverse, *offsets;
   uint8_t* codes;   // [entries, k]
   float* scales;    // [entries], or by groups [groups, pitch]
   int64_t ldx;
   int m, top_k, k, experts, pitch;  // m: tokens, or entries
 };
-
-constexpr int kFew = 64;  // entries of ids that every CTA can sort
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -25,7 +22,6 @@ constexpr int kFew = 64;  // entries of ids that every CTA can sort
 namespace {
 
 constexpr int kVector = 8, kThreads = 256, kKept = 4;  // values of 16 bytes; vectors that a thread keeps
-enum class From { kTokens, kTokensToSort, kGateUp };
 
 // The larger one, NaN if one of them is.
 __device__ __forceinline__ float larger(float a, float b) {
@@ -98,8 +94,7 @@ __device__ __forceinline__ void allow_next() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Calls each(place, expert, start) for the entries of a token that an expert of this rank has; start: of the
-// expert's places.
+// Calls each(place, expert) for the entries of a token that an expert of this rank has.
 template <typename F>
 __device__ __forceinline__ void over_places(const MoeQuantizeParams& p, int64_t token, const F& each) {
   constexpr int kTogether = 4;
@@ -114,51 +109,8 @@ __device__ __forceinline__ void over_places(const MoeQuantizeParams& p, int64_t 
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
-      if (place[i] >= 0) each(place[i], expert[i], __ldcg(p.offsets + expert[i]));
+      if (place[i] >= 0) each(place[i], expert[i]);
   }
-}
-
-// The place of an entry of ids among few sorted ones, and where its expert's places begin: by counting, so that
-// no launch has to sort before. Sixteen lanes share the counts, of ids in shared memory.
-struct Sorter {
-  const int* ids;
-  int entries, experts;
-  __device__ __forceinline__ bool is_valid(int id) const { return id >= 0 && id < experts; }
-  __device__ __forceinline__ int expert(int entry) const { return is_valid(ids[entry]) ? ids[entry] : -1; }
-  // Both numbers of at most kFew, the start in the upper half.
-  __device__ __forceinline__ int counts(int entry, int first, int step) const {
-    int found = 0;
-    const int mine = ids[entry];
-    for (int i = first; i < entries; i += step)
-      if (is_valid(ids[i])) found += ids[i] < mine ? 0x10001 : ids[i] == mine && i < entry ? 1 : 0;
-    return found;
-  }
-  __device__ __forceinline__ int shared_counts(int entry) const {
-    int found = counts(entry, threadIdx.x & 15, 16);
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) found += __shfl_xor_sync(0xffffffffu, found, step);
-    return found;
-  }
-};
-
-// All threads of a CTA; what permute writes is written by the first one.
-__device__ __forceinline__ Sorter sorter_of(const MoeQuantizeParams& p) {
-  __shared__ int ids[kFew];
-  const int entries = p.m * p.top_k;
-  if (threadIdx.x < entries) ids[threadIdx.x] = __ldcg(p.ids + threadIdx.x);
-  __syncthreads();
-  const Sorter sorter{ids, entries, p.experts};
-  if (blockIdx.x == 0) {
-    if (threadIdx.x < entries)
-      p.inverse[threadIdx.x] =
-          sorter.expert(threadIdx.x) < 0 ? -1 : sorter.counts(threadIdx.x, 0, 1) & 0xffff;
-    for (int e = threadIdx.x; e <= p.experts; e += kThreads) {
-      int before = 0;
-      for (int i = 0; i < entries; ++i) before += sorter.is_valid(ids[i]) && ids[i] < e;
-      p.offsets[e] = before;
-    }
-  }
-  return sorter;
 }
 
 // The largest number of a CTA, in all its threads.
@@ -173,21 +125,9 @@ __device__ __forceinline__ float largest(float amax) {
   return amax;
 }
 
-// Both for each entry of a token, by whole half-warps, of which all have a token if `has`.
-template <typename F>
-__device__ __forceinline__ void over_sorted(const MoeQuantizeParams& p, const Sorter& sorter, bool has,
-                                            int64_t token, const F& each) {
-#pragma unroll 1
-  for (int j = 0; j < p.top_k; ++j) {
-    const int entry = has ? static_cast<int>(token) * p.top_k + j : 0, counts = sorter.shared_counts(entry);
-    if (has && sorter.expert(entry) >= 0) each(counts & 0xffff, sorter.expert(entry), counts >> 16);
-  }
-}
-
-// A scale for each row: a CTA takes a token, or an entry of ids of gate and up.
-template <bool HALF, From FROM>
+// A scale for each row: a CTA takes a token, or an entry of ids if GATED.
+template <bool HALF, bool GATED>
 __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
-  constexpr bool GATED = FROM == From::kGateUp, SORTS = FROM == From::kTokensToSort;
   const int vectors = p.k / kVector;
   int64_t row = blockIdx.x;
   if constexpr (GATED) {
@@ -195,9 +135,6 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
     allow_next();
     row = __ldcg(p.inverse + blockIdx.x);
     if (row < 0) return;
-  } else if constexpr (SORTS) {
-    wait();
-    allow_next();
   }
   const uint4* x = reinterpret_cast<const uint4*>(p.x + row * p.ldx);
   const auto vector_at = [&](int at) {
@@ -231,26 +168,18 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
       to[at] = codes_of<HALF>(vector_at(at), scale);
     if (threadIdx.x == 0) p.scales[place] = scale;
   };
-  const auto write_place = [&](int place, int, int) { write(place); };
   if constexpr (GATED) {
     write(row);
-  } else if constexpr (SORTS) {
-    over_sorted(p, sorter_of(p), true, row, write_place);
   } else {
     wait();
     allow_next();
-    over_places(p, row, write_place);
+    over_places(p, row, [&](int place, int) { write(place); });
   }
 }
 
-// A scale for 128 columns: sixteen lanes take them, of a token, or of an entry of ids of gate and up.
-template <bool HALF, From FROM>
+// A scale for 128 columns: sixteen lanes take them, of a token, or of an entry of ids if GATED.
+template <bool HALF, bool GATED>
 __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
-  constexpr bool GATED = FROM == From::kGateUp, SORTS = FROM == From::kTokensToSort;
-  if constexpr (SORTS) {
-    wait();
-    allow_next();
-  }
   const int groups = (p.k + 127) / 128, lane = threadIdx.x & 15;
   const int64_t index = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 16;
   const int64_t item = index / groups;
@@ -274,20 +203,16 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
   for (int step = 8; step > 0; step /= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
   const float scale = __fdiv_rn(larger(amax, 1e-4f), 448.f);
   const uint2 codes = codes_of<HALF>(word, scale);
-  const auto write = [&](int place, int expert, int start) {
+  const auto write = [&](int place, int expert) {
     if (here) *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(place) * p.k + column) = codes;
     if (lane == 0) {
+      const int start = __ldcg(p.offsets + expert);
       p.scales[static_cast<int64_t>(group) * p.pitch + gm::w8a8::scale_column(start, expert) + place - start] =
           scale;
     }
   };
   if constexpr (GATED) {
-    if (row >= 0) {
-      const int expert = __ldcg(p.ids + item);
-      write(static_cast<int>(row), expert, __ldcg(p.offsets + expert));
-    }
-  } else if constexpr (SORTS) {
-    over_sorted(p, sorter_of(p), item < p.m, item, write);
+    if (row >= 0) write(static_cast<int>(row), __ldcg(p.ids + item));
   } else {
     wait();
     allow_next();
@@ -297,42 +222,44 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
 
 }  // namespace
 
-#define GM_KERNELS(name, from, type, half)                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads)                            \
-      experts_##name##_token_##type(const __grid_constant__ MoeQuantizeParams p) {  \
-    quantize_rows<half, from>(p);                                                   \
-  }                                                                                 \
-  extern "C" __global__ void __launch_bounds__(kThreads)                            \
-      experts_##name##_g128_##type(const __grid_constant__ MoeQuantizeParams p) {   \
-    quantize_groups<half, from>(p);                                                 \
+#define GM_KERNELS(type, half)                                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads)                             \
+      experts_quantize_token_##type(const __grid_constant__ MoeQuantizeParams p) {       \
+    quantize_rows<half, false>(p);                                                   \
+  }                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                             \
+      experts_quantize_g128_##type(const __grid_constant__ MoeQuantizeParams p) {        \
+    quantize_groups<half, false>(p);                                                 \
+  }                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                             \
+      experts_silu_quantize_token_##type(const __grid_constant__ MoeQuantizeParams p) {  \
+    quantize_rows<half, true>(p);                                                    \
+  }                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                             \
+      experts_silu_quantize_g128_##type(const __grid_constant__ MoeQuantizeParams p) {   \
+    quantize_groups<half, true>(p);                                                  \
   }
-GM_KERNELS(quantize, From::kTokens, fp16, true)
-GM_KERNELS(quantize, From::kTokens, bf16, false)
-GM_KERNELS(sort_quantize, From::kTokensToSort, fp16, true)
-GM_KERNELS(sort_quantize, From::kTokensToSort, bf16, false)
-GM_KERNELS(silu_quantize, From::kGateUp, fp16, true)
-GM_KERNELS(silu_quantize, From::kGateUp, bf16, false)
+GM_KERNELS(fp16, true)
+GM_KERNELS(bf16, false)
 
 #else
 
 namespace {
-#define GM_KERNELS(name)                                                                \
-  {{{GM_CUBIN, "experts_" #name "_token_fp16"}, {GM_CUBIN, "experts_" #name "_token_bf16"}}, \
-   {{GM_CUBIN, "experts_" #name "_g128_fp16"}, {GM_CUBIN, "experts_" #name "_g128_bf16"}}}
-// [what][by groups][bf16]
-gm::CudaKernel g_kernels[3][2][2] = {GM_KERNELS(quantize), GM_KERNELS(sort_quantize),
-                                     GM_KERNELS(silu_quantize)};
+// [gated][by groups][bf16]
+gm::CudaKernel g_kernels[2][2][2] = {
+    {{{GM_CUBIN, "experts_quantize_token_fp16"}, {GM_CUBIN, "experts_quantize_token_bf16"}},
+     {{GM_CUBIN, "experts_quantize_g128_fp16"}, {GM_CUBIN, "experts_quantize_g128_bf16"}}},
+    {{{GM_CUBIN, "experts_silu_quantize_token_fp16"}, {GM_CUBIN, "experts_silu_quantize_token_bf16"}},
+     {{GM_CUBIN, "experts_silu_quantize_g128_fp16"}, {GM_CUBIN, "experts_silu_quantize_g128_bf16"}}}};
 }  // namespace
 
-// x [tokens, k] of fp16 (1) or bf16 (2) with rows ldx apart (what: 0), or gate and up [tokens * top_k, 2 k] in
-// the order of experts (2) -> codes [tokens * top_k, k] and float32 scales in that order. groups: scales of 128
-// columns, [groups, pitch]. what 1: as 0, and writes the offsets and inverse of permute, of at most 64 entries.
+// x [tokens, k] of fp16 (1) or bf16 (2) with rows ldx apart, or, gated, gate and up [tokens * top_k, 2 k] in
+// the order of experts -> codes [tokens * top_k, k] and float32 scales in that order. groups: scales of 128
+// columns, [groups, pitch].
 GM_CUDA_ENTRY(gm_moe_quantize_sm90)
-(void* codes, void* scales, const void* x, int64_t ldx, const int* ids, int* inverse, int* offsets,
- int64_t tokens, int top_k, int k, int experts, int what, int groups, int type, int device, void* stream) {
-  if (what < 0 || what > 2) return GM_E_ARG;
-  const bool gated = what == 2;
-  if (what == 1 && tokens * top_k > kFew) return GM_E_SHAPE;
+(void* codes, void* scales, const void* x, int64_t ldx, const int* ids, const int* inverse,
+ const int* offsets, int64_t tokens, int top_k, int k, int experts, int gated, int groups, int type,
+ int device, void* stream) {
   if (type != 1 && type != 2) return GM_E_DTYPE;
   if (tokens < 0 || top_k < 1 || tokens * top_k > INT32_MAX || k < 1 || k % 16 || experts < 1)
     return GM_E_SHAPE;
@@ -354,7 +281,7 @@ GM_CUDA_ENTRY(gm_moe_quantize_sm90)
                       experts,
                       int(pitch)};
   void* args[] = {&p};
-  return g_kernels[what][groups != 0][type - 1].launch(
+  return g_kernels[gated != 0][groups != 0][type - 1].launch(
       device, stream,
       {.grid_x = groups ? unsigned((threads + 255) / 256) : unsigned(items), .block = 256, .pdl = true},
       args);

@@ -19,7 +19,6 @@ struct gm_grouped_w8a8_args {
   int32_t block_rows;  // blocks: of an expert
   int32_t x_pitch;     // blocks: floats from one k block of x_scale to the next, a multiple of 4
   int32_t pdl;
-  int32_t early;  // the launch before this one waited for the one that wrote the offsets
   int32_t tile_a, tile_b, plain;  // the instance: rows of operands A and B of a tile, whether A is x
   int32_t slots, ctas;            // ctas: those of a multiprocessor
   int32_t grid;                   // CTAs at most

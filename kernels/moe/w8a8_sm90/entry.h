@@ -118,7 +118,7 @@ GM_CUDA_ENTRY(GM_ENTRY)(const gm_grouped_w8a8_args* args) {
   p.n = a.n, p.k_blocks = k_blocks, p.slots = a.slots, p.x_pitch = a.x_pitch;
   p.half = a.y_type == 1, p.vector = a.n % 8 == 0 && is_aligned(a.y);
   g.expert_scales = int64_t(GM_BLOCKS ? a.block_rows * k_blocks : a.n) * (a.w_type == 0 ? 4 : 2);
-  g.list.offsets = a.offsets, g.list.experts = a.experts, g.list.rows = a.rows, g.list.early = a.early;
+  g.list.offsets = a.offsets, g.list.experts = a.experts, g.list.rows = a.rows;
   g.list.blocks = ceil_div(a.n, one->tile_n()), g.list.by_blocks = gm::reciprocal(g.list.blocks);
   // Each expert has at most one tile that is not full.
   const int64_t high = int64_t(ceil_div(a.rows, one->tile_m())) + a.experts;

@@ -2,8 +2,8 @@
 // sums of linear_a8/w8a8_sm90/product.cuh, over a list of tiles that every CTA makes from the offsets of the
 // experts. A tile has rows of one expert. Rows of x past them are multiplied and not stored.
 //
-// early: the launch before this one waited for the one that wrote the offsets before it allowed this one to
-// begin. Then the list is made, and W is copied, while it still runs.
+// The launch before this one must have waited for the one that wrote the offsets before it allowed this one to
+// begin: the list is made, and W is copied, while it still runs.
 #pragma once
 #include "../../linear_a8/w8a8_sm90/product.cuh"
 #include "../frag16_sm90/grouped_tiles.cuh"
@@ -120,7 +120,6 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (!g.list.early) asm volatile("griddepcontrol.wait;" ::: "memory");
   list.make<S::kTileM>(g.list);
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const int all = list.first[g.list.experts] * g.list.blocks;

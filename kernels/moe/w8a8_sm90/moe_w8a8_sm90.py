@@ -1,8 +1,8 @@
 """MoE with e4m3 weights and activations for Hopper: per tensor or channel and token, and in blocks of 128.
 
 permute; tokens quantized once and copied to their experts; first product; silu(gate) · up quantized; second product; combine. Six
-launches, and each begins during the one before; of few entries of ids, five: the quantizer of tokens sorts them. Gate and up are
-rounded to x's dtype, as silu(gate) · up is before it is quantized. Weights stay as checkpoints have them, in plain_v1.
+launches, and each begins during the one before. Gate and up are rounded to x's dtype, as silu(gate) · up is before it is quantized.
+Weights stay as checkpoints have them, in plain_v1.
 """
 
 from __future__ import annotations
@@ -60,33 +60,23 @@ def launch(
             f"moe_w8a8_sm90: rows of x must be contiguous and start at multiples of 16 bytes, got strides {x.stride()}"
         )
     space = views(operands, workspace, x, entries, experts, inner)
-    order, sorts = _launch.Sorted(ids, space.offsets, space.inverse), entries <= _launch.FEW
-    if not sorts:
-        steps.permute({}, ids, experts, space.offsets, space.permutation, space.inverse)
-    what = _launch.TOKENS_TO_SORT if sorts else _launch.TOKENS
-    _launch.quantize(operands, x, order, hidden, space.tokens, space.token_scales, what)
-    first, second = shape_of(config, 1), shape_of(config, 2)
+    steps.permute({}, ids, experts, space.offsets, space.permutation, space.inverse)
+    order = _launch.Sorted(ids, space.offsets, space.inverse)
+    _launch.quantize(operands, x, order, hidden, space.tokens, space.token_scales, gated=False)
     _launch.product(
-        operands,
-        first,
-        space.tokens,
-        space.token_scales,
-        w13,
-        space.offsets,
-        space.gate_up,
-        early=not sorts,
+        operands, shape_of(config, 1), space.tokens, space.token_scales, w13, space.offsets, space.gate_up
     )
-    what = _launch.GATE_UP
-    _launch.quantize(operands, space.gate_up, order, inner, space.activations, space.activation_scales, what)
+    _launch.quantize(
+        operands, space.gate_up, order, inner, space.activations, space.activation_scales, gated=True
+    )
     _launch.product(
         operands,
-        second,
+        shape_of(config, 2),
         space.activations,
         space.activation_scales,
         w2,
         space.offsets,
         space.rows,
-        early=True,
     )
     steps.combine({}, space.rows, space.inverse, weights, out)
 
@@ -192,8 +182,9 @@ def _config(problem: Problem, target: Target, first: shapes.Choice, second: shap
 
 
 def _default(problem: Problem) -> tuple[shapes.Choice, shapes.Choice]:
-    m, top_k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
-    return shapes.choice_for(m * top_k, e, 2 * i), shapes.choice_for(m * top_k, e, h)
+    m, top_k, e = problem.integers("m", "top_k", "e")
+    choice = shapes.choice_for(m * top_k, e)
+    return choice, choice
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -218,7 +209,7 @@ KERNEL = Kernel(
     language="cuda",
     target=f"{__name__}:launch",
     requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
-    summary="e4m3 tokens sorted by expert, products on tiles found on the device, silu(gate) * up quantized between them; 5 or 6 launches",
+    summary="e4m3 tokens sorted by expert, products on tiles found on the device, silu(gate) * up quantized between them; 6 launches",
     accepts=accepts,
     config=config,
     space=space,

@@ -100,10 +100,11 @@ def choices() -> Iterator[Choice]:
             yield Choice(shape, ctas)
 
 
-def choice_for(rows: int, experts: int, n: int) -> Choice:
+def choice_for(rows: int, experts: int) -> Choice:
     """The choice for `rows` rows in all, by the rows that an expert has on average.
 
-    Weights are read once if a tile has all rows of its expert. Several CTAs of a multiprocessor hide each other's ends of tiles.
+    Weights are read once if a tile has all rows of its expert. Several CTAs of a multiprocessor hide each other's ends of tiles. Entries
+    of other ranks' experts count as rows, so that the tiles of a rank of several may be larger than they should be.
     """
     share = cdiv(rows, experts)
     if share <= 4:
