@@ -9,8 +9,8 @@
 struct MoeQuantizeParams {
   const uint16_t* x;  // tokens [m, k] with rows ldx apart; or gate and up [entries, 2 k]
   const int *ids, *inverse, *offsets;
-  uint8_t* codes;   // [entries, k]
-  float* scales;    // [entries], or by groups [groups, pitch]
+  uint8_t* codes;  // [entries, k]
+  float* scales;   // [entries], or by groups [groups, pitch]
   int64_t ldx;
   int m, top_k, k, experts, pitch;  // m: tokens, or entries
 };
@@ -207,8 +207,8 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
     if (here) *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(place) * p.k + column) = codes;
     if (lane == 0) {
       const int start = __ldcg(p.offsets + expert);
-      p.scales[static_cast<int64_t>(group) * p.pitch + gm::w8a8::scale_column(start, expert) + place - start] =
-          scale;
+      p.scales[static_cast<int64_t>(group) * p.pitch + gm::w8a8::scale_column(start, expert) + place -
+               start] = scale;
     }
   };
   if constexpr (GATED) {
@@ -222,22 +222,22 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
 
 }  // namespace
 
-#define GM_KERNELS(type, half)                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads)                             \
-      experts_quantize_token_##type(const __grid_constant__ MoeQuantizeParams p) {       \
-    quantize_rows<half, false>(p);                                                   \
-  }                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kThreads)                             \
-      experts_quantize_g128_##type(const __grid_constant__ MoeQuantizeParams p) {        \
-    quantize_groups<half, false>(p);                                                 \
-  }                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kThreads)                             \
-      experts_silu_quantize_token_##type(const __grid_constant__ MoeQuantizeParams p) {  \
-    quantize_rows<half, true>(p);                                                    \
-  }                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kThreads)                             \
-      experts_silu_quantize_g128_##type(const __grid_constant__ MoeQuantizeParams p) {   \
-    quantize_groups<half, true>(p);                                                  \
+#define GM_KERNELS(type, half)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                \
+      experts_quantize_token_##type(const __grid_constant__ MoeQuantizeParams p) {      \
+    quantize_rows<half, false>(p);                                                      \
+  }                                                                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                \
+      experts_quantize_g128_##type(const __grid_constant__ MoeQuantizeParams p) {       \
+    quantize_groups<half, false>(p);                                                    \
+  }                                                                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                \
+      experts_silu_quantize_token_##type(const __grid_constant__ MoeQuantizeParams p) { \
+    quantize_rows<half, true>(p);                                                       \
+  }                                                                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                \
+      experts_silu_quantize_g128_##type(const __grid_constant__ MoeQuantizeParams p) {  \
+    quantize_groups<half, true>(p);                                                     \
   }
 GM_KERNELS(fp16, true)
 GM_KERNELS(bf16, false)

@@ -3,15 +3,15 @@
 #include <cstdint>
 
 struct gm_grouped_w8a8_args {
-  int32_t size;    // of this struct, to refuse another version
-  int32_t device;  // ordinal; -1: nothing is launched, the bytes of shared memory are returned
-  void* stream;    // CUstream
-  void* y;         // [rows, n] contiguous
-  const void* x;   // [rows, k] 8-bit values, contiguous, sorted by expert
-  const void* w;   // [experts, n, k] contiguous
-  const void* x_scale;    // float32 [rows]; blocks: [k blocks, x_pitch], see scale_column in experts.h
-  const void* w_scale;    // [experts, n]; blocks: [experts, block rows, k blocks]
-  const void* row_block;  // int32 [n]: blocks only
+  int32_t size;            // of this struct, to refuse another version
+  int32_t device;          // ordinal; -1: nothing is launched, the bytes of shared memory are returned
+  void* stream;            // CUstream
+  void* y;                 // [rows, n] contiguous
+  const void* x;           // [rows, k] 8-bit values, contiguous, sorted by expert
+  const void* w;           // [experts, n, k] contiguous
+  const void* x_scale;     // float32 [rows]; blocks: [k blocks, x_pitch], see scale_column in experts.h
+  const void* w_scale;     // [experts, n]; blocks: [experts, block rows, k blocks]
+  const void* row_block;   // int32 [n]: blocks only
   const int32_t* offsets;  // [experts + 1]: expert e has the rows offsets[e] .. offsets[e + 1]
   int32_t rows, experts, n, k;
   int32_t y_type;      // 1 fp16, 2 bf16

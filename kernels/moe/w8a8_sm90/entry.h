@@ -86,8 +86,8 @@ bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointe
 
 }  // namespace
 
-// y[p, :] = scales of x[p, :] . W[expert of p]^T for the rows p of experts. GM_OK, or an error; with device -1
-// the bytes of shared memory.
+// y[p, :] = scales of x[p, :] . W[expert of p]^T for the rows p of experts. GM_OK, or an error; with device
+// -1 the bytes of shared memory.
 GM_CUDA_ENTRY(GM_ENTRY)(const gm_grouped_w8a8_args* args) {
   const Args& a = *args;
   if (a.size != int(sizeof a)) return GM_E_ABI;

@@ -1,9 +1,9 @@
-// y[p, :] = x[p, :] · W[expert of p]^T of 8-bit values, rows p sorted by expert: the tiles, rings and two-level
-// sums of linear_a8/w8a8_sm90/product.cuh, over a list of tiles that every CTA makes from the offsets of the
-// experts. A tile has rows of one expert. Rows of x past them are multiplied and not stored.
+// y[p, :] = x[p, :] · W[expert of p]^T of 8-bit values, rows p sorted by expert: the tiles, rings and
+// two-level sums of linear_a8/w8a8_sm90/product.cuh, over a list of tiles that every CTA makes from the
+// offsets of the experts. A tile has rows of one expert. Rows of x past them are multiplied and not stored.
 //
-// The launch before this one must have waited for the one that wrote the offsets before it allowed this one to
-// begin: the list is made, and W is copied, while it still runs.
+// The launch before this one must have waited for the one that wrote the offsets before it allowed this one
+// to begin: the list is made, and W is copied, while it still runs.
 #pragma once
 #include "../../linear_a8/w8a8_sm90/product.cuh"
 #include "../frag16_sm90/grouped_tiles.cuh"
@@ -12,9 +12,9 @@
 namespace gm::w8a8 {
 
 struct ExpertParams {
-  Params one;               // of an expert: m is the end of its rows in y, w_scale that of expert 0
-  gm::GroupedParams list;   // offsets, experts, and tiles along N
-  int64_t expert_scales;    // bytes of an expert's scales of W
+  Params one;              // of an expert: m is the end of its rows in y, w_scale that of expert 0
+  gm::GroupedParams list;  // offsets, experts, and tiles along N
+  int64_t expert_scales;   // bytes of an expert's scales of W
 };
 
 }  // namespace gm::w8a8
@@ -45,7 +45,8 @@ __device__ __forceinline__ Params params_of(const ExpertParams& g, const ExpertT
 // before the launch ahead has ended, x after it.
 template <class S>
 __device__ __forceinline__ void produce_experts(const ExpertParams& g, const GroupedList& list,
-                                                const void* w_map, const void* x_map, uint32_t base, int all) {
+                                                const void* w_map, const void* x_map, uint32_t base,
+                                                int all) {
   const Params& p = g.one;
   const bool leads = (threadIdx.x & 31) == 0;
   Ring<S> ring(base, p.slots);
@@ -66,7 +67,8 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
   const auto load_x = [&](const Ring<S>& r, const Place& at, int k) {
     tensor_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, at.m, r.full);
     if constexpr (S::kBlocks)
-      bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + at.scales, at.bytes, r.full, policy);
+      bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + at.scales, at.bytes, r.full,
+                policy);
   };
   int index = blockIdx.x, k = 0;
   if (index < all) {
@@ -173,8 +175,7 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
       const uint64_t a = swizzled_rows(r.a + (rows + h * 64) * kBlockK), b = swizzled_rows(r.b);
       wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < 4; ++s)
-        Product<Operands, S::kColumns>::run(d, a + s * 2, b + s * 2, s > 0 ? 1 : 0);
+      for (int s = 0; s < 4; ++s) Product<Operands, S::kColumns>::run(d, a + s * 2, b + s * 2, s > 0 ? 1 : 0);
       wgmma_commit();
     };
     if constexpr (S::kHalves > 1) {
