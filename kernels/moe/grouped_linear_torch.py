@@ -34,6 +34,7 @@ def launch(
     from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
     from gristmill.kernels.linear._epilogue import finish_in_torch
     from gristmill.kernels.moe._clamped import clamped
+    from gristmill.kernels.moe.moe import activations
 
     scheme, k = QuantScheme.parse(str(config["scheme"])), x.shape[1]
     rows = out.shape[1] * (2 if silu_mul else 1)
@@ -42,7 +43,7 @@ def launch(
     for e, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         if start == stop:
             continue
-        part = source[start:stop].float()
+        part = activations(source[start:stop], scheme.activation)
         if len(weight) == 1:
             dense = weight[0][e].float()
         else:

@@ -43,13 +43,15 @@ def reference(
     out[t] = Σₖ weights[t, k] · (W2[e] · h + b2[e]) with h = silu(gate) · up, where gate, up are the halves of W13[e] · x[t] + b13[e]
     (gate rows first) and e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. Biases are in x's dtype:
     w13_bias [E, 2 I], w2_bias [E, H]. clamp: h = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and
-    u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. Reads the
-    ids on the host.
+    u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
+    an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
+    the host.
     """
     import torch
 
     w13, w2 = as_quant(w13), as_quant(w2)
-    values, terms = x.float(), torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
+    values = activations(x, w13.scheme.activation)
+    terms = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
         token, place = torch.where(ids == e)
         if token.numel():
@@ -57,6 +59,8 @@ def reference(
             if w13_bias is not None:
                 z = z + w13_bias[e].float()
             inner_values = clamped(z, alpha, limit) if clamp else gated(z)
+            if w2.scheme.activation is not None:
+                inner_values = activations(inner_values.to(x.dtype), w2.scheme.activation)
             y = inner_values @ down_proj.dequantize().T
             terms[token, place] = y if w2_bias is None else y + w2_bias[e].float()
     out = torch.zeros_like(values)
@@ -65,8 +69,20 @@ def reference(
     return out.to(x.dtype)
 
 
+def activations(rows: torch.Tensor, form: str | None) -> torch.Tensor:
+    """Rows of floats in float32: quantized in a format and dequantized, or as they are for None."""
+    if form is None:
+        return rows.float()
+    from gristmill.quant.activations import quantize_activation
+
+    return quantize_activation(rows, form).dequantize()
+
+
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
+    activation = QuantScheme.parse(problem.text("w")).activation
+    if activation is not None and activation not in ROWS:
+        return f"activations are quantized a row at a time ({', '.join(ROWS)}), not as {activation}"
     return misfit(problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"]))
 
 
@@ -135,12 +151,21 @@ def cost(problem: Problem) -> Cost:
     flags = problem.flags("epilogue")
     biases = (2 * i * ("w13_bias" in flags) + h * ("w2_bias" in flags)) * item
     read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i) + biases)
-    return Cost(bytes=2 * m * h * item + 8 * m * k + read, flops=6 * m * k * h * i, unit=problem.text("x"))
+    unit = problem.text("x")
+    if scheme.activation is not None:
+        unit = "int8" if scheme.activation.startswith("int8") else "fp8"
+    return Cost(bytes=2 * m * h * item + 8 * m * k + read, flops=6 * m * k * h * i, unit=unit)
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Rounding of intermediate results (activations, expert rows) and of weights to the dtype of x."""
+    """Rounding of intermediate results (activations, expert rows) and of weights to the dtype of x.
+
+    With quantized activations, gate and up that are rounded before the activation move a few of a hundred 8-bit codes to their
+    neighbours, an eighth away; a token's experts may be the same one, whose errors add up.
+    """
     base = {"fp32": 3e-6, "fp16": 3.5e-4, "bf16": 2.5e-3}[problem.text("x")]
+    if QuantScheme.parse(problem.text("w")).activation is not None:
+        base = {"fp32": 2e-3, "fp16": 1.6e-2, "bf16": 2.5e-2}[problem.text("x")]
     return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
 
 
@@ -162,6 +187,8 @@ def weight_shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 EPILOGUE = ("w13_bias", "w2_bias", "clamp")
+ROWS = ("fp8_token", "fp8_g128", "int8_token", "int8_g32", "int8_g128")
+"""Formats of activations: those whose scales do not depend on other rows, so that a token's result does not either."""
 
 OP = Op(
     name="moe",
@@ -218,6 +245,7 @@ OP = Op(
         m=6,top_k=2,e=3,h=140,i=130,w=fp8_block  m=3,top_k=3,e=4,h=64,i=96,w=mxfp4
         m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4  m=11,top_k=2,e=4,h=64,i=96,w=mxfp4,epilogue=w13_bias+w2_bias+clamp
         m=8,top_k=2,e=3,h=40,i=17,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp  m=6,top_k=2,e=3,h=48,i=32,x=fp16,w=fp16,epilogue=clamp
+        m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=fp8_ch.fp8_token
         m=5,top_k=2,e=3,h=33,i=32,epilogue=w2_bias  m=5,top_k=2,e=3,h=32,i=40,w=int4_g32,epilogue=w13_bias
         """
     ),

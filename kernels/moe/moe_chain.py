@@ -111,7 +111,6 @@ KERNELS = (
         requires=Requirement(packages=(("torch", "2.11"),)),
         summary="permute, two grouped_linear, combine, all by torch; synchronises",
         capturable=False,
-        accepts=accepts,
         config=config,
         workspace=_chain.workspace,
         layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),

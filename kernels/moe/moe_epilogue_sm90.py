@@ -265,4 +265,5 @@ KERNEL = Kernel(
     ),
     waits=True,
     priority=90,
+    proven="sm_90: H200",
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
+from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.linear import Linear, Summand, SumOfRanks
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
@@ -56,7 +57,8 @@ class MixtureOfExperts:
             renormalize=moe.norm_topk_prob,
         )
         self.first = weights.shared_ranges(f"{name}.experts.down")[plans.mesh.rank][0]
-        down = weights.linear(f"{name}.experts.down")
+        part = weights.linear_part(f"{name}.experts.down")
+        down = part.weight
         self.gate_up_bias = weights.optional(f"{name}.experts.gate_up.bias")
         self.down_bias = weights.optional(f"{name}.experts.down.bias")
         plans.own(self.gate_up_bias, self.down_bias)
@@ -76,12 +78,20 @@ class MixtureOfExperts:
             w=str(down.scheme),
             epilogue="+".join(flag for flag, is_set in epilogue.items() if is_set) or "none",
         )
+        floats, declared = problem, part.declared
+        problem = plans.declared_experts(floats, declared)
         layouts = plan_layouts(plans.resolver, problem)
         self.experts = plans.bind_packed(problem, layouts)
         self.inner, hidden, layout = down.k, down.n, next(iter(layouts))
         self.down = pack(down, layout).tensors
-        del down  # free one before the other is packed, to bound peak memory
-        self.gate_up = pack(weights.linear(f"{name}.experts.gate_up"), layout).tensors
+        del down, part  # free one before the other is packed, to bound peak memory
+        part = weights.linear_part(f"{name}.experts.gate_up")
+        if problem != floats and part.declared != declared:
+            raise CheckpointError(
+                f"{self.target}: the checkpoint declares {declared} activations for down and {part.declared or 'none'} for "
+                "gate and up; experts take one format: load it with activations in floats (policy activations=float)"
+            )
+        self.gate_up = pack(part.weight, layout).tensors
         plans.own(*self.gate_up, *self.down)
         self.sum = SumOfRanks(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
         self.summed = summed

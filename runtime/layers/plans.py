@@ -19,8 +19,9 @@ from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS
+from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme
 from gristmill.kernels.common import dtype_name
+from gristmill.kernels.moe.moe import ROWS
 from gristmill.quant import QuantTensor
 from gristmill.runtime.cache_format import AUTO, CacheFormat
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
@@ -95,15 +96,28 @@ class Plans:
             return weight
         scheme = replace(weight.scheme, activation=declared)
         problem = self.problem("linear", n=weight.n, k=weight.k, x=self.x, w=str(scheme))
+        runs = weight.g_idx is None and self.compiled(problem)
+        return replace(weight, scheme=scheme) if runs else weight
+
+    def declared_experts(self, problem: Problem, declared: str | None) -> Problem:
+        """A problem of `moe`, with the activation format that the checkpoint declares by the same rule as `with_activations`."""
+        scheme = QuantScheme.parse(problem.text("w"))
+        has_own = scheme.is_dense or scheme.activation is not None
+        if declared not in ROWS or has_own or self.policy.activations == "float":
+            return problem
+        quantized = problem.with_values(w=str(replace(scheme, activation=declared)))
+        return quantized if not problem["act_order"] and self.compiled(quantized) else problem
+
+    def compiled(self, problem: Problem) -> bool:
+        """Whether a kernel that is no chain of torch's operations may be selected for a problem."""
         resolver = self.resolver
-        multiplied = weight.g_idx is None and any(
+        return any(
             kernel.auto
             and kernel.language != "python"
             and (kernel.batch_invariant or not self.policy.batch_invariant)
             and not kernel.why_not(problem, resolver.target, resolver.build)
-            for kernel in resolver.registry.kernels_of("linear")
+            for kernel in resolver.registry.kernels_of(problem.op)
         )
-        return replace(weight, scheme=scheme) if multiplied else weight
 
     def bind(self, op: str, /, **axes: AxisValue) -> BoundPlan:
         """The plan of an operation without packed weights."""

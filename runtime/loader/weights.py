@@ -6,7 +6,7 @@ and reports at the end which were never requested and which tensors were never r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -229,23 +229,33 @@ class Weights:
         return self.tensor(target) if target in self._pending else None
 
     def linear(self, target: str) -> QuantTensor:
-        """A linear parameter [N, K], or [experts, N, K], on the device: quantized, or dense in the model's dtype.
+        """The weight of `linear_part`."""
+        return self.linear_part(target).weight
+
+    def linear_part(self, target: str) -> Part:
+        """A linear parameter [N, K], or [experts, N, K], on the device: quantized, or dense in the model's dtype, without pre_scale.
+        An activation format counts as declared if all its parts and experts declare it.
 
         Raises:
             CheckpointError: its parts or experts cannot be one tensor as stored.
         """
         weight = self._take(target)
         if weight.stacked:
-            return self._on_device(Part(self._stacked(weight))).weight
+            return self._on_device(self._stacked(weight))
         share = self._share(weight)
         names, count = weight.part_names(share.experts), len(weight.sources)
-        matrices = (
-            self._joined(names[i : i + count], weight).to(self.device) for i in range(0, len(names), count)
-        )
+        matrices = (self._joined(names[i : i + count], weight) for i in range(0, len(names), count))
         if not weight.experts:
-            return self._on_device(Part(next(matrices))).weight
+            return self._on_device(next(matrices))
+        formats = set()
+
+        def experts() -> Iterator[QuantTensor]:
+            for part in matrices:
+                formats.add(part.declared)
+                yield part.weight.to(self.device)
+
         try:
-            stacked = stack(matrices, share.experts[1] - share.experts[0])
+            stacked = stack(experts(), share.experts[1] - share.experts[0])
         except UsageError:  # of one of them
             raise
         except ValueError as error:
@@ -253,7 +263,7 @@ class Weights:
                 f"{self.checkpoint.path}: the experts of {target} differ: {error}"
             ) from error
         self._others.update(set(weight.part_names()) - set(names))
-        return stacked
+        return Part(stacked, None, _common(formats))
 
     def parts(self, target: str) -> list[Part]:
         """A linear parameter as one part, or as several if they cannot be one tensor as stored.
@@ -270,8 +280,7 @@ class Weights:
         )
         if alike:
             try:
-                formats = {p.declared for p in made}
-                declared = formats.pop() if len(formats) == 1 else None
+                declared = _common({p.declared for p in made})
                 return [self._on_device(Part(concat([p.weight for p in made], -2, codes), first, declared))]
             except ValueError:
                 pass  # concat cannot be exact; separate parts always are
@@ -446,7 +455,7 @@ class Weights:
         # Rounded whole, so that the codes are those of one rank.
         return Part(quant_share(quantize_part(name, tensor, self.scheme), kept, share.columns))
 
-    def _stacked(self, weight: Weight) -> QuantTensor:
+    def _stacked(self, weight: Weight) -> Part:
         """All experts of a parameter from one tensor."""
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
@@ -458,16 +467,18 @@ class Weights:
                 stored = replace(stored, weight=stored.weight.narrow(0, first, last - first))
             if weight.interleaved:
                 stored = replace(stored, weight=deinterleaved(stored.weight.to(self.device)))
-            return self._converted(name, stored).weight
+            return self._converted(name, stored)
         tensor = self._source(name, (weight.experts, columns, rows), weight)[first:last].transpose(1, 2)
         if weight.interleaved:  # before rounding, which may be by blocks of rows
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
-            return QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor))
+            return Part(QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor)))
         scheme = self.scheme
-        return stack(
-            (quantize_part(f"{name}[{first + i}]", expert, scheme) for i, expert in enumerate(tensor)),
-            last - first,
+        return Part(
+            stack(
+                (quantize_part(f"{name}[{first + i}]", expert, scheme) for i, expert in enumerate(tensor)),
+                last - first,
+            )
         )
 
     def _converted(self, name: str, part: Part) -> Part:
@@ -505,7 +516,7 @@ class Weights:
             parts.append(replace(part, weight=part.weight.with_tensors(placed, part.weight.shape)))
         return parts, None if joined is None else joined.codes
 
-    def _joined(self, names: list[str], weight: Weight) -> QuantTensor:
+    def _joined(self, names: list[str], weight: Weight) -> Part:
         """Join the parts of one matrix: of an expert or of a whole parameter."""
         parts, codes = self._gathered(names, weight)
         scaled = next(
@@ -517,7 +528,9 @@ class Weights:
                 f"{weight.target}; ask for float weights (quant bf16)"
             )
         try:
-            return concat([part.weight for part in parts], -2, codes)
+            return Part(
+                concat([part.weight for part in parts], -2, codes), None, _common({p.declared for p in parts})
+            )
         except ValueError as error:
             raise CheckpointError(
                 f"{self.checkpoint.path}: {', '.join(names)} are one matrix, and cannot be joined: {error}"
@@ -527,6 +540,11 @@ class Weights:
         """The part on the device, in separate memory."""
         scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
         return Part(owned(part.weight.to(self.device)), scale, part.declared)
+
+
+def _common(formats: set[str | None]) -> str | None:
+    """The activation format that all parts declare; None if they differ, or declare none."""
+    return next(iter(formats)) if len(formats) == 1 else None
 
 
 def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor:

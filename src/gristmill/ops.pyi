@@ -480,8 +480,9 @@ def moe(
     out[t] = Σₖ weights[t, k] · (W2[e] · h + b2[e]) with h = silu(gate) · up, where gate, up are the halves of W13[e] · x[t] + b13[e]
     (gate rows first) and e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. Biases are in x's dtype:
     w13_bias [E, 2 I], w2_bias [E, H]. clamp: h = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and
-    u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. Reads the
-    ids on the host.
+    u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
+    an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
+    the host.
 
     w13, w2: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from gristmill import ops
 from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
+from gristmill.kernels.linear import linear
 from gristmill.kernels.moe import _chain, combine, grouped_linear, grouped_topk, moe, permute
 from gristmill.quant.packed import pack
 from gristmill.quant.rtn import quantize
@@ -375,6 +376,42 @@ def test_planted_faults_of_moe(fault: str) -> None:
         wrong[1][7] = weights[7].roll(1)
     error = moe.error(problem, arguments, run_reference(op, wrong), run_reference(op, arguments))
     assert error > 1.5 * op.tolerance(problem).limit, fault
+
+
+@pytest.mark.parametrize("fault", ["w13 scale", "w2 scale", "experts", "scale of a token", "none"])
+@pytest.mark.parametrize("scheme", ["fp8_block.fp8_g128", "fp8_ch.fp8_token"])
+def test_planted_faults_of_moe_with_8_bit_activations(scheme: str, fault: str) -> None:
+    """One doubled scale shows, of eight blocks or of 128 channels; gate and up rounded to x's dtype, as kernels may, pass."""
+    op, inner = MOE[0].op, 1024 if "block" in scheme else 128
+    problem = op.problem(f"m=65,top_k=2,e=3,h=272,i={inner},w={scheme}")
+    arguments = op.inputs(problem, 13, "cpu")
+    x, _, ids, w13, w2, *_ = arguments
+    wrong, expected = list(arguments), run_reference(op, arguments)
+    if fault.endswith(" scale"):
+        place, weight = (3, w13) if fault.startswith("w13") else (4, w2)
+        scales = weight.scales.clone()
+        scales[0, 1, 0] *= 2
+        wrong[place] = weight.with_tensors({**weight.tensors(), "scales": scales}, weight.shape)
+    elif fault == "experts":
+        wrong[2] = torch.where(ids == 0, 2, torch.where(ids == 2, 0, ids))
+    elif fault == "scale of a token":
+        wrong[0] = x.clone()
+        wrong[0][5] *= 2
+    out = run_reference(op, wrong) if fault != "none" else [rounded_between(arguments)]
+    error, limit = moe.error(problem, arguments, out, expected), op.tolerance(problem).limit
+    assert 0 < error < 0.7 * limit if fault == "none" else error > 1.5 * limit
+
+
+def rounded_between(arguments: list[Any]) -> torch.Tensor:
+    """The reference with gate and up in x's dtype."""
+    x, weights, ids, w13, w2, *_ = arguments
+    terms = torch.zeros(*ids.shape, x.shape[1])
+    values = moe.activations(x, w13.scheme.activation)
+    for e, (first, second) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
+        token, place = torch.where(ids == e)
+        acts = linear.gated((values[token] @ first.dequantize().T).to(x.dtype).float()).to(x.dtype)
+        terms[token, place] = moe.activations(acts, w2.scheme.activation) @ second.dequantize().T
+    return (weights[..., None] * terms).sum(1).to(x.dtype)
 
 
 def test_calls_without_a_plan_take_dense_weights(policy_file: Any) -> None:

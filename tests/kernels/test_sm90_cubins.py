@@ -22,6 +22,8 @@ from gristmill.kernels.native import library_dir
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 STACK_ON_RECORD = {
     "grouped_": 8,
+    "experts_w8a8_fp8_block_": 16,
+    "experts_quantize_token_fp16": 8,
     "linear_gemm_ws": 16,
     "paged_attention_codes_d128": 16,
     "paged_attention_codes_d128_any_cap": 112,
@@ -347,6 +349,7 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "mla_attention_sm90_whole": r"mla_attention_",
         "grouped_linear_sm90": r"grouped_",
         "moe_sm90": r"(grouped|moe)_",
+        "moe_w8a8_sm90": r"(experts|moe)_",
         "permute_sm90": r"moe_permute",
         "combine_sm90": r"moe_combine",
         "sample_sm90": r"sample_",

@@ -138,7 +138,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "moe": (
         on_a_cpu,
-        "--cases smallest,smallest_clamped --kernels moe_chain_torch --rounds 2 --seconds 0 --out OUT",
+        "--cases smallest,smallest_clamped,smallest_w8a8 --kernels moe_chain_torch --rounds 2 --seconds 0 --out OUT",
     ),
     "paged_attention": (
         on_a_cpu,

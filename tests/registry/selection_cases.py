@@ -337,6 +337,8 @@ moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_120 | cuda | - | moe_chain_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block | gfx950 | hip | - | moe_chain_w_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | cpu:avx2 | x86 | - | moe_cpu@avx2
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_90 | torch | - | moe_chain_torch
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block.fp8_g128 | h200 | sm90a | - | moe_w8a8_sm90
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block.fp8_g128 | sm_120 | cuda | - | moe_chain_torch
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | cpu:avx2 | x86 | - | moe_cpu@avx2
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | sm_120 | cuda | - | moe_chain_w_triton
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | h200 | sm90a | - | moe_epilogue_sm90

@@ -95,3 +95,71 @@ def test_the_loader_passes_on_what_the_checkpoint_declares() -> None:
 def test_a_requested_scheme_overrides_what_is_declared() -> None:
     assert parts(QuantScheme.parse("fp8_block")) == [None]
     assert parts(QuantScheme.parse("bf16")) == [None]
+
+
+def experts_on(
+    name: str, monkeypatch: pytest.MonkeyPatch, scheme: str, declared: str | None, **axes: object
+) -> str:
+    """The scheme in which a device multiplies experts that are stored in `scheme`."""
+    made = plans_on(name, monkeypatch)
+    sizes = {"top_k": 2, "e": 4, "h": 256, "i": 208, "x": "bf16", "w": scheme, **axes}
+    return made.declared_experts(made.problem("moe", **sizes), declared).text("w")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("scheme", "declared", "multiplied"),
+    [
+        ("fp8_block", "fp8_g128", True),
+        ("fp8_ch", "fp8_token", True),
+        ("fp8", "fp8_token", True),
+        ("fp8", "fp8", False),  # one scale for all tokens
+        ("int8_ch", "int8_token", False),
+        ("fp8_block", None, False),
+        ("bf16", "fp8_token", False),
+    ],
+)
+def test_experts_are_multiplied_in_the_declared_format_that_has_a_kernel(
+    scheme: str, declared: str | None, multiplied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert experts_on("h200", monkeypatch, scheme, declared) == (
+        f"{scheme}.{declared}" if multiplied else scheme
+    )
+
+
+@needs_library
+def test_experts_of_other_devices_and_shapes_keep_activations_in_their_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("cpu:avx2", "sm_80", "sm_100"):
+        assert experts_on(name, monkeypatch, "fp8_block", "fp8_g128") == "fp8_block"
+    assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", i=200) == "fp8_block"
+    assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", epilogue="w2_bias") == "fp8_block"
+
+
+def test_experts_declare_a_format_if_all_of_them_do() -> None:
+    def declared(floats: str) -> str | None:
+        tensors, parts = {}, ("gate", "up")
+        for e in range(2):
+            for part in parts:
+                name = f"experts.{e}.{part}"
+                tensors[f"{name}.weight"] = torch.zeros(128, 256, dtype=torch.float8_e4m3fn)
+                tensors[f"{name}.weight_scale"] = torch.ones(128, 1)
+        groups = {
+            "all": {"targets": ["Linear"], "weights": CHANNELS, "input_activations": TOKENS},
+            "some": {"targets": [floats], "weights": CHANNELS},
+        }
+        config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+        sources = tuple(f"experts.{{expert}}.{part}" for part in parts)
+        table = WeightTable((Weight("gate_up", sources, (128, 128), 256, "linear", experts=2),))
+        source = Tensors(tensors)
+        source.path = "a checkpoint"
+        weights = Weights(source, table, torch.bfloat16, torch.device("cpu"), None, open_format(config))
+        return weights.linear_part("gate_up").declared
+
+    assert declared("no such module") == "fp8_token"
+    assert declared("re:.*experts.1.up") is None
+
+
+CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
