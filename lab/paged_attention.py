@@ -54,6 +54,19 @@ def prefill(*lengths: int, **others: Any) -> Case:
     return Case(lengths, lengths, **others)
 
 
+MANY = (
+    *(
+        (count, context, (16, 8, 128))
+        for count in (64, 128, 256, 512, 1024)
+        for context in (16, 100, 300, 1024)
+    ),
+    *(
+        (count, context, (32, 8, 128))
+        for count, context in ((256, 300), (64, 1024), (128, 4096), (1024, 100))
+    ),
+)
+"""Sequences, their context and the heads of decodes of many sequences."""
+
 CASES = {
     "prefill_512": prefill(512),
     "prefill_2k": prefill(2048),
@@ -84,6 +97,16 @@ CASES = {
     "decode_b64_4k": Case((1,) * 64, (4096,) * 64),
     "decode_b256_1k": Case((1,) * 256, (1024,) * 256),
     "decode_b32_ragged": Case((1,) * 32, tuple(100 + 250 * i for i in range(32)), heads=(64, 8, 128)),
+    **{
+        f"decode_b{count}_{context}_{heads[0]}h": Case((1,) * count, (context,) * count, heads=heads)
+        for count, context, heads in MANY
+    },
+    "decode_b256_ragged": Case(
+        (1,) * 256, tuple(20 + 980 * i // 255 for i in range(256)), heads=(16, 8, 128)
+    ),
+    "decode_b512_300_one_head": Case((1,) * 512, (300,) * 512, heads=(4, 1, 128)),
+    "decode_b128_1k_d64": Case((1,) * 128, (1024,) * 128, heads=(64, 8, 64)),
+    "decode_b64_2k_d256": Case((1,) * 64, (2048,) * 64, heads=(16, 8, 256)),
     "decode_b1_1k_fp8": Case((1,), (1024,), kv_scale="head"),
     "decode_b1_4k_fp8": Case((1,), (4096,), kv_scale="head"),
     "decode_b1_32k_fp8": Case((1,), (32768,), kv_scale="head"),
@@ -99,6 +122,12 @@ CASES = {
     "decode_b1_4k_d96": Case((1,), (4096,), heads=(32, 8, 96)),
     "decode_b1_4k_d256": Case((1,), (4096,), heads=(16, 8, 256)),
     "decode_b16_4k_d256": Case((1,) * 16, (4096,) * 16, heads=(16, 8, 256)),
+    "prefill_2k_d256": prefill(2048, heads=(16, 8, 256)),
+    "prefill_8k_d256": prefill(8192, heads=(16, 8, 256)),
+    "prefill_2k_d192": prefill(2048, heads=(32, 8, 192)),
+    "chunk_2k_at_16k_d256": Case((2048,), (16384,), heads=(16, 8, 256)),
+    "mixed_2k_31_d256": Case((2048, *(1,) * 31), (2048, *(3000,) * 31), heads=(16, 8, 256)),
+    "prefill_2k_d256_softcap": prefill(2048, heads=(16, 8, 256), softcap=50.0),
     "prefill_2k_fp8": prefill(2048, kv_scale="head"),
     "prefill_8k_fp8": prefill(8192, kv_scale="head"),
     "chunk_2k_at_16k_fp8": Case((2048,), (16384,), kv_scale="head"),

@@ -1,5 +1,5 @@
-"""Launching the Hopper kernels of paged attention: the one for any batch (`_paged_attention_sm90.cu`), and the one for few rows of
-each sequence (`_paged_decode_sm90.cu`)."""
+"""Launching the Hopper kernels of paged attention: the one for any batch (`_paged_attention_sm90.cu`), the one for few rows of each
+sequence (`_paged_decode_sm90.cu`), and whichever is the right one for a batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.attention._paged_operands_sm90 import address, positive_scale, space, strides
+from gristmill.kernels.attention._paged_wide_sm90 import launch as launch_wide
 from gristmill.kernels.attention.paged_attention_sm90 import (
     COUNTER_BYTES,
     DECODE_COUNTERS_AT,
+    LARGEST_HEAD,
     UNITS,
     parts_bytes,
     route,
 )
 from gristmill.kernels.attention.paged_attention_triton import launch_split as launch_triton
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace
-from gristmill.kernels.kv_cache.quantized import by_token, scale_strides
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.kv_cache.quantized import by_token
 from gristmill.kernels.native import check, cuda_function
 
 ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, c_float, *(c_int,) * 4, c_void_p)
@@ -61,43 +64,28 @@ def launch(
     tokens, heads, dim = q.shape
     if tokens == 0:
         return
+    if dim > LARGEST_HEAD and not decode:
+        bounds = (query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse)
+        launch_wide(config, q, k_cache, v_cache, block_table, *bounds, workspace, softcap, out)
+        return
     blocks, block_size, kv_heads, _ = k_cache.shape
-    if scale <= 0.0:  # the kernel looks for the largest score, not for the smallest
-        q, scale = q * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
-    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
-        q = q.contiguous()
+    q, scale = positive_scale(q, scale)
     processors = int(config["ctas"])
-    size = parts_bytes(dim, processors)
-    if workspace is None:
-        counters = torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=q.device).data_ptr()
-        scratch = torch.empty(size, dtype=torch.uint8, device=q.device)
-        parts = scratch.data_ptr()
-    else:
-        need_workspace("paged_attention", workspace, COUNTER_BYTES + size, q.device)
-        counters = workspace.data_ptr()
-        parts = counters + COUNTER_BYTES
+    area = space(workspace, parts_bytes(dim, processors), q.device)
     device = q.get_device()
-    strides = (c_int64 * 17)(
-        *q.stride()[:2],
-        *out.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_table.stride(0),
-        *scale_strides(k_scale),
-        *scale_strides(v_scale),
-    )
+    steps = strides(q, out, k_cache, v_cache, block_table, k_scale, v_scale)
     tensors = (
         out.data_ptr(),
-        None if lse is None else lse.data_ptr(),
+        address(lse),
         q.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         block_table.data_ptr(),
         query_start.data_ptr(),
         seq_lens.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        None if k_scale is None else k_scale.data_ptr(),
-        None if v_scale is None else v_scale.data_ptr(),
+        address(sinks),
+        address(k_scale),
+        address(v_scale),
     )
     token_scales = k_scale is not None and by_token(k_scale)
     shape = (tokens, seq_lens.shape[0], heads, kv_heads, dim)
@@ -106,9 +94,9 @@ def launch(
     if decode:
         code = cuda_function("gm_paged_decode_sm90", "sm_90a", DECODE_ARGUMENTS)(
             *tensors,
-            counters + DECODE_COUNTERS_AT,
-            parts,
-            strides,
+            area.counters + DECODE_COUNTERS_AT,
+            area.parts,
+            steps,
             *shape,
             block_size,
             dtype,
@@ -125,9 +113,9 @@ def launch(
     else:
         code = cuda_function("gm_paged_attention_sm90", "sm_90a", ARGUMENTS)(
             *tensors,
-            counters,
-            parts,
-            strides,
+            area.counters,
+            area.parts,
+            steps,
             UNITS,
             *shape,
             blocks,
@@ -184,9 +172,17 @@ def launch_split(
         sinks,
         lse,
     )
-    dim, kv_heads = q.shape[2], k_cache.shape[2]
+    page, kv_heads, dim = k_cache.shape[1:]
     kernel = route(
-        max_q, seq_lens.shape[0], q.shape[1], kv_heads, int(config["ctas"]), dim, k_scale is not None
+        max_q,
+        seq_lens.shape[0],
+        q.shape[1],
+        kv_heads,
+        int(config["ctas"]),
+        dim,
+        k_scale is not None,
+        page,
+        int(config["few"]),
     )
     if kernel == "triton":
         behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]

@@ -17,7 +17,9 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import paged_attention_triton as triton
 
 LARGEST_HEAD = 128
-"""Elements of a head that the kernel for any batch takes at most."""
+"""Elements of a head up to which tiles have 128 keys; caches of codes have no larger heads but in decodes alone."""
+WIDEST_HEAD = 256
+"""Elements of a head that the kernel with tiles of 64 keys takes at most."""
 DECODE_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
@@ -25,18 +27,20 @@ DECODE_ROWS = 8
 SPLIT_ROWS = 16
 """Query-head pairs of a KV head that one tile of the kernel for decode, and of the split Triton kernel, has."""
 FEW_CONTEXTS = 264
-"""Contexts (sequences times KV heads) up to which the kernel for decode is ahead of the split Triton kernel: as many as it has CTAs."""
+"""Contexts (sequences times KV heads) up to which the kernel for decode is ahead of the split Triton kernel: as many as it has CTAs. Codes
+and heads over 128 have no such limit."""
 UNITS = 2048
 """Partial results of 16 rows that a batch may leave in the workspace; what does not fit there is done by one CTA."""
 DECODE_COUNTERS_AT = 4 * (32 + UNITS)
 COUNTER_BYTES = DECODE_COUNTERS_AT + 4 * 512
-"""Counters, zero before and after a launch: of the work that is taken and of partial results, those of decode behind. A multiple of
+"""Counters, zero before and after a launch: of the work that is taken and of partial results, those of few decodes behind. A multiple of
 128, so that what follows is aligned."""
 MULTIPROCESSORS = 132
 READING = 10
 """Weight of a tile of keys of a decode against one of a prefill, in eighths: decodes read, prefills multiply."""
 PART_TILES = 16
 """Tiles of 128 keys of a part of a decode's context, about; 0: contexts are whole, and one warpgroup adds all keys of a row."""
+
 
 EXAMPLES = (
     "q_tokens=300,seqs=3,max_q=200,max_ctx=421,total_ctx=700,heads=8,kv_heads=2,lse=true",
@@ -49,6 +53,8 @@ EXAMPLES = (
     "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=80,window=33,lse=true",
     "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,window=33,lse=true,softcap=true",
     "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=token,sinks=true,softcap=true",
+    "q_tokens=90,seqs=2,max_q=70,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=256,window=33,lse=true,softcap=true",
+    "q_tokens=90,seqs=4,max_q=80,max_ctx=257,total_ctx=500,heads=6,kv_heads=2,head_dim=192,x=fp16,sinks=true,lse=true",
 )
 
 SPLIT_EXAMPLES = (
@@ -62,10 +68,12 @@ SPLIT_EXAMPLES = (
 """Also of decodes alone, which take other head sizes too."""
 
 
-def takes(head_dim: int, codes: bool) -> bool:
-    """Whether the kernel for any batch takes heads of this size: whole pieces of 16 bytes, which are padded to 64 or 128 elements in shared
-    memory. codes: in e4m3."""
-    return head_dim <= LARGEST_HEAD and head_dim % (16 if codes else 8) == 0
+def takes(head_dim: int, codes: bool, page: int) -> bool:
+    """Whether the kernels for any batch take heads of this size: whole pieces of 16 bytes, which are padded to 64, 128 or 256 elements in
+    shared memory. codes: in e4m3. page: its tokens."""
+    if head_dim <= LARGEST_HEAD:
+        return head_dim % (16 if codes else 8) == 0
+    return not codes and head_dim <= WIDEST_HEAD and head_dim % 8 == 0 and page % 8 == 0
 
 
 def route(
@@ -76,34 +84,40 @@ def route(
     ctas: int = MULTIPROCESSORS,
     head_dim: int = 128,
     codes: bool = False,
+    page: int = 16,
+    few: int = FEW_CONTEXTS,
 ) -> str:
     """The kernel for a batch of these host-known bounds: ``decode`` (for decodes alone), ``triton`` or ``any``.
 
-    ctas: of the configuration. The kernel for decode needs one per KV head. codes: the caches are in e4m3.
+    ctas, few: of the configuration. The kernel for decode needs a CTA per KV head. codes: the caches are in e4m3. page: tokens of a page.
     """
     rows = max_q * (heads // kv_heads)
-    few = (codes or seqs * kv_heads <= FEW_CONTEXTS) and head_dim in DECODE_HEAD_DIMS
-    if rows <= DECODE_ROWS and few and kv_heads <= ctas:
+    fast = codes or head_dim > LARGEST_HEAD or seqs * kv_heads <= few
+    if rows <= DECODE_ROWS and head_dim in DECODE_HEAD_DIMS and kv_heads <= ctas and fast:
         return "decode"
-    return "any" if takes(head_dim, codes) and max_q > 1 and rows > SPLIT_ROWS else "triton"
+    return "any" if takes(head_dim, codes, page) and max_q > 1 and rows > SPLIT_ROWS else "triton"
 
 
 def parts_bytes(head_dim: int, ctas: int) -> int:
     """Memory of partial results: sums, maximum and sum of weights of 16 rows, for each unit and four times for each CTA.
-    Rows are padded to 64 or 128 elements.
+    Rows are padded to 64, 128 or 256 elements.
 
     What the kernel for decode needs, two of 8 rows for each of at most two CTAs a multiprocessor, is less.
     """
-    padded = 64 if head_dim <= 64 else max(128, head_dim)
+    padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     return (UNITS + 4 * ctas) * (padded // 8 + 1) * 512
 
 
 def accepts(problem: Problem) -> str | None:
-    """Half precision, heads of up to 128 elements."""
-    dim, codes = problem.integer("head_dim"), problem["kv"] != "x"
-    if takes(dim, codes):
+    """Half precision; heads of up to 256 elements, of codes or over small pages of up to 128."""
+    dim, page, codes = problem.integer("head_dim"), problem.integer("block_size"), problem["kv"] != "x"
+    if takes(dim, codes, page):
         return accepts_group(problem)
-    return f"made for a head_dim of a multiple of {16 if codes else 8} up to {LARGEST_HEAD}, not {dim}"
+    if codes:
+        return f"made for a head_dim of a multiple of 16 up to {LARGEST_HEAD} over e4m3 codes, not {dim}"
+    if dim % 8 == 0 and dim <= WIDEST_HEAD:
+        return f"made for pages of a multiple of 8 tokens where head_dim is over {LARGEST_HEAD}, not {page}"
+    return f"made for a head_dim of a multiple of 8 up to {WIDEST_HEAD}, not {dim}"
 
 
 def accepts_split(problem: Problem) -> str | None:
@@ -133,19 +147,21 @@ def workspace(problem: Problem, config: Config) -> Workspace:
 
 def split_config(problem: Problem, target: Target) -> Config:
     """That with contexts in parts, and the tiles of the split Triton kernel."""
-    return {**triton.split_config(problem, target), **config(problem, target), "part_tiles": PART_TILES}
+    own = {"part_tiles": PART_TILES, "few": FEW_CONTEXTS}
+    return {**triton.split_config(problem, target), **config(problem, target), **own}
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Tiles of the split Triton kernel."""
-    own = {**config(problem, target), "part_tiles": PART_TILES}
-    return [{**one, **own} for one in triton.split_space(problem, target)]
+    """Tiles of the split Triton kernel; and the kernel for decode for any number of contexts."""
+    base = split_config(problem, target)
+    return [*({**base, **one} for one in triton.split_space(problem, target)), {**base, "few": 1 << 30}]
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
     """The counters, and behind them the partial results of whichever kernel runs."""
+    dim, ctas = problem.integer("head_dim"), int(config["ctas"])
     behind = max(
-        parts_bytes(problem.integer("head_dim"), int(config["ctas"])),
+        parts_bytes(dim, ctas),
         triton.split_workspace(problem, config).bytes,
     )
     return Workspace(COUNTER_BYTES + behind, zeroed=True)

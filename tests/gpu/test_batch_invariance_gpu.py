@@ -114,6 +114,8 @@ ATTENTION = [
         (16, 1, 128, "x=bf16,softcap=true"),
         (8, 2, 128, "x=bf16,kv=fp8,kv_scale=head"),
         (8, 2, 64, "x=fp16,kv=fp8,kv_scale=token"),
+        (8, 2, 256, "x=bf16"),
+        (4, 2, 192, "x=fp16,window=200,sinks=true"),
     )
 ]
 CHUNKS = (1, 2, 15, 16, 17, 64, 100, 300)

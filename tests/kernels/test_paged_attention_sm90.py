@@ -12,6 +12,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention import _paged_attention_sm90 as launchers
+from gristmill.kernels.attention import _paged_wide_sm90 as wide
 from gristmill.kernels.attention import paged_attention_triton as triton
 from gristmill.kernels.attention.paged_attention_sm90 import (
     COUNTER_BYTES,
@@ -38,6 +39,7 @@ def test_what_is_refused(kernel: Kernel) -> None:
         ("heads=4,kv_heads=1,head_dim=72,kv=fp8,kv_scale=head", "multiple of 16"),
         ("heads=4,kv_heads=1,head_dim=68", "multiple of 8"),
         ("heads=4,kv_heads=1,head_dim=320", "320"),
+        ("heads=4,kv_heads=1,head_dim=320,kv=fp8,kv_scale=head", "320"),
         ("heads=129,kv_heads=1", "129 query heads"),
     ):
         refusal = kernel.accepts(OP.problem(f"{BASE},{axes}"))
@@ -50,12 +52,21 @@ def test_what_is_refused(kernel: Kernel) -> None:
             assert kernel.accepts(OP.problem(f"{BASE},{axes},block_size={block_size}")) is None
 
 
-def test_only_decodes_alone_take_heads_over_128() -> None:
+def test_only_decodes_alone_take_codes_and_odd_pages_of_heads_over_128() -> None:
     assert ONE.accepts is not None and SPLIT.accepts is not None
-    for axes in ("head_dim=192", "head_dim=256", "head_dim=256,kv=fp8,kv_scale=token"):
+    for axes, reason in (
+        ("head_dim=192,block_size=7", "multiple of 8 tokens"),
+        ("head_dim=256,kv=fp8,kv_scale=token", "up to 128"),
+    ):
         problem = OP.problem(f"{BASE},heads=4,kv_heads=1,{axes}")
-        assert "up to 128" in str(ONE.accepts(problem)) and SPLIT.accepts(problem) is None
-    for axes in ("head_dim=80", "head_dim=112", "head_dim=96,kv=fp8,kv_scale=token"):
+        assert reason in str(ONE.accepts(problem)) and SPLIT.accepts(problem) is None
+    for axes in (
+        "head_dim=80",
+        "head_dim=112",
+        "head_dim=96,kv=fp8,kv_scale=token",
+        "head_dim=192",
+        "head_dim=256",
+    ):
         problem = OP.problem(f"{BASE},heads=4,kv_heads=1,{axes}")
         assert ONE.accepts(problem) is SPLIT.accepts(problem) is None
 
@@ -68,24 +79,30 @@ def test_examples_are_accepted() -> None:
 
 
 def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
-    """Few contexts go to the kernel that splits by length and many to Triton's; batches with more rows per
-    sequence go to the kernel for any batch."""
+    """Few contexts, and any number of codes or of large heads, go to the kernel that splits by length and many to
+    Triton's; batches with more rows per sequence go to the kernel for any batch."""
     assert route(1, 1, 32, 8) == route(1, 33, 32, 8) == route(2, 8, 32, 8) == route(1, 264, 8, 1) == "decode"
     assert route(1, 34, 32, 8) == route(1, 265, 8, 1) == "triton"
+    assert route(1, 34, 32, 8, few=272) == "decode" and route(1, 1, 32, 8, few=7) == "triton"
     assert route(1, 1, 64, 4) == route(4, 1, 32, 8) == route(1, 1, 64, 1) == "triton"
     assert route(1, 1, 132, 132) == "decode" and route(1, 1, 133, 133) == "triton"  # more KV heads than CTAs
     assert route(1, 1, 32, 8, ctas=7) == "triton"
     assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
     assert route(1, 300, 64, 8, codes=True) == route(1, 8, 16, 8, head_dim=256) == "decode"
+    assert route(1, 300, 8, 1, head_dim=192) == route(1, 64, 16, 8, head_dim=256) == "decode"
     assert route(5, 1, 32, 8, head_dim=96) == route(5, 1, 32, 8, codes=True) == "any"
     assert route(4, 1, 32, 8, codes=True) == route(1, 1, 64, 4, codes=True) == "triton"
-    assert route(5, 1, 32, 8, head_dim=192) == route(1, 300, 8, 1, head_dim=192) == "triton"
+    assert route(5, 1, 32, 8, head_dim=192) == route(5, 1, 32, 8, head_dim=256, page=64) == "any"
+    assert (
+        route(5, 1, 32, 8, head_dim=192, page=7) == route(5, 1, 32, 8, head_dim=256, codes=True) == "triton"
+    )
 
 
 def test_the_counters_come_before_what_the_kernels_share() -> None:
     problem = OP.problem(f"{BASE},heads=32,kv_heads=8")
     config = SPLIT.config(problem, HOPPER)
-    behind = max(triton.split_workspace(problem, config).bytes, parts_bytes(128, int(config["ctas"])))
+    ctas = int(config["ctas"])
+    behind = max(triton.split_workspace(problem, config).bytes, parts_bytes(128, ctas))
     space = SPLIT.workspace(problem, config)
     assert space.zeroed and space.bytes == COUNTER_BYTES + behind
     assert COUNTER_BYTES % 128 == 0
@@ -162,3 +179,21 @@ def test_entries_refuse_what_they_were_not_built_for(decode: bool) -> None:
     assert shared_memory(decode, True, 72) == shape
     assert shared_memory(decode, False, 320) == shape
     assert shared_memory(decode, False, 128, group=129) == argument
+
+
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
+def test_the_kernel_for_wide_heads_says_what_it_takes() -> None:
+    """Its shared memory fits, and other heads, pages and dtypes are refused."""
+
+    def asked(head_dim: int = 256, page: int = 16, group: int = 4, dtype: int = 2) -> int:
+        shape = (9, 8, 2, 2 * group, 2, head_dim, 9, page, dtype)
+        return int(
+            cuda_function("gm_paged_wide_sm90", "sm_90a", wide.ARGUMENTS)(
+                *(None,) * 11, (c_int64 * 17)(), *shape, 0, 1.0, 0.0, 16, 10, 132, -1, None
+            )
+        )
+
+    dtype, shape, argument = -1, -2, -5
+    assert all(0 < asked(head_dim) <= 232_448 for head_dim in (136, 192, 256))
+    assert asked(128) == asked(264) == asked(252) == asked(page=7) == shape
+    assert asked(group=129) == argument and asked(dtype=0) == dtype

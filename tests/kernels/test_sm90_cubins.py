@@ -29,6 +29,7 @@ STACK_ON_RECORD = {
     "paged_attention_codes_d128_any_cap": 112,
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 16,
+    "paged_wide_": 200,
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }
@@ -286,6 +287,25 @@ def test_decode_attention() -> None:
         assert not re.search("LDL|STL", loop), name
 
 
+def test_wide_attention() -> None:
+    """Every instance is present; three words at most are spilled between products, which do not wait for the exponentials of the previous tile."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_wide_")]
+    names = {f"paged_wide_{x}_d256{cap}" for x in ("bf16", "fp16") for cap in ("", "_cap")}
+    assert {name for name, _, _ in usage} == names
+    assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
+    for name in names:
+        text = bodies(())[name]
+        # Scores of 256 elements and values of 64 keys in two halves, each for the first or last tile and in the loop.
+        assert len(re.findall("HGMMA", text)) == 2 * (256 // 16 + 2 * 64 // 16), name
+        assert "UTMALDG.4D" in text and "USETMAXREG" in text, name
+        assert len(re.findall("STL", text[text.index("HGMMA") : text.rindex("HGMMA")])) <= 3, name
+        shared = [
+            part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part
+        ]
+        spans = [len(re.findall("MUFU.EX2", part[part.rindex("tnspB") :])) for part in shared]
+        assert max(spans) >= 32, f"{name}: exponentials wait for the values"
+
+
 def test_dense_decode() -> None:
     """Weights go to registers by 16-byte loads, a ring of them before the kernel waits for its predecessor; nothing is spilled."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("dense_")]
@@ -343,8 +363,8 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "linear_w8a16_invariant_sm90": r"linear_gemm_ws_(int8|fp8)",
         "linear_dense_decode_sm90": r"dense_",
         "linear_w8a8_sm90": r"(linear_w8a8|quantize_rows)_",
-        "paged_attention_sm90": r"paged_attention_",
-        "paged_attention_sm90_split": r"paged_(attention|decode)_",
+        "paged_attention_sm90": r"paged_(attention|wide)_",
+        "paged_attention_sm90_split": r"paged_(attention|decode|wide)_",
         "mla_attention_sm90": r"mla_attention_",
         "mla_attention_sm90_whole": r"mla_attention_",
         "grouped_linear_sm90": r"grouped_",

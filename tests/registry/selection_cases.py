@@ -310,6 +310,9 @@ reshape_and_cache_mla | t=16 | xpu:lnl | torch | - | reshape_and_cache_mla_torch
 merge_attention_states | t=16,h=8,d=128 | sm_89 | cuda | - | merge_attention_states_triton
 merge_attention_states | t=16,h=8,d=128 | cpu:avx2 | x86 | - | merge_attention_states_cpu@avx2
 paged_attention | ~paged | sm_90 | cuda | - | paged_attention_triton_split
+paged_attention | ~paged | sm_90 | sm90a | - | paged_attention_sm90_split
+paged_attention | ~paged,head_dim=256 | sm_90 | sm90a | - | paged_attention_sm90_split
+paged_attention | ~paged,head_dim=192 | sm_90 | sm90a | invariant | paged_attention_sm90
 paged_attention | ~paged | sm_90 | cuda | invariant | paged_attention_triton
 paged_attention | ~paged,softcap=true | sm_90 | cuda | invariant | paged_attention_triton
 paged_attention | ~paged | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer
@@ -444,6 +447,7 @@ linear | m=16,n=4096,k=4096,w=int4_g128,act_order=true | sm_90 | humming | hummi
 linear | m=16,n=4100,k=4096,w=int4_g128 | sm_90 | humming | humming | linear_humming | problem | needs N a multiple of 128
 linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | gfx942 | aiter | aiter | linear_aiter | problem | writes bf16 or float16, not fp32
 paged_attention | ~paged,head_dim=512 | sm_90 | cuda | - | paged_attention_triton | problem | head_dim 512 is over 256
+paged_attention | ~paged,head_dim=256,block_size=7 | sm_90 | sm90a | invariant | paged_attention_sm90 | problem | pages of a multiple of 8
 paged_attention | ~paged,sinks=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | take no sinks
 paged_attention | ~paged,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | head_dim 80
 paged_attention | ~paged,softcap=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | without a soft cap
