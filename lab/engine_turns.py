@@ -176,7 +176,7 @@ def play(
                     )
                 if number >= 0:
                     rows.append({"engine": engine.name, "workload": workload, "round": number, **row})
-                    print(json.dumps(rows[-1]), flush=True)
+                    print(json.dumps({**rows[-1], "ends": len(row["ends"])}), flush=True)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:

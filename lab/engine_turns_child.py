@@ -13,12 +13,51 @@ class Turns(Protocol):
     """An engine with a model. generate: greedy, without end tokens, so many tokens for each prompt; the number of tokens it gave."""
 
     version: str
+    step: str
+    """Where the function is that runs a step and returns its results: attributes from the engine on."""
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> int: ...
 
 
+class Steps:
+    """Times of the steps of an engine, and how many requests had ended after each."""
+
+    def __init__(self, engine: Turns) -> None:
+        *path, name = engine.step.split(".")
+        owner: Any = engine
+        for attribute in path:
+            owner = getattr(owner, attribute)
+        self.rows: list[tuple[float, int, int]] = []
+        self.start()
+        step = getattr(owner, name)
+
+        def timed() -> Any:
+            results = step()
+            self.count += 1
+            ended = sum(ends(result) for result in results)
+            if ended:
+                self.ended += ended
+                self.rows.append((round(time.perf_counter() - self.begin, 6), self.count, self.ended))
+            return results
+
+        setattr(owner, name, timed)
+
+    def start(self) -> None:
+        """Of a workload. rows: for each step in which a request ended: seconds, steps and ended requests since here."""
+        self.begin, self.count, self.ended = time.perf_counter(), 0, 0
+        self.rows = []
+
+
+def ends(result: Any) -> bool:
+    """Whether a request has ended with this result of a step."""
+    finished = getattr(result, "finished", None)
+    return result.finish_reason is not None if finished is None else bool(finished)
+
+
 class Gristmill:
     """This library. Limits of the engine that are None are its defaults."""
+
+    step = "llm.engine.step"
 
     def __init__(self, options: dict[str, Any]) -> None:
         from gristmill import LLM, SamplingParams
@@ -37,6 +76,8 @@ class Gristmill:
 
 class Vllm:
     """vLLM with its own kernels and its default settings, those of its asynchronous scheduler included."""
+
+    step = "llm.llm_engine.step"
 
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
@@ -81,8 +122,9 @@ def main() -> None:
         begin = time.perf_counter()
         engine = ENGINES[name](options)  # type: ignore[call-arg]
         say({"version": engine.version, "start": time.perf_counter() - begin})
+        steps = Steps(engine)
         for line in sys.stdin:
             work = json.loads(line)
-            begin = time.perf_counter()
+            steps.start()
             tokens = engine.generate(work["prompts"], work["outputs"])
-            say({"seconds": time.perf_counter() - begin, "tokens": tokens})
+            say({"seconds": time.perf_counter() - steps.begin, "tokens": tokens, "ends": steps.rows})

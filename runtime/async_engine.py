@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +20,7 @@ from gristmill.runtime.async_request import ActiveRequest
 from gristmill.runtime.completion import (
     Chunk,
     Completion,
-    completion,
+    GrowingCompletion,
     engine_params,
     text_stream,
 )
@@ -158,11 +159,11 @@ class AsyncEngine:
         """The n completions of one prompt, in order of their choice. Arguments and errors are those of `stream`; being cancelled
         aborts the request."""
         ids = await self._encode(prompt)
-        chunks: dict[int, list[Chunk]] = {}
+        growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
         async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
             async for chunk in stream:
-                chunks.setdefault(chunk.choice, []).append(chunk)
-        return [completion(ids, chunks[choice]) for choice in sorted(chunks)]
+                growing[chunk.choice].add(chunk)
+        return [growing[choice].completion(ids) for choice in sorted(growing)]
 
     async def abort(self, request_id: str) -> bool:
         """End a request: its callers get a last chunk with finish_reason ``abort``. Whether it was unfinished."""

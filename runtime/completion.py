@@ -84,19 +84,41 @@ def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], T
     )
 
 
-def completion(prompt_ids: Sequence[int], chunks: Sequence[Chunk]) -> Completion:
-    """Join all chunks of one completion."""
-    whole = merged(chunks)
-    return Completion(
-        tuple(prompt_ids),
-        whole.token_ids,
-        whole.text,
-        whole.finish_reason or FinishReason.ABORT.value,
-        whole.choice,
-        whole.stop_reason,
-        whole.logprobs,
-        whole.prompt_logprobs,
-    )
+class GrowingCompletion:
+    """The chunks of one completion, joined as they come: what is kept per token is a number, no object for the garbage collector."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._last: Chunk | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """The next chunk."""
+        self._ids += chunk.token_ids
+        if chunk.text:
+            self._texts.append(chunk.text)
+        self._logprobs += chunk.logprobs or ()
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs = chunk.prompt_logprobs
+        self._last = chunk
+
+    def completion(self, prompt_ids: Sequence[int]) -> Completion:
+        """All chunks so far, at least one, as a completion of the prompt."""
+        last = self._last
+        if last is None:
+            raise RuntimeError("a completion of no chunks")
+        return Completion(
+            tuple(prompt_ids),
+            tuple(self._ids),
+            "".join(self._texts),
+            last.finish_reason or FinishReason.ABORT.value,
+            last.choice,
+            last.stop_reason,
+            None if last.logprobs is None else tuple(self._logprobs),
+            self._prompt_logprobs,
+        )
 
 
 def merged(chunks: Sequence[Chunk]) -> Chunk:

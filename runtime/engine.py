@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,6 +26,7 @@ from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.heap import freeze_heap
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
@@ -343,7 +345,7 @@ class Engine(EngineMemory):
             runner,
             self.scheduler,
             DEPTH if async_steps else 1,
-            self._sampling_row,
+            partial(_sampling_row, self._active),  # no method: an engine that nobody holds is gone at once
             self._with_logprobs,
             self._prompts,
             self.speculator,
@@ -361,7 +363,7 @@ class Engine(EngineMemory):
             self.scheduler,
             runner.processors,
             runner.model.config.vocab_size,
-            self._next_row,
+            partial(_next_row, self._active),
         )
 
     def warm_up(self, progress: Progress | None = None) -> WarmUp:
@@ -370,6 +372,9 @@ class Engine(EngineMemory):
         From then on a kernel that is selected while requests wait is reported by a warning. Graphs of steps whose logits are processed,
         and all graphs after `sleep`, are captured when needed. On a GPU this takes from seconds (with a filled store) to over a
         minute; on a CPU kernels are verified, which the store records for later processes.
+
+        Python's garbage collection leaves out what is alive then (`gc.freeze`) until the engine is gone: a full collection takes as long
+        as up to a hundred steps.
 
         progress: called with a stage, its steps done, and its steps in all.
 
@@ -381,6 +386,11 @@ class Engine(EngineMemory):
         if self.residency.reason:
             raise UsageError(f"warm_up needs weights and cache: {self.residency.reason}")
         self.reset_prefix_cache()
+        report = self._warm_up(progress)
+        freeze_heap(self)
+        return report
+
+    def _warm_up(self, progress: Progress | None) -> WarmUp:
         speculator, config = self.speculator, self.scheduler.config
         if isinstance(self.runner, ParallelRunner):
             return self.runner.warm_up(config)
@@ -610,14 +620,14 @@ class Engine(EngineMemory):
         self._prompts.pop(request_id, None)
         self._release_followers(request_id)
 
-    def _next_row(self, request_id: str) -> SamplingRow:
-        """How the token behind the known ones is sampled."""
-        active = self._active[request_id]
-        request = active.request
-        return SamplingRow(active.params, active.seed, len(request.tokens) - request.prompt_len)
 
-    def _sampling_row(self, entry: ScheduledRequest) -> SamplingRow:
-        """How the first token that an entry samples is sampled, which a step in flight may precede."""
-        active = self._active[entry.id]
-        index = entry.context - entry.drafts - active.request.prompt_len
-        return SamplingRow(active.params, active.seed, index)
+def _next_row(active: Mapping[str, _Active], request_id: str) -> SamplingRow:
+    """How the token behind the known ones is sampled."""
+    one = active[request_id]
+    return SamplingRow(one.params, one.seed, len(one.request.tokens) - one.request.prompt_len)
+
+
+def _sampling_row(active: Mapping[str, _Active], entry: ScheduledRequest) -> SamplingRow:
+    """How the first token that an entry samples is sampled, which a step in flight may precede."""
+    one = active[entry.id]
+    return SamplingRow(one.params, one.seed, entry.context - entry.drafts - one.request.prompt_len)

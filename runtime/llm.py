@@ -7,6 +7,7 @@ for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,14 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.runtime.completion import Chunk, Completion, TextOutput, completion, engine_params, text_stream
+from gristmill.runtime.completion import (
+    Chunk,
+    Completion,
+    GrowingCompletion,
+    TextOutput,
+    engine_params,
+    text_stream,
+)
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
@@ -145,12 +153,12 @@ class LLM:
             EngineDraining: `drain` was called.
         """
         ids = self._prompts(prompts)
-        chunks: dict[tuple[int, int], list[Chunk]] = {}
+        growing = defaultdict[tuple[int, int], GrowingCompletion](GrowingCompletion)
         params_by_prompt = self._params(params, len(ids))
         for chunk in self._run(ids, params_by_prompt, _priorities(priority, len(ids))):
-            chunks.setdefault((chunk.index, chunk.choice), []).append(chunk)
+            growing[chunk.index, chunk.choice].add(chunk)
         return [
-            completion(prompt, chunks[index, choice])
+            growing[index, choice].completion(prompt)
             for index, (prompt, request_params) in enumerate(zip(ids, params_by_prompt, strict=True))
             for choice in range(request_params.n)
         ]

@@ -163,10 +163,10 @@ def tolerance(problem: Problem) -> Tolerance:
     With quantized activations, gate and up that are rounded before the activation move a few of a hundred 8-bit codes to their
     neighbours, an eighth away; a token's experts may be the same one, whose errors add up.
     """
-    base = {"fp32": 3e-6, "fp16": 3.5e-4, "bf16": 2.5e-3}[problem.text("x")]
+    base, few = {"fp32": 3e-6, "fp16": 3.5e-4, "bf16": 2.5e-3}[problem.text("x")], 4
     if QuantScheme.parse(problem.text("w")).activation is not None:
-        base = {"fp32": 2e-3, "fp16": 1.6e-2, "bf16": 2.5e-2}[problem.text("x")]
-    return Tolerance("columns", base * (1 + 4 / max(1, problem.integer("m")) ** 0.5))
+        base, few = {"fp32": 2e-3, "fp16": 1.5e-2, "bf16": 2.3e-2}[problem.text("x")], 3
+    return Tolerance("columns", base * (1 + few / max(1, problem.integer("m")) ** 0.5))
 
 
 def shrink(problem: Problem) -> Problem:

@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
-from gristmill.runtime.completion import Chunk, Completion, completion
+from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.llm import Prompt
 from gristmill.runtime.parallel.driver import LOADING
@@ -122,17 +123,17 @@ class Replicas:
         """As `AsyncEngine.generate`, of a text without prompt_ids. What a replica that dies has computed is computed again by another one,
         unless `retry` is False."""
         while True:
-            chunks: dict[int, list[Chunk]] = {}
+            growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
             try:
                 async with aclosing(self.stream(prompt, params, priority=priority)) as stream:
                     async for chunk in stream:
-                        chunks.setdefault(chunk.choice, []).append(chunk)
+                        growing[chunk.choice].add(chunk)
             except ReplicaError:
                 if not self._retry or not self._loads():
                     raise
                 continue
             ids = () if isinstance(prompt, str) else prompt
-            return [completion(ids, chunks[choice]) for choice in sorted(chunks)]
+            return [growing[choice].completion(ids) for choice in sorted(growing)]
 
     async def save(self, prompt: Prompt, seconds: float) -> bool:
         """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""

@@ -1,0 +1,57 @@
+"""An engine that nobody holds is gone without a garbage collection, and what is alive after a warm-up is left out of collections."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from gristmill import LLM, SamplingParams
+from gristmill.runtime.heap import freeze_heap
+from tests.runtime.oracle import LLAMA, MODELS
+
+
+class Owner:
+    """Something alive."""
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    gc.unfreeze()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_an_engine_goes_with_its_last_reference() -> None:
+    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    parts = [weakref.ref(part) for part in (llm.engine, llm.engine.runner, llm.model, llm.engine.scheduler)]
+    del llm
+    assert [part() for part in parts] == [None] * 4
+
+
+def test_a_warm_up_freezes_the_heap_until_the_engine_is_gone() -> None:
+    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64)
+    llm.engine.warm_up()
+    assert gc.get_freeze_count() > 10_000
+    model = weakref.ref(llm.model)
+    del llm
+    assert model() is None and gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_before_and_an_owner_in_a_cycle_stays() -> None:
+    garbage = Owner()
+    garbage.itself = garbage  # type: ignore[attr-defined]
+    seen, owner = weakref.ref(garbage), Owner()
+    del garbage
+    freeze_heap(owner)
+    assert seen() is None
+    owner.itself = owner  # type: ignore[attr-defined]
+    del owner
+    gc.collect()
+    assert gc.get_freeze_count() > 0, "a cycle through the owner would never be freed: engines must have none"
