@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ LONG_GAP = 5.0
 
 @dataclass(frozen=True)
 class Trace:
-    """Decode steps on the device, in microseconds per step.
+    """Steps on the device, in microseconds per step.
 
     batch, steps: what was traced. step: from the first kernel of a step to that of the next one. idle: no kernel or copy runs; long_idle:
     in pieces of more than LONG_GAP. launches: kernels and copies per step. kernels: the largest, by name.
@@ -143,6 +144,24 @@ def trace(llm: LLM, prompts: list[list[int]], steps: int) -> Trace:
         pass
     for _ in range(steps):
         engine.step()
+    return traced(llm, len(prompts), steps)
+
+
+def trace_prompts(llm: LLM, count: int, length: int) -> Trace:
+    """Trace the steps that compute `count` prompts of `length` random ids; none is in the prefix cache."""
+    generator = random.Random(1)
+    top = min(10000, llm.config.vocab_size - 1)
+    for index in range(count):
+        ids = [generator.randint(0, top) for _ in range(length)]
+        llm.engine.add_request(f"trace {index}", ids, greedy(2))
+    limit = llm.engine.scheduler.config.max_batch_tokens
+    steps = max(1, count * length // limit)
+    return traced(llm, count, steps)
+
+
+def traced(llm: LLM, batch: int, steps: int) -> Trace:
+    """Trace the next steps, and end all requests."""
+    engine = llm.engine
     wait()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
@@ -154,7 +173,7 @@ def trace(llm: LLM, prompts: list[list[int]], steps: int) -> Trace:
         for event in profile.events()
         if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation
     )
-    return summary(spans, len(prompts), steps)
+    return summary(spans, batch, steps)
 
 
 def summary(spans: list[tuple[float, float, str]], batch: int, steps: int) -> Trace:
@@ -238,10 +257,17 @@ def measure(folder: Path, async_steps: bool, options: argparse.Namespace) -> dic
     print(json.dumps({name: row[name] for name in ("tokens_per_second", "ms_per_token")}), flush=True)
     if options.device.startswith("cuda"):
         row["traces"] = []
-        for batch in (1, len(prompts)):
-            part = trace(llm, [p[:256] for p in prompts[:batch]], options.steps)
-            row["traces"].append(asdict(part))
-            print(json.dumps(asdict(part)), flush=True)
+        whole = len(prompts)
+        traces: dict[str, Callable[[], Trace]] = {
+            "decode": lambda: trace(llm, [prompts[0][:256]], options.steps),
+            "decode of all": lambda: trace(llm, [p[:256] for p in prompts], options.steps),
+            "decode after whole prompts": lambda: trace(llm, prompts[: whole * 5 // 8], options.steps),
+            "prompts of 2,000": lambda: trace_prompts(llm, min(whole, 64), 2000),
+        }
+        for name, made in traces.items():
+            part = {"name": name, **asdict(made())}
+            row["traces"].append(part)
+            print(json.dumps(part), flush=True)
     llm.close()
     return row
 

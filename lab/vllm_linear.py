@@ -3,9 +3,10 @@
     PYTHONPATH=<folder with vLLM> python -m lab.vllm_linear --model llama3-8b --layers 8 --scheme int4_g128 --out vllm.json
 
 A name instead of a directory makes a model of that shape with random weights and quantizes it to --scheme in --form, with --layers layers:
-the time of a decode step then lies lower than that of the whole model, and the logits head weighs more. Every engine is a process of its
-own; they run in turns, so that a drift of the device's clocks meets all of them. The time per token is the difference of two runs that
-differ in their number of output tokens only; prompts and the start of a run cancel.
+the time of a decode step then lies lower than that of the whole model, and the logits head weighs more. With --distinct only so many
+layers are made, and the others are their copies, which takes less time. Every engine is a process of its own, from which vLLM starts its
+own ones, as it does by default; they run in turns, so that a drift of the device's clocks meets all of them. The time per token is the
+difference of two runs that differ in their number of output tokens only; prompts and the start of a run cancel.
 
 Engines: vllm (its own choice), gristmill (--quantization gristmill), gristmill-all (every layer that a kernel serves, without times),
 attention (--attention-backend CUSTOM), worker (--worker-cls).
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -36,11 +38,13 @@ from gristmill.runtime.models import model_table
 from lab.engine import SHAPES, random_model, workload
 
 BASELINE = "vllm"
+EXPLAIN = "gristmill.integrations.vllm.Explain"
 ENGINES: dict[str, dict[str, Any]] = {
     BASELINE: {},
-    "gristmill": {"quantization": "gristmill"},
+    "gristmill": {"quantization": "gristmill", "worker_extension_cls": EXPLAIN},
     "gristmill-all": {
         "quantization": "gristmill",
+        "worker_extension_cls": EXPLAIN,
         "additional_config": {"gristmill": {"take": "all"}},
     },
     "attention": {"attention_backend": "CUSTOM"},
@@ -50,7 +54,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that reports
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # a process with what `register` has registered
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
@@ -60,13 +64,36 @@ def directory(options: argparse.Namespace, scratch: Path) -> Path:
     """The model that all engines load."""
     if options.model not in SHAPES:
         return Path(options.model)
-    changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
-    dense = random_model(options.model, scratch, **changes)
-    if options.scheme is None:
-        return dense
-    out = scratch / "quantized"
-    table = model_table(parse_config(*open_checkpoint(dense).config()))
-    write_quantized(dense, out, table, QuantScheme.parse(options.scheme), form=options.form)
+    made = options.distinct or options.layers
+    changes = {} if made is None else {"num_hidden_layers": made}
+    folder = random_model(options.model, scratch, **changes)
+    if options.scheme is not None:
+        dense, folder = folder, scratch / "quantized"
+        table = model_table(parse_config(*open_checkpoint(dense).config()))
+        write_quantized(dense, folder, table, QuantScheme.parse(options.scheme), form=options.form)
+    if options.distinct is None:
+        return folder
+    count = options.layers or SHAPES[options.model]["num_hidden_layers"]
+    return repeat_layers(folder, options.distinct, count, scratch / "repeated")
+
+
+def repeat_layers(folder: Path, distinct: int, count: int, out: Path) -> Path:
+    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct."""
+    from safetensors.torch import load_file, save_file
+
+    tensors: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            found = re.match(r"(model\.layers\.)(\d+)(\..*)", name)
+            if found is None:
+                tensors[name] = tensor
+            else:
+                for layer in range(int(found[2]), count, distinct):
+                    tensors[f"{found[1]}{layer}{found[3]}"] = tensor.clone()
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
+    (out / "config.json").write_text(json.dumps(config))
     return out
 
 
@@ -97,13 +124,12 @@ def run(llm: Any, prompts: list[list[int]], outputs: list[int]) -> float:
     return seconds
 
 
-def layers(engine: str) -> list[dict[str, Any]]:
-    """What runs on gristmill in this process, per layer."""
+def layers(llm: Any, engine: str) -> list[dict[str, Any]]:
+    """What runs on gristmill, per layer."""
     if "quantization" not in ENGINES[engine]:
         return []
-    from gristmill.integrations.vllm import explain
-
-    return explain()
+    found: list[dict[str, Any]] = llm.collective_rpc("gristmill_explain")[0]
+    return found
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +150,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         row["decode_ms"][str(batch)] = samples
     prompts, outputs = prompts[: options.requests], outputs[: options.requests]
     row["tokens_per_second"] = [sum(outputs) / run(llm, prompts, outputs) for _ in range(options.rounds)]
-    row["layers"] = layers(options.engine)
+    row["layers"] = layers(llm, options.engine)
     row["seconds"] = time.perf_counter() - begin
     return row
 
@@ -166,6 +192,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m lab.vllm_linear", description=str(__doc__).split("\n")[0])
     parser.add_argument("--model", required=True, help=f"a directory, or one of {', '.join(SHAPES)}")
     parser.add_argument("--layers", type=int, help="of a model that is made; None: as many as it has")
+    parser.add_argument("--distinct", type=int, help="layers of such a model that are no copies")
     parser.add_argument("--scheme", help="number format of a model that is made; None: bfloat16")
     parser.add_argument("--form", default="compressed-tensors", help="checkpoint format of such a model")
     parser.add_argument(

@@ -10,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lab import vllm_linear
 
@@ -40,7 +42,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_linear, "load", lambda folder, options: PlantedLLM(options.engine))
     clock = SimpleNamespace(perf_counter=lambda: CLOCK[0], monotonic=time.monotonic)
     monkeypatch.setattr(vllm_linear, "time", clock)
-    monkeypatch.setattr(vllm_linear, "layers", lambda engine: [])
+    monkeypatch.setattr(vllm_linear, "layers", lambda llm, engine: [])
 
     def child(engine: str, folder: Path, out: Path, argv: list[str]) -> dict[str, Any]:
         assert not vllm_linear.main([*argv, "--engine", engine, "--model", str(folder), "--out", str(out)])
@@ -78,3 +80,18 @@ def test_an_engine_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         vllm_linear.main(["--model", ".", "--engines", "vllm,other", "--out", str(tmp_path / "o")])
     assert "no engine other; known: vllm, gristmill" in capsys.readouterr().err
+
+
+def test_layers_are_repeated(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "vocab_size": 7}))
+    of_layers = {f"model.layers.{i}.mlp.weight": torch.full((2,), float(i)) for i in range(2)}
+    save_file({**of_layers, "model.norm.weight": torch.ones(3)}, made / "model.safetensors")
+    out = vllm_linear.repeat_layers(made, 2, 5, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text()) == {"num_hidden_layers": 5, "vocab_size": 7}
+    tensors = load_file(out / "model.safetensors")
+    assert tensors.pop("model.norm.weight").tolist() == [1.0, 1.0, 1.0]
+    assert {name: int(tensor[0]) for name, tensor in tensors.items()} == {
+        f"model.layers.{i}.mlp.weight": i % 2 for i in range(5)
+    }
