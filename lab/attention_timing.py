@@ -64,7 +64,7 @@ def compare(
         candidates |= {f"{kernels[0]} {setting}={value}": (kernels[0], {setting: value}) for value in values}
     for label, (kernel, changes) in candidates.items():
         calls = calls_of(kernel, changes)
-        out.fill_(float("nan"))
+        out.fill_(float("nan") if out.is_floating_point() else -1)
         calls[0]()
         outputs[label] = out.float().cpu()
         graphs.add(label, calls)

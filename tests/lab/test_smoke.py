@@ -30,6 +30,7 @@ from lab import (
     mla_attention,
     moe,
     paged_attention,
+    sampling,
 )
 from tests.lab.test_linear_weight_only import Calls
 from tests.lab.test_loading import SMALL as SMALL_LAYERS
@@ -52,10 +53,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         mla_attention,
         moe,
         paged_attention,
+        sampling,
     ):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(attention_timing, "Graphs", Calls)
-    for module in (mla_attention, moe, paged_attention):
+    for module in (mla_attention, moe, paged_attention, sampling):
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     for module in (linear_dense, linear_weight_only, linear_w8a8):
@@ -148,6 +150,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         as_it_is,
         f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",
     ),
+    "sampling": (on_a_cpu, "--cases smallest --kernels sample_torch --rounds 2 --seconds 0 --out OUT"),
     "speculation": (
         as_it_is,
         f"--model {MODEL} --draft {MODEL} --tokens {TOKENS} --prompts 1 --prompt-tokens 16 --max-tokens 6 --counts 2 "
