@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -95,6 +96,26 @@ def random_model(name: str, folder: Path, **changes: Any) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / name, max_shard_size="20GB")
     return folder / name
+
+
+def repeat_layers(folder: Path, distinct: int, count: int, out: Path) -> Path:
+    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct."""
+    from safetensors.torch import load_file, save_file
+
+    tensors: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            found = re.match(r"(model\.layers\.)(\d+)(\..*)", name)
+            if found is None:
+                tensors[name] = tensor
+            else:
+                for layer in range(int(found[2]), count, distinct):
+                    tensors[f"{found[1]}{layer}{found[3]}"] = tensor.clone()
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def workload(

@@ -8,7 +8,9 @@ cache. A round gives each engine every workload once, in an order that changes f
 each round, so that nothing but the shared prefix of ``prefix`` is found in a prefix cache; outputs are greedy and have no end tokens.
 `gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold.
 
-vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH.
+vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH. vllm-gristmill is vLLM's own model and
+engine with every linear layer that gristmill's kernels serve (`--quantization gristmill`, ``take: all``). With --distinct only so
+many layers of a model are made, and the others are their copies.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
-from lab.engine import SHAPES, random_model
+from lab.engine import SHAPES, random_model, repeat_layers
 
 LARGEST_ID = 10_000
 CHILD = "from lab.engine_turns_child import main; main()"
@@ -61,6 +63,13 @@ def single(draw: random.Random, top: int, scale: float) -> Requests:
     return Requests([ids(draw, max(1, round(128 * scale)), top)], [max(2, round(256 * scale))])
 
 
+def few(draw: random.Random, top: int, scale: float) -> Requests:
+    """16 requests of 128 tokens and 256 of output."""
+    count = max(2, round(16 * scale))
+    prompts = [ids(draw, max(1, round(128 * scale)), top) for _ in range(count)]
+    return Requests(prompts, [max(2, round(256 * scale))] * count)
+
+
 def prefill(draw: random.Random, top: int, scale: float) -> Requests:
     """64 requests of 2,000 tokens and 50 of output."""
     count = max(2, round(64 * scale))
@@ -78,6 +87,7 @@ def prefix(draw: random.Random, top: int, scale: float) -> Requests:
 WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
     "mixed": mixed,
     "single": single,
+    "few": few,
     "prefill": prefill,
     "prefix": prefix,
 }
@@ -158,10 +168,27 @@ def quantized(model: Path, scheme: str, folder: Path) -> Path:
     return folder / scheme
 
 
+def made(options: argparse.Namespace, folder: Path) -> Path:
+    """The directory that all engines load."""
+    model, distinct = Path(options.model), options.distinct
+    if options.model in SHAPES:
+        changes = {} if distinct is None else {"num_hidden_layers": distinct}
+        model = random_model(options.model, folder, **changes)
+    if options.quant:
+        model = quantized(model, options.quant, folder)
+    if options.model not in SHAPES or distinct is None:
+        return model
+    return repeat_layers(model, distinct, SHAPES[options.model]["num_hidden_layers"], folder / "repeated")
+
+
 def play(
-    engines: list[EngineProcess], options: argparse.Namespace, top: int, rows: list[dict[str, Any]]
+    engines: list[EngineProcess],
+    options: argparse.Namespace,
+    top: int,
+    rows: list[dict[str, Any]],
+    save: Callable[[], None],
 ) -> None:
-    """All rounds. A first one, which does not count, has short outputs."""
+    """All rounds. A first one, which does not count, has short outputs. save: called after each row."""
     for number in range(-1, options.rounds):
         for workload in options.workloads:
             requests = WORKLOADS[workload](random.Random(f"{workload} {number}"), top, options.scale)
@@ -176,6 +203,7 @@ def play(
                     )
                 if number >= 0:
                     rows.append({"engine": engine.name, "workload": workload, "round": number, **row})
+                    save()
                     print(json.dumps({**rows[-1], "ends": len(row["ends"])}), flush=True)
 
 
@@ -196,6 +224,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m lab.engine_turns", description=str(__doc__).split("\n")[0])
     parser.add_argument("--model", required=True, help=f"a directory, or one of {', '.join(SHAPES)}")
     parser.add_argument("--quant", help="number format in which the model is stored first")
+    parser.add_argument("--distinct", type=int, help="layers of a model that is made that are no copies")
     parser.add_argument("--engines", default="gristmill,vllm", help="engine[:max_seqs:max_batch_tokens],...")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -221,9 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = random_model(options.model, folder) if options.model in SHAPES else Path(options.model)
-        if options.quant:
-            model = quantized(model, options.quant, folder)
+        model = made(options, folder)
         top = min(LARGEST_ID, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
         paths = dict(text.split("=", 1) for text in options.path)
         logs = options.logs or folder
@@ -234,16 +261,18 @@ def main(argv: list[str] | None = None) -> None:
                 engines.append(EngineProcess(name, model, options, paths, logs / f"engine{index}.log"))
             starts = [{"engine": engine.name, **engine.answer()} for engine in engines]
             print(json.dumps(starts), flush=True)
-            play(engines, options, top, rows)
+            command = f"python -m lab.engine_turns {shlex.join(argv)}"
+            about = environment(device_target(options.device, Policy()), command)
+
+            def save() -> None:
+                result = {"about": about, "started": started, "starts": starts, "summary": summary(rows)}
+                Path(options.out).write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+
+            play(engines, options, top, rows, save)
         finally:
             for engine in engines:
                 engine.close()
-    command = f"python -m lab.engine_turns {shlex.join(argv)}"
-    about = environment(device_target(options.device, Policy()), command)
-    table = summary(rows)
-    result = {"about": about, "started": started, "starts": starts, "summary": table, "rows": rows}
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
-    for workload, by_engine in table.items():
+    for workload, by_engine in summary(rows).items():
         for name, row in by_engine.items():
             print(
                 f"{workload:8} {name:20} {row['tokens_per_second']:9.0f} tokens/s {row['ms_per_token']:8.3f} ms per token"

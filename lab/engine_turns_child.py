@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Turns(Protocol):
@@ -78,6 +78,7 @@ class Vllm:
     """vLLM with its own kernels and its default settings, those of its asynchronous scheduler included."""
 
     step = "llm.llm_engine.step"
+    more: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
@@ -95,6 +96,7 @@ class Vllm:
             gpu_memory_utilization=options["share"],
             kv_cache_memory_bytes=options["memory"],
             **{name: value for name, value in limits.items() if value is not None},
+            **self.more,
         )
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> int:
@@ -107,7 +109,23 @@ class Vllm:
         return sum(len(result.outputs[0].token_ids) for result in results)
 
 
-ENGINES: dict[str, type[Turns]] = {"gristmill": Gristmill, "vllm": Vllm}
+class VllmGristmill(Vllm):
+    """vLLM with gristmill's kernels in all linear layers that they serve."""
+
+    more: ClassVar[dict[str, Any]] = {
+        "quantization": "gristmill",
+        "additional_config": {"gristmill": {"take": "all"}},
+    }
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from gristmill.integrations.vllm import register
+
+        os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"  # a process with what is registered
+        register()  # a checkout has no entry point
+        super().__init__(options)
+
+
+ENGINES: dict[str, type[Turns]] = {"gristmill": Gristmill, "vllm": Vllm, "vllm-gristmill": VllmGristmill}
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -35,7 +34,7 @@ from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.quantized import write_quantized
 from gristmill.runtime.models import model_table
-from lab.engine import SHAPES, random_model, workload
+from lab.engine import SHAPES, random_model, repeat_layers, workload
 
 BASELINE = "vllm"
 EXPLAIN = "gristmill.integrations.vllm.Explain"
@@ -75,26 +74,6 @@ def directory(options: argparse.Namespace, scratch: Path) -> Path:
         return folder
     count = options.layers or SHAPES[options.model]["num_hidden_layers"]
     return repeat_layers(folder, options.distinct, count, scratch / "repeated")
-
-
-def repeat_layers(folder: Path, distinct: int, count: int, out: Path) -> Path:
-    """A model of `count` layers from one of `distinct`: layer i is its layer i % distinct."""
-    from safetensors.torch import load_file, save_file
-
-    tensors: dict[str, Any] = {}
-    for file in folder.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            found = re.match(r"(model\.layers\.)(\d+)(\..*)", name)
-            if found is None:
-                tensors[name] = tensor
-            else:
-                for layer in range(int(found[2]), count, distinct):
-                    tensors[f"{found[1]}{layer}{found[3]}"] = tensor.clone()
-    out.mkdir()
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
-    (out / "config.json").write_text(json.dumps(config))
-    return out
 
 
 def load(folder: str, options: argparse.Namespace) -> Any:

@@ -212,6 +212,18 @@ struct Row {
     for (int w = 0; w < warps; ++w) total += of[w];
     return total;
   }
+  GM_DEVICE uint64_t block_most(uint64_t v) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      const uint64_t other = from_lane_across(v, mask);
+      v = other > v ? other : v;
+    }
+    uint64_t* of = s.scratch[turn ^= 1];
+    if (lane == 0) of[warp] = v;
+    block_sync();
+    for (int w = 0; w < warps; ++w) v = of[w] > v ? of[w] : v;
+    return v;
+  }
   GM_DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
   // Tells every block two numbers of this one. Returns those of all blocks; also a barrier of the cluster.
@@ -251,25 +263,11 @@ struct Row {
   GM_DEVICE float at(int place) const { return reinterpret_cast<const float*>(z)[place]; }
   GM_DEVICE uint64_t mass(float value) const { return mass_of(double(value) - double(top), p.exponent); }
 
-  // Fills the slice with logits over temperature, -inf past its end. Returns whether the row is greedy.
-  GM_DEVICE bool load() {
-    const float temperature = p.temperature[row];
-    const bool greedy = !(temperature >= 1e-5f);
-    const float divisor = greedy ? 1.0f : temperature;
-    const float barred = divisor == kInf ? kInf : -kInf;  // -inf over inf is NaN, a fault like +inf
+  // Calls f(logit, place) for those of the slice, in order for a thread; those past its end come as -inf.
+  template <typename F>
+  GM_DEVICE void for_each_logit(F f) const {
     const T* from = static_cast<const T*>(p.logits) + row * p.stride + first;
     const bool aligned = reinterpret_cast<uintptr_t>(from) % (4 * sizeof(T)) == 0;
-    float most = -kInf;
-    bool wrong = false;
-    const auto scaled = [&](float x) {
-      // The division takes a slow path for all of a warp when one lane has an infinity.
-      float value = x == -kInf ? barred : x;
-      if (divisor != 1.0f) value = x == -kInf ? barred : quotient(x == -kInf ? 1.0f : x, divisor);
-      value += 0.0f;  // -0 becomes 0
-      wrong = wrong || !(value < kInf);
-      most = fmaxf(most, value);
-      return value;
-    };
     constexpr int kAhead = 8;
     for (int start = tid; start < vectors; start += kAhead * count) {
       float4 v[kAhead];
@@ -286,38 +284,59 @@ struct Row {
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int i = start + j * count;
-        if (i >= vectors) break;
-        const int room = length - 4 * i;
-        float4 value;
-        value.x = scaled(v[j].x);
-        value.y = room > 1 ? scaled(v[j].y) : -kInf;
-        value.z = room > 2 ? scaled(v[j].z) : -kInf;
-        value.w = room > 3 ? scaled(v[j].w) : -kInf;
-        z[i] = value;
+        if (i < vectors) f(v[j], 4 * i);
       }
     }
-    peak = wrong ? INT_MAX : key_of(most);
-    return greedy;
   }
 
+  // Fills the slice with logits over temperature, -inf past its end.
+  GM_DEVICE void load(float temperature) {
+    const float barred = temperature == kInf ? kInf : -kInf;  // -inf over inf is NaN, a fault like +inf
+    float most = -kInf;
+    bool wrong = false;
+    const auto scaled = [&](float x) {
+      // The division takes a slow path for all of a warp when one lane has an infinity.
+      float value = x == -kInf ? barred : x;
+      if (temperature != 1.0f) value = x == -kInf ? barred : quotient(x == -kInf ? 1.0f : x, temperature);
+      value += 0.0f;  // -0 becomes 0
+      wrong = wrong || !(value < kInf);
+      most = fmaxf(most, value);
+      return value;
+    };
+    for_each_logit([&](const float4& v, int place) {
+      const int room = length - place;
+      float4 value;
+      value.x = scaled(v.x);
+      value.y = room > 1 ? scaled(v.y) : -kInf;
+      value.z = room > 2 ? scaled(v.z) : -kInf;
+      value.w = room > 3 ? scaled(v.w) : -kInf;
+      z[place / 4] = value;
+    });
+    peak = wrong ? INT_MAX : key_of(most);
+  }
+
+  // The largest logit, of equal ones the first: one pass, in which nothing is kept.
   GM_DEVICE void greedy() {
-    const int most = block_max(peak);
-    if (tid == 0) s.last = INT_MAX;
-    block_sync();
-    if (peak == most && most >= kLowest && most != INT_MAX) {
-      const float value = value_of(most);
-      int lowest = INT_MAX;
-      for_each_own([&](float v, int place) { lowest = v == value ? min(lowest, place) : lowest; });
-      lower_to(&s.last, lowest);
-    }
-    block_sync();
-    const int id = s.last == INT_MAX ? 0 : first + s.last;
-    const uint64_t (*of)[2] = exchange(order_of(most, id), 0);
+    float most = -kInf;
+    int chosen = 0;
+    bool wrong = false;
+    const auto consider = [&](float x, int place) {
+      wrong = wrong || !(x < kInf);
+      chosen = x > most ? place : chosen;
+      most = fmaxf(most, x);
+    };
+    for_each_logit([&](const float4& v, int place) {
+      consider(v.x, place), consider(v.y, place + 1), consider(v.z, place + 2), consider(v.w, place + 3);
+    });
+    const int key = wrong ? INT_MAX : key_of(most + 0.0f);  // -0 becomes 0
+    const uint64_t own = block_most(order_of(key, first + chosen));
+    cluster_wait();  // the shared memory of all blocks exists
+    const uint64_t (*of)[2] = exchange(own, 0);
     if (rank == 0 && tid == 0) {
       uint64_t best = 0;
       for (int r = 0; r < ranks; ++r) best = of[r][0] > best ? of[r][0] : best;
-      const int key = key_in(best);
-      p.ids[row] = key == INT_MAX || key < kLowest ? -1 : id_in(best);
+      const int of_best = key_in(best);
+      p.ids[row] = of_best == INT_MAX || of_best < kLowest ? -1 : id_in(best);
     }
   }
 
@@ -780,9 +799,10 @@ struct Row {
     block_sync();
     cluster_arrive();
     wait_for_previous_kernel();
-    const bool is_greedy = load();
+    const float temperature = p.temperature[row];
+    if (!(temperature >= 1e-5f)) return greedy();
+    load(temperature);
     cluster_wait();  // the shared memory of all blocks exists
-    if (is_greedy) return greedy();
     s.peaks[tid] = peak;
     const uint64_t (*of)[2] = exchange(order_of(block_max(peak), -1), 0);
     uint64_t most = 0;

@@ -19,7 +19,7 @@ from gristmill.kernel_registry.plan import BUCKETS, bucket_index
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme
+from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme, cdiv
 from gristmill.kernels.common import dtype_name
 from gristmill.kernels.moe.moe import ROWS
 from gristmill.quant import QuantTensor
@@ -29,6 +29,8 @@ from gristmill.runtime.workspace import Arenas
 
 BLOCK_SIZE = 16
 """The default number of tokens per block of the paged cache."""
+LARGE_STEP = 1024
+"""Scratch memory of calls above the largest bucket is that of the next multiple of as many rows."""
 
 
 class Plans:
@@ -163,14 +165,12 @@ class Plans:
         recorded."""
         if self._calls is not None:
             return None
-        key = (id(plan), bucket_index(size))
-        need = self._needs.get(key)
+        index = bucket_index(size)
+        # Upper bounds, so that few are needed: a smaller call of the same kernel never needs more.
+        bound = BUCKETS[index] if index < len(BUCKETS) else cdiv(size, LARGE_STEP) * LARGE_STEP
+        need = self._needs.get((id(plan), bound))
         if need is None:
-            # The upper bound of the bucket: a smaller call of the same kernel never needs more.
-            bound = BUCKETS[key[1]] if key[1] < len(BUCKETS) else size
-            need = (plan.entry(bound).kernel, plan.workspace(bound))
-            if key[1] < len(BUCKETS):
-                self._needs[key] = need
+            need = self._needs[id(plan), bound] = (plan.entry(bound).kernel, plan.workspace(bound))
         return self.arenas.take(*need)
 
 

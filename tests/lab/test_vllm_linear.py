@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lab import vllm_linear
+from lab.engine import repeat_layers
 
 CLOCK = [0.0]
 """Seconds: only planted engines move it."""
@@ -88,7 +89,7 @@ def test_layers_are_repeated(tmp_path: Path) -> None:
     (made / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "vocab_size": 7}))
     of_layers = {f"model.layers.{i}.mlp.weight": torch.full((2,), float(i)) for i in range(2)}
     save_file({**of_layers, "model.norm.weight": torch.ones(3)}, made / "model.safetensors")
-    out = vllm_linear.repeat_layers(made, 2, 5, tmp_path / "out")
+    out = repeat_layers(made, 2, 5, tmp_path / "out")
     assert json.loads((out / "config.json").read_text()) == {"num_hidden_layers": 5, "vocab_size": 7}
     tensors = load_file(out / "model.safetensors")
     assert tensors.pop("model.norm.weight").tolist() == [1.0, 1.0, 1.0]

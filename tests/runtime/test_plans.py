@@ -97,3 +97,20 @@ def test_a_cache_of_other_blocks_is_refused(shared: Callable[..., LLM]) -> None:
     cache = PagedCache(model.config, 8, 32, model.plans.dtype, model.plans.device)
     with pytest.raises(UsageError, match="planned for cache blocks of 16 tokens, the cache has blocks of 32"):
         Runner(model, cache)
+
+
+def test_scratch_memory_of_large_steps_is_sized_once(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps above the largest bucket differ in their number of tokens; each would ask the kernel of every layer again."""
+    plans, asked = make(LLAMA).model.plans, []
+    plan = next(plan for plan in plans.bound.values() if plan.op.name == "linear")
+    workspace = BoundPlan.workspace
+    monkeypatch.setattr(
+        BoundPlan, "workspace", lambda plan, size: asked.append(size) or workspace(plan, size)
+    )
+    for size in (5000, 4097, 5120, 5120):
+        plans.scratch(plan, size)
+    assert asked == [5120]
+    plans.scratch(plan, 5121)
+    assert asked == [5120, 6144]
