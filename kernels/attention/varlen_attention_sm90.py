@@ -7,6 +7,8 @@ change. docs/performance/mla_hopper.md has the measurements.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
@@ -38,8 +40,13 @@ def accepts(problem: Problem) -> str | None:
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """As many CTAs as the device runs at a time."""
-    return {"ctas": target.multiprocessors or MULTIPROCESSORS}
+    """As many CTAs as the device runs at a time. turns: whether the two multiplying warpgroups take turns."""
+    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "turns": 1}
+
+
+def space(problem: Problem, target: Target) -> Iterable[Config]:
+    """With and without turns."""
+    return [{**config(problem, target), "turns": turns} for turns in (1, 0)]
 
 
 KERNEL = Kernel(
@@ -56,6 +63,7 @@ KERNEL = Kernel(
     summary="warp-specialised, wgmma over tiles of 128 keys; pairs of tiles of equal cost dealt to the CTAs on the device",
     accepts=accepts,
     config=config,
+    space=space,
     examples=EXAMPLES,
     batch_invariant=True,
     waits=True,

@@ -45,6 +45,7 @@ def test_the_configuration_holds_no_size_of_a_problem() -> None:
         for n in (7, 4096)
     )
     assert KERNEL.config(small, HOPPER) == KERNEL.config(large, HOPPER)
+    assert KERNEL.space is not None and KERNEL.config(small, HOPPER) in list(KERNEL.space(small, HOPPER))
 
 
 @pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
@@ -52,8 +53,17 @@ def test_the_entry_says_what_it_takes() -> None:
     """Its shared memory fits, and other heads, dtypes and scales are refused."""
 
     def asked(qk_dim: int = 192, v_dim: int = 128, **others: Any) -> int:
-        given = {"heads": 4, "kv_heads": 2, "dtype": 2, "scale": 1.0, "ctas": 132, "seqs": 1} | others
+        given = {
+            "heads": 4,
+            "kv_heads": 2,
+            "dtype": 2,
+            "turns": 1,
+            "scale": 1.0,
+            "ctas": 132,
+            "seqs": 1,
+        } | others
         shape = (9, 9, given["seqs"], given["heads"], given["kv_heads"], qk_dim, v_dim, given["dtype"])
+        shape = (*shape, given["turns"])
         return int(
             cuda_function("gm_varlen_attention_sm90", "sm_90a", launcher.ARGUMENTS)(
                 *(None,) * 7, (c_int64 * 8)(), *shape, given["scale"], given["ctas"], -1, None
