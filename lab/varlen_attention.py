@@ -6,7 +6,8 @@ attention, next to the floor of matrix products.
 
 CUDA graphs over inputs that rotate through four times the L2, replayed in turn. Beside the kernels: torch's cuDNN attention, the absorbed
 kernel alone (`absorbed_attention`), and the two forms with the products that they need, from rotated queries and cached latents to the
-values of the heads. `expanded_form` gathers the latents of cached tokens and multiplies them to keys and values.
+values of the heads. The expanded forms gather the latents of cached tokens and multiply them to keys and values: by a product per head
+(`expanded_form`), or by one for all heads (`expanded_form_at_once`).
 """
 
 from __future__ import annotations
@@ -193,24 +194,39 @@ class Layer:
         self.absorbed_attention(cache)
         return torch.bmm(self.sums.transpose(0, 1), self.to_values).transpose(0, 1).contiguous()
 
-    def expanded(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        latents = cache.view(-1, LATENT + ROPE)[self.slots]
-        kv = (latents[:, :LATENT] @ self.kv_weight).view(len(latents), self.case.heads, NOPE + VALUE)
-        k = q.new_empty(len(latents), self.case.heads, KEY)
-        k[..., :NOPE] = kv[..., :NOPE]
-        k[..., NOPE:] = latents[:, None, LATENT:]
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         inputs = self.inputs
-        v, lengths = kv[..., NOPE:], (inputs.begin, inputs.rows, *inputs.bounds)
-        self.launch(self.config, q, k, v, *lengths, inputs.out)
+        self.launch(self.config, q, k, v, inputs.begin, inputs.rows, *inputs.bounds, inputs.out)
         return inputs.out
+
+    def expanded(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        """Keys and values by a product per head, to where they are read."""
+        context, heads = cache.view(-1, LATENT + ROPE)[self.slots], self.case.heads
+        latents = context[:, :LATENT].expand(heads, -1, -1)
+        k, v = q.new_empty(len(context), heads, KEY), q.new_empty(len(context), heads, VALUE)
+        k[..., NOPE:] = context[:, None, LATENT:]
+        torch.bmm(latents, self.to_latent.transpose(1, 2), out=k[..., :NOPE].transpose(0, 1))
+        torch.bmm(latents, self.to_values, out=v.transpose(0, 1))
+        return self.attend(q, k, v)
+
+    def expanded_at_once(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        """Keys and values by one product, from which the keys are copied."""
+        context = cache.view(-1, LATENT + ROPE)[self.slots]
+        kv = (context[:, :LATENT] @ self.kv_weight).view(len(context), self.case.heads, NOPE + VALUE)
+        k = q.new_empty(len(context), self.case.heads, KEY)
+        k[..., :NOPE] = kv[..., :NOPE]
+        k[..., NOPE:] = context[:, None, LATENT:]
+        return self.attend(q, k, kv[..., NOPE:])
 
     def calls(self) -> dict[str, Calls]:
         """By name, over every copy of the inputs; ValueError if the two forms disagree."""
         q, cache = self.inputs.sets[0][0], self.caches[0]
-        one, other = self.absorbed(q, cache).float(), self.expanded(q, cache).float()
-        difference = float((one - other).norm() / other.norm())
-        if not difference < 0.03:
-            raise ValueError(f"the two forms differ by {difference:.3g}")
+        one = self.absorbed(q, cache).float()
+        for form in (self.expanded, self.expanded_at_once):
+            other = form(q, cache).float()
+            difference = float((one - other).norm() / other.norm())
+            if not difference < 0.03:
+                raise ValueError(f"{form.__name__} differs from the absorbed form by {difference:.3g}")
         pairs = [
             (arguments[0], cache) for arguments, cache in zip(self.inputs.sets, self.caches, strict=True)
         ]
@@ -218,6 +234,7 @@ class Layer:
             "absorbed_attention": [partial(self.absorbed_attention, cache) for _, cache in pairs],
             "absorbed_form": [partial(self.absorbed, *pair) for pair in pairs],
             "expanded_form": [partial(self.expanded, *pair) for pair in pairs],
+            "expanded_form_at_once": [partial(self.expanded_at_once, *pair) for pair in pairs],
         }
 
 

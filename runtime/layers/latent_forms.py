@@ -24,12 +24,14 @@ def expands(new: int, context: int, mla: MlaConfig) -> bool:
     """Whether the un-absorbed form takes less than the absorbed one for `new` tokens that are the last of `context`.
 
     Counts multiplications of a head: in the absorbed form those of attention over latents and of the projections of queries and results,
-    in the other one those of attention over keys and values and of making them from all latents of the context.
+    in the other one those of attention over keys and values and of making them from all latents of the context. A single token is absorbed,
+    as it is in a captured step.
     """
     pairs = new * context - new * (new - 1) // 2
     per_token = mla.kv_lora_rank * (mla.nope_dim + mla.v_dim)
     absorbed = pairs * (2 * mla.kv_lora_rank + mla.rope_dim) + new * per_token
-    return pairs * (mla.qk_dim + mla.v_dim) + EXPANDING * context * per_token < absorbed
+    expanded = pairs * (mla.qk_dim + mla.v_dim) + EXPANDING * context * per_token
+    return new > 1 and expanded < absorbed
 
 
 @dataclass(frozen=True)

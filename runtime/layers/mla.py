@@ -88,8 +88,9 @@ class LatentAttention:
         )
         mesh = plans.mesh
         self.spread = SpreadAttention(plans, mla, c.num_heads) if mesh.spreads_context else None
-        self.attend_new: dict[int, BoundPlan] = {}
-        self._attend_new(c.num_heads)
+        self.attend_new = self._attend_new(c.num_heads)
+        self.few = FEW_HEADS if c.num_heads % FEW_HEADS == 0 else c.num_heads
+        self.attend_few = self._attend_new(self.few)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor | Summand:
         """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
@@ -159,18 +160,17 @@ class LatentAttention:
         return self.to_values(out).contiguous()
 
     def _expanded(self, q: Tensor, latent: Tensor, sequences: Expanded, cache: Tensor) -> Tensor:
-        """The same from keys and values of every token of the contexts: some heads at a time where all of them would take more memory than
-        a step of new tokens alone may."""
-        mla, tokens = self.mla, q.shape[0]
+        """The same from keys and values of every token of the contexts: of some heads at a time where all of them would take much more
+        memory than a step of new tokens."""
+        mla, tokens, new = self.mla, q.shape[0], sequences.slots is None
         context = latent if sequences.slots is None else cache.view(-1, mla.latent_dim)[sequences.slots]
         out = q.new_empty(tokens, self.heads, mla.v_dim)
-        count = self.heads
-        while sequences.slots is not None and count % 2 == 0 and count * len(context) > LARGEST_EXPANDED:
-            count //= 2
-        attend = self._attend_new(count)
+        count, attend = self.heads, self.attend_new
+        if not new and len(context) * self.heads > LARGEST_EXPANDED:
+            count, attend = self.few, self.attend_few
         for first in range(0, self.heads, count):
             heads = slice(first, first + count)
-            k, v = self._keys_and_values(context, heads)
+            k, v = self._keys_and_values(context, heads, new)
             attend(
                 q[:, heads],
                 k,
@@ -187,33 +187,31 @@ class LatentAttention:
 
     def _attend_new(self, heads: int) -> BoundPlan:
         """Attention over keys and values of so many heads."""
-        if heads not in self.attend_new:
-            mla, plans = self.mla, self.plans
-            self.attend_new[heads] = plans.bind(
-                "varlen_attention",
-                heads=heads,
-                kv_heads=heads,
-                qk_dim=mla.qk_dim,
-                v_dim=mla.v_dim,
-                x=plans.x,
-            )
-        return self.attend_new[heads]
+        mla, plans = self.mla, self.plans
+        return plans.bind(
+            "varlen_attention", heads=heads, kv_heads=heads, qk_dim=mla.qk_dim, v_dim=mla.v_dim, x=plans.x
+        )
 
-    def _keys_and_values(self, context: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """context [rows, latent_dim] -> k [rows, heads, qk_dim], v [rows, heads, v_dim] of some heads."""
-        mla, rows, count = self.mla, context.shape[0], heads.stop - heads.start
+    def _keys_and_values(self, context: Tensor, heads: slice, new: bool) -> tuple[Tensor, Tensor]:
+        """context [rows, latent_dim] -> k [rows, heads, qk_dim], v [rows, heads, v_dim] of some heads. new: of the tokens of this step,
+        and of all heads; the plans of `kv` are prepared for so many rows."""
+        mla, rows = self.mla, context.shape[0]
         latents = context[:, : mla.kv_lora_rank]
-        k = context.new_empty(rows, count, mla.qk_dim)
+        k = context.new_empty(rows, heads.stop - heads.start, mla.qk_dim)
         k[..., mla.nope_dim :] = context[:, None, mla.kv_lora_rank :]
-        if count == self.heads:
-            kv = self.kv(latents).view(rows, count, mla.nope_dim + mla.v_dim)
+        if new:
+            kv = self.kv(latents).view(rows, self.heads, mla.nope_dim + mla.v_dim)
             k[..., : mla.nope_dim] = kv[..., : mla.nope_dim]
             return k, kv[..., mla.nope_dim :]
-        k[..., : mla.nope_dim] = self.to_latent.of_all(latents, heads, transposed=True)
-        return k, self.to_values.of_all(latents, heads)
+        v = context.new_empty(rows, heads.stop - heads.start, mla.v_dim)
+        self.to_latent.of_all(latents, heads, transposed=True, out=k[..., : mla.nope_dim])
+        self.to_values.of_all(latents, heads, out=v)
+        return k, v
 
 
 LARGEST_EXPANDED = 1 << 20
-"""Keys (tokens times heads) that are materialized at a time of contexts with cached tokens: as many as 8,192 new tokens of 128 heads have."""
+"""Keys (tokens times heads) up to which those of all heads are materialized at a time: as many as 8,192 new tokens of 128 heads have."""
+FEW_HEADS = 16
+"""Heads at a time where there are more keys, if the number of heads is a multiple."""
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: a constant in the model's own code, independent of rms_norm_eps."""

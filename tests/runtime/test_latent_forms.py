@@ -28,6 +28,7 @@ def entry(start: int, count: int, blocks: list[int]) -> ScheduledRequest:
 
 
 def test_few_new_tokens_are_absorbed_and_prompts_are_not() -> None:
+    assert not expands(1, 1, SIZES) and expands(2, 2, SIZES)
     for context in (100, 5000, 100_000):
         assert not expands(1, context, SIZES)
         assert not expands(4, context, SIZES)
@@ -111,15 +112,16 @@ RULES: dict[str, Callable[[int, int, Any], bool]] = {
 def test_ids_in_every_mix_of_forms(
     rule: str, keys: int, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with few keys at a time, so that some heads are attended at once."""
+    """Also where contexts have more keys than are made at a time, so that two of the four heads are attended at once."""
     monkeypatch.setattr(latent_forms, "expands", RULES[rule])
     monkeypatch.setattr(mla, "LARGEST_EXPANDED", keys)
+    monkeypatch.setattr(mla, "FEW_HEADS", 2)
     seen: list[tuple[bool, int]] = []
     attend = mla.LatentAttention._keys_and_values
 
-    def counted(self: Any, context: torch.Tensor, heads: slice) -> Any:
+    def counted(self: Any, context: torch.Tensor, heads: slice, new: bool) -> Any:
         seen.append((heads.stop - heads.start < self.heads, len(context)))
-        return attend(self, context, heads)
+        return attend(self, context, heads, new)
 
     monkeypatch.setattr(mla.LatentAttention, "_keys_and_values", counted)
     llm = make(DEEPSEEK, max_chunk=200, max_batch_tokens=300)
