@@ -2,24 +2,20 @@
 #include "_varlen_attention_sm90.cuh"
 #include "gm_cuda.h"
 
-#define GM_EACH(K)                                 \
-  K(bf16, 2, __nv_bfloat16, 192, 128, turns, true) \
-  K(bf16, 2, __nv_bfloat16, 192, 128, free, false) \
-  K(fp16, 1, __half, 192, 128, turns, true)        \
-  K(fp16, 1, __half, 192, 128, free, false)        \
-  K(bf16, 2, __nv_bfloat16, 128, 128, turns, true) \
-  K(bf16, 2, __nv_bfloat16, 128, 128, free, false) \
-  K(fp16, 1, __half, 128, 128, turns, true)        \
-  K(fp16, 1, __half, 128, 128, free, false)
+#define GM_EACH(K)                    \
+  K(bf16, 2, __nv_bfloat16, 192, 128) \
+  K(fp16, 1, __half, 192, 128)        \
+  K(bf16, 2, __nv_bfloat16, 128, 128) \
+  K(fp16, 1, __half, 128, 128)
 
 #ifdef __CUDACC__
 
-#define GM_ONE(type, code, T, dk, dv, label, TURNS)                                          \
+#define GM_ONE(type, code, T, dk, dv)                                                        \
   extern "C" __global__ void __launch_bounds__(gm::VarlenShape<dk, dv>::kThreads, 1)         \
-      varlen_attention_##type##_d##dk##_d##dv##_##label(                                     \
+      varlen_attention_##type##_d##dk##_d##dv(                                               \
           const __grid_constant__ gm::VarlenParams p, const __grid_constant__ CUtensorMap q, \
           const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {    \
-    gm::varlen_attention<T, dk, dv, TURNS>(p, q, k, v);                                      \
+    gm::varlen_attention<T, dk, dv>(p, q, k, v);                                             \
   }
 GM_EACH(GM_ONE)
 
@@ -29,18 +25,12 @@ namespace {
 
 struct Instance {
   int dtype, qk_dim, v_dim;  // dims: at most
-  bool turns;
   unsigned smem;
   gm::CudaKernel kernel;
 };
 
-#define GM_ONE(type, code, T, dk, dv, label, TURNS) \
-  {code,                                            \
-   dk,                                              \
-   dv,                                              \
-   TURNS,                                           \
-   gm::VarlenShape<dk, dv>::kBytes,                 \
-   {GM_CUBIN, "varlen_attention_" #type "_d" #dk "_d" #dv "_" #label}},
+#define GM_ONE(type, code, T, dk, dv) \
+  {code, dk, dv, gm::VarlenShape<dk, dv>::kBytes, {GM_CUBIN, "varlen_attention_" #type "_d" #dk "_d" #dv}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 // q, k or v [rows, heads, dim] in tiles of 128 rows and 64 elements. strides, in elements: row, head.
@@ -65,12 +55,12 @@ int tensor_map(CUtensorMap* map, const void* base, bool bf16, int dim, int heads
 // strides, in elements: token and head of q, out, k and v. q [tokens, heads, qk_dim], k [rows, kv_heads,
 // qk_dim], v [rows, kv_heads, v_dim], out [tokens, heads, v_dim]; query_start and context_start [seqs + 1].
 // Dimensions of heads are multiples of 8, qk_dim up to 192 and v_dim up to 128; all rows begin at multiples
-// of 16 bytes (GM_E_SHAPE otherwise). dtype: 1 is fp16, 2 bf16. turns: whether the multiplying warpgroups
-// take turns. lse may be null. scale > 0. device < 0 asks for the bytes of shared memory.
+// of 16 bytes (GM_E_SHAPE otherwise). dtype: 1 is fp16, 2 bf16. lse may be null. scale > 0. device < 0 asks
+// for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_varlen_attention_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* query_start,
  const void* context_start, const int64_t* strides, int tokens, int rows, int seqs, int heads, int kv_heads,
- int qk_dim, int v_dim, int dtype, int turns, float scale, int ctas, int device, void* stream) {
+ int qk_dim, int v_dim, int dtype, float scale, int ctas, int device, void* stream) {
   if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
   if (tokens < 0 || rows < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 ||
       qk_dim < 8 || v_dim < 8 || qk_dim % 8 != 0 || v_dim % 8 != 0)
@@ -78,7 +68,7 @@ GM_CUDA_ENTRY(gm_varlen_attention_sm90)
   if (!(scale > 0.f) || ctas < 1) return GM_E_ARG;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == dtype && i.turns == (turns != 0) && qk_dim <= i.qk_dim && v_dim <= i.v_dim &&
+    if (i.dtype == dtype && qk_dim <= i.qk_dim && v_dim <= i.v_dim &&
         (instance == nullptr || i.qk_dim < instance->qk_dim))
       instance = &i;
   if (instance == nullptr) return GM_E_SHAPE;

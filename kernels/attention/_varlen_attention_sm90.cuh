@@ -314,8 +314,8 @@ __device__ __forceinline__ void write_varlen(const VarlenParams& p, const Varlen
   }
 }
 
-// A multiplying warpgroup, 0 or 1. TURNS: one issues products while the other takes exponentials.
-template <typename T, int DK, int DV, bool TURNS>
+// A multiplying warpgroup, 0 or 1.
+template <typename T, int DK, int DV>
 __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* smem, uint32_t base,
                                                 int group) {
   using S = VarlenShape<DK, DV>;
@@ -324,15 +324,11 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
   const auto free_slot = [&](uint32_t bar) {
     if (lane < kArriving) mbar_arrive(bar);
   };
-  const auto turn = [&] {
-    if constexpr (TURNS) bar_sync(kVarlenTurn + group, 256);
-  };
-  const auto pass = [&] {
-    if constexpr (TURNS) bar_arrive(kVarlenTurn + (group ^ 1), 256);
-  };
+  const auto turn = [&] { bar_sync(kVarlenTurn + group, 256); };
+  const auto pass = [&] { bar_arrive(kVarlenTurn + (group ^ 1), 256); };
   const int mine = group * 64 + warp * 16 + (lane >> 2);
   const uint64_t q = tile_descriptor(uniform(base + group * 64 * 128), 16);
-  if (TURNS && group == 1) bar_arrive(kVarlenTurn, 256);  // the first one begins
+  if (group == 1) bar_arrive(kVarlenTurn, 256);  // the first one begins
   int tile = 0;
 #pragma unroll 1
   for (uint32_t q_parity = 0;; q_parity ^= 1) {
@@ -462,7 +458,7 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
   }
 }
 
-template <typename T, int DK, int DV, bool TURNS>
+template <typename T, int DK, int DV>
 __device__ __forceinline__ void varlen_attention(const VarlenParams& p, const CUtensorMap& q_map,
                                                  const CUtensorMap& k_map, const CUtensorMap& v_map) {
   using S = VarlenShape<DK, DV>;
@@ -486,7 +482,7 @@ __device__ __forceinline__ void varlen_attention(const VarlenParams& p, const CU
     if (warp == 8) copy_varlen<S, DK, DV>(p, q_map, k_map, v_map, smem, base);
   } else {
     registers_up<232>();
-    multiply_varlen<T, DK, DV, TURNS>(p, smem, base, warp >> 2);
+    multiply_varlen<T, DK, DV>(p, smem, base, warp >> 2);
   }
 }
 

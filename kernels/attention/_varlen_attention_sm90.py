@@ -11,7 +11,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import check, cuda_function
 
-ARGUMENTS = (*(c_void_p,) * 7, c_int64 * 8, *(c_int,) * 9, c_float, *(c_int,) * 2, c_void_p)
+ARGUMENTS = (*(c_void_p,) * 7, c_int64 * 8, *(c_int,) * 8, c_float, *(c_int,) * 2, c_void_p)
 
 
 def launch(
@@ -57,7 +57,6 @@ def launch(
         qk_dim,
         v_dim,
         DTYPE_CODES[dtype_name(q.dtype)],
-        config["turns"],
         scale,
         config["ctas"],
         device,

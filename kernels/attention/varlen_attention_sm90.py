@@ -2,20 +2,18 @@
 
 The form of FlashAttention-3 (Shah et al., 2024): warp-specialised, wgmma from shared memory that the tensor copy engine fills. Work is
 dealt to the CTAs on the device, by arithmetic alone: nothing is counted or left in memory, and a captured graph stays right when lengths
-change. docs/performance/mla_hopper.md has the measurements.
+change. docs/performance/mla_prefill_hopper.md has the measurements.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
-LARGEST_KEY, LARGEST_VALUE = 192, 128
-"""Elements of a key and of a value at most. In shared memory they are padded to 128 or 192, and 128."""
+SMALLEST, LARGEST_KEY, LARGEST_VALUE = 64, 192, 128
+"""Elements of a key or value at least; of a key and of a value at most. In shared memory they are padded to 128 or 192, and 128."""
 MULTIPROCESSORS = 132
 
 EXAMPLES = (
@@ -28,25 +26,22 @@ EXAMPLES = (
 
 
 def accepts(problem: Problem) -> str | None:
-    """Half precision, heads of whole pieces of 16 bytes up to 192 and 128 elements."""
+    """Half precision, heads of whole pieces of 16 bytes from 64 elements up to 192 and 128."""
     if problem["x"] == "fp32":
         return "takes fp16 or bf16, not fp32"
     qk_dim, v_dim = problem.integers("qk_dim", "v_dim")
     if qk_dim % 8 or v_dim % 8:
         return f"takes heads of multiples of 8 elements, not {qk_dim} and {v_dim}"
+    if min(qk_dim, v_dim) < SMALLEST:
+        return f"takes heads of {SMALLEST} elements and more, not {qk_dim} and {v_dim}"
     if qk_dim > LARGEST_KEY or v_dim > LARGEST_VALUE:
         return f"takes keys of up to {LARGEST_KEY} elements and values of up to {LARGEST_VALUE}, not {qk_dim} and {v_dim}"
     return None
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """As many CTAs as the device runs at a time. turns: whether the two multiplying warpgroups take turns."""
-    return {"ctas": target.multiprocessors or MULTIPROCESSORS, "turns": 1}
-
-
-def space(problem: Problem, target: Target) -> Iterable[Config]:
-    """With and without turns."""
-    return [{**config(problem, target), "turns": turns} for turns in (1, 0)]
+    """As many CTAs as the device runs at a time."""
+    return {"ctas": target.multiprocessors or MULTIPROCESSORS}
 
 
 KERNEL = Kernel(
@@ -63,7 +58,6 @@ KERNEL = Kernel(
     summary="warp-specialised, wgmma over tiles of 128 keys; pairs of tiles of equal cost dealt to the CTAs on the device",
     accepts=accepts,
     config=config,
-    space=space,
     examples=EXAMPLES,
     batch_invariant=True,
     waits=True,

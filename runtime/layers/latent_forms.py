@@ -17,7 +17,7 @@ from gristmill.runtime.config import MlaConfig
 
 EXPANDING = 1.0
 """What a product that makes keys and values takes against a product of attention, per operation: the results are written and read again.
-docs/performance/mla_hopper.md has the times of both forms."""
+docs/performance/mla_prefill_hopper.md has the times of both forms."""
 
 
 def expands(new: int, context: int, mla: MlaConfig) -> bool:

@@ -17,12 +17,7 @@ HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
 DEVICE = "cuda:0"
 OP = default_registry().op("varlen_attention")
-CONFIGS = (
-    {"ctas": 132, "turns": 1},
-    {"ctas": 5, "turns": 0},
-    {"ctas": 1, "turns": 1},
-    {"ctas": 132, "turns": 0},
-)
+CONFIGS = ({"ctas": 132}, {"ctas": 5}, {"ctas": 1})
 MIXES = (  # q_tokens, seqs, max_q, max_ctx, total_ctx
     (1, 1, 1, 1, 1),
     (7, 1, 7, 7, 7),
@@ -84,14 +79,14 @@ def relative_error(problem_text: str, config: dict[str, int] = CONFIGS[0], seed:
 
 @pytest.mark.parametrize("x", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("qk_dim", "v_dim"), [(192, 128), (128, 128), (136, 64), (64, 72), (8, 8), (96, 128), (184, 120)]
+    ("qk_dim", "v_dim"), [(192, 128), (128, 128), (136, 64), (64, 72), (64, 64), (96, 128), (184, 120)]
 )
 def test_lengths_and_heads(x: str, qk_dim: int, v_dim: int) -> None:
     for number, mix in enumerate(MIXES):
         for heads, kv_heads in ((3, 3), (6, 2), (16, 1)):
             others = {"qk_dim": qk_dim, "v_dim": v_dim, "x": x, "lse": number % 2 == 0}
             problem_text = text(mix, heads, kv_heads, **others)
-            assert relative_error(problem_text, CONFIGS[number % 4], number) < 1, problem_text
+            assert relative_error(problem_text, CONFIGS[number % 3], number) < 1, problem_text
 
 
 def test_examples() -> None:
@@ -118,7 +113,7 @@ def test_many_sequences(seqs: int) -> None:
 def test_work_in_pairs_and_alone(heads: int) -> None:
     """Batches whose tiles are dealt one by one and in pairs, odd and even numbers of them."""
     for length in (900, 1024, 1300):
-        for config in (CONFIGS[0], {"ctas": 7, "turns": 0}):
+        for config in (CONFIGS[0], {"ctas": 7}):
             mix = (length, 1, length, length, length)
             assert relative_error(text(mix, heads, heads, lse=True), config) < 1, (length, config)
 
@@ -161,7 +156,7 @@ def test_strides() -> None:
     problem = OP.problem(text((200, 3, 90, 150, 300), 4, 4))
     arguments = OP.inputs(problem, 2, DEVICE)
     expected = OP.reference(*arguments)
-    out = torch.full((200, 4, 300), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    out = torch.full((200, 4, 304), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     shifted = list(arguments)
     for at in range(3):
         wide = torch.full((len(arguments[at]), 4, 201), float("nan"), dtype=torch.bfloat16, device=DEVICE)

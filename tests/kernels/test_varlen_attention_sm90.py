@@ -23,13 +23,15 @@ def test_what_is_refused() -> None:
     for axes, reason in (
         ("x=fp32", "fp32"),
         ("qk_dim=100", "multiples of 8"),
-        ("v_dim=4", "multiples of 8"),
+        ("v_dim=68", "multiples of 8"),
+        ("v_dim=56", "64 elements and more"),
+        ("qk_dim=8", "64 elements and more"),
         ("qk_dim=200", "up to 192"),
         ("v_dim=136", "up to 128"),
     ):
         refusal = KERNEL.accepts(OP.problem(f"{BASE},{axes}"))
         assert refusal is not None and reason in refusal
-    for qk_dim, v_dim in ((192, 128), (128, 128), (64, 128), (8, 8), (184, 16)):
+    for qk_dim, v_dim in ((192, 128), (128, 128), (64, 128), (64, 64), (184, 72)):
         assert KERNEL.accepts(OP.problem(f"{BASE},qk_dim={qk_dim},v_dim={v_dim},x=fp16")) is None
 
 
@@ -45,7 +47,6 @@ def test_the_configuration_holds_no_size_of_a_problem() -> None:
         for n in (7, 4096)
     )
     assert KERNEL.config(small, HOPPER) == KERNEL.config(large, HOPPER)
-    assert KERNEL.space is not None and KERNEL.config(small, HOPPER) in list(KERNEL.space(small, HOPPER))
 
 
 @pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
@@ -53,17 +54,8 @@ def test_the_entry_says_what_it_takes() -> None:
     """Its shared memory fits, and other heads, dtypes and scales are refused."""
 
     def asked(qk_dim: int = 192, v_dim: int = 128, **others: Any) -> int:
-        given = {
-            "heads": 4,
-            "kv_heads": 2,
-            "dtype": 2,
-            "turns": 1,
-            "scale": 1.0,
-            "ctas": 132,
-            "seqs": 1,
-        } | others
+        given = {"heads": 4, "kv_heads": 2, "dtype": 2, "scale": 1.0, "ctas": 132, "seqs": 1} | others
         shape = (9, 9, given["seqs"], given["heads"], given["kv_heads"], qk_dim, v_dim, given["dtype"])
-        shape = (*shape, given["turns"])
         return int(
             cuda_function("gm_varlen_attention_sm90", "sm_90a", launcher.ARGUMENTS)(
                 *(None,) * 7, (c_int64 * 8)(), *shape, given["scale"], given["ctas"], -1, None
