@@ -15,23 +15,22 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch, send_parts
 from gristmill.runtime.config import MlaConfig
 
-EXPANDING = 1.0
-"""What a product that makes keys and values takes against a product of attention, per operation: the results are written and read again.
+EXPANDING = 2.0
+"""What a multiplication that makes the keys and values of cached tokens takes against one of attention: they are written and read again.
 docs/performance/mla_prefill_hopper.md has the times of both forms."""
 
 
 def expands(new: int, context: int, mla: MlaConfig) -> bool:
     """Whether the un-absorbed form takes less than the absorbed one for `new` tokens that are the last of `context`.
 
-    Counts multiplications of a head: in the absorbed form those of attention over latents and of the projections of queries and results,
-    in the other one those of attention over keys and values and of making them from all latents of the context. A single token is absorbed,
-    as it is in a captured step.
+    It has fewer multiplications for each pair of query and key, and makes the keys and values of all tokens. Of the new ones that is as
+    much as the absorbed form's projections of their queries and results, of cached ones it is more. A single token is absorbed, as it is
+    in a captured step.
     """
     pairs = new * context - new * (new - 1) // 2
-    per_token = mla.kv_lora_rank * (mla.nope_dim + mla.v_dim)
-    absorbed = pairs * (2 * mla.kv_lora_rank + mla.rope_dim) + new * per_token
-    expanded = pairs * (mla.qk_dim + mla.v_dim) + EXPANDING * context * per_token
-    return new > 1 and expanded < absorbed
+    saved = pairs * (2 * mla.kv_lora_rank + mla.rope_dim - mla.qk_dim - mla.v_dim)
+    made = (context - new) * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim)
+    return new > 1 and saved > EXPANDING * made
 
 
 @dataclass(frozen=True)

@@ -145,5 +145,6 @@ def test_a_wrong_place_in_the_cache_is_seen(
         return dataclasses.replace(expanded, slots=expanded.slots // BLOCK * BLOCK)
 
     monkeypatch.setattr(latent_forms, "_expanded", shifted)
+    monkeypatch.setattr(latent_forms, "expands", RULES["all expanded"])
     with pytest.raises(AssertionError, match="logit gap"):
         answers(make(DEEPSEEK, max_chunk=200, max_batch_tokens=300), "wrong places")
