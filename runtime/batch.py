@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gristmill.runtime.scheduler import ScheduledRequest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Batch:
     tokens, positions: int64 [T]. slots: int64 [T], block · block_size + offset of each token's place in the cache.
     query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
     tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
-    logits are computed. fresh: no sequence has cached tokens before this step. others: the step for the other groups of layers
-    (`kv_cache.groups`), with slots and block tables of their own. spread: None = the whole context of each token is in the cache.
+    logits are computed. lengths: new tokens and context of each sequence, as the host knows them; () where it does not, in a step that
+    is captured. others: the step for the other groups of layers (`kv_cache.groups`), with slots and block tables of their own. spread:
+    None = the whole context of each token is in the cache.
     """
 
     tokens: Tensor
@@ -46,9 +50,16 @@ class Batch:
     rows: Tensor
     max_q: int
     max_ctx: int
-    fresh: bool
+    lengths: tuple[tuple[int, int], ...]
     others: tuple[Batch, ...] = ()
     spread: Spread | None = None
+    _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returns, made by the first layer that asks for it and shared by all layers of a step."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        return cast("T", self._derived[name])
 
 
 def make_batch(
@@ -102,7 +113,7 @@ def make_batch(
         block_table=block_tables[0],
         max_q=max(entry.count for entry in entries),
         max_ctx=max(contexts),
-        fresh=all(entry.start == 0 for entry in entries),
+        lengths=tuple((entry.count, entry.context) for entry in entries),
     )
     return with_groups(batch, sent_slots, block_tables)
 

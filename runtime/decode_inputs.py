@@ -192,7 +192,7 @@ class Buffers:
             self.last_rows if self.per_seq == 1 else parts["logit_rows"],
             max_q=self.per_seq,
             max_ctx=bound,
-            fresh=False,
+            lengths=(),
         )
         return with_groups(batch, parts["slots"].unbind(), parts["table"].unbind())
 

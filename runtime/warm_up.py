@@ -20,6 +20,7 @@ import torch
 from gristmill.kernel_registry.plan import BUCKETS
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.decode_graphs import LARGEST, SIZES
+from gristmill.runtime.layers.mla import LARGEST_EXPANDED
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -158,6 +159,7 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
     room = config.capacity
     cached = min(block, room - 1)
     longest = min(config.max_chunk or config.max_batch_tokens, room - cached)
+    mla = runner.model.config.mla
 
     def step(lengths: list[int], start: int) -> None:
         runner.run([_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
@@ -165,6 +167,12 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
     for size in _sizes(min(config.max_batch_tokens, longest * config.max_seqs)):
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
         yield partial(step, lengths, 0)
+        if mla is not None:  # whose attention has forms for few tokens of a sequence, and for many keys
+            seqs = min(config.max_seqs, size)
+            yield partial(step, [size // seqs + (i < size % seqs) for i in range(seqs)], cached)
+            many = LARGEST_EXPANDED // runner.model.config.num_heads
+            if many + longest <= room:
+                yield partial(step, lengths, many)
         if cached:
             yield partial(step, lengths, cached)
             singles = min(config.max_seqs - len(lengths), lengths[0] - 1, 4)

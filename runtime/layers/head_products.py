@@ -61,3 +61,12 @@ class HeadProducts:
             out,
         )
         return out.view(self.heads, tokens, self.n).transpose(0, 1)
+
+    def of_all(self, x: Tensor, heads: slice, *, out: Tensor, transposed: bool = False) -> None:
+        """x [rows, k] times the matrices of some heads, into out [rows, heads, n] of any strides. transposed: x [rows, n], out [rows, heads, k].
+
+        Not under a batch-invariant policy, which packs the matrices.
+        """
+        weight = self.weight[0][heads]
+        some = weight.transpose(1, 2) if transposed else weight
+        torch.bmm(x.expand(len(some), *x.shape), some, out=out.transpose(0, 1))

@@ -4,9 +4,11 @@ The cache holds per token the normalized latent c and one rotated key k_r that a
 linear in c: k = W_k c, v = W_v c. Two forms are equal up to rounding:
 
     absorbed     q·k = (W_kᵀ q)·c, so queries are projected to the latent space, attention reads the cache directly, and W_v is
-                 applied to its output. Reads the least memory: for decode, and for prompt chunks after cached tokens.
-    un-absorbed  keys and values of the new tokens are materialized. A third of the arithmetic: for prompts without
-                 cached tokens.
+                 applied to its output. Reads the least memory: for decode, and for few new tokens.
+    un-absorbed  keys and values of the whole context are materialized. A third of the arithmetic of attention: for prompts, and for
+                 their chunks after cached tokens.
+
+`latent_forms` chooses for each sequence.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.head_products import HeadProducts
+from gristmill.runtime.layers.latent_forms import Expanded, Sequences, split, whole
 from gristmill.runtime.layers.linear import Linear, Summand, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
@@ -84,14 +88,9 @@ class LatentAttention:
         )
         mesh = plans.mesh
         self.spread = SpreadAttention(plans, mla, c.num_heads) if mesh.spreads_context else None
-        self.attend_new = plans.bind(
-            "varlen_attention",
-            heads=c.num_heads,
-            kv_heads=c.num_heads,
-            qk_dim=mla.qk_dim,
-            v_dim=mla.v_dim,
-            x=plans.x,
-        )
+        self.attend_new = self._attend_new(c.num_heads)
+        self.few = FEW_HEADS if c.num_heads % FEW_HEADS == 0 else c.num_heads
+        self.attend_few = self._attend_new(self.few)
 
     def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor | Summand:
         """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
@@ -110,27 +109,48 @@ class LatentAttention:
             self.rope.interleaved,
         )
         self.write(latent, cache, batch.slots)
-        fresh = batch.fresh and not self.one_form
-        attended = self._prefill(q, latent, batch) if fresh else self._absorbed(q, batch, cache)
+        attended = self._attend(q, latent, batch, cache)
         return self.out(attended.view(tokens, self.heads * mla.v_dim))
 
-    def _absorbed(self, q: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], with all keys and values from the cache."""
-        mla, tokens = self.mla, q.shape[0]
-        query = q.new_empty(tokens, self.heads, mla.latent_dim)
+    def _attend(self, q: Tensor, latent: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """q [tokens, heads, qk_dim], latent [tokens, latent_dim] of the new tokens -> [tokens, heads, v_dim], contiguous."""
+        expanded: Expanded | None = None
+        absorbed: Sequences | None = None
+        if batch.lengths and not self.one_form:
+            forms = batch.once("latent forms", lambda: split(batch, self.mla, self.plans.block_size))
+            expanded, absorbed = forms.expanded, forms.absorbed
+        if expanded is None:
+            if self.spread is not None and batch.spread is not None:
+                query = self._latent_queries(q)
+                return self.to_values(self.spread(query, cache, batch.spread, self.scale)).contiguous()
+            return self._absorbed(q, whole(batch), cache)
+        if absorbed is None:
+            return self._expanded(q, latent, expanded, cache)
+        out = q.new_empty(q.shape[0], self.heads, self.mla.v_dim)
+        out[expanded.rows] = self._expanded(q[expanded.rows], latent[expanded.rows], expanded, cache)
+        out[absorbed.rows] = self._absorbed(q[absorbed.rows], absorbed, cache)
+        return out
+
+    def _latent_queries(self, q: Tensor) -> Tensor:
+        """q [tokens, heads, qk_dim] -> [tokens, heads, latent_dim], with the projection of the keys."""
+        mla = self.mla
+        query = q.new_empty(q.shape[0], self.heads, mla.latent_dim)
         query[..., : mla.kv_lora_rank] = self.to_latent(q[..., : mla.nope_dim])
         query[..., mla.kv_lora_rank :] = q[..., mla.nope_dim :]
-        if self.spread is not None and batch.spread is not None:
-            return self.to_values(self.spread(query, cache, batch.spread, self.scale)).contiguous()
+        return query
+
+    def _absorbed(self, q: Tensor, sequences: Sequences, cache: Tensor) -> Tensor:
+        """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], with all keys and values from the cache."""
+        mla, tokens = self.mla, q.shape[0]
         out = q.new_empty(tokens, self.heads, mla.kv_lora_rank)
         self.attend(
-            query,
+            self._latent_queries(q),
             cache,
-            batch.block_table,
-            batch.query_start,
-            batch.seq_lens,
-            batch.max_q,
-            batch.max_ctx,
+            sequences.block_table,
+            sequences.query_start,
+            sequences.seq_lens,
+            sequences.max_q,
+            sequences.max_ctx,
             self.scale,
             mla.kv_lora_rank,
             None,
@@ -139,20 +159,59 @@ class LatentAttention:
         )
         return self.to_values(out).contiguous()
 
-    def _prefill(self, q: Tensor, latent: Tensor, batch: Batch) -> Tensor:
-        """The same from keys and values of the new tokens only, which are the whole context."""
-        mla, tokens = self.mla, q.shape[0]
-        kv = self.kv(latent[:, : mla.kv_lora_rank]).view(tokens, self.heads, mla.nope_dim + mla.v_dim)
-        k = q.new_empty(q.shape)
-        k[..., : mla.nope_dim] = kv[..., : mla.nope_dim]
-        k[..., mla.nope_dim :] = latent[:, None, mla.kv_lora_rank :]
-        v = kv[..., mla.nope_dim :]
+    def _expanded(self, q: Tensor, latent: Tensor, sequences: Expanded, cache: Tensor) -> Tensor:
+        """The same from keys and values of every token of the contexts: of some heads at a time where all of them would take much more
+        memory than a step of new tokens."""
+        mla, tokens, new = self.mla, q.shape[0], sequences.slots is None
+        context = latent if sequences.slots is None else cache.view(-1, mla.latent_dim)[sequences.slots]
         out = q.new_empty(tokens, self.heads, mla.v_dim)
-        self.attend_new(
-            q, k, v, batch.query_start, batch.query_start, batch.max_q, batch.max_q, self.scale, None, out
-        )
+        count, attend = self.heads, self.attend_new
+        if not new and len(context) * self.heads > LARGEST_EXPANDED:
+            count, attend = self.few, self.attend_few
+        for first in range(0, self.heads, count):
+            heads = slice(first, first + count)
+            k, v = self._keys_and_values(context, heads, new)
+            attend(
+                q[:, heads],
+                k,
+                v,
+                sequences.query_start,
+                sequences.context_start,
+                sequences.max_q,
+                sequences.max_ctx,
+                self.scale,
+                None,
+                out[:, heads],
+            )
         return out
 
+    def _attend_new(self, heads: int) -> BoundPlan:
+        """Attention over keys and values of so many heads."""
+        mla, plans = self.mla, self.plans
+        return plans.bind(
+            "varlen_attention", heads=heads, kv_heads=heads, qk_dim=mla.qk_dim, v_dim=mla.v_dim, x=plans.x
+        )
 
+    def _keys_and_values(self, context: Tensor, heads: slice, new: bool) -> tuple[Tensor, Tensor]:
+        """context [rows, latent_dim] -> k [rows, heads, qk_dim], v [rows, heads, v_dim] of some heads. new: of the tokens of this step,
+        and of all heads; the plans of `kv` are prepared for so many rows."""
+        mla, rows = self.mla, context.shape[0]
+        latents = context[:, : mla.kv_lora_rank]
+        k = context.new_empty(rows, heads.stop - heads.start, mla.qk_dim)
+        k[..., mla.nope_dim :] = context[:, None, mla.kv_lora_rank :]
+        if new:
+            kv = self.kv(latents).view(rows, self.heads, mla.nope_dim + mla.v_dim)
+            k[..., : mla.nope_dim] = kv[..., : mla.nope_dim]
+            return k, kv[..., mla.nope_dim :]
+        v = context.new_empty(rows, heads.stop - heads.start, mla.v_dim)
+        self.to_latent.of_all(latents, heads, transposed=True, out=k[..., : mla.nope_dim])
+        self.to_values.of_all(latents, heads, out=v)
+        return k, v
+
+
+LARGEST_EXPANDED = 1 << 20
+"""Keys (tokens times heads) up to which those of all heads are materialized at a time: as many as 8,192 new tokens of 128 heads have."""
+FEW_HEADS = 16
+"""Heads at a time where there are more keys, if the number of heads is a multiple."""
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: a constant in the model's own code, independent of rms_norm_eps."""

@@ -306,6 +306,24 @@ def test_wide_attention() -> None:
         assert max(spans) >= 32, f"{name}: exponentials wait for the values"
 
 
+def test_varlen_attention() -> None:
+    """Every instance is present, without a stack; products do not wait for the exponentials of the previous tile."""
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("varlen_attention_")]
+    names = {f"varlen_attention_{x}_d{dim}_d128" for x in ("bf16", "fp16") for dim in (128, 192)}
+    assert {name for name, _, _ in usage} == names
+    assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
+    for name in names:
+        text, dim = bodies(())[name], int(name.split("_")[3][1:])
+        # Scores and values of 128 keys, each for the first or last tile and in the loop.
+        assert len(re.findall("HGMMA", text)) == 2 * (dim // 16 + 128 // 16), name
+        assert "UTMALDG.3D" in text and "USETMAXREG" in text, name
+        shared = [
+            part for part in re.split(r"(?<=gsb0, 0x0)", text) if "tnspB" in part and "MUFU.EX2" in part
+        ]
+        spans = [len(re.findall("MUFU.EX2", part[part.rindex("tnspB") :])) for part in shared]
+        assert max(spans) >= 64, f"{name}: exponentials wait for the values"
+
+
 def test_dense_decode() -> None:
     """Weights go to registers by 16-byte loads, a ring of them before the kernel waits for its predecessor; nothing is spilled."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("dense_")]

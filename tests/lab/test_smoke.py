@@ -31,6 +31,7 @@ from lab import (
     moe,
     paged_attention,
     sampling,
+    varlen_attention,
 )
 from tests.lab.test_linear_weight_only import Calls
 from tests.lab.test_loading import SMALL as SMALL_LAYERS
@@ -54,10 +55,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         moe,
         paged_attention,
         sampling,
+        varlen_attention,
     ):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(attention_timing, "Graphs", Calls)
-    for module in (mla_attention, moe, paged_attention, sampling):
+    for module in (mla_attention, moe, paged_attention, sampling, varlen_attention):
         monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     for module in (linear_dense, linear_weight_only, linear_w8a8):
@@ -155,6 +157,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         as_it_is,
         f"--model {MODEL} --draft {MODEL} --tokens {TOKENS} --prompts 1 --prompt-tokens 16 --max-tokens 6 --counts 2 "
         "--temperatures 0 --out OUT",
+    ),
+    "varlen_attention": (
+        on_a_cpu,
+        "--cases smallest --kernels varlen_attention_torch --rounds 2 --seconds 0 --out OUT",
     ),
     "vllm_linear": (planted, f"--model {MODEL} {LINE} --turns 1 --out OUT"),
 }

@@ -323,6 +323,9 @@ mla_attention | ~mla | gfx942 | hip | invariant | mla_attention_triton
 mla_attention | ~mla | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer
 mla_attention | ~mla | cpu:avx2 | x86 | - | mla_attention_cpu@avx2
 varlen_attention | ~varlen | sm_120 | cuda | - | varlen_attention_triton
+varlen_attention | ~varlen | sm_90 | sm90a | - | varlen_attention_sm90
+varlen_attention | ~varlen,lse=true,x=fp16 | sm_90 | sm90a | invariant | varlen_attention_sm90
+varlen_attention | ~varlen,qk_dim=256 | sm_90 | sm90a | - | varlen_attention_triton
 varlen_attention | ~varlen | gfx1030 | hip | - | varlen_attention_torch
 varlen_attention | ~varlen | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | sm_80 | cuda | - | grouped_topk_triton
@@ -453,6 +456,10 @@ paged_attention | ~paged,head_dim=80 | sm_90 | flashinfer | flashinfer | paged_a
 paged_attention | ~paged,softcap=true | sm_90 | flashinfer | flashinfer | paged_attention_flashinfer | problem | without a soft cap
 mla_attention | ~mla,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
 mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
+varlen_attention | ~varlen,x=fp32 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | not fp32
+varlen_attention | ~varlen,v_dim=132 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | multiples of 8
+varlen_attention | ~varlen,v_dim=192 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | values of up to 128
+varlen_attention | ~varlen | sm_90 | cuda | - | varlen_attention_sm90 | build | sm_90a
 # the policy
 rms_norm | m=1,n=4096 | sm_90 | cuda | torch | rms_norm_triton | policy | strict policy: not among the pinned kernels
 rms_norm | m=1,n=4096 | sm_90 | cuda | no-triton | rms_norm_triton | policy | excluded by '*triton*'
