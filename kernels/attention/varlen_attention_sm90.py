@@ -63,4 +63,5 @@ KERNEL = Kernel(
     waits=True,
     triggers=True,
     priority=54,
+    proven="sm_90: NVIDIA H200",
 )

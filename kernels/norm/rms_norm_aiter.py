@@ -29,7 +29,9 @@ def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -
     """x [..., N], weight [N] -> out [..., N]."""
     n = x.shape[-1]
     # The public entry allocates its result; its other entry, which writes in place, is not in every release.
-    out.view(-1, n).copy_(_host()(x.view(-1, n), weight, eps))
+    out.view(-1, n).copy_(
+        _host()(x.view(-1, n), weight, epsilon=eps)
+    )  # by name: before 0.1.3 the third is a bias
 
 
 def accepts(problem: Problem) -> str | None:

@@ -1,0 +1,153 @@
+"""Parameters of the functions of other projects that our wrappers call, in every release: tests/kernels/host_signatures.json.
+
+    python ci/host_signatures.py FlashInfer=DIR AITER=DIR DeepGEMM=DIR
+
+DIR is a git clone with tags. Nothing of a project is imported or copied: names of parameters are read from its sources, at each release
+tag and at the newest commit. Projects that are not named keep what the file has.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OUT = Path(__file__).resolve().parents[1] / "tests" / "kernels" / "host_signatures.json"
+RELEASE = r"v?(\d+)\.(\d+)\.(\d+)(\.post\d+)?"
+PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
+LATENT = "BatchMLAPagedAttentionWrapper"
+
+
+class Project(NamedTuple):
+    """first: the oldest release that is read. functions: files in which each was defined, the newest first."""
+
+    origin: str
+    first: tuple[int, int, int]
+    functions: dict[str, tuple[str, ...]]
+
+
+PROJECTS = {
+    "FlashInfer": Project(
+        "https://github.com/flashinfer-ai/flashinfer",
+        (0, 2, 5),
+        {
+            "flashinfer.norm.rmsnorm": ("flashinfer/norm/__init__.py", "flashinfer/norm.py"),
+            **{f"flashinfer.{DECODE}.{m}": ("flashinfer/decode.py",) for m in ("__init__", "plan", "run")},
+            **{f"flashinfer.{PREFILL}.{m}": ("flashinfer/prefill.py",) for m in ("__init__", "plan", "run")},
+            **{
+                f"flashinfer.mla.{LATENT}.{m}": ("flashinfer/mla/_core.py", "flashinfer/mla.py")
+                for m in ("__init__", "plan", "run")
+            },
+        },
+    ),
+    "AITER": Project(
+        "https://github.com/ROCm/aiter",
+        (0, 1, 1),
+        {
+            "aiter.gemm_a8w8": ("aiter/ops/gemm_op_a8w8.py",),
+            "aiter.ops.rmsnorm.rmsnorm2d_fwd": ("aiter/ops/rmsnorm.py",),
+        },
+    ),
+    "DeepGEMM": Project(
+        "https://github.com/deepseek-ai/DeepGEMM",
+        (2, 1, 0),
+        {"deep_gemm.fp8_gemm_nt": ("csrc/apis/gemm.hpp",)},
+    ),
+}
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None if it fails."""
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def releases(folder: Path, first: tuple[int, int, int]) -> list[str]:
+    """Release tags from `first` on, oldest first."""
+    found = []
+    for tag in (git(folder, "tag") or "").split():
+        match = re.fullmatch(RELEASE, tag)
+        if match is not None:
+            version = tuple(int(part) for part in match.groups()[:3])
+            if version >= first:
+                found.append((version, match[4] or "", tag))
+    return [tag for _, _, tag in sorted(found)]
+
+
+def of_python(source: str, name: str) -> list[str] | None:
+    """Parameters of the last definition of a function, or of a method as Class.method, as `signature` writes them; None without one."""
+    body: list[ast.stmt] = ast.parse(source).body
+    node: ast.stmt | None = None
+    for part in name.split("."):
+        named = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]
+        if not named:
+            return None
+        node = named[-1]
+        body = node.body
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    given = node.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    required = len(names) - len(given.defaults)
+    result = [name if i < required else f"{name}=" for i, name in enumerate(names) if name != "self"]
+    if given.vararg is not None or given.kwonlyargs:
+        result.append("*" + (given.vararg.arg if given.vararg is not None else ""))
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        result.append(argument.arg if default is None else f"{argument.arg}=")
+    return result if given.kwarg is None else [*result, f"**{given.kwarg.arg}"]
+
+
+def of_pybind(source: str, name: str) -> list[str] | None:
+    """The same of a function of a pybind11 module; an alias has the parameters of what it names."""
+    alias = re.search(rf'm\.attr\("{name}"\) = m\.attr\("(\w+)"\)', source)
+    defined = re.search(rf'm\.def\("{alias[1] if alias else name}",(.*?)\);', source, re.DOTALL)
+    if defined is None:
+        return None
+    return [
+        f"{found}=" if default else found
+        for found, default in re.findall(r'py::arg\("(\w+)"\)( = )?', defined[1])
+    ]
+
+
+def history(folder: Path, project: Project, function: str) -> list[dict[str, Any]]:
+    """A row for each release since which the parameters are others: `since`, and `parameters` (None: not there)."""
+    files = project.functions[function]
+    name = function.rsplit(".", 1)[1]
+    if name in ("__init__", "plan", "run"):
+        name = ".".join(function.rsplit(".", 2)[1:])
+    rows: list[dict[str, Any]] = []
+    for release in (*releases(folder, project.first), "HEAD"):
+        found = None
+        for file in files:
+            source = git(folder, "show", f"{release}:{file}")
+            if source is not None and found is None:
+                found = of_pybind(source, name) if file.endswith(".hpp") else of_python(source, name)
+        if not rows or rows[-1]["parameters"] != found:
+            rows.append({"since": release, "parameters": found})
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    table = json.loads(OUT.read_text()) if OUT.exists() else {}
+    for argument in argv:
+        name, _, place = argument.partition("=")
+        if name not in PROJECTS or not Path(place).is_dir():
+            print(f"usage: {' '.join(f'{p}=DIR' for p in PROJECTS)}; got {argument}", file=sys.stderr)
+            return 2
+        folder, project = Path(place), PROJECTS[name]
+        table[name] = {
+            "origin": project.origin,
+            "newest release": releases(folder, project.first)[-1],
+            "commit": (git(folder, "log", "-1", "--format=%H %cs") or "").strip(),
+            "functions": {function: history(folder, project, function) for function in project.functions},
+        }
+    OUT.write_text(json.dumps(table, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
