@@ -383,6 +383,7 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         "linear_w8a8_sm90": r"(linear_w8a8|quantize_rows)_",
         "paged_attention_sm90": r"paged_(attention|wide)_",
         "paged_attention_sm90_split": r"paged_(attention|decode|wide)_",
+        "varlen_attention_sm90": r"varlen_attention_",
         "mla_attention_sm90": r"mla_attention_",
         "mla_attention_sm90_whole": r"mla_attention_",
         "grouped_linear_sm90": r"grouped_",
