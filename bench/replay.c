@@ -59,8 +59,8 @@ int main(int count, char** given) {
       buffers = n = m = 0;
     } else if (!strcmp(word, "buffer") && buffers < BUFFERS &&
                fscanf(script, "%ld %4095s %4095s", &bytes[buffers], before, after[buffers]) == 3) {
-      // At the start of a cache line, as torch allocates: where a buffer lies must not change what is
-      // counted.
+      // At the start of a cache line, as torch allocates:
+      // where a buffer lies must not change what is counted.
       buffer[buffers] = aligned_alloc(64, (bytes[buffers] + 127) / 64 * 64);
       fill(buffer[buffers], bytes[buffers], before);
       ++buffers;

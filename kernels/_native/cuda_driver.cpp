@@ -1,5 +1,5 @@
-// The CUDA driver, loaded by dlopen at the first call, so that this library also loads on machines without
-// one.
+// The CUDA driver, loaded by dlopen at the first call,
+// so that this library also loads on machines without one.
 #include "gm_cuda.h"
 
 namespace gm {

@@ -3,19 +3,25 @@
 // A core is one source, kernels/<family>/_<op>_cpu.cpp. CMake finds it by name and compiles it once per ISA
 // level into _lib/libgristmill_cpu.so. Adding a core edits no other file. Pattern:
 //
-//   #include "gm_cpu.h"                        // found without a path
-//   namespace {                                // everything but the entry is internal: one copy per level,
-//   no ODR clash template <class T> void row(const T* x, ...) { ... gm::load(x + i) ... }
+//   #include "gm_cpu.h"  // found without a path
+//   namespace {  // everything but the entry is internal: one copy per level, no ODR clash
+//   template <class T>
+//   void twice(const T* x, T* y, int64_t n) {
+//     int64_t i = 0;
+//     for (; i + gm::kLanes <= n; i += gm::kLanes) gm::store(y + i, 2.0f * gm::load(x + i));
+//     if (i < n) gm::store(y + i, 2.0f * gm::load(x + i, n - i), n - i);
 //   }
-//   GM_KERNEL(gm_my_op)(const void* x, int64_t rows, int dtype) {          // exports int
-//   gm_my_op__<level>(...)
-//     GM_DISPATCH_FLOAT(dtype, T, {                                        // T = float, gm::f16, gm::bf16;
-//     else GM_E_DTYPE
-//       return gm::parallel_for(rows, /*grain*/ 8, [&](int64_t begin, int64_t end) { ... });
-//     });
+//   }  // namespace
+//   GM_KERNEL(gm_my_op)(const void* x, void* y, int64_t n, int dtype) {  // int gm_my_op__<level>(...)
+//     GM_DISPATCH_FLOAT(dtype, T, {  // T = float, gm::f16 or gm::bf16; GM_E_DTYPE for another dtype
+//       return gm::parallel_for(n, /*grain*/ 4096, [=](int64_t begin, int64_t end) {
+//         twice(static_cast<const T*>(x) + begin, static_cast<T*>(y) + begin, end - begin);
+//       });
+//     })
 //   }
 //
-// and in Python: native.cpu_function("gm_my_op", level, (c_void_p, c_int64, c_int)), see kernels/native.py.
+// and in Python: native.cpu_function("gm_my_op", level, (c_void_p, c_void_p, c_int64, c_int)), see
+// kernels/native.py.
 //
 // Rules. Entries take plain pointers and integers, return 0 or a negative code, and never throw (compiled
 // with -fno-exceptions -fno-rtti). Strides are in elements. Shapes are checked in Python; an entry re-checks
@@ -205,8 +211,8 @@ inline f16 from_float<f16>(float v) {
 
 // ---- vectors
 // -----------------------------------------------------------------------------------------------------------
-// GNU vector types: + - * / & | ^ << >> comparisons and `mask ? a : b` work lane by lane on every
-// architecture.
+// GNU vector types: + - * / & | ^ << >> comparisons
+// and `mask ? a : b` work lane by lane on every architecture.
 
 #ifndef GM_LANES  // set by tests, to run the width of another level in plain vector arithmetic
 #if GM_X86_AVX512
@@ -299,8 +305,8 @@ inline vh narrow(vf v, f16) {
 #endif
 }
 
-// e4m3: the same bits as a float16 whose exponent is too small by 8, subnormals included; NaN is 0x7F and
-// 0xFF.
+// e4m3: the same bits as a float16 whose exponent is too small by 8,
+// subnormals included; NaN is 0x7F and 0xFF.
 inline vf widen(vb codes, f8e4m3) {
 #if GM_X86_AVX512
   const vh code = (vh)_mm256_cvtepu8_epi16((__m128i)codes);
@@ -387,8 +393,8 @@ inline vf upper(vf v, int half) {
 #endif
 }
 
-// Lanes are added as a fixed binary tree: the result depends on the level, never on threads, alignment or
-// timing.
+// Lanes are added as a fixed binary tree:
+// the result depends on the level, never on threads, alignment or timing.
 inline float sum(vf v) {
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2) v = v + upper(v, half);
@@ -406,8 +412,8 @@ inline float max(vf v) {
 inline vf exp(vf x) {
   x = x < -104.0f ? splat(-104.0f) : x;  // a comparison with NaN is false: NaN passes through
   x = x > 89.0f ? splat(89.0f) : x;
-  const vf magic =
-      splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
+  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits.
+  const vf magic = splat(12582912.0f);
   const vf shifted = x * 1.44269504088896341f + magic;
   const vf n = shifted - magic;
   vf r = fma(n, splat(-0.693145751953125f), x);  // ln2 in two parts; n times the first is exact

@@ -1,31 +1,41 @@
-// Shared header of the ahead-of-time CUDA kernels: kernels/<family>/_<op>_sm90.cu ->
-// _lib/libgristmill_cuda_sm90a.so.
+// Shared header of the ahead-of-time CUDA kernels:
+// kernels/<family>/_<op>_sm90.cu -> _lib/libgristmill_cuda_sm90a.so.
 //
-// One .cu file is read twice. nvcc compiles the part under __CUDACC__ to a cubin for sm_90a; the host
-// compiler compiles the rest and the cubin is embedded beside it. So the library needs no CUDA runtime: it
-// loads on a machine without a GPU, and finds the driver (libcuda.so.1) when first called. Nothing else is
-// linked.
+// One .cu file is read twice. nvcc compiles the part under __CUDACC__ to a cubin for sm_90a;
+// the host compiler compiles the rest and the cubin is embedded beside it.
+// So the library needs no CUDA runtime: it loads on a machine without a GPU,
+// and finds the driver (libcuda.so.1) when first called. Nothing else is linked.
 //
 //   #include "gm_cuda.h"
-//   struct Params { const void* x; void* y; int n; };              // seen by both sides
+//   struct Params {  // seen by both sides
+//     const float* x;
+//     float* y;
+//     int n;
+//   };
 //   #ifdef __CUDACC__
-//   extern "C" __global__ void my_kernel(const __grid_constant__ Params p) { ... }     // extern "C": found
-//   by name #else static gm::CudaKernel my_kernel{GM_CUBIN, "my_kernel"}; GM_CUDA_ENTRY(gm_my_op)(const void*
-//   x, void* y, int n, int device, void* stream) {  // exports int gm_my_op(...)
-//     Params p{x, y, n};
+//   extern "C" __global__ void my_kernel(const __grid_constant__ Params p) {  // extern "C": found by name
+//     const int i = blockIdx.x * blockDim.x + threadIdx.x;
+//     if (i < p.n) p.y[i] = 2 * p.x[i];
+//   }
+//   #else
+//   static gm::CudaKernel my_kernel{GM_CUBIN, "my_kernel"};
+//   GM_CUDA_ENTRY(gm_my_op)(const void* x, void* y, int n, int device, void* stream) {  // int gm_my_op(...)
+//     if (n < 1) return n < 0 ? GM_E_SHAPE : GM_OK;
+//     Params p{static_cast<const float*>(x), static_cast<float*>(y), n};
 //     void* args[] = {&p};
-//     return my_kernel.launch(device, stream, {.grid_x = 132, .block = 256, .smem = 100 * 1024, .cluster = 2,
-//     .pdl = true}, args);
+//     return my_kernel.launch(device, stream, {.grid_x = unsigned(n + 255) / 256, .block = 256}, args);
 //   }
 //   #endif
+//
+// launch() also takes .smem (bytes of dynamic shared memory), .cluster (CTAs of a cluster) and .pdl.
 //
 // In Python: native.cuda_function("gm_my_op", "sm_90a", (c_void_p, c_void_p, c_int, c_int, c_void_p)), called
 // with x.get_device() and torch.cuda.current_stream(device).cuda_stream. The launch is asynchronous on that
 // stream, may be captured into a CUDA graph once the kernel has been launched or prepared on the device, and
 // returns 0, GM_E_DRIVER, or -1000 - CUresult.
 //
-// Driver: CUDA 12.0 or newer (r525), for cuLibraryLoadData; and it must accept the cubin of the toolkit that
-// built it.
+// Driver: CUDA 12.0 or newer (r525), for cuLibraryLoadData;
+// and it must accept the cubin of the toolkit that built it.
 #pragma once
 
 #ifndef __CUDACC__
@@ -83,8 +93,8 @@ struct Launch {
   unsigned block = 128;
   unsigned smem = 0;     // dynamic shared memory, bytes
   unsigned cluster = 1;  // CTAs of a cluster, along x
-  bool pdl =
-      false;  // programmatic dependent launch: may start before the previous kernel on the stream has ended
+  // Programmatic dependent launch: may start before the previous kernel on the stream has ended.
+  bool pdl = false;
 };
 
 // A kernel of an embedded cubin. Static storage, constant initialisation, thread-safe.

@@ -6,14 +6,27 @@
 // and finds libamdhip64.so when first called.
 //
 //   #include "gm_hip.h"
-//   struct Params { const void* x; void* y; int n; };                     // both sides
+//   struct Params {  // seen by both sides
+//     const float* x;
+//     float* y;
+//     int n;
+//   };
 //   #if GM_HIP_DEVICE
-//   GM_KERNEL_OF(256) my_kernel(Params p) { ... }
+//   GM_KERNEL_OF(256) my_kernel(Params p) {
+//     const int i = gm::block_x() * 256 + gm::thread();
+//     if (i < p.n) p.y[i] = 2 * p.x[i];
+//   }
 //   #endif
 //   #if GM_HIP_HOST
 //   static gm::HipKernel my_kernel_of_host = GM_HIP_KERNEL(my_kernel);
-//   GM_HIP_ENTRY(gm_my_op)(...) { return my_kernel_of_host.launch(device, arch, stream, {.block = 256},
-//   arguments); } #endif
+//   GM_HIP_ENTRY(gm_my_op)(const void* x, void* y, int n, int device, const char* arch, void* stream) {
+//     if (n < 1) return n < 0 ? GM_E_SHAPE : GM_OK;
+//     Params p{static_cast<const float*>(x), static_cast<float*>(y), n};
+//     void* arguments[] = {&p};
+//     const gm::HipLaunch shape{.grid_x = unsigned(n + 255) / 256, .block = 256};
+//     return my_kernel_of_host.launch(device, arch, stream, shape, arguments);
+//   }
+//   #endif
 //
 // tests/native compiles both parts into one program, whose launch() executes the kernel on the CPU
 // (GM_HIP_FIBERS).

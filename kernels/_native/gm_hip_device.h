@@ -1,6 +1,6 @@
 // Device side of the HIP kernels: what they use of the hardware, without any header of ROCm.
-// tests/native/hip_fibers.h has the same functions for a CPU, so that CI executes the sources of the kernels
-// as C++.
+// tests/native/hip_fibers.h has the same functions for a CPU,
+// so that CI executes the sources of the kernels as C++.
 //
 // Compiled with -DGM_LANES=32 (RDNA) or 64 (CDNA), the lanes of a wave.
 #pragma once

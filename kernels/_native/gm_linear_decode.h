@@ -18,8 +18,8 @@ struct W {
 };
 
 inline W load_line(const uint8_t* line) {
-  W w;  // register by register: a copy of the whole goes through the stack in pieces too small to be
-        // forwarded
+  // Register by register: a copy of the whole goes through the stack in pieces too small to be forwarded.
+  W w;
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) std::memcpy(&w.p[i], line + i * int(sizeof w.p[i]), sizeof w.p[i]);
   return w;
@@ -47,8 +47,8 @@ inline gm::vf half_to_float(gm::vu h) {
   return (gm::vf)((gm::vu)scaled | infnan | ((h & 0x8000u) << 16));
 }
 
-// Tables of 4-bit codes: float values, and bf16 values twice over, so that the fifth index bit does not
-// matter.
+// Tables of 4-bit codes: float values, and bf16 values twice over,
+// so that the fifth index bit does not matter.
 struct Table {
   alignas(64) float f[16];
   alignas(64) uint16_t b[32];

@@ -1,5 +1,5 @@
-// What follows the sums of linear: the multiplier of each output row of the weight, bias, silu(gate) * up,
-// residual.
+// What follows the sums of linear:
+// the multiplier of each output row of the weight, bias, silu(gate) * up, residual.
 #pragma once
 #include "gm_linear_decode.h"
 
@@ -71,8 +71,8 @@ int clamped(const float* z, T* out, int64_t rows, int64_t columns, const Gating&
   });
 }
 
-// silu(gate) * up + added of z [rows][2 * columns], gate first -> out [rows][columns]; added like out, or
-// null.
+// silu(gate) * up + added of z [rows][2 * columns],
+// gate first -> out [rows][columns]; added like out, or null.
 template <class T>
 int silu_mul(const float* z, const T* added, T* out, int64_t rows, int64_t columns) {
   return gm::parallel_for(rows, 16384 / columns + 1, [=](int64_t begin, int64_t end) {

@@ -72,8 +72,8 @@ class Current {
   bool changed_ = false;
 };
 
-// The module of a code object on the current device, loaded once for all of its kernels. The caller holds
-// g_mutex.
+// The module of a code object on the current device,
+// loaded once for all of its kernels. The caller holds g_mutex.
 int module_of(const Runtime* r, const unsigned char* bytes, int device, void** module) {
   static struct {
     const unsigned char* bytes;

@@ -25,8 +25,8 @@ inline vf rounded(vf v) {
 
 // To nearest, ties to even, saturated at -128 and 127. The code of NaN is arbitrary: its scale is NaN.
 inline vc to_int8(vf v) {
-  const vf magic =
-      splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
+  // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits.
+  const vf magic = splat(12582912.0f);
   const vf clamped = min(max(v, splat(-128.0f)), splat(127.0f));
   return __builtin_convertvector((vi)(clamped + magic) - 0x4b400000, vc);
 }

@@ -1,5 +1,5 @@
-// SwiGLU's gate to 8-bit codes and scales: silu(x[r, c]) * x[r, cols + c] in float32, rounded to the dtype of
-// x, quantized.
+// SwiGLU's gate to 8-bit codes and scales:
+// silu(x[r, c]) * x[r, cols + c] in float32, rounded to the dtype of x, quantized.
 // gm-levels: base avx2 avx512 neon
 #include "_quantize_values_cpu.h"
 

@@ -7,9 +7,9 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Copies 32 rows of a tile of e4m3 codes to where their second halves as fp16 will be, 16 bytes per lane at a
-// time. id, slot: of the row of this lane, id < 0 where it does not count. By one warp, whose rows begin at
-// row0.
+// Copies 32 rows of a tile of e4m3 codes to where their second halves as fp16 will be,
+// 16 bytes per lane at a time. id, slot: of the row of this lane,
+// id < 0 where it does not count. By one warp, whose rows begin at row0.
 template <int D>
 __device__ __forceinline__ void copy_codes(int dim, const char* cache, int64_t block, int64_t slot_bytes,
                                            int id, int slot, int row0, uint32_t to) {

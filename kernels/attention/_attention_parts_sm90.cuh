@@ -94,16 +94,16 @@ __device__ __forceinline__ void write_parts(const P& p, int64_t token, int kv_he
   }
 }
 
-// One more has come: how many before. What this CTA wrote before a barrier is seen by who is told a larger
-// number.
+// One more has come: how many before.
+// What this CTA wrote before a barrier is seen by who is told a larger number.
 __device__ __forceinline__ unsigned arrive_at(unsigned* counter) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 
-// Programmatic dependent launch: the next kernel may start, and this one goes on when the one before has
-// ended.
+// Programmatic dependent launch:
+// the next kernel may start, and this one goes on when the one before has ended.
 __device__ __forceinline__ void after_previous_kernel() {
   asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }

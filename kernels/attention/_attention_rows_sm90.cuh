@@ -120,8 +120,8 @@ __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work&
       });
 }
 
-// Rows of a warp to memory: divided by their sums, through shared memory so that a row is written in one
-// piece.
+// Rows of a warp to memory: divided by their sums,
+// through shared memory so that a row is written in one piece.
 template <typename T, int D>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Rows<D>& rows,
                                            uint8_t* smem, uint32_t base, int row0) {

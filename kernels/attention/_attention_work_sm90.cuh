@@ -63,11 +63,9 @@ struct AttentionShape {
   static constexpr int kOrder = kSums + 64 * 8;  // sequences in the order of work
   static constexpr int kWeights = kOrder + kSorted * 16;  // what they are ordered by
   static constexpr int kUnits = kWeights + kSorted * 4;   // first unit of the sequences in the order of work
-  static constexpr int kWork =
-      kUnits + kSorted * 4;  // for the multiplying warps, and two for the copying ones
+  static constexpr int kWork = kUnits + kSorted * 4;  // of the multiplying warps, and two of the copying ones
   static constexpr int kShare = kWork + 3 * 48;
-  static constexpr int kRowScales =
-      kShare + 32;  // of caches of codes: what gives a row's scores in units of log 2
+  static constexpr int kRowScales = kShare + 32;  // of caches of codes: a row's scores in units of log 2
   static constexpr int kKeyScales = kRowScales + kRows * 4;  // of four tiles of keys, where each has its own
   static constexpr int kBars = kKeyScales + 4 * kKeys * 12;
   static constexpr int kUnit = (D / 8 + 1) * 128;  // floats of a unit of the workspace
@@ -223,8 +221,8 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
   __syncwarp();
 }
 
-// Where one kind of work stands: of the sequences rank .. end in the order of work, `base` pieces come before
-// them.
+// Where one kind of work stands:
+// of the sequences rank .. end in the order of work, `base` pieces come before them.
 struct Queue {
   int rank, end, base;
 };

@@ -1,6 +1,6 @@
 // Attention on CPUs with an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022),
-// shared by the attention cores: paged or dense keys and values, grouped query heads, separate widths of keys
-// and values.
+// shared by the attention cores: paged or dense keys and values,
+// grouped query heads, separate widths of keys and values.
 //
 // A task is (sequence, KV head, rows: query heads of that KV head times queries); for a sequence of one query
 // it is all KV heads, which lie side by side in memory. It takes keys in tiles of kTile tokens. Tasks of few
@@ -119,8 +119,8 @@ struct Core {
     s.clear((t.all_rows() + kLanes - 1) / kLanes * kLanes, dv);
     const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
     const int64_t end = least((chunk + 1) * kChunk, least(t.context, t.first + t.queries));
-    const int64_t reach =
-        least(t.context, t.first + t.queries);  // of the task, which goes on to the next chunk
+    // The reach of the task, which goes on to the next chunk.
+    const int64_t reach = least(t.context, t.first + t.queries);
     Places memory[2], *here = memory, *next = memory + 1;
     int64_t at = most(chunk * kChunk, low / kTile * kTile);
     find_places(t, at, low, end, *here);

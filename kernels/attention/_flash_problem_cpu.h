@@ -57,8 +57,8 @@ struct Cut {
   }
   int64_t chunks(int64_t sequence) const { return most(1, (a.context(sequence) + kChunk - 1) / kChunk); }
 
-  // Task `number` of a sequence. Tasks of one KV head are neighbours, the last queries, which see most,
-  // first.
+  // Task `number` of a sequence.
+  // Tasks of one KV head are neighbours, the last queries, which see most, first.
   Task task(int64_t sequence, int64_t number) const {
     const int64_t tiles = query_tiles(sequence), offset = (tiles - 1 - number % tiles) * query_tile;
     number /= tiles;

@@ -148,8 +148,8 @@ constexpr int keys_of = R == 1   ? kLanes
                         : R <= 4 ? kLanes / 4
                                  : 2;
 
-// A vector in a register of its own: GCC otherwise loads it again for each use, and the loads become the
-// limit.
+// A vector in a register of its own:
+// GCC otherwise loads it again for each use, and the loads become the limit.
 inline vf held(vf x) {
 #if GM_X86_AVX512
   __asm__("" : "+v"(x));

@@ -1,5 +1,5 @@
-// The softmax of _flash_cpu.h: running maxima and sums of rows, over tiles of keys and over parts of a
-// context.
+// The softmax of _flash_cpu.h:
+// running maxima and sums of rows, over tiles of keys and over parts of a context.
 #pragma once
 #include "_flash_problem_cpu.h"
 

@@ -281,8 +281,8 @@ class MlaConsumer {
     }
   }
 
-  // Adds the sums of the weights of both warpgroups and writes the rows. turn: which of two places in shared
-  // memory.
+  // Adds the sums of the weights of both warpgroups and writes the rows.
+  // turn: which of two places in shared memory.
   __device__ __forceinline__ void finish(uint32_t turn) {
     float* const sums = reinterpret_cast<float*>(smem_ + S::kSums) + turn * (2 * S::kRows);
 #pragma unroll

@@ -119,8 +119,8 @@ class MlaProducer {
         mbar_arrive(bars_.q_full());
     }
     __syncwarp();
-    // Rows past those of the sequence belong to another one, or are zeros past q; their results are not
-    // written.
+    // Rows past those of the sequence belong to another one,
+    // or are zeros past q; their results are not written.
     if (reads && lane_ < 9)
       tensor_load_2d(base_ + S::kQ + lane_ * S::kColumns, &q_map_, lane_ * 64,
                      work.token * p_.heads + work.row0, bars_.q_full());

@@ -23,8 +23,8 @@ __device__ __forceinline__ void tensor_load_2d(uint32_t dst, const void* map, in
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// A box of [groups of eight keys][64 elements at a time][8 keys][64 elements]; z counts 64 elements, u
-// groups.
+// A box of [groups of eight keys][64 elements at a time][8 keys][64 elements];
+// z counts 64 elements, u groups.
 __device__ __forceinline__ void box_load(uint32_t dst, const void* map, int z, int u, int block,
                                          uint32_t bar) {
   asm volatile(
@@ -42,8 +42,8 @@ __device__ __forceinline__ void box_load(uint32_t dst, const void* map, int z, i
   "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define GM_F128(i) GM_F64(i), GM_F64(i + 64)
 
-// D[64, 256] += A B, B in shared memory with its 256 elements in a row; A in registers, or in shared memory
-// and K-major.
+// D[64, 256] += A B, B in shared memory with its 256 elements in a row;
+// A in registers, or in shared memory and K-major.
 template <typename T>
 __device__ __forceinline__ void add_values(float (&d)[128], const uint32_t (&a)[4], uint64_t b);
 template <typename T>

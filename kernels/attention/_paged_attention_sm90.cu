@@ -1,5 +1,5 @@
-// Paged attention for Hopper: the kernels by dtype, head size, how pages are copied and soft cap, and their
-// entry point.
+// Paged attention for Hopper: the kernels by dtype, head size,
+// how pages are copied and soft cap, and their entry point.
 #include "_paged_attention_sm90.cuh"
 #include "gm_cuda.h"
 

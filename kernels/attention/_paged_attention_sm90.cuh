@@ -4,17 +4,14 @@
 // the scores of a tile of keys are computed while the values of the tile before are multiplied, and the two
 // warpgroups take turns, so that one multiplies while the other takes exponentials. Beyond it:
 //  - rows are (query, head of the KV group) pairs, and a page is a box of the tensor copy engine (pages of a
-//  multiple
-//    of 8 tokens; others are copied by cp.async);
+//    multiple of 8 tokens; others are copied by cp.async);
 //  - nothing is planned on the host: a CTA finds its work from query_start and seq_lens, in an order that all
-//  CTAs
-//    agree on, and takes the next piece by a counter. Long and short pieces have a counter each, so that a
-//    mix of prefill, which multiplies, and decode, which reads, runs side by side;
+//    CTAs agree on, and takes the next piece by a counter. Long and short pieces have a counter each, so that
+//    a mix of prefill, which multiplies, and decode, which reads, runs side by side;
 //  - where a sequence has at most 64 rows, the two warpgroups share its keys and add their results;
 //  - sums are multiplied by exactly 1 where a row's maximum stays, and not at all where those of a warp do;
-//  tiles of keys
-//    lie at multiples of their size. So a row's result does not depend on what else is in the batch; without
-//    parts and shared keys, nor on how many queries of its own sequence are in it.
+//    tiles of keys lie at multiples of their size. So a row's result does not depend on what else is in the
+//    batch; without parts and shared keys, nor on how many queries of its own sequence are in it.
 #pragma once
 #include "_attention_codes_sm90.cuh"
 #include "_attention_copy_sm90.cuh"
@@ -55,8 +52,8 @@ __device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&f
   for (int r = 0; r < 2; ++r) rows.l[r] = fmaf(rows.l[r], factor[r], sum[r]);
 }
 
-// Scores of keys that a row does not see become -inf. ends, begins: by row, counted from this thread's first
-// key.
+// Scores of keys that a row does not see become -inf.
+// ends, begins: by row, counted from this thread's first key.
 __device__ __forceinline__ void hide(float (&s)[64], const int (&begins)[2], const int (&ends)[2]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
@@ -255,8 +252,8 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
         free_slot(bars.k_empty(tile + i));
         weigh(i);
         hold(s);
-        // Never true: ptxas, which would put the wait before the exponentials, moves it across no such
-        // branch.
+        // Never true: ptxas, which would put the wait before the exponentials,
+        // moves it across no such branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         hold(rows.o);

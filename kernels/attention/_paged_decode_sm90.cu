@@ -1,5 +1,5 @@
-// Paged attention for few rows of each sequence on Hopper: the kernels by dtype and head size, and their
-// entry point.
+// Paged attention for few rows of each sequence on Hopper:
+// the kernels by dtype and head size, and their entry point.
 #include "_paged_decode_instances_sm90.cuh"
 
 #ifdef __CUDACC__

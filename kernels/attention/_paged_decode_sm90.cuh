@@ -6,11 +6,11 @@
 // a ring of its own, which cp.async fills ahead, and meets the other warps only at the end of a context.
 //
 // The work of a KV head is one row of steps of 16 keys, sequence after sequence. It is cut into equal pieces,
-// and a CTA takes one piece of one KV head (stream-K; LeanAttention, arXiv:2405.10480), which it derives from
-// the lengths; the KV heads of a piece, neighbours in memory, are read at the same time. A context that is
-// cut leaves partial results in the workspace; the CTA that arrives last adds them in the order of the keys.
-// So a launch needs no plan, its result does not depend on timing, and a captured graph stays right when
-// lengths change.
+// and a CTA takes one piece of one KV head (stream-K; LeanAttention, arXiv:2405.10480),
+// which it derives from the lengths; the KV heads of a piece, neighbours in memory,
+// are read at the same time. A context that is cut leaves partial results in the workspace;
+// the CTA that arrives last adds them in the order of the keys. So a launch needs no plan,
+// its result does not depend on timing, and a captured graph stays right when lengths change.
 #pragma once
 #include "_attention_parts_sm90.cuh"
 #include "_paged_decode_step_sm90.cuh"

@@ -161,9 +161,8 @@ struct CodeQueries {
   }
 };
 
-// As decode_step for e4m3 codes, which become fp16 in registers. The sums' maximum is in units of
-// log
-// 2. Scales of keys multiply scores. A scale of a value is a summand of its exponent, so that fp16 has the
+// As decode_step for e4m3 codes, which become fp16 in registers. The sums' maximum is in units of log 2.
+// Scales of keys multiply scores. A scale of a value is a summand of its exponent, so that fp16 has the
 // largest weight times scale as 1: what the maximum is then relative to, the sum of the weights without
 // scales is too.
 template <int D, bool CAP>

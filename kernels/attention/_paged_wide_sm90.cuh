@@ -310,8 +310,8 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
         free_slot(bars.k_empty(tile + i));
         weigh(i);
         hold(s);
-        // Never true: ptxas, which would put the wait before the exponentials, moves it across no such
-        // branch.
+        // Never true: ptxas, which would put the wait before the exponentials,
+        // moves it across no such branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         hold(rows.o);

@@ -1,5 +1,5 @@
-// Causal attention over dense sequences for Hopper, keys and values of different widths: un-absorbed MLA
-// prefill.
+// Causal attention over dense sequences for Hopper,
+// keys and values of different widths: un-absorbed MLA prefill.
 //
 // FlashAttention-3's form (Shah et al., 2024), as in _paged_attention_sm90.cuh: two warpgroups multiply 64
 // queries each while a warp copies; the scores of a tile of keys are computed while the values of the tile
@@ -421,8 +421,8 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
         free_slot(bars.k_empty(tile + i));
         weigh(i);
         hold(s);
-        // Never true: ptxas, which would put the wait before the exponentials, moves it across no such
-        // branch.
+        // Never true: ptxas, which would put the wait before the exponentials,
+        // moves it across no such branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         hold(rows.o);

@@ -117,10 +117,10 @@ GM_KERNELS(bf16, __nv_bfloat16)
       {GM_CUBIN, #name "_8_1"}, {GM_CUBIN, #name "_8_2"}
 static gm::CudaKernel g_kernels[] = {GM_WORLDS(all_reduce_norm_fp16), GM_WORLDS(all_reduce_norm_bf16)};
 
-// residual [rows, n] += the sum of x [rows, n] over the ranks, rounded; out [rows, n], which may be x,
-// becomes the norm of the residual, times weight [n]. type: 1 fp16, 2 bf16. each: vectors of 16 bytes per
-// thread, 1 or 2. sms: multiprocessors of the device; all CTAs run at a time, because they wait for those of
-// other ranks.
+// residual [rows, n] += the sum of x [rows, n] over the ranks, rounded;
+// out [rows, n], which may be x, becomes the norm of the residual, times weight [n].
+// type: 1 fp16, 2 bf16. each: vectors of 16 bytes per thread, 1 or 2.
+// sms: multiprocessors of the device; all CTAs run at a time, because they wait for those of other ranks.
 GM_CUDA_ENTRY(gm_all_reduce_add_rms_norm_sm90)
 (const PushParams* push, const void* x, void* residual, const void* weight, void* out, int64_t rows, int n,
  float eps, int type, int each, int sms, int device, void* stream) {

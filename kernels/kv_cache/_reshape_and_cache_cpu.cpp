@@ -1,5 +1,5 @@
-// Tokens into a paged cache by slot: place slot % block_size of block slot / block_size. Negative slots are
-// not written.
+// Tokens into a paged cache by slot:
+// place slot % block_size of block slot / block_size. Negative slots are not written.
 // gm-levels: base
 // A copy has nothing to gain from wider vectors than memcpy takes.
 #include "gm_cpu.h"

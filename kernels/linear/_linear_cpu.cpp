@@ -1,6 +1,6 @@
-// Linear over weights packed as cpu_rows16_v1, every scheme: y = x W^T with codes decoded exactly, each group
-// summed in float32 and scaled once, (sum over groups of scale * (sum of code * x - zero * sum of x)) * row
-// multiplier.
+// Linear over weights packed as cpu_rows16_v1, every scheme:
+// y = x W^T with codes decoded exactly, each group summed in float32 and scaled once,
+// (sum over groups of scale * (sum of code * x - zero * sum of x)) * row multiplier.
 //
 // Few rows of x: lines of several row blocks are decoded in registers and used at once ("direct"). Many rows:
 // a block's columns are decoded into a small buffer that stays in cache, and multiplied by tiles of x. Both
@@ -22,8 +22,8 @@ constexpr int kFewBlocksAtOnce = kBlocksAtOnce > 2 ? 2 : 1;
 constexpr int kDirectRows = gm::kLanes == 16 ? 8 : 4;  // most rows of x decoded for in registers
 constexpr int kTileBlocks = gm::kLanes == 16 ? 2 : 1, kTileRows = gm::kLanes == 16 ? 8 : 4;
 constexpr int kAny = -2;
-constexpr int64_t kAhead =
-    2048;  // bytes of a block fetched before they are needed; the stream ends harmlessly
+// Bytes of a block that are fetched before they are needed. The stream ends harmlessly.
+constexpr int64_t kAhead = 2048;
 constexpr int64_t kChunkRows = 256;     // rows of x at a time
 constexpr int64_t kChunkColumns = 256;  // columns decoded at a time; a multiple of every group size
 
@@ -214,8 +214,8 @@ int run_buffered(const Job& j, const Output<T>& o) {
   return failed ? int(GM_E_NOMEM) : code;
 }
 
-// x in the packed order of columns, in the format of M, tile by tile with interleaved rows; and the sums of
-// each group.
+// x in the packed order of columns, in the format of M,
+// tile by tile with interleaved rows; and the sums of each group.
 template <Format F, class M, class T>
 void prepare(const Job& j, const T* x, int64_t stride, const int32_t* perm, typename M::Act* acts,
              float* sums) {
@@ -374,12 +374,13 @@ int linear_rows(const void* x, int64_t x_row_stride, const void* codes, const vo
 
 }  // namespace
 
-// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n], or [m, n / 2] when
-// silu is 1 (first half of the rows is the gate). bias [n], residual like out, both of x's dtype or null.
-// columns: K' of the packing; group: columns a scale covers (columns itself when there is one scale per row).
-// format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16. scale_type, zero_type: dtype codes, 20 =
-// E8M0, -1 = none. implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or
-// null.
+// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n],
+// or [m, n / 2] when silu is 1 (first half of the rows is the gate).
+// bias [n], residual like out, both of x's dtype or null. columns: K' of the packing;
+// group: columns a scale covers (columns itself when there is one scale per row).
+// format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16.
+// scale_type, zero_type: dtype codes, 20 = E8M0, -1 = none.
+// implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or null.
 GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
                             const void* zeros, const void* row_scale, const void* perm, const void* bias,
                             const void* residual, void* out, int64_t m, int64_t n, int64_t k, int64_t columns,
@@ -390,8 +391,8 @@ GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* cod
                      {silu != 0 ? kSilu : kUngated, 0, 0}, dtype);
 }
 
-// The same for gate and up of an expert with the clamped activation (see Gating) in place of silu * up; no
-// residual.
+// The same for gate and up of an expert with the clamped activation (see Gating) in place of silu * up;
+// no residual.
 GM_KERNEL(gm_linear_rows16_clamped)(const void* x, int64_t x_row_stride, const void* codes,
                                     const void* scales, const void* zeros, const void* row_scale,
                                     const void* perm, const void* bias, void* out, int64_t m, int64_t n,

@@ -61,8 +61,7 @@ inline int tile_rows(int64_t left) {
 // compiler knows: one unit per group, of kGroup<F> columns.
 // - half (Q4_0, Q8_0): float16 scales, nothing else.
 // - factors (Q6_K), factors_offsets (Q4_K, Q5_K): int8 scales, and offsets, times factors. A sum is
-// multiplied by
-//   its int8 scale as an integer, the product by factor and scale of x in float32.
+//   multiplied by its int8 scale as an integer, the product by factor and scale of x in float32.
 enum class Scaling { any, half, factors, factors_offsets };
 template <Format F>
 constexpr int64_t kGroup = F == Format::int6 ? 16 : 32;

@@ -2,9 +2,8 @@
 //
 //  - W is the A operand of mma.m16n8k16, x the B operand: the 16-wide side is N, the 8-wide side is M.
 //  - The products of a sum may come in any order, so K is permuted alike in both operands: the 16 bytes that
-//  a
-//    lane loads are its fragments of two instructions. W goes from memory to registers, without shared
-//    memory.
+//    a lane loads are its fragments of two instructions. W goes from memory to registers,
+//    without shared memory.
 //  - The warps of a CTA, and the CTAs of a cluster, take slices of K. Their sums meet in shared memory, in a
 //    fixed order: the result is bitwise reproducible.
 //  - Weights are immutable, so their first loads start before griddepcontrol.wait; x is read after it.

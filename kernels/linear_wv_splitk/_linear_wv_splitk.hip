@@ -1,5 +1,5 @@
-// Linear for few rows of x on AMD GPUs: y = x W^T for M <= 8, W dense or in 4- or 8-bit integers, with its
-// epilogue.
+// Linear for few rows of x on AMD GPUs:
+// y = x W^T for M <= 8, W dense or in 4- or 8-bit integers, with its epilogue.
 //
 // The lanes of a wave share the K of two rows of W: each reads 16 bytes of W at a time, once, past the
 // caches, and multiplies them with x, which the workgroup keeps in LDS. A sum over the lanes ends a pair of
@@ -110,8 +110,8 @@ struct Part {
   }
 };
 
-// fp16: codes are or-ed into the mantissa of 1024: whole numbers from which the zero point is subtracted
-// exactly.
+// fp16: codes are or-ed into the mantissa of 1024:
+// whole numbers from which the zero point is subtracted exactly.
 template <class Format, int M>
 struct InHalf : Part<M> {
   using Part<M>::part;
@@ -130,8 +130,8 @@ struct InHalf : Part<M> {
   }
 };
 
-// bf16 without its dot product, or with codes of 8 bits, which it does not hold beside an offset: codes and x
-// become float32.
+// bf16 without its dot product, or with codes of 8 bits,
+// which it does not hold beside an offset: codes and x become float32.
 template <class Format, int M>
 struct InFloat : Part<M> {
   using Part<M>::part;

@@ -28,8 +28,8 @@ struct Epilogue {
   float alpha, limit;
 };
 
-// The weights [experts, n, k] of one product, packed as cpu_rows16_v1, and how to read them: see
-// gm_linear_rows16.
+// The weights [experts, n, k] of one product,
+// packed as cpu_rows16_v1, and how to read them: see gm_linear_rows16.
 struct Weights {
   const void *codes, *scales, *zeros, *row_scale, *perm;
   int64_t n, k, columns, group;

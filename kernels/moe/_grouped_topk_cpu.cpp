@@ -1,5 +1,5 @@
-// Grouped top-k of a router's logits, DeepSeek-V3 (arXiv 2412.19437). The meaning, ties and NaN included, is
-// in grouped_topk.py.
+// Grouped top-k of a router's logits, DeepSeek-V3 (arXiv 2412.19437).
+// The meaning, ties and NaN included, is in grouped_topk.py.
 // gm-levels: base avx2 avx512 neon
 #include "gm_cpu.h"
 

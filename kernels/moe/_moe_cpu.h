@@ -36,8 +36,8 @@ bool gather(const T* x, int64_t x_rows, int64_t stride, const int32_t* rows, int
   return true;
 }
 
-// out[token] = sum over k, in order, of weights[token, k] * y[inverse[token, k]] in float32; negative places
-// are skipped.
+// out[token] = sum over k, in order, of weights[token, k] * y[inverse[token, k]] in float32;
+// negative places are skipped.
 template <class T>
 int combine(const T* y, int64_t y_rows, int64_t y_stride, const int32_t* inverse, const float* weights,
             T* out, int64_t tokens, int64_t top_k, int64_t width) {

@@ -247,8 +247,8 @@ GM_CUDA_ENTRY(gm_moe_rows_sm90)
       args);
 }
 
-// y [entries, width], inverse [tokens * top_k], weights [tokens, top_k] -> out [tokens, width]. type: 1 fp16,
-// 2 bf16.
+// y [entries, width], inverse [tokens * top_k],
+// weights [tokens, top_k] -> out [tokens, width]. type: 1 fp16, 2 bf16.
 GM_CUDA_ENTRY(gm_moe_combine_sm90)
 (const void* y, const int* inverse, const float* weights, void* out, int64_t tokens, int top_k, int width,
  int type, int device, void* stream) {

@@ -41,9 +41,9 @@ int rms_norm_quant(const T* x, int64_t x_row_stride, T* residual, int64_t residu
 
 }  // namespace
 
-// x and residual [rows, cols] (null: none; written) and w [cols] of `dtype`, codes [rows, cols], e4m3 or,
-// with top 127, int8, with the given row strides; scales [rows, groups], or [1] if least is 0, which are then
-// read.
+// x and residual [rows, cols] (null: none; written) and w [cols] of `dtype`,
+// codes [rows, cols], e4m3 or, with top 127, int8, with the given row strides;
+// scales [rows, groups], or [1] if least is 0, which are then read.
 GM_KERNEL(gm_rms_norm_quant)(const void* x, int64_t x_row_stride, void* residual, int64_t residual_row_stride,
                              const void* w, void* codes, int64_t code_row_stride, float* scales, int64_t rows,
                              int64_t cols, float eps, int64_t group, float least, float top, int dtype) {

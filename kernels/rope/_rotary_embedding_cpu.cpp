@@ -1,9 +1,9 @@
 // Rotary position embedding of queries and keys, in place.
 #include "_rotate_heads_cpu.h"
 
-// q [tokens, q_heads, >= rot] and k likewise (null: none), strides in elements, heads contiguous; positions
-// [tokens]; cos_sin [rows, rot]: rot/2 cosines, then rot/2 sines. interleaved: neighbours are pairs, else
-// halves.
+// q [tokens, q_heads, >= rot] and k likewise (null: none), strides in elements, heads contiguous;
+// positions [tokens]; cos_sin [rows, rot]: rot/2 cosines, then rot/2 sines.
+// interleaved: neighbours are pairs, else halves.
 GM_KERNEL(gm_rotary_embedding)(void* q, int64_t q_token_stride, int64_t q_head_stride, int64_t q_heads,
                                void* k, int64_t k_token_stride, int64_t k_head_stride, int64_t k_heads,
                                const int64_t* positions, const float* cos_sin, int64_t rows, int64_t tokens,

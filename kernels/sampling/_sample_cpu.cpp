@@ -84,8 +84,8 @@ int filter_top_p(float* z, int64_t n, double top, double p) {
       total += items[j++].weight;
     }
   const double wanted = p * total;
-  // The smallest order with less than `wanted` mass above it. `above`: mass over the range still open, [low,
-  // high].
+  // The smallest order with less than `wanted` mass above it.
+  // `above`: mass over the range still open, [low, high].
   double above = 0;
   uint32_t low = order_of(-kInf), high = order_of(float(top));
   int64_t left = count;

@@ -1,5 +1,5 @@
-// One token of one row, by a cluster of blocks: sample.py has the definition, docs/performance/sampling.md
-// the idea.
+// One token of one row, by a cluster of blocks:
+// sample.py has the definition, docs/performance/sampling.md the idea.
 //
 // Every block keeps a slice of the row, divided by the temperature, in shared memory. A pivot (value, id)
 // says which tokens survive top_k and top_p. It is found in histograms of integers (counts, and masses in
@@ -340,8 +340,8 @@ struct Row {
     }
   }
 
-  // --- the first histogram: of distances from the largest value, on a linear scale. Bin 0 has the largest
-  // alone. ---
+  // --- the first histogram: of distances from the largest value, on a linear scale.
+  // Bin 0 has the largest alone. ---
 
   GM_DEVICE static int bin_of(float value, float top, float scale) {
     return value == top ? 0 : 1 + int(fminf((top - value) * scale, float(kBins - 2)));
@@ -361,8 +361,8 @@ struct Row {
       least = max(least, key_of(float(double(top) - to * double(width) - margin)) - 1);
     }
   }
-  // First bin whose tokens and those of the bins before are k or more; kBins if there are fewer. Of
-  // s.all_counts.
+  // First bin whose tokens and those of the bins before are k or more;
+  // kBins if there are fewer. Of s.all_counts.
   GM_DEVICE int bin_of_kth(const uint32_t* counts, uint64_t k) {
     const int per = kBins / count;
     uint64_t own = 0, total;
@@ -585,8 +585,8 @@ struct Row {
   // The pivot of top_k; 0 if the row is done.
   GM_DEVICE uint64_t by_count(uint64_t k, bool by_p, double share) {
     const float scale = float(kBins - 2) / kDeepest, width = kDeepest / float(kBins - 2);
-    // k threads have a value of at least the k-th largest of their largest values: so does the k-th largest
-    // token.
+    // k threads have a value of at least the k-th largest of their largest values:
+    // so does the k-th largest token.
     clear();
     for (int r = 0; r < ranks; ++r) {
       const int key = *peer(&s.peaks[tid], r);

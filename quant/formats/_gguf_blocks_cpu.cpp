@@ -42,8 +42,8 @@ int split(const uint8_t* from, int64_t blocks, uint8_t* codes, uint8_t* scales) 
 
 }  // namespace
 
-// Blocks of a type, by ggml's number of it, -> codes as a bit stream and scales, both contiguous. GM_E_DTYPE:
-// another type.
+// Blocks of a type, by ggml's number of it, -> codes as a bit stream and scales,
+// both contiguous. GM_E_DTYPE: another type.
 GM_KERNEL(gm_gguf_blocks)(const void* from, int64_t blocks, int type, void* codes, void* scales) {
   const uint8_t* in = static_cast<const uint8_t*>(from);
   uint8_t *out = static_cast<uint8_t*>(codes), *factors = static_cast<uint8_t*>(scales);

@@ -17,8 +17,8 @@ inline uint32_t halves_apart(uint32_t word) {
   return word ^ swap ^ (swap << 4);
 }
 
-// `words` words of 16 rows that are row_bytes apart -> lines of 16 words. Rows from `rows` on are filled with
-// `padding`.
+// `words` words of 16 rows that are row_bytes apart -> lines of 16 words.
+// Rows from `rows` on are filled with `padding`.
 template <bool kNibbles>
 void interleave_block(const uint8_t* from, int64_t row_bytes, int64_t rows, int64_t words, uint32_t padding,
                       uint32_t* to) {

@@ -2,12 +2,12 @@
 // contexts of 0 and over one chunk, queries before their context, windows, sinks, more query heads than a
 // tile, whole and split contexts, e4m3 codes with scales of heads and of tokens, every level.
 //
-// The whole cache is poisoned but for the slots that some query sees, and block tables hold garbage where
-// nothing may be read. Planted faults that this program was seen to catch: `reach` in run_chunk without the
-// bound t.context (read of a poisoned slot), the tail of widen_row read as a whole vector (past q), `skip` in
-// find_places as 0 (read of a slot behind the window), the last store in finish whole (write past out),
-// `inside` not checking blocks (wild read), scales of tokens gathered from 0 and not from `skip` (read of a
-// poisoned scale).
+// The whole cache is poisoned but for the slots that some query sees, and block tables hold
+// garbage where nothing may be read. Planted faults that this program was seen to catch:
+// `reach` in run_chunk without the bound t.context (read of a poisoned slot), the tail of widen_row
+// read as a whole vector (past q), `skip` in find_places as 0 (read of a slot behind the window),
+// the last store in finish whole (write past out), `inside` not checking blocks (wild read),
+// scales of tokens gathered from 0 and not from `skip` (read of a poisoned scale).
 #include "asan.h"
 #include "asan_values.h"
 

@@ -18,7 +18,7 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 #define GM_DEVICE inline
 #define GM_KERNEL_OF(threads) static void
-#define GM_HIP_KERNEL(name) {[](void* p) { name(*static_cast<WvSplitKParams*>(p)); }}
+#define GM_HIP_KERNEL(name) {[](void* p) { gm::fibers::call(name, p); }}
 
 namespace gm {
 namespace fibers {
@@ -49,6 +49,11 @@ inline void meet(int first, int count, long Fiber::* member) {
   }
 }
 inline void meet_wave() { meet(current / GM_LANES * GM_LANES, GM_LANES, &Fiber::wave_waits); }
+
+template <class Params>
+void call(void (*kernel)(Params), void* params) {
+  kernel(*static_cast<Params*>(params));
+}
 
 inline void (*body)(void*) = nullptr;
 inline void* argument = nullptr;
@@ -142,8 +147,8 @@ struct Half {
     int exponent = 0;
     std::frexp(size, &exponent);
     if (exponent < -13 || size == 0.0f) exponent = -13;
-    const int whole =
-        int(std::nearbyint(std::ldexp(size, 11 - exponent)));  // 11 bits: the first stands for the exponent
+    // 11 bits: the first stands for the exponent.
+    const int whole = int(std::nearbyint(std::ldexp(size, 11 - exponent)));
     return sign | uint32_t(whole + ((exponent + 13) << 10));
   }
   static float dot2(uint32_t a, uint32_t b, float sum) {

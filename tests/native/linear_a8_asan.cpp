@@ -2,10 +2,10 @@
 // of x, row counts on both sides of each tile, partial blocks of rows, tails of K, act-order, bias, residual,
 // silu_mul, wide and unaligned rows of x, every level.
 //
-// Planted faults that this program was seen to catch: one line too many in a run of int16 sums (saturates),
-// the bound j.k in quantize_row (reads past a row of x), x_sums of the next unit in tile (wrong zero),
-// tile_rows without rounding up (rows left out), x_sums of the first row of a tile in known_tile (wrong
-// minimum).
+// Planted faults that this program was seen to catch: one line too many in a run
+// of int16 sums (saturates), the bound j.k in quantize_row (reads past a row of x),
+// x_sums of the next unit in tile (wrong zero), tile_rows without rounding up (rows left out),
+// x_sums of the first row of a tile in known_tile (wrong minimum).
 #include "packed_weight.h"
 
 GM_LEVELS(gm_linear_a8_rows16, (const void*, int64_t, const void*, const void*, const void*, const void*,

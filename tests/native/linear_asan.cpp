@@ -72,8 +72,8 @@ void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int
       }
       if (added) wanted += D::get(residual.data()[r * width + i]);
       if (dtype == 1 && std::fabs(wanted) > 60000) continue;  // near float16's end
-      // int8 codes less their zero are summed before the zero is taken off: the terms are up to 255 times a
-      // scale.
+      // int8 codes less their zero are summed before the zero is taken off:
+      // the terms are up to 255 times a scale.
       const double zeros = packing.zero_type >= 0 ? 32 : 2;
       CHECK(std::fabs(D::get(out(r, i)) - wanted) <=
             1e-5 + zeros * 1e-6 * bound + D::kEps * std::fabs(wanted));

@@ -7,8 +7,8 @@
 GM_LEVELS(gm_merge_attention_states,
           (const void*, const float*, const void*, const float*, void*, float*, int64_t, int64_t, int));
 
-// Row 0 merges 3 and 1 with equal weights into 2; row 1 has only b; row 2 nothing. The empty partials are
-// NaN.
+// Row 0 merges 3 and 1 with equal weights into 2;
+// row 1 has only b; row 2 nothing. The empty partials are NaN.
 template <class T, class Call>
 void run(Call call, int dtype, T one, T two, T three, T nan) {
   for (int64_t size : {1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 257}) {

@@ -1,5 +1,5 @@
-// The primitives of gm_cpu.h, exposed to tests/native/test_primitives.py. Compiled by the test, once per
-// level.
+// The primitives of gm_cpu.h, exposed to tests/native/test_primitives.py.
+// Compiled by the test, once per level.
 #include "gm_cpu.h"
 
 GM_KERNEL(t_exp)(const float* x, float* out, int64_t n) {

@@ -8,8 +8,7 @@
 //  - Two codes become exact 16-bit floats, less their zero point, by one logic operation and one multiply-add
 //    (decoders_mma.cuh); scales multiply the float32 accumulator once per group.
 //  - Partial sums of the warps meet in shared memory, those of a cluster's CTAs (split-K) in the shared
-//  memory
-//    of their owner, in a fixed order: the result is bitwise reproducible.
+//    memory of their owner, in a fixed order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
 // The launch costs less than decode_ws.cuh, where other warps copy; each step along K costs more.
 #pragma once
@@ -132,8 +131,8 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
     }
   }
 
-  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the
-                    // cluster's other CTAs
+  // The rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs.
+  __syncthreads();
   if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   leave_sums<W>(acc, smem, warp, lane);
   finish_sums<T, NT, RT, WK, WK * 32>(p, smem, block * RT, rank);

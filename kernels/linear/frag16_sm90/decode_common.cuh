@@ -182,11 +182,11 @@ __device__ __forceinline__ void leave_sums(const float (&acc)[RT][NT][4], uint8_
     }
 }
 
-// The last part of a kernel: scratch holds, for each of SLICES parts of K, TILES x NT x 32 float4, the
-// accumulators of a lane of the matrix instruction. Adds the parts in order, exchanges sums between the CTAs
-// of a cluster (each owns a share, and adds in the order of ranks), and writes y. smem + p.inbox: memory
-// behind the sums for that; the CTAs have arrived at the cluster's barrier since they used what else lies
-// there.
+// The last part of a kernel: scratch holds, for each of SLICES parts of K, TILES x NT x 32 float4,
+// the accumulators of a lane of the matrix instruction. Adds the parts in order,
+// exchanges sums between the CTAs of a cluster (each owns a share, and adds in the order of ranks),
+// and writes y. smem + p.inbox: memory behind the sums for that;
+// the CTAs have arrived at the cluster's barrier since they used what else lies there.
 template <typename T, int NT, int TILES, int SLICES, int THREADS>
 __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem, int tile0, int rank) {
   constexpr int kElems = TILES * NT * 32;

@@ -1,9 +1,8 @@
-// Schedule decode_ws: decode.cuh warp-specialised. There, warps spend a quarter of their instructions on
-// copying at M = 16. Here one warpgroup copies and the others only multiply, with the registers that it gives
-// up:
+// Schedule decode_ws: decode.cuh warp-specialised.
+// There, warps spend a quarter of their instructions on copying at M = 16.
+// Here one warpgroup copies and the others only multiply, with the registers that it gives up:
 //  - One ring of slots per CTA. A slot holds 128 k of all its rows of W (bulk copies, one lane per block of
-//  64
-//    rows) and of x (the tensor copy engine, in the 128-byte swizzle).
+//    64 rows) and of x (the tensor copy engine, in the 128-byte swizzle).
 //  - WK slices of WN warps take turns at the slots; a slice keeps to its own, so that it can tell by parity
 //    which pass a slot is in.
 //  - Weights do not depend on the kernel before: their copies run ahead of griddepcontrol.wait.
@@ -44,8 +43,8 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
   if (warp >= kWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kKept));
     int at = 0;
-    uint32_t parity =
-        1;  // a ring's first pass finds its slots empty: the phase before the first counts as over
+    // A ring's first pass finds its slots empty: the phase before the first counts as over.
+    uint32_t parity = 1;
     const auto next = [&] {
       if (++at == depth) at = 0, parity ^= 1;
     };
@@ -131,8 +130,8 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
     if ((at += WK) >= depth) at -= depth, parity ^= 1;
   }
 
-  __syncthreads();  // the rings are drained; their memory now takes the warps' sums, and those of the
-                    // cluster's other CTAs
+  // The rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs.
+  __syncthreads();
   if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   leave_sums<W>(acc, smem, wk * WN + wn, lane);
   finish_sums<T, NT, kTiles, WK, kWarps * 32>(p, smem, block * kTiles, rank);

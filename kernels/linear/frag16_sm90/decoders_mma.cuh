@@ -1,13 +1,14 @@
 // How a lane reads and decodes one tile of 16 rows x 128 k for mma.sync: a class per kind of weight, named by
 // instances.json. Tiles are those of the layouts w4_frag16_v1, f4_frag16_v1 and w8_frag16_v1.
 //
-//   kBytes                  of a tile
-//   kGroups                 groups of the tile whose sums are scaled in float32; 0: scales go into the
-//   operands kFactor                 what a finished sum is to be multiplied by kZero                   it
-//   holds zero points, for which registers are needed load(tile, lane)        a lane's words of the tile,
-//   from shared memory pairs(step, a)          the A operand of 16 k; steps come in order scale(group, half)
-//   of rows g and g + 8; half: 16-bit scales are fp16, not bf16 any()                   depends on every word
-//   loaded
+//   kBytes              of a tile
+//   kGroups             groups of the tile whose sums are scaled in float32; 0: scales go into the operands
+//   kFactor             what a finished sum is to be multiplied by
+//   kZero               it holds zero points, for which registers are needed
+//   load(tile, lane)    a lane's words of the tile, from shared memory
+//   pairs(step, a)      the A operand of 16 k; steps come in order
+//   scale(group, half)  of rows g and g + 8; half: 16-bit scales are fp16, not bf16
+//   any()               depends on every word loaded
 //
 // The low eight bits of a bf16 are an integer x 2^-133, subnormal or not, those of an fp16 an integer x
 // 2^-24. So codes at bits 0 and 4 of a half, and bytes at bit 0, are numbers as they lie: one multiply-add by
@@ -53,8 +54,8 @@ __device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Factors, twice each, that make numbers of integers where they lie, all exact: what they give is the integer
-// / kFactor.
+// Factors, twice each, that make numbers of integers where they lie, all exact:
+// what they give is the integer / kFactor.
 template <typename T>
 struct Whole;
 template <>

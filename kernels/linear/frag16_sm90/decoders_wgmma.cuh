@@ -2,10 +2,10 @@
 // weight, as decoders_mma.cuh has them for mma.sync. Here scales go into the operand: with many rows of x
 // that is cheaper than into the sums.
 //
-//   Type                    of the operand
-//   kBytes, kFactor         as in decoders_mma.cuh
-//   Part                    what a lane has of 64 k: load(address, lane, half), any(half)
-//   decode(step, part, a, half)     the A operand of 16 k; steps come in order
+//   Type                         of the operand
+//   kBytes, kFactor              as in decoders_mma.cuh
+//   Part                         what a lane has of 64 k: load(address, lane, half), any(half)
+//   decode(step, part, a, half)  the A operand of 16 k; steps come in order
 #pragma once
 #include <type_traits>
 
@@ -38,8 +38,8 @@ __device__ __forceinline__ uint32_t twice(uint32_t word) {
   return __byte_perm(word, 0, ROW == 0 ? 0x1010 : 0x3232);
 }
 
-// (code - zero) x scale, rounded once to T, of the words of rows g and g + 8. What it gives is smaller by
-// kFactor.
+// (code - zero) x scale, rounded once to T, of the words of rows g and g + 8.
+// What it gives is smaller by kFactor.
 //
 // bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a
 // half are numbers as they lie, c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and
@@ -99,8 +99,8 @@ struct Int4Scales<__half, ZERO, SPLIT_SCALES> {
     }
     scale[0] = twice<0>(raw), scale[1] = twice<1>(raw);
     minus[0] = ZERO ? __byte_perm(zeros, 0x64u, 0x4040 + AT * 0x0101) : 0x64086408u;  // 1024 + zero
-    minus[1] =
-        ZERO ? __byte_perm(zeros, 0, 0x4141 + AT * 0x0101) << 4 | 0xD400D400u : 0xD480D480u;  // -(64 + zero)
+    // -(64 + zero)
+    minus[1] = ZERO ? __byte_perm(zeros, 0, 0x4141 + AT * 0x0101) << 4 | 0xD400D400u : 0xD480D480u;
   }
   template <uint32_t MASK>
   static __device__ __forceinline__ uint32_t number(uint32_t word) {
@@ -117,8 +117,8 @@ struct Int4Scales<__half, ZERO, SPLIT_SCALES> {
   }
 };
 
-// int4 in G groups a tile, with zero points (ZERO) or symmetric. SPLIT_SCALES: fp16 scales beside bf16
-// activations.
+// int4 in G groups a tile, with zero points (ZERO) or symmetric.
+// SPLIT_SCALES: fp16 scales beside bf16 activations.
 template <typename T, int G, bool ZERO, bool SPLIT_SCALES>
 struct Int4Operand {
   using Type = T;

@@ -74,12 +74,13 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
   asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
   constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
   constexpr int kExchange = kStaging + C * SLICES * 4 * kStagingSize, kBars = kExchange + Shape::kExchange;
-  constexpr int kAhead =
-      kBars + (XS + WS) * 16;  // a barrier for each slot of x: the first warpgroup is done with it
+  // A barrier for each slot of x: the first warpgroup is done with it.
+  constexpr int kAhead = kBars + (XS + WS) * 16;
   using XRing = Ring<XS, kXSlot, 0, kBars>;
   using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
-  if (threadIdx.x == 0) {  // one thread, addresses that are known: where lanes have barriers of their own,
-                           // each takes a round of a loop
+  // One thread, addresses that are known:
+  // where lanes have barriers of their own, each takes a round of a loop.
+  if (threadIdx.x == 0) {
     const XRing x(base);
     const WRing w(base);
     for (int i = 0; i < XS; ++i)
@@ -218,15 +219,14 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
                               s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
           wgmma_commit();
-          wgmma_wait<PENDING>();  // that many products at work: the operands of the one before them may
-                                  // change
+          wgmma_wait<PENDING>();  // products that may be under way: operands of those before them may change
           if (s % 4 == PENDING - 1 && (s > 3 || add != 0))
             done_with(last_x);  // and its slot of x is done with
           if (s == 3) last_x = x.empty(), x.next(base);
           if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
           if (s == 0) {
-            // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on
-            // them.
+            // Not before the codes are in registers:
+            // an arrival may overtake loads, so it has to depend on them.
             uint32_t zero;
             asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
             if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArriving) mbar_arrive(w.empty());
@@ -323,10 +323,9 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           const bool there = Walk::begin(p, ++first + lane) < end;
           uint32_t* flag = flag_of(first + lane);
           uint32_t set = 1;
-          do {
+          do {  // until a vote, so that the compiler sees one path for the warp
             if (there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
-          } while (
-              __any_sync(0xffffffffu, set == 0));  // a vote, so that the compiler sees one path for the warp
+          } while (__any_sync(0xffffffffu, set == 0));
           __syncwarp();
           if (there) *flag = 0;
           count = __popc(__ballot_sync(0xffffffffu, there));
@@ -352,8 +351,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           store_fragments<T, kStored>(p, v, by, bias, staging, n0, m0 + f * 8, p.m);
         }
       } else {
-        // Every CTA of the cluster has used up its rings: they take the sums. Each CTA owns a share of the
-        // fragments.
+        // Every CTA of the cluster has used up its rings: they take the sums.
+        // Each CTA owns a share of the fragments.
         __syncwarp();
         cluster_barrier();
         const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kMine >> p.log_split;

@@ -1,5 +1,5 @@
-// The tiles of Y under gemm_ws: the kernel's parameters, which tiles a CTA takes and when, and how a tile is
-// written.
+// The tiles of Y under gemm_ws: the kernel's parameters,
+// which tiles a CTA takes and when, and how a tile is written.
 #pragma once
 #include <cstdint>
 
@@ -111,9 +111,9 @@ struct Walk {
   }
 };
 
-// Writes 16 rows of W x PAIRS * 16 rows of x of Y^T, held as accumulator fragments, to y[m0 .. m_end), n0 ..
-// n0 + 16). Pairs of fragments pass through shared memory together, 512 bytes each, so that their latencies
-// overlap.
+// Writes 16 rows of W x PAIRS * 16 rows of x of Y^T, held as accumulator fragments,
+// to y[m0 .. m_end), n0 .. n0 + 16). Pairs of fragments pass through shared memory together,
+// 512 bytes each, so that their latencies overlap.
 template <typename T, int PAIRS>
 __device__ __forceinline__ void store_fragments(const GemmParams& p, const float (&v)[PAIRS * 8],
                                                 const float (&by)[2], const float (&bias)[2],

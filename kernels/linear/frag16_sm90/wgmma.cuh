@@ -67,8 +67,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The matrix descriptor of rows of 128 bytes with the 128-byte swizzle, 1024 bytes from eight rows to the
-// next.
+// The matrix descriptor of rows of 128 bytes with the 128-byte swizzle,
+// 1024 bytes from eight rows to the next.
 __device__ __forceinline__ uint64_t swizzled_rows(uint32_t address) {
   return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
          (static_cast<uint64_t>(1) << 16) | ((address & 0x3ffff) >> 4);

@@ -1,6 +1,6 @@
 // Rows of fp16 or bf16 to e4m3 or int8 with a scale for each row, or for each 128 columns:
-// quant/activations.py has the rules. One launch; what it reads stays in registers between the maximum and
-// the rounding.
+// quant/activations.py has the rules. One launch;
+// what it reads stays in registers between the maximum and the rounding.
 #include <cstdint>
 
 #include "gm_cuda.h"

@@ -20,12 +20,12 @@ struct Shape {
   static constexpr int kTileM = PLAIN ? kRows : COLUMNS, kTileN = PLAIN ? COLUMNS : kRows;
   // Of a warpgroup.
   static constexpr int kTokens = PLAIN ? 64 * HALVES : COLUMNS, kFeatures = PLAIN ? COLUMNS : 64 * HALVES;
-  // A whole warpgroup copies where it has to give up registers: 168 for each of 384 threads, 232 and 40 after
-  // that.
+  // A whole warpgroup copies where it has to give up registers:
+  // 168 for each of 384 threads, 232 and 40 after that.
   static constexpr bool kGives = COLUMNS == 128;
   static constexpr int kA = kRows * kBlockK, kB = COLUMNS * kBlockK, kScales = BLOCKS ? kTileM * 4 : 0;
-  // At the end of a tile, for each warpgroup: up to 64 tokens and 64 columns of y, and what they are scaled
-  // by.
+  // At the end of a tile, for each warpgroup:
+  // up to 64 tokens and 64 columns of y, and what they are scaled by.
   static constexpr int kChunk = kTokens < 64 ? kTokens : 64, kTable = kChunk * 128, kOfTokens = kTokens * 8;
   static constexpr int kEnd = kTable + kOfTokens + kFeatures * 8;
   static __device__ __forceinline__ int rings(int slots) { return slots * (kA + kB); }

@@ -87,8 +87,8 @@ __device__ __forceinline__ float shared_float(uint32_t address) {
 // What the products of a block of k with 64 rows of A are multiplied by.
 template <class S>
 struct Factors {
-  float w = 1.f,
-        of[2] = {};  // W's scale if its rows share one; PLAIN: times those of the thread's two tokens
+  // W's scale if its rows share one; PLAIN: times those of the thread's two tokens.
+  float w = 1.f, of[2] = {};
   // row: the thread's first row of A, counted from the tile's; x_scales: the slot's.
   __device__ __forceinline__ void load(float scale, int row, uint32_t x_scales) {
     w = scale;

@@ -1,5 +1,5 @@
-// The end of a tile: sums times their scales, bias and residual, rounded once, transposed by way of shared
-// memory.
+// The end of a tile: sums times their scales, bias and residual,
+// rounded once, transposed by way of shared memory.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -66,10 +66,10 @@ struct End {
   }
 };
 
-// COUNT fragments of 64 rows of A by 8 rows of B, no more than a chunk: the thread's values of fragment j are
-// sums[4 j
-// ..], of A's rows lane / 4 and 8 more, and of B's rows 2 (lane % 4) and the next. half: which 64 rows of A;
-// column: the first row of B, counted from the tile's. n0, m0: first column and row of y of the warpgroup.
+// COUNT fragments of 64 rows of A by 8 rows of B, no more than a chunk:
+// the thread's values of fragment j are sums[4 j ..], of A's rows lane / 4 and 8 more, and of B's rows
+// 2 (lane % 4) and the next. half: which 64 rows of A; column: the first row of B, counted from the tile's.
+// n0, m0: first column and row of y of the warpgroup.
 template <class S, int COUNT, typename Sum>
 __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums, uint32_t table,
                                                 const uint8_t* shared, int warpgroup, int n0, int m0,
@@ -77,8 +77,8 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, thread = threadIdx.x & 127;
   const int a = half * 64 + warp * 16 + (lane >> 2);
   const int2* tokens = reinterpret_cast<const int2*>(shared + S::kTable);  // scale and offset
-  const float2* features =
-      reinterpret_cast<const float2*>(shared + S::kTable + S::kOfTokens);  // scale and bias
+  // of a feature: scale and bias
+  const float2* features = reinterpret_cast<const float2*>(shared + S::kTable + S::kOfTokens);
   float v[COUNT][4];
 #pragma unroll
   for (int j = 0; j < COUNT; ++j)

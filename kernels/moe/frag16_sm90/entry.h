@@ -105,8 +105,8 @@ int run(const Args& a, Instance& one) {
                                     uint64_t(a.ldx), gm::kXSlotK, unsigned(a.mt));
     if (status != GM_OK) return status;
   }
-  const int64_t high =
-      int64_t(ceil_div(a.rows, a.mt)) + a.experts;  // each expert has a tile that is not full
+  // Each expert has a tile that is not full.
+  const int64_t high = int64_t(ceil_div(a.rows, a.mt)) + a.experts;
   const int64_t tiles = (high < a.rows ? high : a.rows) * p.blocks;
   if (tiles > INT32_MAX) return GM_E_SHAPE;
   void* arguments[] = {&p, &map};

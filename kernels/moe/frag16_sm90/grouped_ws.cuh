@@ -9,8 +9,7 @@
 //    order, copied by the tensor copy engine. Rows past an expert's last are of the next expert or old: a row
 //    of x reaches no other row of y, and their results are not stored.
 //  - With silu_mul one warpgroup of a CTA has rows of gate, the other the same rows of up, which it gives
-//  away
-//    through shared memory in float32.
+//    away through shared memory in float32.
 //  - Warpgroups that take turns along K give their sums to the first, which adds them in the order of slices.
 #pragma once
 #include "../../linear/frag16_sm90/gemm_ws.cuh"
@@ -259,8 +258,8 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
           if (s == 3) last_x = x.empty(), x.next(base);
           if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
           if (s == 0) {
-            // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on
-            // them.
+            // Not before the codes are in registers:
+            // an arrival may overtake loads, so it has to depend on them.
             uint32_t zero;
             asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
             if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArriving) mbar_arrive(w.empty());

@@ -4,8 +4,8 @@
 #include "gm_cuda.h"
 #include "grouped.cuh"
 
-// Rows of operand A and of B, whether A is x, warpgroups, blocks of 64 rows for each, CTAs of a
-// multiprocessor.
+// Rows of operand A and of B, whether A is x, warpgroups,
+// blocks of 64 rows for each, CTAs of a multiprocessor.
 #define GM_SHAPES(K)      \
   K(64, 8, 0, 1, 1, 4)    \
   K(64, 16, 0, 1, 1, 4)   \
@@ -63,8 +63,8 @@ constexpr int end_bytes(int rows, int columns, int warpgroups, bool plain) {
    {GM_CUBIN, GM_TEXT(GM_NAMED(GM_NAME, rows, columns, plain))}},
 Instance g_instances[] = {GM_SHAPES(GM_ONE)};
 
-constexpr int kMostShared =
-    227 * 1024;  // of a CTA; a multiprocessor has 228 KB, 1 KB of them taken by each CTA
+// Shared memory of a CTA: a multiprocessor has 228 KB, and each CTA takes 1 KB of them.
+constexpr int kMostShared = 227 * 1024;
 constexpr int kMostExperts = 1024;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
