@@ -77,7 +77,11 @@ def model_options(function: F) -> F:
                 help="KV cache: auto (the dtype of activations), fp8 (the checkpoint's scales) or fp8_token_head.",
             ),
             click.option(
-                "--device", default="cpu", show_default=True, metavar="cpu|cuda", help="Where to run."
+                "--device",
+                default="auto",
+                show_default=True,
+                metavar="auto|cpu|cuda",
+                help="Where to run. auto: the first GPU that kernels run on, else the CPU.",
             ),
             click.option(
                 "--policy", metavar="FILE", help="Policy file (TOML or JSON) that pins or excludes kernels."
@@ -349,10 +353,10 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 )
 @click.option(
     "--device",
-    default="cpu",
+    default="auto",
     show_default=True,
-    metavar="cpu|cuda",
-    help="Device for calibration and rounding.",
+    metavar="auto|cpu|cuda",
+    help="Device for calibration and rounding. auto: the first GPU that kernels run on, else the CPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def quantize(

@@ -88,7 +88,7 @@ class Engine(EngineMemory):
         kv_dtype: of the KV cache. ``auto``: that of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor or per head
             (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per token
             and head, which is computed when they are written. MLA models take ``auto`` only.
-        device: ``cpu``, ``cuda`` or ``cuda:<index>``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:<index>``. ``auto``: the first GPU that kernels run on, else the CPU; a line says which.
         policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
         block_size: tokens per block of the cache.
         num_blocks: number of blocks in the cache; None = as many as fit in `memory`.
@@ -135,7 +135,7 @@ class Engine(EngineMemory):
         quant: str | QuantScheme | torch.dtype | None = None,
         quant_head: str | QuantScheme | None = None,
         kv_dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "auto",
         policy: Policy | str | Path | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,

@@ -59,7 +59,7 @@ class LLM:
         quant: str | QuantScheme | torch.dtype | None = None,
         quant_head: str | QuantScheme | None = None,
         kv_dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "auto",
         policy: Policy | str | Path | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,

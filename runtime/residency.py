@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gristmill.quant import memory
+from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.load import parse_device, parse_scheme
+from gristmill.runtime.loader.load import parse_scheme
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.weight_update import WeightSource, build_like, copy_weights, model_tensors
 

@@ -64,7 +64,7 @@ class GristmillLM(TemplateLM):  # type: ignore[misc]  # the harness carries no t
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
-        device: str = "cpu",
+        device: str = "auto",
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         **options: Any,

@@ -32,7 +32,7 @@ MAX_ONGOING = 1024
 class Server:
     """One engine per replica. A caller that leaves, or cancels, ends its request.
 
-    model: a directory or a GGUF file. options: of `gristmill.LLM`, such as ``{"device": "cuda", "max_queued": 256}``.
+    model: a directory or a GGUF file. options: of `gristmill.LLM`, such as ``{"quant": "int4_g128", "max_queued": 256}``.
 
     Over HTTP: POST ``{"prompt": text or token ids, "params": {...}, "stream": false, "priority": 0}``. The answer is
     ``{"completions": [...]}``, or, with stream, server-sent events of one chunk each and ``[DONE]``. Status 400: an invalid request; 503:

@@ -21,7 +21,7 @@ from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.llm import Prompt
-from gristmill.runtime.parallel.replicas import Replicas
+from gristmill.runtime.parallel.replicas import Replicas, device_of
 from gristmill.runtime.sampling_params import SamplingParams
 
 LOG = logging.getLogger("gristmill")
@@ -33,7 +33,7 @@ class PrefillDecode:
     Args:
         model, timeout, options: as of `Replicas`, for both kinds.
         store: a `KVTransfer` or its text, with a store that processes share: ``file:FOLDER`` or ``shm:NAME:SIZE``.
-        prefill, decode: number of replicas of each kind. With ``device="cuda"`` those that compute prompts have the first GPUs.
+        prefill, decode: number of replicas of each kind. On GPUs, those that compute prompts have the first ones.
 
     Attributes:
         computed_again: requests whose prompt was computed by the second kind alone, because no replica of the first one was left.
@@ -59,6 +59,7 @@ class PrefillDecode:
             )
         self.computed_again = 0
         self._timeout = timeout
+        options["device"] = device_of(options)
         first = replace(config, save_after=1)
         self.prefill = Replicas(model, prefill, timeout=timeout, kv_transfer=first, **options)
         try:

@@ -15,6 +15,7 @@ from gristmill.quant import memory
 from gristmill.quant.formats import open_format
 from gristmill.runtime.cache_format import parse_cache_format
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ def load_model(
     path: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
     quant: str | QuantScheme | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     policy: Policy | None = None,
     block_size: int = BLOCK_SIZE,
     kv_dtype: str | torch.dtype = "auto",
@@ -56,7 +57,7 @@ def load_model(
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
     form = parse_cache_format(kv_dtype)
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, form, mesh)
+    plans = Plans(parse_device(device, policy), parse_dtype(dtype, config), policy, block_size, form, mesh)
     head_scheme = parse_head_scheme(quant_head, config)
     own_config, table = local_config(config, mesh), model_table(config)
     if mesh.world > 1 and not any(weight.cut for weight in table.weights):
@@ -108,19 +109,3 @@ def parse_dtype(dtype: str | torch.dtype, config: ModelConfig) -> torch.dtype:
         )
     found: torch.dtype = torch_dtype(name)
     return found
-
-
-def parse_device(name: str | torch.device) -> torch.device:
-    """The device of a name; UsageError if it does not exist."""
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"unknown device {name!r}; known: cpu, cuda, cuda:0, ...") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"unknown device {name!r}; known: cpu, cuda, cuda:0, ...")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise UsageError(f"no device {name!r} here: torch sees {count} CUDA devices; use device='cpu'")
-        device = torch.device("cuda", device.index or 0)
-    return device

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
-from gristmill.runtime.loader.load import parse_device, parse_dtype, parse_scheme
+from gristmill.runtime.loader.load import parse_dtype, parse_scheme
 from gristmill.runtime.loader.weights import Weights, WeightTable
 from gristmill.runtime.models import Model, build_model, model_table
 from gristmill.runtime.parallel.cuts import local_config
@@ -69,14 +70,14 @@ def random_model(
     config: ModelConfig,
     dtype: str | torch.dtype = "auto",
     quant: str | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     policy: Policy | None = None,
     seed: int = 0,
     block_size: int = BLOCK_SIZE,
     mesh: Mesh = ALONE,
 ) -> Model:
     """A model with random weights; arguments as in `load_model`. UsageError: an unknown dtype, scheme or device, stacked experts."""
-    plans = Plans(parse_device(device), parse_dtype(dtype, config), policy, block_size, mesh=mesh)
+    plans = Plans(parse_device(device, policy), parse_dtype(dtype, config), policy, block_size, mesh=mesh)
     table = model_table(config)
     checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)
     weights = Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant), mesh=mesh)

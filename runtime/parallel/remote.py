@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config
@@ -39,10 +40,10 @@ def start_ranks(
     checkpoint = open_checkpoint(model)
     config = parse_config(*checkpoint.config())
     local_config(config, Mesh(0, world))  # refuses heads before any process is started
-    kind = str(device)
+    kind = parse_device(device, policy).type if str(device) == "auto" else str(device)
     if kind not in ("cpu", "cuda"):
         raise UsageError(
-            f"tensor_parallel={world} takes device 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
+            f"tensor_parallel={world} takes device 'auto', 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
         )
     if sizes["spreads_context"] and (config.mla is None or kind == "cuda" or sizes["decode_graphs"]):
         raise UsageError(
@@ -51,7 +52,8 @@ def start_ranks(
         )
     if kind == "cuda" and torch.cuda.device_count() < world:
         raise UsageError(
-            f"tensor_parallel={world} needs {world} CUDA devices; torch sees {torch.cuda.device_count()}"
+            f"tensor_parallel={world} needs {world} CUDA devices; torch sees {torch.cuda.device_count()}; "
+            "device='cpu' has all ranks on the CPU"
         )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
         raise UsageError(f"rank_timeout must be seconds, more than 0, got {timeout!r}")

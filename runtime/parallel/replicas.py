@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 
+from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
+from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.llm import Prompt
 from gristmill.runtime.parallel.driver import LOADING
@@ -49,7 +51,8 @@ class Replicas:
     """Copies of a model behind one front. Each decides for itself; they share nothing but, if asked for, a store of `kv_transfer`.
 
     Args:
-        model, options: arguments of `LLM`, for each. With ``device="cuda"`` replica r has the GPUs r * tensor_parallel and on.
+        model, options: arguments of `LLM`, for each. On GPUs, replica r has those from r * tensor_parallel
+            on.
         count: number of replicas.
         route: ``prefix``: a request goes to the replica that was sent the longest prefix of its prompt, unless that has far more to do than
             others; ``round_robin``: in turn.
@@ -76,6 +79,7 @@ class Replicas:
         check_integers(count=count)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
             raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")
+        options["device"] = device_of(options)
         self._retry, self._timeout = retry, timeout
         self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()
         self._replicas: list[_Replica] = []
@@ -234,15 +238,25 @@ def _deliver(call: Call, item: object) -> None:
         call[0].call_soon_threadsafe(call[1].put_nowait, item)
 
 
+def device_of(options: Mapping[str, Any]) -> str:
+    """The device that the options of `LLM` name for each of several replicas: ``auto`` is decided once for all."""
+    device, policy = str(options.get("device", "auto")), options.get("policy")
+    if device != "auto":
+        return device
+    return parse_device(device, Policy.load(policy) if isinstance(policy, str | Path) else policy).type
+
+
 def _environments(count: int, skip: int, options: Mapping[str, Any]) -> list[dict[str, str]]:
     """What distinguishes the environments of the replicas: the GPUs that they see."""
-    if options.get("device", "cpu") != "cuda":
+    if options["device"] != "cuda":
         return [{}] * count
     each, visible = options.get("tensor_parallel", 1), os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     groups = [devices[first : first + each] for first in range(skip, skip + each * count, each)]
     if len(devices) < skip + each * count:
-        raise UsageError(f"{count} replicas need {each} GPUs each, {len(devices) - skip} are free")
+        raise UsageError(
+            f"{count} replicas need {each} GPUs each, {len(devices) - skip} are free; device='cpu' has them all on the CPU"
+        )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 

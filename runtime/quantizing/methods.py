@@ -89,7 +89,7 @@ class Calibrated:
     tokens: Sequence[int]
     window: int = 512
     windows: int = 64
-    device: str = "cpu"
+    device: str = "auto"
     policy: Policy | None = None
     notes: list[str] = field(default_factory=list)
     name: ClassVar[str] = ""
@@ -105,7 +105,7 @@ class Calibrated:
             "calibration": digest[:16],
             "window": self.window,
             "windows": self.windows,
-            "device": self.device,
+            "device": self.stream.plans.device.type,
         }
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
@@ -217,7 +217,7 @@ def make_method(
     *,
     window: int = 512,
     windows: int = 64,
-    device: str = "cpu",
+    device: str = "auto",
     policy: Policy | None = None,
     act_order: bool = True,
 ) -> Method:

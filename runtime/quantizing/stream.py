@@ -15,13 +15,13 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats import Format, Tensors
 from gristmill.runtime.batch import make_batch
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import windows_at_once
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.load import parse_device
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
 from gristmill.runtime.models import make_layer, model_table
@@ -46,7 +46,7 @@ class LayerStream:
         tokens: Sequence[int],
         window: int = 512,
         windows: int = 64,
-        device: str = "cpu",
+        device: str = "auto",
         policy: Policy | None = None,
     ) -> None:
         self.config = load_config(directory)
@@ -68,7 +68,7 @@ class LayerStream:
                 f"{self.config.architecture} has its experts in one tensor, which is not calibrated"
             )
         self.directory = Path(directory)
-        self.plans = _Passing(parse_device(device), torch.float32, policy)
+        self.plans = _Passing(parse_device(device, policy), torch.float32, policy)
         self.rope = Rope(self.plans, self.config)
         at_once, each = (
             windows_at_once(self.plans.device, window, windows, windows),

@@ -32,7 +32,7 @@ def make(policy: Policy) -> Callable[..., LLM]:
     def build(name: str | Path, *, activations: str | None = None, **options: Any) -> LLM:
         folder = name if isinstance(name, Path) else MODELS / name
         mine = replace(policy, activations=activations)
-        return LLM(folder, **{"dtype": "fp32", "policy": mine, "num_blocks": 256, **options})
+        return LLM(folder, **{"dtype": "fp32", "device": "cpu", "policy": mine, "num_blocks": 256, **options})
 
     return build
 

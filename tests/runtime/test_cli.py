@@ -69,7 +69,8 @@ def test_as_a_program(cache: Path) -> None:
     command = [sys.executable, *options, "--prompt", "The SELECT", "--max-tokens", "4"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0 and result.stdout.strip() and "4 tokens in" in result.stderr
-    wrong = forked.run(*options, "--prompt", "", env=environment)
+    assert result.stderr.startswith("gristmill: device auto: ")
+    wrong = forked.run(*options, "--device", "cpu", "--prompt", "", env=environment)
     assert (wrong.returncode, wrong.stdout) == (2, "") and len(wrong.stderr.strip().splitlines()) == 1
 
 
@@ -229,7 +230,7 @@ PROMPT = ("generate", "--model", MODEL, "--prompt", "x")
         (("generate", "--model", MODEL, "--prompt", "the " * 5000), "prompt tokens"),
         ((*PROMPT, "--quant", "int5"), "unknown scheme 'int5'"),
         ((*PROMPT, "--dtype", "fp7"), "unknown dtype 'fp7'; known: auto, fp32, fp16, bf16"),
-        ((*PROMPT, "--device", "tpu"), "unknown device 'tpu'; known: cpu, cuda"),
+        ((*PROMPT, "--device", "tpu"), "unknown device 'tpu'; known: auto, cpu, cuda"),
         ((*PROMPT, "--temperature", "-1"), "temperature must be a finite number of at least 0, got -1"),
         ((*PROMPT, "--max-tokens", "0"), "max_tokens must be an integer of at least 1, got 0"),
         ((*PROMPT, "--max-tokens", "many"), "'many' is not a valid integer"),

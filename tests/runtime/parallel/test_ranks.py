@@ -135,7 +135,7 @@ def test_wrong_calls_are_refused(policy: Policy) -> None:
         LLM(folder, tensor_parallel=2, speculate="ngram:4", policy=policy)
     with pytest.raises(UsageError, match="rank_timeout must be seconds, more than 0, got 0"):
         LLM(folder, tensor_parallel=2, rank_timeout=0, policy=policy)
-    with pytest.raises(UsageError, match=r"takes device 'cpu' or 'cuda', .* got 'cuda:1'"):
+    with pytest.raises(UsageError, match=r"takes device 'auto', 'cpu' or 'cuda', .* got 'cuda:1'"):
         LLM(folder, tensor_parallel=2, device="cuda:1", policy=policy)
 
 
