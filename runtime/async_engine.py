@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from gristmill.runtime.async_request import ActiveRequest
+from gristmill.runtime.async_request import ActiveRequest, ActiveRequests
 from gristmill.runtime.completion import (
     Chunk,
     Completion,
@@ -79,7 +79,7 @@ class AsyncEngine:
         if watchdog_seconds is not None and not watchdog_seconds > 0:
             raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
         self._llm = llm if isinstance(llm, LLM) else None
-        self._requests: dict[str, ActiveRequest] = {}
+        self._requests = ActiveRequests()
         self._numbers = itertools.count()
         self._metrics = metrics
         self._tracer = tracer
@@ -127,18 +127,15 @@ class AsyncEngine:
         request = ActiveRequest(
             asyncio.get_running_loop(), name, len(ids), params, self._text_streams(params)
         )
-        if any(choice in self._requests for choice in request.open):
-            raise UsageError(f"request id {name!r} is in use by an unfinished request")
-        self._requests.update(dict.fromkeys(request.open, request))
-        if self._tracer is not None:
-            request.span = self._span(self._tracer, name, len(ids), params)
+        self._requests.register(request)
         try:
+            if self._tracer is not None:
+                request.span = self._span(self._tracer, name, len(ids), params)
             await asyncio.wrap_future(
                 self._thread.call(
-                    lambda engine: _add(engine, list(request.open), ids, choice_params, grammars, priority)
+                    lambda engine: _add(engine, request, ids, choice_params, grammars, priority)
                 )
             )
-            request.added = True
             while (chunk := await request.next()) is not None:
                 yield chunk
         except BaseException as error:
@@ -167,10 +164,9 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> bool:
         """End a request: its callers get a last chunk with finish_reason ``abort``. Whether it was unfinished."""
-        names = [name for name, request in list(self._requests.items()) if request.name == request_id]
 
         def end(engine: Engine) -> bool:
-            outputs = engine.abort(names)
+            outputs = engine.abort(self._requests.ids(request_id))
             self._deliver(outputs)
             return bool(outputs)
 
@@ -262,11 +258,11 @@ class AsyncEngine:
         plan = engine.last_plan
         if plan is not None:
             for name, hits in plan.admitted.items():
-                if (request := self._requests.get(name)) is not None:
+                if (request := self._requests.added(name)) is not None:
                     cached_tokens = len(hits) * engine.scheduler.config.block_size
                     self._scheduled(request, name, cached_tokens, engine.last_launched)
             for name in plan.preempted:
-                request = self._requests.get(name)
+                request = self._requests.added(name)
                 choice = None if request is None else request.open.get(name)
                 if request is not None and request.span is not None and choice is not None:
                     request.span.preempted(choice.text.choice)
@@ -290,18 +286,18 @@ class AsyncEngine:
         """Send outputs to the event loops of their callers: one call for each loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ActiveRequest, RequestOutput]]] = {}
         for output in outputs:
-            if (request := self._requests.get(output.id)) is not None:
+            if (request := self._requests.added(output.id)) is not None:
                 by_loop.setdefault(request.loop, []).append((request, output))
         for loop, some in by_loop.items():
             try:
                 loop.call_soon_threadsafe(self._receive, some)
             except RuntimeError:  # the loop was closed with its callers
                 self._thread.engine.abort([output.id for _, output in some])
-                for _, output in some:
-                    self._requests.pop(output.id, None)
+                for request, output in some:
+                    self._requests.free(request, [output.id])
 
     def _on_death(self, error: EngineDeadError) -> None:
-        for request in set(self._requests.values()):
+        for request in self._requests.all():
             with suppress(RuntimeError):  # its loop was closed
                 request.loop.call_soon_threadsafe(request.fail, error)
 
@@ -309,6 +305,7 @@ class AsyncEngine:
 
     def _receive(self, outputs: list[tuple[ActiveRequest, RequestOutput]]) -> None:
         stopped: list[str] = []
+        ended: list[tuple[ActiveRequest, str]] = []
         for request, output in outputs:
             choice = request.open.get(output.id)
             if choice is None:
@@ -321,7 +318,7 @@ class AsyncEngine:
                 continue
             if chunk.finish_reason is not None:
                 del request.open[output.id]
-                self._requests.pop(output.id, None)
+                ended.append((request, output.id))
                 if output.finish_reason is None:
                     stopped.append(output.id)
             if self._metrics is not None:
@@ -331,19 +328,21 @@ class AsyncEngine:
             request.put(chunk)
         if stopped:
             self._abort(stopped)
+        for request, name in ended:
+            self._requests.free(request, [name])
 
     def _leave(self, request: ActiveRequest) -> None:
         """The caller has left, for whatever reason: nothing of the request stays."""
         left = dict(request.open)
         request.open.clear()
-        for name, choice in left.items():
-            self._requests.pop(name, None)
-            if self._metrics is not None and request.added:
+        if self._metrics is not None and request.added:
+            for choice in left.values():
                 self._metrics.ended(choice.timing, "abort")
         if request.span is not None:
             request.span.end()
         if left:
             self._abort(list(left))
+            self._requests.free(request, left)
 
     def _abort(self, names: Sequence[str]) -> None:
         with suppress(EngineDeadError):  # there is nothing left to abort then
@@ -389,18 +388,22 @@ class AsyncEngine:
 
 def _add(
     engine: Engine,
-    names: Sequence[str],
+    request: ActiveRequest,
     ids: Sequence[int],
     params: Sequence[SamplingParams],
     grammars: Sequence[Grammar | None],
     priority: int,
 ) -> None:
     """Add all completions of a prompt, or none."""
+    names = list(request.open)
+    if not names:
+        return  # its caller has left
     added: list[str] = []
     try:
-        for name, request_params, grammar in zip(names, params, grammars, strict=True):
-            engine.add_request(name, ids, request_params, priority, added[0] if added else None, grammar)
+        for name, choice_params, grammar in zip(names, params, grammars, strict=True):
+            engine.add_request(name, ids, choice_params, priority, added[0] if added else None, grammar)
             added.append(name)
+        request.added = True
     except BaseException:
         engine.abort(added)
         raise

@@ -1,14 +1,16 @@
-"""One call of `AsyncEngine.stream` in its event loop: the completions that have not ended, and what its caller has not taken."""
+"""The calls of `AsyncEngine.stream`: of each in its event loop the completions that have not ended, and what its caller has not taken."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gristmill.runtime.completion import Chunk, TextOutput, merged
 from gristmill.runtime.engine_thread import EngineDeadError
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.metrics import Timing
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import TextStream
@@ -29,7 +31,7 @@ class ActiveRequest:
     """The completions of one prompt, used in one event loop.
 
     open: by the engine's id, the completions that have not ended; the engine's thread reads it too. added: whether the engine has
-    taken the request.
+    taken the request; set in the engine's thread.
     """
 
     def __init__(
@@ -78,3 +80,47 @@ class ActiveRequest:
             self._ready.clear()
             await self._ready.wait()
         return merged(self._chunks.pop(next(iter(self._chunks))))
+
+
+class ActiveRequests:
+    """The unfinished requests of all event loops, by the ids that the engine has for their completions. For any thread.
+
+    An id is free again only when the end of its request has been queued for the engine or has come from it: a later request with
+    the same id is added after that, and nothing that was meant for the first one reaches it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: dict[str, ActiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def register(self, request: ActiveRequest) -> None:
+        """Take the ids of a request, all of them or none. UsageError: one is in use."""
+        with self._lock:
+            if any(id_ in self._by_id for id_ in request.open):
+                raise UsageError(f"request id {request.name!r} is in use by an unfinished request")
+            self._by_id.update(dict.fromkeys(request.open, request))
+
+    def free(self, request: ActiveRequest, ids: Iterable[str]) -> None:
+        """Give ids of a request back."""
+        with self._lock:
+            for id_ in ids:
+                if self._by_id.get(id_) is request:
+                    del self._by_id[id_]
+
+    def added(self, id_: str) -> ActiveRequest | None:
+        """The request with a completion of this id in the engine; None if its caller has left. For the engine's thread."""
+        request = self._by_id.get(id_)
+        return request if request is not None and request.added else None
+
+    def ids(self, name: str) -> list[str]:
+        """The ids of the request with this name; [] if there is none."""
+        with self._lock:
+            return [id_ for id_, request in self._by_id.items() if request.name == name]
+
+    def all(self) -> set[ActiveRequest]:
+        """Every unfinished request."""
+        with self._lock:
+            return set(self._by_id.values())

@@ -430,6 +430,82 @@ def test_callers_in_several_event_loops() -> None:
         ]
 
 
+def test_two_event_loops_with_one_request_id() -> None:
+    """One of them is served, the other one is refused."""
+    core, _ = big_engine()
+    engine = AsyncEngine(core)
+    together = threading.Barrier(2)
+    results: list[Any] = []
+
+    def slowly(frame: Any, event: str, argument: Any) -> Any:
+        """Waits at each line, so that both clients are between any two of them at the same time."""
+        if frame.f_code.co_filename.endswith(("async_engine.py", "async_request.py")):
+            time.sleep(0.003)
+        return slowly
+
+    def client() -> None:
+        async def ask() -> None:
+            together.wait()
+            await engine.generate([1, 2], SamplingParams(max_tokens=40), request_id="x")
+
+        try:
+            results.append(run(ask(), 20))
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=client) for _ in range(2)]
+    threading.settrace(slowly)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert [type(one) for one in results if one is not None] == [UsageError], results
+    run(engine.close())
+
+
+def test_a_name_is_free_when_nothing_meant_for_its_request_is_under_way() -> None:
+    """The first caller leaves when the engine has already ended its request, and a second one takes the name: what was queued to end
+    the first request must not end the second one."""
+    core, _ = big_engine()
+    engine = AsyncEngine(core)
+    call, left = engine._thread.call, threading.Event()
+
+    def slow_call(function: Callable[[Engine], Any]) -> Any:
+        if left.is_set() and threading.current_thread() is first:
+            time.sleep(0.2)
+        return call(function)
+
+    engine._thread.call = slow_call  # type: ignore[method-assign]
+
+    async def leave() -> None:
+        stream = engine.stream([1, 2], SamplingParams(max_tokens=20), request_id="x")
+        await anext(stream)
+        while core.has_unfinished():  # keeps the loop busy: it does not learn of the end
+            time.sleep(0.001)
+        left.set()
+        await stream.aclose()
+
+    async def follow() -> None:
+        params = SamplingParams(max_tokens=500)
+        while True:
+            try:
+                [completed] = await engine.generate([3, 4], params, request_id="x")
+                break
+            except UsageError:  # in use
+                await asyncio.sleep(0.002)
+        assert list(completed.token_ids) == expected_ids([3, 4], 500)
+
+    first = threading.Thread(target=lambda: run(leave(), 20))
+    first.start()
+    left.wait(20)
+    run(follow(), 20)
+    first.join()
+    run(engine.close())
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_loop_that_was_closed_frees_its_requests() -> None:
     """The tasks of the loop are not cancelled, they just never continue, which asyncio itself reports."""
