@@ -27,6 +27,7 @@ from gristmill.runtime.completion import (
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
@@ -359,15 +360,13 @@ class AsyncEngine:
         return await asyncio.to_thread(self._model().compile_grammars, params)
 
     async def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            tokenizer = self._tokenizer()
-            if len(prompt) < LONG_TEXT:
-                return tokenizer.encode(prompt)
-            return await asyncio.to_thread(tokenizer.encode, prompt)
-        ids: Sequence[int] = prompt
-        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
-            raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-        return list(ids)
+        given = as_prompt(prompt)
+        if not isinstance(given, str):
+            return given
+        tokenizer = self._tokenizer()
+        if len(given) < LONG_TEXT:
+            return tokenizer.encode(given)
+        return await asyncio.to_thread(tokenizer.encode, given)
 
     def _model(self) -> LLM:
         if self._llm is None:

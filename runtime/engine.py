@@ -27,6 +27,7 @@ from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.heap import freeze_heap
+from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
@@ -311,7 +312,7 @@ class Engine(EngineMemory):
             raise UsageError(f"async_steps must be True, False or None, got {async_steps!r}")
         if async_steps is None:
             async_steps = isinstance(runner, Runner) and runner.device.type == "cuda"
-        if type(seed) is not int:
+        if (start := as_integer(seed)) is None:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner
         self.residency = Residency(runner) if isinstance(runner, Runner) else RemoteResidency(runner)
@@ -335,7 +336,7 @@ class Engine(EngineMemory):
         """When that step was launched, by time.monotonic."""
         self._with_logprobs: set[str] = set()
         self._prompts: dict[str, PromptLogprobs] = {}
-        self._seeds = random.Random(seed)
+        self._seeds = random.Random(start)
         self.speculator = None
         if speculation is not None:
             if isinstance(runner, ParallelRunner):
@@ -417,7 +418,7 @@ class Engine(EngineMemory):
         after: str | None = None,
         grammar: Grammar | None = None,
     ) -> None:
-        """Queue a prompt of token ids.
+        """Queue a prompt of token ids: a list, or an array or tensor of one dimension.
 
         params: without what needs text (stop strings, bad words as texts) and with n = 1. after: an unfinished request with the
         same prompt, such as another choice: the new request is held until that one has computed the prompt, and shares its blocks.
@@ -438,26 +439,23 @@ class Engine(EngineMemory):
             raise UsageError(
                 f"request {request_id!r}: params must be a SamplingParams, got {type(params).__name__}"
             )
-        if not isinstance(request_id, str) or type(priority) is not int:
+        level = as_integer(priority)
+        if not isinstance(request_id, str) or level is None:
             raise UsageError(
                 f"a request has a text as its id and an integer as its priority, got {request_id!r} and {priority!r}"
             )
-        if not isinstance(prompt_ids, Sequence):
-            raise UsageError(
-                f"request {request_id!r}: the prompt must be a list of token ids, got {type(prompt_ids).__name__}"
-            )
-        ids = list(prompt_ids)
+        ids = integers(prompt_ids, f"request {request_id!r}: the prompt")
         if not ids:
             raise UsageError(f"request {request_id!r}: the prompt is empty, at least one token id is needed")
         config = self.runner.model.config
-        wrong = next((i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size), None)
-        if wrong is not None:
+        if min(ids) < 0 or max(ids) >= config.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < config.vocab_size)
             raise UsageError(
-                f"request {request_id!r}: prompt ids must be integers from 0 to {config.vocab_size - 1}, got {wrong!r}"
+                f"request {request_id!r}: prompt ids must be integers from 0 to {config.vocab_size - 1}, got {wrong}"
             )
         stop = {*params.stop_token_ids, *(() if params.ignore_eos else config.eos_ids)}
         check_params(request_id, params, stop, config.vocab_size)
-        request = Request(request_id, ids, params.max_tokens, stop, priority)
+        request = Request(request_id, ids, params.max_tokens, stop, level)
         request.reads_cache = params.prompt_logprobs is None
         follows = self._computes_prompt(after)
         loads = not follows and self.transfer is not None and self.transfer.expects(request)

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -27,6 +30,7 @@ from gristmill.runtime.completion import (
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.integers import as_integer, as_prompt, described, integers, is_integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.open import open_checkpoint
@@ -37,7 +41,8 @@ from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.structured_output import Grammar, GrammarCompiler
 from gristmill.runtime.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Tensor | NDArray[np.integer[Any]]
+"""Text, or token ids: a list, or an array or tensor of one dimension."""
 
 
 class LLM:
@@ -141,8 +146,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt, batched by the scheduler; results are in the order of the prompts, each with its n choices in turn.
 
-        prompts: one or several; text, or token ids that are used unchanged. params: one for all, or one for each; None =
-        greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
+        prompts: one or several; text, or token ids (a list, or an array or tensor of one dimension) that are used unchanged. params: one
+        for all, or one for each; None = greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
         priority: one for all, or one for each; lower values first, in an LLM made with queue_order="priority".
         Without a tokenizer.json prompts must be ids, and `text` is empty.
 
@@ -258,19 +263,16 @@ class LLM:
             engine.abort(outputs)
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        if not isinstance(prompts, str | Sequence) or isinstance(prompts, bytes):
+        several = not isinstance(prompts, str) and not is_integers(prompts)
+        if several and (not isinstance(prompts, Sequence) or isinstance(prompts, bytes)):
             raise UsageError(
-                f"prompts are text, a list of token ids, or a list of such, got {type(prompts).__name__}"
+                "prompts are text, token ids (a list, or an array of one dimension), or a list of such, "
+                f"got {described(prompts)}"
             )
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
         prompt_ids: list[list[int]] = []
-        for prompt in [prompts] if alone else prompts:
-            if isinstance(prompt, str):
-                prompt_ids.append(self.tokenizer.encode(prompt))
-            elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-                prompt_ids.append(list(prompt))  # type: ignore[arg-type]
-            else:
-                raise UsageError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+        for prompt in prompts if several else [prompts]:
+            given = as_prompt(prompt)
+            prompt_ids.append(self.tokenizer.encode(given) if isinstance(given, str) else given)
             if not prompt_ids[-1]:
                 raise UsageError("the prompt is empty: at least one token is needed")
         if not prompt_ids:
@@ -294,8 +296,9 @@ class LLM:
 
 
 def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    if isinstance(priority, int):
-        return [priority] * count
-    if not isinstance(priority, Sequence) or len(priority) != count:
+    if (one := as_integer(priority)) is not None:
+        return [one] * count
+    each = integers(priority, "priority", "integers") if is_integers(priority) else []
+    if len(each) != count:
         raise UsageError(f"priority must be an integer, or one for each of {count} prompts, got {priority!r}")
-    return list(priority)
+    return each

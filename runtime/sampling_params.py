@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
@@ -15,6 +17,8 @@ MAX_SEED = 2**63 - 1
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends. The defaults are the same for every model: generation_config.json does not change them.
+
+    Integers and numbers may be those of numpy, token ids also arrays and tensors of one dimension; they are kept as Python's.
 
     Logits pass, in this order: logit_bias and allowed_token_ids, bans (min_tokens, bad_words), structured_output,
     repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p.
@@ -132,26 +136,31 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or value < least:
-            raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")
+        value = as_integer(getattr(self, name))
+        if value is None or value < least:
+            raise UsageError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}")
+        self._set(name, value)
 
     def _number(self, name: str, low: float, high: float, expected: str, open_below: bool = False) -> None:
         value = getattr(self, name)
         if not _finite(value) or not low <= value <= high or (open_below and value == low):
             raise UsageError(f"{name} must be {expected}, got {value!r}")
+        self._set(name, _plain(value))
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _plain(value: float) -> float:
+    """A number of numpy as a float; those of Python stay as they are."""
+    return value if type(value) in (int, float) else float(value)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, Sequence | set | frozenset) or isinstance(value, str | bytes):
-        raise UsageError(f"{name} must be a sequence of token ids, got {value!r}")
-    ids = tuple(value)
-    if any(type(token) is not int or token < 0 for token in ids):
-        raise UsageError(f"{name} must be token ids (non-negative integers), got {value!r}")
+    ids = tuple(integers(value, name))
+    if ids and min(ids) < 0:
+        raise UsageError(f"{name} must be token ids (non-negative integers), got {min(ids)}")
     return ids
 
 
@@ -167,10 +176,13 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise UsageError(f"logit_bias must map token ids to numbers, got {value!r}")
-    for token, bias in value.items():
-        if type(token) is not int or token < 0 or not _finite(bias):
-            raise UsageError(f"logit_bias must map token ids to finite numbers, got {token!r}: {bias!r}")
-    return dict(value)
+    biases: dict[int, float] = {}
+    for given, bias in value.items():
+        token = as_integer(given)
+        if token is None or token < 0 or not _finite(bias):
+            raise UsageError(f"logit_bias must map token ids to finite numbers, got {given!r}: {bias!r}")
+        biases[token] = _plain(bias)
+    return biases
 
 
 def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from gristmill.integrations.options import engine_options
@@ -66,11 +66,8 @@ class Generate:
 
     async def _complete(self, prompt: Any) -> Completion | str:
         """The completion of a row, or why it was refused."""
-        ids: str | Sequence[int] = (
-            str(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        )
         try:
-            return (await self.engine.generate(ids, self.params))[0]
+            return (await self.engine.generate(prompt, self.params))[0]
         except (UsageError, RequestTooLarge) as error:
             if self.on_error == "raise":
                 raise

@@ -27,6 +27,7 @@ from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spaw
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import ReplicaError, UsageError
+from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.llm import Prompt
 from gristmill.runtime.parallel.driver import LOADING
 from gristmill.runtime.parallel.route import Route, Router
@@ -109,10 +110,11 @@ class Replicas:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[Chunk, None]:
         """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place."""
+        given = as_prompt(prompt)
         while True:
             begun = False
             try:
-                async with aclosing(self._items(prompt, "stream", prompt, params, priority)) as items:
+                async with aclosing(self._items(given, "stream", given, params, priority)) as items:
                     async for item in items:
                         begun = True
                         yield item
@@ -126,22 +128,24 @@ class Replicas:
     ) -> list[Completion]:
         """As `AsyncEngine.generate`, of a text without prompt_ids. What a replica that dies has computed is computed again by another one,
         unless `retry` is False."""
+        given = as_prompt(prompt)
         while True:
             growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
             try:
-                async with aclosing(self.stream(prompt, params, priority=priority)) as stream:
+                async with aclosing(self.stream(given, params, priority=priority)) as stream:
                     async for chunk in stream:
                         growing[chunk.choice].add(chunk)
             except ReplicaError:
                 if not self._retry or not self._loads():
                     raise
                 continue
-            ids = () if isinstance(prompt, str) else prompt
+            ids = () if isinstance(given, str) else given
             return [growing[choice].completion(ids) for choice in sorted(growing)]
 
     async def save(self, prompt: Prompt, seconds: float) -> bool:
         """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""
-        return [bool(item) async for item in self._items(prompt, "save", prompt, seconds)][0]
+        given = as_prompt(prompt)
+        return [bool(item) async for item in self._items(given, "save", given, seconds)][0]
 
     async def status(self) -> list[EngineStatus | BaseException]:
         """Of each replica, its status, or the ReplicaError that says why it serves no more."""
@@ -160,7 +164,7 @@ class Replicas:
             replica.child.process.kill()
 
     async def _items(
-        self, prompt: Prompt, kind: str, *arguments: Any, on: _Replica | None = None
+        self, prompt: str | list[int], kind: str, *arguments: Any, on: _Replica | None = None
     ) -> AsyncGenerator[Any, None]:
         """What a replica answers to a message: of `on`, or of one that is chosen for the prompt."""
         name, answers = f"request-{next(self._numbers)}", asyncio.Queue[Any]()

@@ -8,7 +8,7 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.runtime.errors import UsageError
+from gristmill.runtime.errors import ConfigError, UsageError
 from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
@@ -18,11 +18,15 @@ from gristmill.runtime.speculation import LoadDraft
 
 
 def check_draft_model(target: str | Path | Checkpoint, draft: str | Path) -> Checkpoint:
-    """The draft's checkpoint; UsageError unless its token ids mean what the target's do.
+    """The draft's checkpoint; UsageError unless it is a model whose token ids mean what the target's do.
 
     Their tokenizers have the same tokens with the same ids; where neither has a tokenizer, their vocabularies have the same size.
     """
     target, opened = open_checkpoint(target), open_checkpoint(draft)
+    try:
+        opened.config()
+    except ConfigError as error:
+        raise ConfigError(f"draft model: {error}") from error
     ours, theirs = _vocabulary(target), _vocabulary(opened)
     if ours is None and theirs is None:
         sizes = [parse_config(*checkpoint.config()).vocab_size for checkpoint in (target, opened)]

@@ -229,10 +229,16 @@ def test_models_without_tokenizers_must_have_vocabularies_of_one_size(
         make(folders[0], speculate=f"draft:{folders[1]}")
 
 
-def test_mistakes(make: Callable[..., LLM]) -> None:
+def test_mistakes(make: Callable[..., LLM], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a model: draft:DIR"):
         make(LLAMA, speculate="draft")
-    with pytest.raises(UsageError, match="no-such-folder"):
+    with pytest.raises(
+        UsageError, match="draft model: no model directory no-such-folder: expected a folder with"
+    ):
         make(LLAMA, speculate="draft:no-such-folder")
+    with pytest.raises(UsageError, match="draft model: .* has no config.json"):
+        make(LLAMA, speculate=f"draft:{tmp_path}")
+    with pytest.raises(UsageError, match="cannot read no-such-file.gguf: No such file"):
+        make(LLAMA, speculate="draft:no-such-file.gguf")
     assert Speculation.parse("draft:a:b") == Speculation("draft", model="a:b")
     assert Speculation.parse("draft:a:7") == Speculation("draft", 7, "a")

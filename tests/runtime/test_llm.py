@@ -114,7 +114,7 @@ def test_a_top_k_past_the_vocabulary_is_no_filter(llm: LLM) -> None:
         ({"min_p": 2}, "min_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed must be at most"),
-        ({"stop_token_ids": 5}, "stop_token_ids must be a sequence"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list or an array of token ids, got int"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be token ids"),
     ],
 )
@@ -131,7 +131,7 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
         llm.generate([])
     with pytest.raises(UsageError, match="integers from 0 to 4095, got 4096"):
         llm.generate([1, 4096])
-    with pytest.raises(UsageError, match="text or a list of token ids, got float"):
+    with pytest.raises(UsageError, match="text must be a list or an array of token ids, got float"):
         llm.generate([1.5])  # type: ignore[list-item]
     for wrong, type_name in (
         (5, "int"),
@@ -141,10 +141,10 @@ def test_prompts_that_cannot_be_served(llm: LLM, make: Callable[..., LLM]) -> No
         ([b"x"], "bytes"),
         ([None], "NoneType"),
     ):
-        with pytest.raises(UsageError, match=f"text.*list of token ids.*got {type_name}"):
+        with pytest.raises(UsageError, match=f"text.* token ids.*got {type_name}"):
             llm.generate(wrong)  # type: ignore[arg-type]
     for ids in ([-1], [[True]], [[1, "a"]]):
-        with pytest.raises(UsageError, match="integers from 0 to 4095, got"):
+        with pytest.raises(UsageError, match="integers( from 0 to 4095)?, got (-1|True|'a')"):
             llm.generate(ids)  # type: ignore[arg-type]
     for params in ({"temperature": 1.0}, 3, [1]):
         with pytest.raises(UsageError, match="params must be a SamplingParams, or a list"):
@@ -196,7 +196,7 @@ def test_engine_step_by_step(llm: LLM) -> None:
     for wrong, message in (
         ((None, prompt), "a text as its id"),
         (("c", prompt, None, "high"), "an integer as its priority"),
-        (("c", None), "must be a list of token ids, got NoneType"),
+        (("c", None), "must be a list or an array of token ids, got NoneType"),
         (("c", prompt, {}), "must be a SamplingParams, got dict"),
     ):
         with pytest.raises(UsageError, match=message):

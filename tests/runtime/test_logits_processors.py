@@ -329,7 +329,7 @@ def test_bad_words_as_text(shared: Callable[..., LLM]) -> None:
         ({"bad_words": [[]]}, "must not hold an empty text"),
         ({"bad_words": [[-1]]}, "bad_words must be token ids"),
         ({"allowed_token_ids": []}, "must name at least one"),
-        ({"allowed_token_ids": "abc"}, "allowed_token_ids must be a sequence"),
+        ({"allowed_token_ids": "abc"}, "allowed_token_ids must be a list or an array"),
         ({"min_tokens": -1}, "min_tokens must be an integer of at least 0"),
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens must be at most max_tokens \(4\), got 5"),
     ],
