@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gristmill.autotune.dequantizing import advice, is_dequantizing
 from gristmill.autotune.place import Place, place
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.grades import best
@@ -55,6 +56,7 @@ class Explanation:
         selection: the result for one problem; for a layer, the problem of one row.
         bucket: the axis that plans have buckets for, None for an operation without one.
         plan: for a layer, kernel and configuration by size; else None.
+        slow: why the selected kernel is slow with few rows: it dequantizes the whole weight in each call; "" for others.
         more_memory: what the plan would gain from more memory than the policy allows; None if nothing.
     """
 
@@ -67,6 +69,7 @@ class Explanation:
     bucket: str | None
     plan: Plan | None = None
     more_memory: MoreMemory | None = None
+    slow: str = ""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -92,6 +95,7 @@ class Explanation:
             "problem": str(self.problem),
             "target": self.target.name,
             "selected": self.selected,
+            "slow": self.slow or None,
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
         if self.plan is not None:
@@ -115,6 +119,8 @@ class Explanation:
             yield "Nothing can run this problem here."
         elif self.device is None:
             yield f"Would run, once verified: {self.selected}"
+        if self.slow:
+            yield f"Slow with few rows: {self.slow}"
         if self.plan is not None:
             yield self._plan_table(self.plan)
         if self.more_memory is not None:
@@ -190,17 +196,26 @@ def explain(
     closed = definition.at_bucket(parsed, 1) if layer else _closed(definition, parsed)
     selector = _Selector(definition, location)
     plan = selector.plan(parsed) if layer else None
+    selection = selector.selection(closed)
     return Explanation(
         op=definition.name,
         problem=parsed if layer else closed,
         target=location.target,
         device=location.device,
         policy=location.policy,
-        selection=selector.selection(closed),
+        selection=selection,
         bucket=definition.bucket,
         plan=plan,
         more_memory=selector.more_memory(parsed, plan) if plan is not None else None,
+        slow=_slow(selection, selector, definition.static(parsed)),
     )
+
+
+def _slow(selection: Selection, selector: _Selector, static: Problem) -> str:
+    kernel = None if selection.best is None else selection.best.kernel
+    if kernel is None or not is_dequantizing(kernel, static):
+        return ""
+    return f"{kernel.name} dequantizes the whole weight in each call{advice(selector.peek, static)}"
 
 
 def _number(value: float | None) -> str:

@@ -190,7 +190,11 @@ def promises(kernel: Kernel) -> str:
     """The guarantees of a kernel, in words."""
     notes = [
         name
-        for name, on in (("deterministic", kernel.deterministic), ("batch invariant", kernel.batch_invariant))
+        for name, on in (
+            ("deterministic", kernel.deterministic),
+            ("batch invariant", kernel.batch_invariant),
+            ("dequantizes the weight in each call", kernel.dequantizes),
+        )
         if on
     ]
     return ", ".join([*notes, *([] if kernel.auto else ["runs only when pinned"])]) or "-"

@@ -68,6 +68,8 @@ class Kernel:
     examples: test problems besides those of the operation, for a kernel that accepts few of them.
     aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
     capturable: False = it reads device memory on the host, so it cannot be captured in a CUDA graph.
+    dequantizes: each call writes a quantized weight to memory in floats, in whole or in parts, before it multiplies. With few rows of
+        x that takes several times as long as a product that decodes codes as it reads them; a model says so when it is loaded.
     priority: rank before anything was measured; higher first. auto: False = runs only when a policy pins it.
     proven: devices on which this kernel has matched the reference ("sm_90: H200"); "" = none yet.
     """
@@ -93,6 +95,7 @@ class Kernel:
     batch_invariant: bool = False
     auto: bool = True
     capturable: bool = True
+    dequantizes: bool = False
     waits: bool = False
     triggers: bool = False
     proven: str = ""

@@ -6,6 +6,7 @@ from typing import Any
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.slow_layers import remark
 
 
 def explain_plans(plans: Plans) -> list[dict[str, Any]]:
@@ -24,7 +25,7 @@ def explain_plans(plans: Plans) -> list[dict[str, Any]]:
             row |= {"op": bound.op.name, "problem": str(bound.static)}
             row["reason"] = _reason(
                 entry.source, entry.expected_us, kernel.priority, plans.policy.pinned(bound.op.name)
-            )
+            ) + remark(bound, entry.kernel)
             rows.append(row)
     return rows
 

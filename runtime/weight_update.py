@@ -6,6 +6,7 @@ copied. Packed layouts, bound plans and captured CUDA graphs are those of before
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
 from pathlib import Path
@@ -64,7 +65,7 @@ def build_like(
             )
     stored = None if quantization is None else open_format(quantization)
     plans = copy(model.plans)
-    plans.owned, plans.bound = [], dict(plans.bound)
+    plans.owned, plans.bound, plans.layers = [], dict(plans.bound), Counter()
     device = plans.device if staging is None else staging
     weights = Weights(checkpoint, model_table(model.config), plans.dtype, device, quant, stored)
     try:

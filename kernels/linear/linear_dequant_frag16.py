@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
@@ -20,15 +21,14 @@ from gristmill.quant.layouts.w4_frag16_v1 import groups_per_tile, tile_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SCHEMES = ("int4", "mxfp4", "nvfp4", "int8", "fp8")
+TILES = ("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1")
 
 
 def accepts(problem: Problem) -> str | None:
     """Weight-only formats that a frag16 layout holds."""
     scheme = QuantScheme.parse(problem.text("w"))
-    if scheme.activation is not None or not scheme.weights.startswith(_SCHEMES):
-        return f"dequantizes weight-only int4, int8, fp8, mxfp4 and nvfp4, not {scheme}"
-    return None
+    held = any(default_registry().layout(name).accepts(scheme) for name in TILES)
+    return None if held and scheme.activation is None else f"dequantizes what frag16 tiles hold, not {scheme}"
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -265,6 +265,7 @@ KERNEL = Kernel(
     summary="frag16 tiles dequantized some rows at a time, then torch's product: any M over the layouts of the decode kernels",
     accepts=accepts,
     config=config,
-    layouts=("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1"),
+    layouts=TILES,
+    dequantizes=True,
     priority=40,
 )

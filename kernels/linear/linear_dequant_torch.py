@@ -83,4 +83,5 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("plain_v1", "cpu_rows16_v1", "cpu_groups16_v1"),
+    dequantizes=True,
 )

@@ -93,4 +93,5 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
+    dequantizes=True,
 )

@@ -114,6 +114,7 @@ KERNELS = (
         config=config,
         workspace=_chain.workspace,
         layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
+        dequantizes=True,
     ),
     *(
         Kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,8 @@ class Plans:
 
     dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
     their plans when they are made, and call them in each step; `explain` reports `bound`, all plans so far. owned: the
-    parameters, as packed. mesh: the ranks that share the model. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
+    parameters, as packed. layers: how many layers have weights of each problem, packed in these layouts. mesh: the ranks that share
+    the model. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Plans:
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
+        self.layers: Counter[tuple[Problem, frozenset[str]]] = Counter()
         self.is_warm = False
         self._calls: dict[tuple[BoundPlan, int], None] | None = None  # those recorded
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
@@ -128,6 +131,8 @@ class Plans:
     def bind_packed(self, problem: Problem, layouts: frozenset[str] | None = None) -> BoundPlan:
         """The plan of a static problem over weights that are packed in these layouts."""
         key = (problem, layouts)
+        if layouts is not None:
+            self.layers[problem, layouts] += 1
         if key not in self.bound:
             plan = self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)
             plan.is_warm = self.is_warm

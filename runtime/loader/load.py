@@ -25,6 +25,7 @@ from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 from gristmill.runtime.parallel.cuts import local_config
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
+from gristmill.runtime.slow_layers import warn_of_slow_layers
 
 
 def load_model(
@@ -74,6 +75,8 @@ def load_model(
             "kv_dtype 'fp8_token_head' makes its own",
             stacklevel=2,
         )
+    if mesh.rank == 0:
+        warn_of_slow_layers(str(checkpoint.path), plans)
     return model
 
 
