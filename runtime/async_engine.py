@@ -56,14 +56,15 @@ class AsyncEngine:
 
     Args:
         llm: the model; it must not be used otherwise until `close`. An `Engine` serves prompts of token ids, without text.
-        watchdog_seconds: longest time of a step, after which the engine counts as dead; None = any. First steps may compile kernels.
+        watchdog_seconds: longest time of a step, of its callbacks (metrics, on_cache_events) and of a `call`, after which the engine counts
+            as dead; None = any. First steps may compile kernels.
         metrics: a `Metrics` to report to; None = none.
         tracer: an OpenTelemetry tracer, for a span for each request under the caller's current span; None = none.
         on_cache_events: called in the engine's thread after each step and call that changed the prefix cache, with the events; it must
             not block. None = they are not recorded.
 
-    Every unfinished request ends with EngineDeadError when a step fails or does not end, and so does every later call; the state
-    is logged (logger ``gristmill``).
+    Every unfinished request and call ends with EngineDeadError when a step fails, or the engine's thread does not come to an end with
+    what it does, and so does every later one; the state is logged (logger ``gristmill``).
     """
 
     def __init__(
@@ -215,11 +216,17 @@ class AsyncEngine:
             self._thread.wait_for(lambda engine: engine.draining and not engine.has_unfinished())
         )
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[Engine], T], *, watchdog_seconds: float = 0.0) -> T:
         """function(engine), called between two steps in the engine's thread: ``await engine.call(lambda e: e.update_weights(path))``.
 
-        For `Engine.sleep`, `wake_up`, `update_weights`, `reset_prefix_cache`, `status`. Requests wait meanwhile; what it raises, this raises.
+        For `Engine.sleep`, `wake_up`, `update_weights`, `reset_prefix_cache`, `status`. Requests wait meanwhile. What it raises, this
+        raises, and the engine goes on.
+
+        watchdog_seconds: how long it may take, if longer than the engine's watchdog_seconds; weights that are read from a slow disk need it.
         """
+
+        if not watchdog_seconds >= 0:
+            raise UsageError(f"watchdog_seconds of a call must be at least 0, got {watchdog_seconds!r}")
 
         def run(engine: Engine) -> T:
             try:
@@ -227,7 +234,7 @@ class AsyncEngine:
             finally:
                 self._publish(engine)
 
-        return await asyncio.wrap_future(self._thread.call(run))
+        return await asyncio.wrap_future(self._thread.call(run, watchdog_seconds))
 
     async def check_health(self, timeout: float | None = None) -> EngineStatus:
         """The engine's status, as soon as its thread answers between two steps.

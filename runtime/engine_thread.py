@@ -1,4 +1,4 @@
-"""An engine in a separate thread: calls from any thread run between its steps; a watchdog detects a step that does not end."""
+"""An engine in a separate thread: calls from any thread run between its steps; a watchdog detects a step or call that does not end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -19,15 +21,41 @@ T = TypeVar("T")
 LOG = logging.getLogger("gristmill")
 
 
+STEP = "a step"
+CALLBACKS = "the callbacks of a step"
+CALL = "a call"
+WAITS = "a wait"
+
+
 class EngineDeadError(RuntimeError):
-    """A step failed or did not end: the engine runs no more, and every unfinished request has this error."""
+    """A step failed, or the engine's thread came to no end with something: the engine runs no more, and every unfinished request has
+    this error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the thread does. began: by time.monotonic. seconds: how long it may take, if longer than the watchdog's."""
+
+    what: str
+    began: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """function: called in the thread, for the future. seconds: as of `_Work`."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+    seconds: float = 0.0
 
 
 class EngineThread:
     """Steps an engine while it has work, and sleeps while it has none.
 
     engine: must not be used by other threads. on_step: called in the thread with the outputs of each step. on_death: called once, in
-    the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a step; None = any.
+    the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a step, of its on_step, and of a
+    call; None = any.
     """
 
     def __init__(
@@ -40,12 +68,13 @@ class EngineThread:
         self.engine = engine
         self.error: EngineDeadError | None = None
         self._on_step, self._on_death = on_step, on_death
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._waits: list[tuple[Callable[[Engine], bool], Future[None]]] = []
         self._lock = threading.Lock()  # of error, and of calls and waits that must not be added after it
         self._stopping = False
         self._ended = threading.Event()
-        self._step_began: float | None = None
+        self._work: _Work | None = None  # None: it waits for work
+        self._running_call: Future[Any] | None = None
         # Daemons: a step that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="gristmill-engine", daemon=True)
         self._thread.start()
@@ -55,12 +84,14 @@ class EngineThread:
             )
             watch.start()
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Call function(engine) in the thread, between two steps. EngineDeadError if there will be none."""
+    def call(self, function: Callable[[Engine], T], seconds: float = 0.0) -> Future[T]:
+        """Call function(engine) in the thread, between two steps; the future gets whatever it raises. EngineDeadError if there will be no
+        step. seconds: how long it may take, if longer than the watchdog's.
+        """
         future: Future[T] = Future()
         with self._lock:
             self._raise_if_dead()
-            self._calls.put((lambda: function(self.engine), future))
+            self._calls.put(_Call(lambda: function(self.engine), future, seconds))
         return future
 
     def wait_for(self, condition: Callable[[Engine], bool]) -> Future[None]:
@@ -69,7 +100,7 @@ class EngineThread:
         with self._lock:
             self._raise_if_dead()
             self._waits.append((condition, future))
-            self._calls.put((lambda: None, Future()))  # wakes the thread
+            self._calls.put(_Call(lambda: None, Future()))  # wakes the thread
         return future
 
     def stop(self, timeout: float | None) -> bool:
@@ -78,20 +109,23 @@ class EngineThread:
             if self.error is None:
                 self.error = EngineDeadError("the engine was closed")
                 self._stopping = True
-                self._calls.put((lambda: None, Future()))  # wakes it
+                self._calls.put(_Call(lambda: None, Future()))  # wakes it
         self._thread.join(timeout)
         if self._thread.is_alive():
+            self._fail_waiters(EngineDeadError("the engine was closed"))
             return False
         self.engine.abort()
         return True
 
     def dump(self) -> str:
-        """The state as text, whatever the thread is doing: the engine's, how long its step has run, and where it is."""
-        began = self._step_began
+        """The state as text, whatever the thread is doing: the engine's, how long it has done what it does, and where it is."""
+        work = self._work
         frame = sys._current_frames().get(self._thread.ident or 0)
         lines = [
             f"engine thread: {'ended' if self._ended.is_set() else 'alive'}",
-            "no step is running" if began is None else f"its step began {time.monotonic() - began:.1f} s ago",
+            "it waits for work"
+            if work is None
+            else f"{work.what} began {time.monotonic() - work.began:.1f} s ago",
             self._engine_dump(),
         ]
         if frame is not None:
@@ -117,54 +151,78 @@ class EngineThread:
                 idle = not engine.has_unfinished() or engine.paused
                 self._answer_calls(block=idle)
                 if self.error is None and engine.has_unfinished() and not engine.paused:
-                    self._step_began = time.monotonic()
+                    self._begin(STEP)
                     outputs = engine.step()
-                    self._step_began = None
                     if self.error is None:
+                        self._begin(CALLBACKS)
                         self._on_step(outputs)
+                self._begin(WAITS)
                 self._check_waits()
+                self._work = None
         except BaseException as error:
-            self._die(f"a step failed: {type(error).__name__}: {error}", error)
+            work = self._work
+            what = STEP if work is None else work.what
+            self._die(f"{what} failed: {type(error).__name__}: {error}", error)
         finally:
             self._ended.set()
             if self._stopping:
                 self._fail_waiters(EngineDeadError("the engine was closed"))
+
+    def _begin(self, what: str, seconds: float = 0.0) -> None:
+        self._work = _Work(what, time.monotonic(), seconds)
 
     def _answer_calls(self, block: bool) -> None:
         """Run the calls that are queued now, and no later ones, which must not keep steps waiting; wait for one if there are none
         and `block`."""
         for _ in range(max(1, self._calls.qsize())):
             try:
-                function, future = self._calls.get(block)
+                call = self._calls.get(block)
             except Empty:
                 return
             block = False
-            if not future.set_running_or_notify_cancel():
-                continue
+            if call.future.set_running_or_notify_cancel():
+                self._begin(CALL, call.seconds)
+                self._running_call = call.future
+                self._answer(call)
+                self._running_call = None
+
+    def _answer(self, call: _Call) -> None:
+        """Run a call. Whatever it raises is its caller's, SystemExit too: the engine goes on."""
+        with suppress(InvalidStateError):  # the watchdog was faster
             try:
-                result = function()
-            except Exception as error:
-                future.set_exception(error)
+                result = call.function()
+            except StopIteration as error:  # which no coroutine can raise
+                wrong = RuntimeError("the function raised StopIteration")
+                wrong.__cause__ = error
+                call.future.set_exception(wrong)
+            except BaseException as error:
+                call.future.set_exception(error)
             else:
-                future.set_result(result)
+                call.future.set_result(result)
 
     def _check_waits(self) -> None:
         if not self._waits:
             return
-        done = [(condition, future) for condition, future in self._waits if condition(self.engine)]
-        for wait in done:
-            self._waits.remove(wait)
-            if wait[1].set_running_or_notify_cancel():
-                wait[1].set_result(None)
+        done = [wait for wait in list(self._waits) if wait[0](self.engine)]
+        with self._lock:
+            done = [wait for wait in done if wait in self._waits]  # those that a death has not ended
+            for wait in done:
+                self._waits.remove(wait)
+        for _, future in done:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     def _watch(self, limit: float) -> None:
         wait = limit
         while not self._ended.wait(wait):
-            began = self._step_began
-            wait = limit if began is None else began + limit - time.monotonic()
-            if wait <= 0:
-                self._die(f"a step has not ended for {limit} s", None)
-                return
+            work, wait = self._work, limit
+            if work is not None:
+                longest = max(limit, work.seconds)
+                left = work.began + longest - time.monotonic()
+                if left <= 0:
+                    self._die(f"{work.what} has not ended for {longest} s", None)
+                    return
+                wait = min(limit, left)  # what comes next may end sooner
 
     def _die(self, reason: str, cause: BaseException | None) -> None:
         error = EngineDeadError(reason)
@@ -178,13 +236,17 @@ class EngineThread:
         self._fail_waiters(error)
 
     def _fail_waiters(self, error: EngineDeadError) -> None:
-        futures = [future for _, future in self._waits]
-        self._waits.clear()
+        with self._lock:
+            futures = [future for _, future in self._waits]
+            self._waits.clear()
         while True:
             try:
-                futures.append(self._calls.get_nowait()[1])
+                futures.append(self._calls.get_nowait().future)
             except Empty:
                 break
+        if (running := self._running_call) is not None:
+            with suppress(InvalidStateError):  # it has ended after all
+                running.set_exception(error)
         for future in futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

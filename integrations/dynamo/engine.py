@@ -28,6 +28,8 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.scheduler import FinishReason, QueueFull, RequestTooLarge
 
+UPDATE_SECONDS = 3600.0
+"""How long new weights may take to be read."""
 NOT_STARTED = "the engine was not started, or was cleaned up"
 
 
@@ -191,7 +193,9 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
             return {"status": "error", "message": f"unsupported engine update: {update}"}
         if not isinstance((body or {}).get("path"), str):
             return {"status": "error", "message": "update_weights needs the path of a directory"}
-        change = self._started().call(lambda e: e.update_weights(body["path"], body.get("quant")))
+        change = self._started().call(
+            lambda e: e.update_weights(body["path"], body.get("quant")), watchdog_seconds=UPDATE_SECONDS
+        )
         return await _answered(change)
 
     def _started(self) -> AsyncEngine:
