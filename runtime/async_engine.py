@@ -13,6 +13,7 @@ import itertools
 import signal
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,6 +25,7 @@ from gristmill.runtime.completion import (
     engine_params,
     text_stream,
 )
+from gristmill.runtime.drain_signals import DrainSignals
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
@@ -31,6 +33,7 @@ from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
+from gristmill.runtime.request_checks import check_timeout
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
@@ -46,6 +49,8 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Prompts of at least this many characters are encoded outside the event loop's thread."""
+SIGNAL_SECONDS = 1.0
+"""How long the present step may take after a second signal."""
 
 
 class AsyncEngine:
@@ -86,6 +91,7 @@ class AsyncEngine:
         self._metrics = metrics
         self._tracer = tracer
         self._on_cache_events = on_cache_events
+        self._signals: DrainSignals | None = None
         engine = llm.engine if isinstance(llm, LLM) else llm
         if on_cache_events is not None:
             engine.record_cache_events()
@@ -195,20 +201,39 @@ class AsyncEngine:
         timeout: float | None = None,
         signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
-        """Drain when the process gets one of the signals: unfinished requests have `timeout` seconds; a second signal ends them at once.
+        """Drain when the process gets one of the signals: unfinished requests have `timeout` seconds.
 
-        Call it in the event loop of the main thread.
+        A second signal ends them at once; if the engine's thread does not do it within a second, because a step hangs, the engine is
+        dead and they end with EngineDeadError. The former handlers are put back then, by `close`, and when the engine dies: from then on a
+        signal does what it did before. Call it in the event loop of the main thread.
+
+        Raises:
+            UsageError: another thread's event loop, or a negative timeout.
+            EngineDeadError: the engine serves no more.
         """
-        loop = asyncio.get_running_loop()
-        limits = itertools.chain([timeout], itertools.repeat(0.0))
+        check_timeout(timeout)
+        if self.error is not None:
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
+        loop, thread = asyncio.get_running_loop(), self._thread
 
-        def on_signal() -> None:
-            with suppress(EngineDeadError):
-                limit = next(limits)
-                self._thread.call(lambda engine: engine.drain(limit))
+        def on_signal(count: int) -> bool:
+            try:
+                drained = thread.call(lambda engine: engine.drain(timeout if count == 1 else 0.0))
+            except EngineDeadError:
+                return False
+            if count > 1:
+                loop.call_later(SIGNAL_SECONDS, give_up, drained)
+            return True
 
-        for number in signals:
-            loop.add_signal_handler(number, on_signal)
+        def give_up(drained: Future[None]) -> None:
+            if not drained.done() or thread.engine.has_unfinished():
+                thread.die(
+                    f"requests have not ended {SIGNAL_SECONDS} s after a second signal: {thread.doing()}"
+                )
+
+        if self._signals is not None:
+            self._signals.restore()
+        self._signals = DrainSignals(loop, signals, lambda: self.error is None, on_signal)
 
     async def drained(self) -> None:
         """Returns when `drain` was called, by a caller or a signal, and no request is unfinished."""
@@ -253,6 +278,8 @@ class AsyncEngine:
     async def close(self, timeout: float = 10.0) -> None:
         """End after the present step; unfinished requests get EngineDeadError. Waits `timeout` seconds for the step, then leaves
         its thread behind. To end requests in order, `drain` first."""
+        if self._signals is not None:
+            self._signals.restore()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.stop, timeout)
         self._on_death(EngineDeadError("the engine was closed"))
 
@@ -305,6 +332,8 @@ class AsyncEngine:
                     self._requests.free(request, [output.id])
 
     def _on_death(self, error: EngineDeadError) -> None:
+        if self._signals is not None:
+            self._signals.restore()
         for request in self._requests.all():
             with suppress(RuntimeError):  # its loop was closed
                 request.loop.call_soon_threadsafe(request.fail, error)

@@ -36,7 +36,7 @@ from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
-from gristmill.runtime.request_checks import check_integers, check_params
+from gristmill.runtime.request_checks import check_integers, check_params, check_timeout
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
@@ -562,8 +562,7 @@ class Engine(EngineMemory):
         timeout: seconds after which the next step ends those still unfinished, and returns them; None = no limit. A second call
         changes the limit: 0 ends them at once.
         """
-        if timeout is not None and (isinstance(timeout, bool) or not timeout >= 0):
-            raise UsageError(f"timeout must be seconds, at least 0, or None, got {timeout!r}")
+        check_timeout(timeout)
         self._draining = True
         if self._abort_at != -math.inf:  # otherwise the next step ends all requests anyway
             self._abort_at = None if timeout is None else self._clock() + timeout

@@ -117,15 +117,17 @@ class EngineThread:
         self.engine.abort()
         return True
 
+    def doing(self) -> str:
+        """What the thread does, and for how long."""
+        work = self._work
+        return "it waits" if work is None else f"{work.what} began {time.monotonic() - work.began:.1f} s ago"
+
     def dump(self) -> str:
         """The state as text, whatever the thread is doing: the engine's, how long it has done what it does, and where it is."""
-        work = self._work
         frame = sys._current_frames().get(self._thread.ident or 0)
         lines = [
             f"engine thread: {'ended' if self._ended.is_set() else 'alive'}",
-            "it waits for work"
-            if work is None
-            else f"{work.what} began {time.monotonic() - work.began:.1f} s ago",
+            self.doing(),
             self._engine_dump(),
         ]
         if frame is not None:
@@ -162,7 +164,7 @@ class EngineThread:
         except BaseException as error:
             work = self._work
             what = STEP if work is None else work.what
-            self._die(f"{what} failed: {type(error).__name__}: {error}", error)
+            self.die(f"{what} failed: {type(error).__name__}: {error}", error)
         finally:
             self._ended.set()
             if self._stopping:
@@ -220,11 +222,13 @@ class EngineThread:
                 longest = max(limit, work.seconds)
                 left = work.began + longest - time.monotonic()
                 if left <= 0:
-                    self._die(f"{work.what} has not ended for {longest} s", None)
+                    self.die(f"{work.what} has not ended for {longest} s")
                     return
                 wait = min(limit, left)  # what comes next may end sooner
 
-    def _die(self, reason: str, cause: BaseException | None) -> None:
+    def die(self, reason: str, cause: BaseException | None = None) -> None:
+        """The engine runs no more; what the thread does is not waited for. cause: an exception that ended the thread. Nothing happens
+        after a death or `stop`."""
         error = EngineDeadError(reason)
         error.__cause__ = cause
         with self._lock:
@@ -234,6 +238,7 @@ class EngineThread:
         LOG.error("%s\n%s", reason, self.dump(), exc_info=cause)
         self._on_death(error)
         self._fail_waiters(error)
+        self._calls.put(_Call(lambda: None, Future()))  # wakes the thread, if it only waits
 
     def _fail_waiters(self, error: EngineDeadError) -> None:
         with self._lock:

@@ -15,6 +15,12 @@ def check_integers(**values: object) -> None:
             raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
+def check_timeout(timeout: float | None) -> None:
+    """UsageError unless it is a number of seconds, or None."""
+    if timeout is not None and (isinstance(timeout, bool) or not timeout >= 0):
+        raise UsageError(f"timeout must be seconds, at least 0, or None, got {timeout!r}")
+
+
 def check_params(request_id: str, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int) -> None:
     """UsageError if the parameters need text, or name ids outside the vocabulary."""
     if params.n != 1 or params.stop or params.structured_output is not None:

@@ -6,60 +6,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from gristmill.runtime.async_engine import AsyncEngine
-from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine import Engine, EngineDraining
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import Pause, QueueFull, RequestTooLarge
+from gristmill.runtime.scheduler import QueueFull, RequestTooLarge
 from tests.runtime import oracle
-from tests.runtime.fake_runner import FakeRunner, fake_engine
+from tests.runtime.fake_runner import fake_engine
 from tests.runtime.oracle import LLAMA
 from tests.runtime.scheduler.harness import expected_ids
+from tests.runtime.serving import LONG, big_engine, collect, paced_engine, run, until
 
-T = TypeVar("T")
 TEXT = "The CREATE INDEX statement"
-LONG = SamplingParams(max_tokens=10_000, ignore_eos=True)
-
-
-def run(main: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
-    """Runs to the end within a bounded time."""
-
-    async def bounded() -> T:
-        return await asyncio.wait_for(main, timeout)
-
-    return asyncio.run(bounded())
-
-
-def paced_engine(seconds: float = 0.001, **options: Any) -> tuple[Engine, FakeRunner]:
-    """An engine whose steps take at least `seconds`, so that a busy test process observes requests before they end."""
-    core, runner = fake_engine(**options)
-    runner.before_step = lambda: time.sleep(seconds)
-    return core, runner
-
-
-def big_engine(**options: Any) -> tuple[Engine, FakeRunner]:
-    return paced_engine(**{"num_blocks": 20_000, "max_batch_tokens": 4096, "max_seqs": 256, **options})
-
-
-async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, **options: Any) -> list[Chunk]:
-    return [chunk async for chunk in engine.stream(prompt, params, **options)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def test_32_streams_are_what_generate_says(make: Callable[..., LLM]) -> None:
@@ -244,32 +211,6 @@ def test_a_step_that_raises_reaches_every_waiter(caplog: pytest.LogCaptureFixtur
     assert "the kernel failed" in record.getMessage() and "running: 20" in record.getMessage()
 
 
-def test_a_wait_that_begins_while_the_last_step_runs_gets_its_error() -> None:
-    core, runner = big_engine()
-    in_step, release = threading.Event(), threading.Event()
-
-    async def main() -> None:
-        engine = AsyncEngine(core)
-        task = asyncio.create_task(engine.generate([1, 2], LONG))
-        await until(lambda: len(core.scheduler.running) == 1)
-
-        def fail() -> None:
-            in_step.set()
-            release.wait(60)
-            raise ZeroDivisionError("the kernel failed")
-
-        runner.before_step = fail
-        await asyncio.to_thread(in_step.wait)
-        waiting = asyncio.create_task(engine.drained())
-        await asyncio.sleep(0.05)
-        release.set()
-        results = await asyncio.gather(task, waiting, return_exceptions=True)
-        assert all(isinstance(result, EngineDeadError) for result in results)
-        await engine.close()
-
-    run(main(), 30)
-
-
 def test_an_invariant_that_fails_leaves_a_dump(caplog: pytest.LogCaptureFixture) -> None:
     core, _ = big_engine()
 
@@ -288,112 +229,6 @@ def test_an_invariant_that_fails_leaves_a_dump(caplog: pytest.LogCaptureFixture)
 
     run(main())
     assert "waiting: 1" in caplog.text and "Request('async-0'" in caplog.text
-
-
-def test_a_step_that_hangs_is_seen_by_the_watchdog(caplog: pytest.LogCaptureFixture) -> None:
-    core, runner = big_engine()
-    release = threading.Event()
-
-    async def main() -> None:
-        engine = AsyncEngine(core, watchdog_seconds=1.0)
-        tasks = [asyncio.create_task(engine.generate([1, i], LONG)) for i in range(8)]
-        await until(lambda: len(core.scheduler.running) == 8)
-        runner.before_step = lambda: release.wait(60) and None  # type: ignore[func-returns-value]
-        began = time.monotonic()
-        dump = engine.dump()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - began < 20
-        assert all(isinstance(r, EngineDeadError) and "has not ended for 1.0 s" in str(r) for r in results)
-        assert "running: 8" in dump
-        await engine.close(timeout=0.1)
-        release.set()
-        await until(lambda: not engine._thread._thread.is_alive())
-
-    run(main(), 30)
-    assert "release.wait(60)" in caplog.text, "the log does not say where the step hangs"
-
-
-@pytest.mark.parametrize("what", ["a call", "the callbacks of a step"])
-def test_whatever_hangs_is_seen_by_the_watchdog(what: str) -> None:
-    core, _ = big_engine()
-    hang, release = threading.Event(), threading.Event()
-
-    def blocks(_: Any) -> None:
-        if hang.is_set():
-            release.wait(60)
-
-    async def main() -> None:
-        engine = AsyncEngine(core, watchdog_seconds=0.5, on_cache_events=blocks)
-        tasks = [asyncio.create_task(engine.generate([1, 2], LONG))]
-        await until(lambda: len(core.scheduler.running) == 1)
-        hang.set()
-        if what == "a call":
-            tasks += [asyncio.create_task(engine.call(blocks)) for _ in range(2)]  # one runs, one is queued
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            assert isinstance(result, EngineDeadError) and str(result) == f"{what} has not ended for 0.5 s"
-        release.set()
-        await engine.close()
-        with pytest.raises(EngineDeadError, match=what):
-            await engine.generate([1], LONG)
-
-    run(main(), 30)
-
-
-def test_a_call_may_have_more_time_than_a_step() -> None:
-    core, _ = big_engine()
-
-    async def main() -> None:
-        async with AsyncEngine(core, watchdog_seconds=0.3) as engine:
-            assert await engine.call(lambda _: time.sleep(0.7) or 5, watchdog_seconds=60.0) == 5  # type: ignore[func-returns-value]
-            assert len(await engine.generate([1, 2], SamplingParams(max_tokens=20))) == 1
-            with pytest.raises(UsageError, match="watchdog_seconds of a call must be at least 0"):
-                await engine.call(lambda _: None, watchdog_seconds=-1.0)
-            with pytest.raises(EngineDeadError, match=r"a call has not ended for 0.3 s"):
-                await engine.call(lambda _: time.sleep(1.5))
-
-    run(main(), 30)
-
-
-@pytest.mark.parametrize(
-    "kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
-)
-def test_what_a_call_raises_is_its_callers(kind: type[BaseException]) -> None:
-    core, _ = big_engine()
-
-    def raises(_: Engine) -> None:
-        raise kind("no")
-
-    async def main() -> None:
-        async with AsyncEngine(core) as engine:
-            other = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=200)))
-            await until(lambda: len(core.scheduler.running) == 1)
-            with pytest.raises(kind):
-                await engine.call(raises)
-            [completed] = await other
-            assert list(completed.token_ids) == expected_ids([1, 2], 200)
-            with pytest.raises(RuntimeError, match="StopIteration"):
-                await engine.call(lambda _: next(iter(())))
-
-    run(main(), 30)
-
-
-def test_close_ends_a_call_that_hangs() -> None:
-    core, _ = big_engine()
-    release, begun = threading.Event(), threading.Event()
-
-    async def main() -> None:
-        engine = AsyncEngine(core)
-        tasks = [asyncio.create_task(engine.call(lambda _: (begun.set(), release.wait(60))))]
-        tasks.append(asyncio.create_task(engine.call(lambda e: e.status())))  # type: ignore[arg-type]
-        await asyncio.to_thread(begun.wait)
-        await engine.close(timeout=0.1)
-        for task in tasks:
-            with pytest.raises(EngineDeadError, match="the engine was closed"):
-                await task
-        release.set()
-
-    run(main(), 30)
 
 
 def test_close_ends_everything() -> None:
@@ -415,45 +250,6 @@ def test_close_ends_everything() -> None:
         assert not core.has_unfinished() and core.scheduler.pool.num_referenced == 0
 
     run(main())
-
-
-@pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm_with_200_in_flight(signals: int) -> None:
-    """Every caller gets a result: complete if done by the deadline, otherwise cut short; a second signal ends
-    the wait."""
-    core, runner = big_engine()
-    core._clock = lambda: float(runner.steps)  # time is measured in steps
-    core.scheduler.pause(Pause.ALL)  # until all requests are queued
-
-    async def main() -> None:
-        async with AsyncEngine(core) as engine:
-            engine.drain_on_signals(timeout=100 if signals == 1 else 1e9)
-            tasks = [
-                asyncio.create_task(
-                    engine.generate([1, i % 40], SamplingParams(max_tokens=20 if i % 2 else 5000))
-                )
-                for i in range(200)
-            ]
-            await until(lambda: len(core.scheduler.requests) == 200)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: core.draining)
-            with pytest.raises(EngineDraining):
-                await engine.generate([1], LONG)
-            if signals == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            results = [one for several in await asyncio.gather(*tasks) for one in several]
-            await engine.drained()
-            assert [r.finish_reason for r in results[::2]] == ["abort"] * 100
-            if signals == 1:
-                assert {r.finish_reason for r in results[1::2]} == {"length"}
-                assert all(90 < len(r.token_ids) <= 101 for r in results[::2])
-            for i, result in enumerate(results):
-                assert list(result.token_ids) == expected_ids([1, i % 40], len(result.token_ids))
-
-    before = signal.getsignal(signal.SIGTERM)
-    run(main(), 60)
-    signal.signal(signal.SIGTERM, before)
-    assert not core.has_unfinished() and core.scheduler.pool.num_referenced == 0
 
 
 def test_pause_and_resume() -> None:
@@ -642,23 +438,3 @@ def test_what_it_is_made_of_is_checked() -> None:
     for wrong in (0, -1.0):
         with pytest.raises(UsageError, match="watchdog_seconds must be a positive number"):
             AsyncEngine(core, watchdog_seconds=wrong)
-
-
-def test_a_flood_of_calls_does_not_stop_the_steps() -> None:
-    """Each call queues another one, so that the queue is never empty."""
-    core, _ = big_engine()
-
-    async def main() -> None:
-        async with AsyncEngine(core) as engine:
-            flooding = True
-
-            def again(_: Engine) -> None:
-                if flooding:
-                    engine._thread.call(again)
-
-            engine._thread.call(again)
-            [completed] = await engine.generate([1, 2], SamplingParams(max_tokens=50))
-            flooding = False
-            assert list(completed.token_ids) == expected_ids([1, 2], 50)
-
-    run(main(), 60)

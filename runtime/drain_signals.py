@@ -1,0 +1,92 @@
+"""Signals that end the work of an event loop in order: while something serves they are its own, and before and after that what they were."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from gristmill.runtime.errors import UsageError
+
+
+class DrainSignals:
+    """Handlers of signals, from now until `restore`, which puts the former ones back.
+
+    A signal that finds nobody who would act on it (after `restore`, `serves` is false, the loop has ended) goes to the former
+    handler, and is never lost. The handlers of `loop.add_signal_handler` cannot be asked for the former ones, so these are Python's own.
+
+    Args:
+        loop: the running event loop of the main thread.
+        signals: each with one handler.
+        serves: whether `on_signal` would have an effect.
+        on_signal: called in the loop with 1 for the first signal, 2 for the second; then the handlers are restored, so that a third one
+            does what it did before. False = it had no effect after all.
+
+    Raises:
+        UsageError: this is not the main thread, which alone gets signals.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        signals: Iterable[signal.Signals],
+        serves: Callable[[], bool],
+        on_signal: Callable[[int], bool],
+    ) -> None:
+        if not _in_main_thread():
+            raise UsageError(
+                "signals come to the main thread alone: call drain_on_signals in its event loop, not in "
+                f"thread {threading.current_thread().name!r}"
+            )
+        self._loop, self._serves, self._on_signal = loop, serves, on_signal
+        self._active, self._count = True, 0
+        self._former: dict[int, Any] = {}
+        try:
+            for number in dict.fromkeys(signals):
+                self._former[number] = signal.signal(number, self._handle)
+                signal.siginterrupt(number, False)  # as asyncio's: system calls of other libraries go on
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Put the former handlers back, but for those that others have replaced since. From any thread."""
+        self._active = False
+        if _in_main_thread():
+            for number, former in self._former.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, signal.SIG_DFL if former is None else former)
+        else:
+            with suppress(RuntimeError):  # the loop was closed: the next signal does it
+                self._loop.call_soon_threadsafe(self.restore)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, between any two instructions of it: locks must not be taken."""
+        if self._active and self._serves() and self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._arrived, number)
+        else:
+            self._pass_on(number, frame)
+
+    def _arrived(self, number: int) -> None:
+        self._count += 1
+        if not self._active or not self._on_signal(self._count):
+            self._pass_on(number, None)
+        elif self._count == 2:
+            self.restore()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.restore()
+        former = self._former[number]
+        if callable(former):
+            former(number, frame)
+        elif former is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
