@@ -22,6 +22,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.contract import Tensors
 from gristmill.runtime.errors import CheckpointError
+from gristmill.runtime.layers.loaded_schemes import LoadedSchemes
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.checkpoint import NamedSource
 from gristmill.runtime.loader.config import parse_config
@@ -66,6 +67,9 @@ def build_like(
     stored = None if quantization is None else open_format(quantization)
     plans = copy(model.plans)
     plans.owned, plans.bound, plans.layers = [], dict(plans.bound), Counter()
+    plans.schemes = LoadedSchemes(
+        plans.schemes.room
+    )  # the same memory, so that each layer is loaded as before
     device = plans.device if staging is None else staging
     weights = Weights(checkpoint, model_table(model.config), plans.dtype, device, quant, stored)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -18,7 +19,8 @@ class Linear:
     """y = x · Wᵀ (+ bias); with silu_mul W holds gate and up, and y = silu(gate) · up.
 
     weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's. declared: the activation
-    format of the checkpoint (`Plans.with_activations`). `target` is the parameter's name in the model's table, if it has one.
+    format of the checkpoint; `Plans.loaded` says in which scheme the weight is loaded. `target` is the parameter's name in the
+    model's table, if it has one.
     """
 
     def __init__(
@@ -31,13 +33,14 @@ class Linear:
         dtype: torch.dtype | None = None,
         declared: str | None = None,
     ) -> None:
-        weight = plans.with_activations(weight, declared)
+        x = dtype_name(dtype or plans.dtype)
+        weight = plans.loaded(weight, declared, x)
         epilogue = [name for name, on in (("bias", bias is not None), ("silu_mul", silu_mul)) if on]
         problem = plans.problem(
             "linear",
             n=weight.n,
             k=weight.k,
-            x=dtype_name(dtype or plans.dtype),
+            x=x,
             w=str(weight.scheme),
             epilogue="+".join(epilogue) or "none",
             act_order=weight.g_idx is not None,
@@ -168,11 +171,19 @@ def load_linear(
     summed: False leaves the sum over the ranks, if they share its columns, to the caller, who gets a `Summand`. A bias is added after
     the sum: a layer that has one sums by itself.
     """
-    parts, bias = weights.parts(target), weights.optional(f"{target}.bias")
+    parts, bias = _loaded(plans, weights.parts(target)), weights.optional(f"{target}.bias")
     if not weights.is_partial(target):
         return _linear(plans, parts, bias, target, silu_mul)
     part = _linear(plans, parts, None, target, silu_mul)
     return SummedLinear(plans, part, bias) if summed or bias is not None else SummandLinear(part)
+
+
+def _loaded(plans: Plans, parts: list[Part]) -> list[Part]:
+    """The parts of a weight as they are loaded: one part if all become dense."""
+    made = [replace(part, weight=plans.loaded(part.weight, part.declared), declared=None) for part in parts]
+    if len(made) > 1 and all(part.weight.scheme.is_dense and part.pre_scale is None for part in made):
+        return [Part(QuantTensor.from_dense(torch.cat([part.weight.dense() for part in made])))]
+    return made
 
 
 def _linear(

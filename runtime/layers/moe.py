@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from gristmill.autotune.packing import plan_layouts
+from gristmill.kernels.common import ITEM_BYTES
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.linear import Linear, Summand, SumOfRanks
+from gristmill.runtime.layers.loaded_schemes import in_scheme
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
@@ -80,18 +82,23 @@ class MixtureOfExperts:
         )
         floats, declared = problem, part.declared
         problem = plans.declared_experts(floats, declared)
+        # gate and up have twice as many weights.
+        growth = 3 * (down.n * down.k * down.shape[0] * ITEM_BYTES[plans.x] - down.nbytes)
+        scheme = plans.schemes.choose(problem, growth, plans.resolver)
+        takes_declared = problem != floats and scheme.activation is not None
+        problem = problem.with_values(w=scheme.name)
         layouts = plan_layouts(plans.resolver, problem)
         self.experts = plans.bind_packed(problem, layouts)
         self.inner, hidden, layout = down.k, down.n, next(iter(layouts))
-        self.down = pack(down, layout).tensors
+        self.down = pack(in_scheme(down, scheme), layout).tensors
         del down, part  # free one before the other is packed, to bound peak memory
         part = weights.linear_part(f"{name}.experts.gate_up")
-        if problem != floats and part.declared != declared:
+        if takes_declared and part.declared != declared:
             raise CheckpointError(
                 f"{self.target}: the checkpoint declares {declared} activations for down and {part.declared or 'none'} for "
                 "gate and up; experts take one format: load it with activations in floats (policy activations=float)"
             )
-        self.gate_up = pack(part.weight, layout).tensors
+        self.gate_up = pack(in_scheme(part.weight, scheme), layout).tensors
         plans.own(*self.gate_up, *self.down)
         self.sum = SumOfRanks(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
         self.summed = summed

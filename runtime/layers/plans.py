@@ -21,10 +21,11 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme, cdiv
-from gristmill.kernels.common import dtype_name
+from gristmill.kernels.common import ITEM_BYTES, dtype_name
 from gristmill.kernels.moe.moe import ROWS
 from gristmill.quant import QuantTensor
 from gristmill.runtime.cache_format import AUTO, CacheFormat
+from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
 from gristmill.runtime.workspace import Arenas
 
@@ -39,8 +40,8 @@ class Plans:
 
     dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
     their plans when they are made, and call them in each step; `explain` reports `bound`, all plans so far. owned: the
-    parameters, as packed. layers: how many layers have weights of each problem, packed in these layouts. mesh: the ranks that share
-    the model. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
+    parameters, as packed. schemes: those that weights are loaded in. layers: how many layers have weights of each problem, packed in
+    these layouts. mesh: the ranks that share the model. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Plans:
         self.policy = policy or Policy.current()
         self.bound: dict[tuple[Problem, frozenset[str] | None], BoundPlan] = {}
         self.owned: list[Tensor] = []
+        self.schemes = LoadedSchemes()
         self.layers: Counter[tuple[Problem, frozenset[str]]] = Counter()
         self.is_warm = False
         self._calls: dict[tuple[BoundPlan, int], None] | None = None  # those recorded
@@ -103,6 +105,18 @@ class Plans:
         problem = self.problem("linear", n=weight.n, k=weight.k, x=self.x, w=str(scheme))
         runs = weight.g_idx is None and self.compiled(problem)
         return replace(weight, scheme=scheme) if runs else weight
+
+    def loaded(self, weight: QuantTensor, declared: str | None = None, x: str | None = None) -> QuantTensor:
+        """The weight [N, K] of a layer as it is loaded: `with_activations`, and on accelerators by the rule of `LoadedSchemes`, where it may
+        lose its activation format, or become dense in the dtype of x (None: the model's).
+        """
+        weight = self.with_activations(weight, declared)
+        x, act_order = x or self.x, weight.g_idx is not None
+        problem = self.problem(
+            "linear", n=weight.n, k=weight.k, x=x, w=str(weight.scheme), act_order=act_order
+        )
+        growth = weight.n * weight.k * ITEM_BYTES[x] - weight.nbytes
+        return in_scheme(weight, self.schemes.choose(problem, growth, self.resolver))
 
     def declared_experts(self, problem: Problem, declared: str | None) -> Problem:
         """A problem of `moe`, with the activation format that the checkpoint declares by the same rule as `with_activations`."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
 import torch
 
+from gristmill.autotune.device import free_bytes
 from gristmill.kernel_registry.dtypes import canonical_dtype
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -23,9 +25,13 @@ from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
+from gristmill.runtime.notices import notice
 from gristmill.runtime.parallel.cuts import local_config
-from gristmill.runtime.parallel.mesh import ALONE, Mesh
+from gristmill.runtime.parallel.mesh import ALONE, Mesh, least
 from gristmill.runtime.slow_layers import warn_of_slow_layers
+
+WEIGHTS_SHARE = 0.75
+"""Of a GPU's free memory, what weights may take that grow as they are loaded; the rest is for the cache."""
 
 
 def load_model(
@@ -66,6 +72,7 @@ def load_model(
             f"tensor_parallel={mesh.world}: the family of {config.architecture} does not declare how its weights are cut"
         )
     weights = Weights(checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh)
+    plans.schemes.room = room_of_weights(checkpoint, plans.device, mesh)
     with memory.shared_blocks():
         model = build_model(own_config, weights, plans)
     if weights.without_cache_scales:
@@ -76,8 +83,21 @@ def load_model(
             stacklevel=2,
         )
     if mesh.rank == 0:
+        if line := plans.schemes.line(str(plans.device)):
+            notice(f"{checkpoint.path}: {line}")
         warn_of_slow_layers(str(checkpoint.path), plans)
     return model
+
+
+def room_of_weights(checkpoint: Checkpoint, device: torch.device, mesh: Mesh) -> int:
+    """Bytes by which the weights of a rank may grow beyond those of the checkpoint, such that they take at most `WEIGHTS_SHARE` of the
+    memory that is free now: the least of all ranks, which load the same. 0 on a CPU, where weights are loaded as they are stored.
+    """
+    if device.type == "cpu":
+        return 0
+    specs = map(checkpoint.spec, checkpoint)
+    stored = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs) // mesh.world
+    return max(0, least(int(free_bytes(str(device)) * WEIGHTS_SHARE) - stored, mesh))
 
 
 def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | None:

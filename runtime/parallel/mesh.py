@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from gristmill.kernels.collective.groups import enter
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -22,3 +26,12 @@ class Mesh:
 
 ALONE = Mesh()
 """A model in one process."""
+
+
+def least(value: int, mesh: Mesh) -> int:
+    """The least value of all ranks; every rank has to call it."""
+    if mesh.world == 1:
+        return value
+    values = torch.tensor([value], dtype=torch.int64, device=mesh.device)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, enter(mesh.group, mesh.world))
+    return int(values)
