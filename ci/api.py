@@ -75,6 +75,7 @@ SECTIONS = {
         "QueueFull",
         "EngineDraining",
         "EngineDeadError",
+        "ErrorInfo",
         "RankError",
         "ReplicaError",
         "PolicyError",

@@ -165,12 +165,13 @@ def generate(
     Sampling follows the options. Of the model's generation_config.json only the end tokens are used.
 
     \b
-    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop", "length" or "abort"), "logprobs" (null without
-    --logprobs: {"token_id", "logprob", "rank", "top"}), "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes",
-    "explain" (rows with --explain, else null), "decode_graphs" (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured",
-    "steps", "reason"}), "speculation" (null without --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens",
-    "accepted_by_position", "reasons", "gains", "draft_bytes"}), "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens",
-    "loaded_tokens", "loaded_blocks", "saved_blocks", "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
+    With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop", "length", "abort" or "error"), "error" (null, or
+    the cause of "error": {"code", "message"}), "logprobs" (null without --logprobs: {"token_id", "logprob", "rank", "top"}),
+    "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs"
+    (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason"}), "speculation" (null without
+    --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens", "accepted_by_position", "reasons", "gains", "draft_bytes"}),
+    "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens", "loaded_tokens", "loaded_blocks", "saved_blocks",
+    "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
     """
     from gristmill.runtime.kv_transfer.report import print_transfer
     from gristmill.runtime.sampling_params import SamplingParams
@@ -179,7 +180,7 @@ def generate(
     params = SamplingParams(**{name: options.pop(name) for name in OPTIONS})
     llm = _load(options, as_json, text=True)
     begin = time.perf_counter()
-    text, reason = "", None
+    text, reason, error = "", None, None
     ids: list[int] = []
     logprobs: list[dict[str, Any]] = []
     with _draining(llm, drain_seconds):
@@ -187,7 +188,7 @@ def generate(
             logprobs += [asdict(token) for token in chunk.logprobs or ()]
             text += chunk.text
             ids += chunk.token_ids
-            reason = chunk.finish_reason or reason
+            reason, error = chunk.finish_reason or reason, chunk.error or error
             if not as_json:
                 click.echo(chunk.text, nl=False)
     seconds = time.perf_counter() - begin
@@ -202,6 +203,7 @@ def generate(
                 "text": text,
                 "token_ids": ids,
                 "finish_reason": reason,
+                "error": None if error is None else asdict(error),
                 "logprobs": None if params.logprobs is None else logprobs,
                 "prompt_tokens": len(llm.tokenizer.encode(prompt)),
                 "seconds": seconds,
@@ -216,7 +218,8 @@ def generate(
         return
     click.echo()
     console.err().print(
-        f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}", style="dim"
+        f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}{f' ({error})' if error else ''}",
+        style="dim",
     )
     if stats:
         print_drafts(speculation)

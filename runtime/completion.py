@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.loader.checkpoint import NoTokenizerError
 from gristmill.runtime.sampling_params import MAX_SEED, SamplingParams
 from gristmill.runtime.scheduler import FinishReason, RequestOutput, TokenLogprobs
@@ -19,11 +20,12 @@ class Completion:
     Attributes:
         prompt_ids, token_ids: token ids of the prompt and of the completion, including a final end token.
         text: the completion as text, up to a stop string; empty for a model without a tokenizer.
-        finish_reason: ``stop`` (an end token or a stop string), ``length``, ``abort``, or ``error`` (the model's logits were NaN).
+        finish_reason: ``stop`` (an end token or a stop string), ``length``, ``abort``, or ``error`` (no token could be sampled).
         choice: which of the prompt's `SamplingParams.n` completions this is, from 0.
         stop_reason: the stop string, or the id among stop_token_ids, that ended it; None = something else did.
         logprobs: of each token of the completion; None = not asked for.
         prompt_logprobs: of each token of the prompt, None for the first; None = not asked for, or choice is not 0.
+        error: the cause of finish_reason ``error``; else None.
     """
 
     prompt_ids: tuple[int, ...]
@@ -34,6 +36,7 @@ class Completion:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Chunk:
         token_ids: new token ids.
         text: new text, of whole characters, without what may be the beginning of a stop string; a step may have none.
         finish_reason: as of `Completion`; None until the last chunk of the completion.
-        choice, stop_reason: as of `Completion`.
+        choice, stop_reason, error: as of `Completion`.
         logprobs: of the new tokens; None = not asked for.
         prompt_logprobs: as of `Completion`, in the first chunk; None in the others.
     """
@@ -58,6 +61,7 @@ class Chunk:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: ErrorInfo | None = None
 
 
 def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
@@ -118,6 +122,7 @@ class GrowingCompletion:
             last.stop_reason,
             None if last.logprobs is None else tuple(self._logprobs),
             self._prompt_logprobs,
+            last.error,
         )
 
 
@@ -183,6 +188,7 @@ class TextOutput:
             stop_reason,
             None if self._params.logprobs is None else output.logprobs[: len(ids)],
             output.prompt_logprobs,
+            output.error if reason is FinishReason.ERROR else None,
         )
 
     def _decode(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:

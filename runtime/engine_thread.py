@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from gristmill.runtime.engine import Engine
+from gristmill.runtime.errors import ErrorInfo, error_info
 from gristmill.runtime.scheduler import RequestOutput
 
 T = TypeVar("T")
@@ -30,6 +31,11 @@ WAITS = "a wait"
 class EngineDeadError(RuntimeError):
     """A step failed, or the engine's thread came to no end with something: the engine runs no more, and every unfinished request has
     this error."""
+
+    @property
+    def info(self) -> ErrorInfo:
+        """The cause, as a code and a message."""
+        return error_info(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,54 @@
-"""The exceptions of the runtime. Each message says what was expected, what was given, and what to do."""
+"""The exceptions of the runtime. Each message says what was expected, what was given, and what to do. `ErrorInfo`: why a
+request failed, as data."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ErrorCode = Literal[
+    "invalid_logits", "no_token_allowed", "grammar_failed", "out_of_memory", "rank_failed", "engine_failed"
+]
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """Why a request failed: the cause of finish_reason ``error``, and of an `EngineDeadError`.
+
+    Attributes:
+        code: of a completion: ``invalid_logits`` (the model's logits were NaN or infinite), ``no_token_allowed`` (what the request's
+            parameters allow has nothing in common), ``grammar_failed`` (the parser of structured_output cannot go on). Of an engine:
+            ``out_of_memory``, ``rank_failed`` (a process of tensor_parallel), ``engine_failed`` (anything else).
+        message: what happened.
+    """
+
+    code: ErrorCode
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+INVALID_LOGITS = ErrorInfo(
+    "invalid_logits",
+    "the model's logits for the next token were NaN or infinite: weights that are damaged, activations that overflow (dtype='float32' "
+    "shows it), or a kernel that is wrong (`kernelbench verify`)",
+)
+
+
+def error_info(error: BaseException) -> ErrorInfo:
+    """What ended an engine, by the exception of its step, or by the one behind it."""
+    from torch import OutOfMemoryError
+
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    message = str(error) or type(error).__name__
+    if any(isinstance(one, OutOfMemoryError | MemoryError) for one in chain):
+        return ErrorInfo("out_of_memory", message)
+    if any(isinstance(one, RankError) for one in chain):
+        return ErrorInfo("rank_failed", message)
+    return ErrorInfo("engine_failed", message)
 
 
 class UsageError(ValueError):

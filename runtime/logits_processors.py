@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import send
+from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.structured_output import Grammar, bar, next_tokens
 
@@ -50,6 +51,16 @@ class _State:
             grammar.consume(self.tokens[self.consumed :])
             self.consumed = len(self.tokens)
         return grammar
+
+    def limits(self) -> list[str]:
+        """The parameters that bar tokens behind the known ones."""
+        given = {
+            "structured_output": self.grammar is not None,
+            "allowed_token_ids": self.params.allowed_token_ids is not None,
+            "bad_words": bool(self.params.bad_words),
+            "min_tokens": len(self.tokens) - self.prompt_len < self.params.min_tokens,
+        }
+        return [name for name, bars in given.items() if bars]
 
     def bans(self, drafted: Sequence[int]) -> list[int]:
         """Tokens that are barred behind the known tokens and `drafted`, in addition to those that are always barred."""
@@ -148,6 +159,23 @@ class LogitsProcessors:
         for first in range(0, len(rows), ROWS):
             self._process(processed, rows[first : first + ROWS])
         return processed
+
+    def why_no_token(self, request_id: str, logits: Tensor, processed: Tensor) -> ErrorInfo:
+        """Why no token could be sampled from a row [vocab], by the model's logits and by what `apply` made of them."""
+        state = self._states.get(request_id)
+        if (logits.isnan() | (logits == torch.inf)).any() or (logits == -torch.inf).all():
+            return INVALID_LOGITS
+        if state is None or not (processed == -torch.inf).all():
+            return ErrorInfo(
+                "invalid_logits",
+                "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
+            )
+        if state.grammar is not None and state.grammar.failed:
+            return ErrorInfo("grammar_failed", f"structured_output cannot go on: {state.grammar.error}")
+        return ErrorInfo(
+            "no_token_allowed",
+            f"{' and '.join(state.limits())} allow no token after {len(state.tokens) - state.prompt_len} tokens of output",
+        )
 
     def legal(self, request_id: str, drafts: Sequence[int]) -> int:
         """How many of the drafts the request's grammar allows behind its known tokens; all of them without one."""

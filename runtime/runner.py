@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch, make_batch, make_feedback, send, spread_batch
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
-from gristmill.runtime.errors import UsageError
+from gristmill.runtime.errors import ErrorInfo, UsageError
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import ROWS, token_logprobs
@@ -34,10 +34,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """ids: as in `Runner.run`. logprobs: by request id, of each of its ids, for requests with logprobs."""
+    """ids: as in `Runner.run`. logprobs: by request id, of each of its ids, for requests with logprobs. errors: by request id, why its first
+    row has no id, as far as that is known."""
 
     ids: list[int]
     logprobs: dict[str, list[TokenLogprobs]]
+    errors: dict[str, ErrorInfo] = field(default_factory=dict)
 
 
 class Runner:
@@ -187,14 +189,16 @@ class Runner:
         sampling = [entry for entry in entries if entry.samples]
         request_ids = [entry.id for entry in sampling for _ in range(1 + entry.drafts)]
         drafted = [prefix for entry in sampling for prefix in _drafted_prefixes(entry)]
-        ids = self.sampler(self.processors.apply(logits, request_ids, drafted), rows)
+        processed = self.processors.apply(logits, request_ids, drafted)
+        ids = self.sampler(processed, rows)
+        errors = self._errors(sampling, ids, logits, processed)
         with_logprobs = [
             (place, row.params.logprobs)
             for place, row in enumerate(rows)
             if row.params.logprobs is not None and ids[place] >= 0
         ]
         if not with_logprobs:
-            return StepResult(ids, {})
+            return StepResult(ids, {}, errors)
         places = [place for place, _ in with_logprobs]
         chosen = logits[send(places, torch.int64, self.device)]
         of_tokens = token_logprobs(
@@ -203,7 +207,18 @@ class Runner:
         logprobs: dict[str, list[TokenLogprobs]] = {}
         for place, token in zip(places, of_tokens, strict=True):
             logprobs.setdefault(request_ids[place], []).append(token)
-        return StepResult(ids, logprobs)
+        return StepResult(ids, logprobs, errors)
+
+    def _errors(
+        self, sampling: Sequence[ScheduledRequest], ids: Sequence[int], logits: Tensor, processed: Tensor
+    ) -> dict[str, ErrorInfo]:
+        """Why requests end here: those whose first row has no id. Rows behind a draft may have none either, and count for nothing."""
+        errors, place = {}, 0
+        for entry in sampling:
+            if ids[place] < 0:
+                errors[entry.id] = self.processors.why_no_token(entry.id, logits[place], processed[place])
+            place += 1 + entry.drafts
+        return errors
 
     def _graph_logits(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]

@@ -111,6 +111,10 @@ class StepPipeline:
             self.discard()
             raise
         del self.in_flight[0]
+        if result.errors:
+            for output in outputs:
+                if output.error is not None:
+                    output.error = result.errors.get(output.id, output.error)
         self.last_plan, self.last_launched = oldest.plan, oldest.launched
         return outputs, result.logprobs
 

@@ -167,6 +167,11 @@ class Grammar:
         """Whether it cannot go on: a limit of the parser was reached, or a token came that it had barred."""
         return bool(self.matcher.is_error())
 
+    @property
+    def error(self) -> str:
+        """Why it cannot go on; empty if it can."""
+        return str(self.matcher.get_error())
+
 
 class GrammarCompiler:
     """Makes grammars for the tokens of one model.

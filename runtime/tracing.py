@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RequestSpan:
     """A span from arrival to the last chunk, under the span that is current when it is made.
 
-    Events: SCHEDULED, FIRST_TOKEN, PREEMPTED, FINISHED (with its finish_reason), each with the index of its completion.
+    Events: SCHEDULED, FIRST_TOKEN, PREEMPTED, FINISHED (with its finish_reason, and its error if it failed), each with the index of its completion.
     """
 
     def __init__(self, tracer: Tracer, request_id: str, prompt_tokens: int, params: SamplingParams) -> None:
@@ -50,7 +50,10 @@ class RequestSpan:
             self._span.add_event("FIRST_TOKEN", {"choice": chunk.choice})
         self._tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
-            self._span.add_event("FINISHED", {"choice": chunk.choice, "finish_reason": chunk.finish_reason})
+            cause = {} if chunk.error is None else {"error": str(chunk.error)}
+            self._span.add_event(
+                "FINISHED", {"choice": chunk.choice, "finish_reason": chunk.finish_reason, **cause}
+            )
 
     def failed(self, error: BaseException) -> None:
         """The caller gets this exception."""

@@ -26,7 +26,7 @@ from gristmill.runtime.engine import EngineDraining
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.scheduler import FinishReason, QueueFull, RequestTooLarge
+from gristmill.runtime.scheduler import QueueFull, RequestTooLarge
 
 UPDATE_SECONDS = 3600.0
 """How long new weights may take to be read."""
@@ -127,8 +127,8 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
             stream = engine.stream(ids, params, request_id=context.id())
             async with aclosing(stream):
                 async for chunk in stream:
-                    if chunk.finish_reason == FinishReason.ERROR.value:
-                        raise RuntimeError("the model's logits were not numbers")
+                    if chunk.error is not None:
+                        raise RuntimeError(str(chunk.error))
                     counts[chunk.choice] += len(chunk.token_ids)
                     yield chunk_of(chunk, len(ids), counts[chunk.choice])
         except (UsageError, RequestTooLarge) as error:

@@ -29,7 +29,6 @@ from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -228,15 +227,15 @@ class GristmillLM(TemplateLM):  # type: ignore[misc]  # the harness carries no t
             if not prompts:
                 return
             for chunk in self.llm.stream([prompts[i] for i in order], [params[i] for i in order]):
-                if chunk.finish_reason == FinishReason.ERROR.value:
-                    logger.error("gristmill: the logits of request %d are not numbers", order[chunk.index])
+                if chunk.error is not None:
+                    logger.error("gristmill: request %d: %s", order[chunk.index], chunk.error)
                 progress.update(chunk.finish_reason is not None)
                 yield replace(chunk, index=order[chunk.index])
 
 
 def _loglikelihood(chunk: Chunk, count: int) -> tuple[float, bool]:
     """Of the last `count` tokens of prompt and output. NaN where the logits were."""
-    if chunk.finish_reason == FinishReason.ERROR.value:
+    if chunk.error is not None:
         return float("nan"), False
     known = [
         token for token in (*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())) if token is not None

@@ -25,7 +25,7 @@ class Generate:
         params: arguments of `gristmill.SamplingParams`; n is 1.
         prompt: the column of prompts, each a text or a list of token ids.
         on_error: ``raise``: a prompt that is refused (empty, too long) ends the job. ``column``: its outputs are empty and the
-            column ``error`` says why; it is None in the other rows.
+            column ``error`` says why, as it does for a completion that failed; it is None in the other rows.
         options: of `gristmill.LLM`, such as ``{"quant": "int4_g128"}``.
 
     Columns that are added: ``generated_text``, ``generated_ids``, ``finish_reason``, and ``error`` where it was asked for.
@@ -61,7 +61,7 @@ class Generate:
             "finish_reason": [row.finish_reason if isinstance(row, Completion) else "error" for row in rows],
         }
         if self.on_error == "column":
-            added["error"] = [None if isinstance(row, Completion) else row for row in rows]
+            added["error"] = [_error(row) for row in rows]
         return {**batch, **added}
 
     async def _complete(self, prompt: Any) -> Completion | str:
@@ -72,3 +72,9 @@ class Generate:
             if self.on_error == "raise":
                 raise
             return str(error)
+
+
+def _error(row: Completion | str) -> str | None:
+    if isinstance(row, str):
+        return row
+    return None if row.error is None else str(row.error)

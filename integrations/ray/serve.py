@@ -17,6 +17,7 @@ from gristmill.integrations.ray.params import sampling_params
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.completion import Chunk, Completion
 from gristmill.runtime.engine import EngineDraining
+from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.scheduler import QueueFull, RequestTooLarge
@@ -36,7 +37,7 @@ class Server:
 
     Over HTTP: POST ``{"prompt": text or token ids, "params": {...}, "stream": false, "priority": 0}``. The answer is
     ``{"completions": [...]}``, or, with stream, server-sent events of one chunk each and ``[DONE]``. Status 400: an invalid request; 503:
-    the queue is full or the replica drains. GET: the status of the engine.
+    the queue is full or the replica drains; 500: the engine has failed, with its `ErrorInfo.code`. GET: the status of the engine.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any] | None = None) -> None:
@@ -45,7 +46,8 @@ class Server:
     async def generate(
         self, prompt: str | list[int], params: Mapping[str, Any] | None = None, priority: int = 0
     ) -> list[dict[str, Any]]:
-        """The completions of one prompt, as values: text, token_ids, finish_reason, choice, stop_reason, and logprobs if asked for."""
+        """The completions of one prompt, as values: text, token_ids, finish_reason, choice, stop_reason, error, and logprobs if asked
+        for."""
         completions = await self.engine.generate(prompt, sampling_params(params), priority=priority)
         return [_values(completion) for completion in completions]
 
@@ -80,6 +82,8 @@ class Server:
             return JSONResponse({"error": str(error)}, 400)
         except (QueueFull, EngineDraining) as error:
             return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
+        except EngineDeadError as error:
+            return JSONResponse({"error": str(error), "code": error.info.code}, 500)
         return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
 
 

@@ -21,7 +21,7 @@ from gristmill.integrations.vllm.requests import Requests
 from gristmill.integrations.vllm.version import HOST
 from gristmill.integrations.vllm.warm_up import warm_up
 from gristmill.runtime.cache_size import make_cache
-from gristmill.runtime.errors import UsageError
+from gristmill.runtime.errors import INVALID_LOGITS, UsageError
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model, parse_scheme
@@ -209,7 +209,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         ids = dict(zip(sampling, result.ids, strict=True))
         failed = [name for name, token in ids.items() if token < 0]
         for name in failed:
-            logger.error("gristmill: the logits of request %s are not numbers; it ends here", name)
+            logger.error("gristmill: request %s ends here: %s", name, result.errors.get(name, INVALID_LOGITS))
             # vLLM has no answer of a worker that fails one request: an end token ends it.
             ids[name] = config.eos_ids[0] if config.eos_ids else 0
         requests.append(entries, [*ids.values()])

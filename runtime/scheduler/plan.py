@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.kv_cache import CachedBlock, PoolPlan
 from gristmill.runtime.scheduler.request import FinishReason
 
@@ -117,6 +118,7 @@ class RequestOutput:
         finish_reason: why the request ended with this output; None = it continues.
         logprobs: of new_ids; empty where `SamplingParams.logprobs` is None.
         prompt_logprobs: of the prompt's tokens, None for the first: with the first new id, if requested.
+        error: why finish_reason is ERROR; else None.
     """
 
     id: str
@@ -124,3 +126,4 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: ErrorInfo | None = None

@@ -24,7 +24,7 @@ class FinishReason(Enum):
     STOP: an end token was sampled.
     LENGTH: max_tokens, max_model_len or the capacity of the cache was reached.
     ABORT: the caller ended it.
-    ERROR: its logits were NaN.
+    ERROR: no token could be sampled; `RequestOutput.error` says why.
     """
 
     STOP = "stop"

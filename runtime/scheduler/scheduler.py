@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
+from gristmill.runtime.errors import INVALID_LOGITS
 from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache
 from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler.plan import Decode, RequestOutput, ScheduledRequest, StepPlan
@@ -376,7 +377,10 @@ class Scheduler(SchedulerState):
                 break
         if accepted < len(new_ids):
             new_ids = new_ids[:accepted]
-        return RequestOutput(request.id, new_ids, request.finish_reason)
+        output = RequestOutput(request.id, new_ids, request.finish_reason)
+        if request.finish_reason is FinishReason.ERROR:
+            output.error = INVALID_LOGITS
+        return output
 
     def _release_behind(self, request: Request, computed: int) -> None:
         """Give back blocks behind the windows of all later queries. With results only: a step in flight may be discarded."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.engine_thread import EngineDeadError as EngineDeadError
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError
+    from gristmill.runtime.errors import ErrorInfo as ErrorInfo
     from gristmill.runtime.errors import RankError as RankError
     from gristmill.runtime.errors import ReplicaError as ReplicaError
     from gristmill.runtime.errors import UsageError as UsageError

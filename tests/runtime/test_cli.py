@@ -61,6 +61,23 @@ def gristmill(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
+def test_why_a_completion_failed(gristmill: Command) -> None:
+    command = (
+        "generate",
+        "--model",
+        MODEL,
+        "--dtype",
+        "fp32",
+        "--prompt",
+        "The CREATE INDEX statement",
+        "--repetition-penalty",
+        "1e-38",
+    )
+    answer = json.loads(gristmill(*command, "--json").stdout)
+    assert answer["finish_reason"] == "error" and answer["error"]["code"] == "invalid_logits"
+    assert "finish: error (invalid_logits: the model's" in " ".join(gristmill(*command).stderr.split())
+
+
 def test_as_a_program(cache: Path) -> None:
     """In a separate process: text on stdout, timings on stderr; an error is status 2 and one line."""
     source = Path(__file__).resolve().parents[2] / "src"
@@ -142,6 +159,7 @@ def test_generate(gristmill: Command) -> None:
         "text",
         "token_ids",
         "finish_reason",
+        "error",
         "kv_transfer",
         "prompt_tokens",
         "seconds",

@@ -160,7 +160,7 @@ def test_logits_that_are_not_numbers(
     head = ours.llm.model.logits
     monkeypatch.setattr(ours.llm.model, "logits", lambda hidden: head(hidden) * float("nan"), raising=False)
     [(value, greedy)] = ours.loglikelihood(requests("loglikelihood", ("The", " a")), disable_tqdm=True)
-    assert math.isnan(value) and not greedy and "are not numbers" in caplog.text
+    assert math.isnan(value) and not greedy and "invalid_logits" in caplog.text
     assert FinishReason.ERROR.value == "error"
 
 
