@@ -156,7 +156,7 @@ class Resolver:
         On an accelerator a mark stands meanwhile: if the machine dies with it, the kernel is quarantined.
         """
         kernel, config = candidate.kernel, candidate.config or {}
-        small = op.verification(problem)
+        small = op.verification(problem, kernel, config)
 
         def record(ok: bool, error: float | None, reason: str) -> Verification:
             return Verification(

@@ -133,10 +133,12 @@ def _never(record: Record, registry: Registry) -> str:
         return f"leaves {', '.join(problem.open_axes)} open"
     if str(problem) != record.problem:
         return f"the problem is written {problem}"
-    if isinstance(record, Verification) and str(op.verification(problem)) != record.problem:
-        return f"verification looks for {op.verification(problem)} instead"
     if reason := kernel.accepts(problem):
         return f"{kernel.name} no longer takes it: {reason}"
+    if isinstance(record, Verification) and _of_present_code(kernel, record):
+        small = op.verification(problem, kernel, config_of(record.config))
+        if str(small) != record.problem:
+            return f"verification looks for {small} instead"
     try:
         Target.parse(record.target.partition("|")[0])
     except ValueError as error:

@@ -232,7 +232,7 @@ def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: s
     if kernel not in default_registry().kernels_of(op.name):
         return ""  # a kernel outside the registry cannot be found by another process; audits still check it
     with shared_workers().one() as worker:
-        outcome = worker.verify(op, kernel, config, op.verification(problem), device)
+        outcome = worker.verify(op, kernel, config, op.verification(problem, kernel, config), device)
     if not outcome["judged"]:
         raise UnverifiableError(str(outcome["reason"]))
     return "" if outcome["ok"] else str(outcome["reason"])

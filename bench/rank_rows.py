@@ -49,7 +49,7 @@ def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, config: Config |
     config = dict(kernel.config(problem, here.target) if config is None else config)
     gang, device = shared_gang(op.world(problem)), here.device or "cpu"
     row = gap_row(op, problem, kernel.name, "") | {"config": config}
-    outcome = gang.verify(op, kernel, config, op.verification(problem), device)
+    outcome = gang.verify(op, kernel, config, op.verification(problem, kernel, config), device)
     if not outcome["ok"]:
         wrong = bool(outcome["judged"])
         reason = f"{WRONG if wrong else 'not timed'}: {outcome['reason']}"

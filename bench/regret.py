@@ -185,7 +185,8 @@ def study(
 
 def _key(job: Job, option: Option) -> tuple[str, str, str, str]:
     """The key under which problems share a verification."""
-    return job.op.name, str(job.op.verification(job.problem)), option.kernel.name, config_key(option.config)
+    kernel, config = option.kernel, option.config
+    return job.op.name, str(job.op.verification(job.problem, kernel, config)), kernel.name, config_key(config)
 
 
 def _candidates(job: Job, here: Place, store: Store) -> list[Option]:

@@ -200,7 +200,7 @@ def _records(one: Remeasured, here: Place) -> list[Verification | Timing]:
         kernel=kernel.name,
         code=kernel.verification_hash(timing.config),
         config=config_key(timing.config),
-        problem=str(op.verification(problem)),
+        problem=str(op.verification(problem, kernel, timing.config)),
         ok=one.us is not None,
         error=one.error,
         reason=one.reason,

@@ -81,7 +81,7 @@ def chunks(pairs: Sequence[tuple[Job, Option]], workers: int) -> list[list[Task]
     """The candidates that a worker takes at a time: defaults first, then those to compile, then the rest."""
     once: dict[tuple[str, str, str], Task] = {}
     for job, option in sorted(pairs, key=lambda pair: not pair[1].default):
-        small = job.op.verification(job.problem)
+        small = job.op.verification(job.problem, option.kernel, option.config)
         once.setdefault((job.op.name, str(small), option.name), (job, option, small))
     together: dict[tuple[bool, bool, str, str], list[Task]] = {}
     for job, option, small in once.values():

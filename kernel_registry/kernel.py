@@ -37,6 +37,11 @@ def accept_all(problem: Problem) -> str | None:
     return None
 
 
+def fits_every_problem(problem: Problem, config: Config) -> str | None:
+    """The `misfit` of a kernel whose configurations run every problem that it accepts."""
+    return None
+
+
 def no_config(problem: Problem, target: Target) -> Config:
     """The `config` of a kernel without parameters."""
     return {}
@@ -62,6 +67,9 @@ class Kernel:
     accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
     config: the default configuration, a pure function; it includes what the launcher needs of the static part of the problem
         (scheme, code level). space: the configurations that tuning tries.
+    misfit: ``misfit(problem, config)`` -> None, or why the launcher refuses `config` for `problem`, which it accepts with another
+        configuration: what the launcher checks of sizes and configuration together. A configuration is verified on a smaller
+        problem than it was chosen for, and a tuned one may serve other sizes of the dynamic axes; both ask this first.
     sources: ``sources(problem)`` -> the native sources that a launch runs, by file name without suffix, as far as they are
         marked rare: a build may leave them out (cmake/cuda.cmake).
     layouts: names of the weight layouts it reads, for operations with packed weights.
@@ -84,6 +92,7 @@ class Kernel:
     accepts: Callable[[Problem], str | None] = accept_all
     config: Callable[[Problem, Target], Config] = no_config
     space: Callable[[Problem, Target], Iterable[Config]] | None = None
+    misfit: Callable[[Problem, Config], str | None] = fits_every_problem
     workspace: Callable[[Problem, Config], Workspace] = no_workspace
     estimate: Callable[[Problem, Target], float | None] | None = None
     sources: Callable[[Problem], tuple[str, ...]] = no_sources
@@ -115,6 +124,10 @@ class Kernel:
             return reasons
         reason = self.accepts(problem) or build.why_not_sources(self.sources(problem))
         return () if reason is None else (reason,)
+
+    def takes(self, problem: Problem, config: Config) -> bool:
+        """Whether the launcher runs `problem` with a configuration, which may have been chosen for another problem."""
+        return self.accepts(problem) is None and self.misfit(problem, config) is None
 
     def load(self) -> Callable[..., None]:
         """The launcher. Does not catch ImportError and AttributeError: selection checks before it loads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from gristmill.kernel_registry.problem import Axis, AxisError, Problem, make_pro
 
 if TYPE_CHECKING:
     from gristmill.kernel_registry.arguments import Argument, Parameter, Tensor
+    from gristmill.kernel_registry.kernel import Config, Kernel
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Tolerance:
 VERIFIED_ROWS = 257
 """Rows of a verification problem at most: odd, past every tile size in use, and quick on the reference path."""
 
+GROWTH = 512
+"""Steps in which a size that `Op.shrink` cut grows again: whole groups and tiles, so that its remainders stay those of the whole size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
@@ -59,8 +63,8 @@ class Op:
     check: ``check(problem)`` -> why its values are inconsistent (heads not divisible by KV heads), None if they are not.
         Open axes have no value.
     bucket: the axis whose sizes a plan divides into buckets.
-    shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work); None
-        caps the bucket axis at 257.
+    shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work), its sizes with the
+        remainders of the whole ones by whatever kernels divide them by, 512 at most; None caps the bucket axis at 257.
     pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
         for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
     unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
@@ -150,13 +154,35 @@ class Op:
         """The number of processes that call `problem` together."""
         return 1 if self.ranks is None else problem.integer(self.ranks)
 
-    def verification(self, problem: Problem) -> Problem:
-        """The problem that is run to verify a kernel for `problem`."""
+    def verification(self, problem: Problem, kernel: Kernel, config: Config) -> Problem:
+        """The problem that is run to verify `kernel` with the configuration that it has for `problem`.
+
+        The smaller problem of `shrink`; where the configuration does not fit that one, with one of its sizes as much larger as
+        need be; and `problem` itself where that is not enough.
+        """
+        small = self._smaller(problem)
+        return next((p for p in self._growing(small, problem) if kernel.takes(p, config)), problem)
+
+    def _smaller(self, problem: Problem) -> Problem:
         if self.shrink is not None:
             return self.shrink(problem)
         if self.bucket is None:
             return problem
         return problem.with_values(**{self.bucket: min(problem.integer(self.bucket), VERIFIED_ROWS)})
+
+    def _growing(self, small: Problem, whole: Problem) -> Iterator[Problem]:
+        """`small`, then with each of its smaller sizes in turn as in larger and larger parts of `whole`, static sizes first."""
+        yield small
+        sizes = [
+            (axis.name, small.integer(axis.name), whole.integer(axis.name))
+            for axis in sorted(self.axes, key=lambda axis: axis.dynamic)
+            if axis.kind == "int"
+        ]
+        for name, part, size in sizes:
+            for larger in (*range(part + GROWTH, size, GROWTH), *((size,) if size > part else ())):
+                grown = small.with_values(**{name: larger})
+                if self.check is None or self.check(grown) is None:
+                    yield grown
 
     def problem(self, source: str | Problem | Mapping[str, object]) -> Problem:
         """A problem of this operation from its text, its axis values or another Problem; AxisError says what is wrong with it."""

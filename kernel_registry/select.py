@@ -12,7 +12,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.store import Store, config_key, target_key
+from gristmill.kernel_registry.store import Store, Verification, config_key, target_key
 from gristmill.kernel_registry.target import Target
 from gristmill.kernel_registry.times import Times
 
@@ -116,10 +116,16 @@ class _Case:
     policy: Policy
     layouts: frozenset[str] | None
 
+    def verification(self, kernel: Kernel, config: Config) -> Verification | None:
+        """The record of `kernel` with a configuration, if there is one."""
+        small = self.op.verification(self.problem, kernel, config)
+        key = (self.op.name, kernel.name, kernel.verification_hash(config), config_key(config), str(small))
+        return self.store.verifications.get((*key, *self.place))
+
     @cached_property
-    def record(self) -> tuple[str, str, str]:
-        """The last three fields of the key of a verification: problem, device, toolchain."""
-        return str(self.op.verification(self.problem)), target_key(self.target), self.build.key()
+    def place(self) -> tuple[str, str]:
+        """The last two fields of the key of a verification: device, toolchain."""
+        return target_key(self.target), self.build.key()
 
     @cached_property
     def times(self) -> Times:
@@ -155,11 +161,9 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
     for config in (tuned or default, default):
         if config_key(config) in failed:
             continue
-        key = config_key(config)
-        code = kernel.verification_hash(config)
-        record = case.store.verifications.get((case.op.name, kernel.name, code, key, *case.record))
+        record = case.verification(kernel, config)
         if record is not None and not record.ok:
-            failed[key] = record.reason or "did not match the reference"
+            failed[config_key(config)] = record.reason or "did not match the reference"
             continue
         us, source = _expected(case, kernel, frozenset(failed))
         if record is None and (proof := _allowed(case, kernel)) is not None:

@@ -53,9 +53,17 @@ class Times:
         """The fastest configuration that the present code of `kernel` was measured with, for the same static problem.
 
         A configuration contains what the launcher needs of the static problem, so the one of another static problem cannot
-        be used, however near that is.
+        be used, however near that is; nor can one that does not fit the dynamic sizes of this problem.
         """
-        best = _nearest([n for n in self._records_of(kernel) if n.same and of_present_code(kernel, n.timing)])
+        best = _nearest(
+            [
+                n
+                for n in self._records_of(kernel)
+                if n.same
+                and of_present_code(kernel, n.timing)
+                and kernel.misfit(self.problem, n.timing.config) is None
+            ]
+        )
         return None if best is None else dict(best.timing.config)
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:

@@ -269,7 +269,7 @@ def _save(rows: list[dict[str, Any]], here: Place) -> None:
                 kernel=row["kernel"],
                 code=kernel.verification_hash(row["config"]),
                 config=config_key(row["config"]),
-                problem=str(op.verification(op.problem(row["problem"]))),
+                problem=str(op.verification(op.problem(row["problem"]), kernel, row["config"])),
                 ok=True,
                 error=row["error"],
                 **where,

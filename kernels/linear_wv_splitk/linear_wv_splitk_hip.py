@@ -35,6 +35,8 @@ WIDTH = {"dense": 8, "int4": 32, "int8": 16}
 """Columns of W in 16 bytes."""
 LDS_BYTES = 32 << 10
 """Of x in LDS per workgroup: two workgroups fit a compute unit of 64 KiB."""
+MOST_LDS = 64 << 10
+"""Of a workgroup."""
 COUNTERS = 4096
 """Bytes of counters at the start of the workspace."""
 PROCESSORS = 64
@@ -121,6 +123,17 @@ def _split(problem: Problem, target: Target, load: float) -> Config:
     }
 
 
+def misfit(problem: Problem, config: Config) -> str | None:
+    """None, or why the rows of x do not fit in LDS with the chunk of a configuration for fewer rows."""
+    m, k = problem.integers(*"mk")
+    size = 2 * rows_kept(max(1, m)) * min(int(config["chunk"]), k) + 16
+    return (
+        None
+        if size <= MOST_LDS
+        else f"chunks of {config['chunk']} columns of {m} rows take {size} bytes of LDS"
+    )
+
+
 def scratch_bytes(m: int, n: int, split: int) -> int:
     """Bytes of counters and sums; 0 without a split."""
     tiles = cdiv(cdiv(n, 2), PAIRS)
@@ -145,6 +158,7 @@ KERNELS = tuple(
         accepts=accepts,
         config=config,
         space=space,
+        misfit=misfit,
         workspace=workspace,
         layouts=(layout,),
         examples=examples,

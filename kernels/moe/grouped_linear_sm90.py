@@ -46,6 +46,11 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
         yield shapes.config_of(_form(problem), shape, processors)
 
 
+def misfit(problem: Problem, config: Config) -> str | None:
+    """None, or why the shape of a configuration does not multiply the weights of `problem`."""
+    return shapes.misfit_of(config, "", problem.integer("k"), "silu_mul" in problem.flags("epilogue"))
+
+
 KERNEL = Kernel(
     op="grouped_linear",
     name="grouped_linear_sm90",
@@ -57,6 +62,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     space=space,
+    misfit=misfit,
     layouts=("w4_frag16_v1", "f4_frag16_v1"),
     examples=(
         "m=19,e=4,n=96,k=256,w=int4_g128,epilogue=silu_mul,gather=3",

@@ -213,6 +213,12 @@ def config(problem: Problem, target: Target) -> Config:
     return fields
 
 
+def misfit(problem: Problem, config: Config) -> str | None:
+    """None, or why the shapes of a configuration do not multiply the weights of `problem`."""
+    h, i = problem.integers(*"hi")
+    return shapes.misfit_of(config, "1", h, False) or shapes.misfit_of(config, "2", i, False)
+
+
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds: both kernels for gpt-oss."""
     gated = {
@@ -256,6 +262,7 @@ KERNEL = Kernel(
     summary="products of moe_sm90; biases, activation and weighted sum in Triton between and after them",
     accepts=accepts,
     config=config,
+    misfit=misfit,
     workspace=workspace,
     layouts=("w4_frag16_v1", "f4_frag16_v1"),
     examples=(

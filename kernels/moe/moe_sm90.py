@@ -111,6 +111,12 @@ def config(problem: Problem, target: Target) -> Config:
     return fields
 
 
+def misfit(problem: Problem, config: Config) -> str | None:
+    """None, or why the shapes of a configuration do not multiply the weights of `problem`."""
+    h, i = problem.integers(*"hi")
+    return shapes.misfit_of(config, "1", h, True) or shapes.misfit_of(config, "2", i, False)
+
+
 KERNEL = Kernel(
     op="moe",
     name="moe_sm90",
@@ -121,6 +127,7 @@ KERNEL = Kernel(
     summary="permute, products of experts on tiles found on the device, combine; 4 or 5 launches, each begins during the one before",
     accepts=accepts,
     config=config,
+    misfit=misfit,
     workspace=_chain.workspace,
     layouts=("w4_frag16_v1", "f4_frag16_v1"),
     examples=(

@@ -229,7 +229,7 @@ def another_process_tries(resolver: Resolver, kernel: str, seconds: float) -> su
         kernel,
         candidate.kernel.verification_hash(candidate.config),
         config_key(candidate.config or {}),
-        str(OP.verification(PROBLEM)),
+        str(OP.verification(PROBLEM, candidate.kernel, candidate.config or {})),
         target_key(resolver.target),
         resolver.build.key(),
     )

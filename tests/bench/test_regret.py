@@ -137,7 +137,7 @@ def test_a_cheat_is_not_the_best_of_anything() -> None:
     config = dict(honest.config(job.problem, here.target))
     options = [Option(honest, config, True), Option(cheat, {}, False)]
     outcomes = {
-        ("rms_norm", str(OP.verification(job.problem)), o.kernel.name, config_key(o.config)): Verification(
+        regret._key(job, o): Verification(
             "rms_norm", o.kernel.name, "", config_key(o.config), "", "", "", True
         )
         for o in options

@@ -25,8 +25,12 @@ def pairs() -> list[tuple[Job, Option]]:
     return [(job, option) for job in jobs for option in options(job, here, every=True)]
 
 
+def small_of(job: Job, option: Option) -> str:
+    return str(job.op.verification(job.problem, option.kernel, option.config))
+
+
 def test_each_candidate_of_each_cut_out_is_asked_once() -> None:
-    expected = {(str(job.op.verification(job.problem)), option.name) for job, option in pairs()}
+    expected = {(small_of(job, option), option.name) for job, option in pairs()}
     dealt = [(str(small), option.name) for chunk in chunks(pairs(), 14) for _, option, small in chunk]
     assert len(expected) < len(pairs()) and len(dealt) == len(expected) and set(dealt) == expected
 
@@ -58,7 +62,5 @@ def test_few_candidates_are_spread_over_all_workers() -> None:
 def test_past_the_deadline_only_defaults_are_verified() -> None:
     pool = [Recorder(), Recorder()]
     records = verify_all(pairs(), place("h200"), pool, deadline=0.0)
-    defaults = {
-        (str(job.op.verification(job.problem)), option.name) for job, option in pairs() if option.default
-    }
+    defaults = {(small_of(job, option), option.name) for job, option in pairs() if option.default}
     assert len(records) == len(defaults) == sum(len(worker.asked) for worker in pool)

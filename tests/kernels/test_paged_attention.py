@@ -282,7 +282,7 @@ def test_one_unwritten_row_is_caught(head: int) -> None:
 @pytest.mark.parametrize("flags", ["", ",window=128,sinks=true"])
 def test_plans_are_verified_on_contexts_of_many_blocks(size: int, flags: str) -> None:
     static = OP.static(OP.problem(f"heads=4,kv_heads=2,head_dim=64{flags}"))
-    small = OP.verification(OP.at_bucket(static, size))
+    small = OP.verification(OP.at_bucket(static, size), TORCH, {})
     queries, contexts = lengths(small, 0)
     assert max(contexts) == 333 and sum(queries) == small.integer("q_tokens") <= 67
     arguments = OP.inputs(small, 0, "cpu")

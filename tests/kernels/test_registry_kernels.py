@@ -14,6 +14,7 @@ from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from tests.conftest import HAS_GPU
@@ -52,6 +53,11 @@ def test_kernel_matches_reference(op: Op, kernel: Kernel, target: Target, text: 
     assert outcome.ok, outcome.reason
 
 
+def _cut(op: Op, kernel: Kernel, text: str) -> Problem:
+    problem = op.problem(text)
+    return op.verification(problem, kernel, kernel.config(problem, CPU))
+
+
 def _cut_rows() -> list[object]:
     """Returns problems whose static sizes are cut for verification, at the best level; in the interpreter,
     the smallest per kernel."""
@@ -67,13 +73,10 @@ def _cut_rows() -> list[object]:
         cut = [
             text
             for text in op.bench
-            if op.verification(op.problem(text)) != op.problem(text)
-            and kernel.accepts(op.problem(text)) is None
+            if kernel.accepts(op.problem(text)) is None and _cut(op, kernel, text) != op.problem(text)
         ]
         if kernel.language == "triton":
-            cut = sorted(cut, key=lambda text: op.cost(op.verification(op.problem(text))).flops)[
-                : 0 if HAS_GPU else 1
-            ]
+            cut = sorted(cut, key=lambda text: op.cost(_cut(op, kernel, text)).flops)[: 0 if HAS_GPU else 1]
         rows += [pytest.param(op, kernel, text, id=f"{kernel.name}-{text}") for text in cut]
     return rows
 
@@ -89,7 +92,7 @@ def test_configuration_of_a_large_problem_serves_the_cut_one_it_is_verified_on(
 ) -> None:
     """As in resolution: a configuration must not contain sizes that `shrink` changes."""
     problem = op.problem(text)
-    cut = op.verification(problem)
+    cut = _cut(op, kernel, text)
     if kernel.language == "triton":
         cut = cut.with_values(**INTERPRETED.get(op.name, {}))
     outcome = verify(op, kernel, kernel.config(problem, CPU), cut, "cpu")

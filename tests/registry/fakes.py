@@ -92,7 +92,7 @@ def verified(
                     kernel=k.name,
                     code=k.verification_hash(k.config(where, target)),
                     config=config_key(k.config(where, target)),
-                    problem=str(OP.verification(where)),
+                    problem=str(OP.verification(where, k, k.config(where, target))),
                     target=target_key(target),
                     toolchain=BUILD.key(),
                     ok=ok,

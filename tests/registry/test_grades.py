@@ -92,7 +92,7 @@ def test_a_failed_verification_here_counts_more_than_any_record(records) -> None
         kernel="b",
         code=candidate.kernel.verification_hash(candidate.config),
         config=config_key(candidate.config or {}),
-        problem=str(fakes.OP.verification(fakes.problem())),
+        problem=str(fakes.OP.verification(fakes.problem(), candidate.kernel, candidate.config or {})),
         target=target_key(Target.parse("sm_90")),
         toolchain=BUILD.key(),
         ok=False,

@@ -51,7 +51,7 @@ def _verify(op: Op, at: Problem, target: Target, build: Build, candidates: tuple
                     kernel=c.kernel.name,
                     code=c.kernel.verification_hash(c.config),
                     config=config_key(c.config),
-                    problem=str(op.verification(at)),
+                    problem=str(op.verification(at, c.kernel, c.config)),
                     target=target_key(target),
                     toolchain=build.key(),
                     ok=True,

@@ -13,18 +13,21 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90.instances import Format, Schedule
 
 Ranked = Callable[[Format, int, int, int, int], tuple[tuple[float, dict[str, int]], ...]]
+Misfit = Callable[[Format, Config, int, int], str | None]
 
 
 class Family(NamedTuple):
     """The kernels of one schedule.
 
     ranked: configurations by the cost model, best first, for (format, m, n, k, multiprocessors); tried: how many of them tuning
-    tries. rows: maximum rows of x. summary: a format string with a placeholder for the weights.
+    tries. misfit: why a configuration does not run (format, configuration, m, k), None if it does. rows: maximum rows of x.
+    summary: a format string with a placeholder for the weights.
     """
 
     schedule: Schedule
     ranked: Ranked
     tried: int
+    misfit: Misfit
     rows: int | None
     summary: str
     priority: int
@@ -74,6 +77,10 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         # Called for every candidate of a selection: only one configuration is computed.
         return first(problem, target, 1)[0]
 
+    def misfit(problem: Problem, config: Config) -> str | None:
+        m, k = problem.integers(*"mk")
+        return family.misfit(form(problem), config, m, k)
+
     def estimate(problem: Problem, target: Target) -> float | None:
         # Microseconds on a Hopper with HBM3e.
         return ranked(problem, target)[0][0] + (2.0 if problem["act_order"] else 0.0)
@@ -91,6 +98,7 @@ def kernel(name: str, family: Family, bits: int) -> Kernel:
         accepts=accepts,
         config=config,
         space=space,
+        misfit=misfit,
         workspace=family.workspace,
         sources=sources,
         estimate=estimate,

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.linear.frag16_sm90.instances import DECODE_ROWS, Format, limits, schedule
 
@@ -50,6 +51,20 @@ def shared_bytes(shape: Shape, tile_bytes: int, m: int, k: int, split: int, dept
     return SCHEDULE.shared_bytes(*shape, m, split, depth, slots(shape, k, split, depth), tile_bytes)
 
 
+def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
+    """Why a configuration does not run a problem, None if it does: entry.h checks the same. It is one of this schedule."""
+    nt, rt, wk, split, depth = (int(config[name]) for name in ("nt", "rt", "wk", "split", "depth"))
+    if m > 8 * nt:
+        return f"a CTA has {8 * nt} columns for rows of x, not {m}"
+    shape = next(shape for shape in shapes_of(form) if (shape.nt, shape.rt, shape.wk) == (nt, rt, wk))
+    size = shared_bytes(shape, form.tile_bytes, m, k, split, depth)
+    return None if _has_room(shape, size) else f"the rings of a CTA take {size} bytes of shared memory"
+
+
+def _has_room(shape: Shape, size: int) -> bool:
+    return size + shape.wk * _MAX_DEPTH * 8 + _RESERVED_BYTES <= _CTA_BYTES
+
+
 def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:
     """(shape, split, depth, shared bytes) that fit and leave no warp without work, each once: depths that make the same ring
     are one. m is at most 16."""
@@ -67,7 +82,7 @@ def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, in
                     continue
                 rings.add(ring)
                 size = shared_bytes(shape, form.tile_bytes, m, k, split, depth)
-                if size + shape.wk * _MAX_DEPTH * 8 + _RESERVED_BYTES <= _CTA_BYTES:
+                if _has_room(shape, size):
                     yield shape, split, depth, size
 
 

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from math import log2
 from typing import NamedTuple
 
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.linear.frag16_sm90.instances import DECODE_ROWS, Format, limits, schedule
 
@@ -34,6 +35,12 @@ def shapes_of(form: Format) -> tuple[Shape, ...]:
 def shared_bytes(shape: Shape, tile_bytes: int, split: int, depth: int) -> int:
     """Dynamic shared memory of a CTA."""
     return SCHEDULE.shared_bytes(*shape, DECODE_ROWS, split, depth, depth, tile_bytes)
+
+
+def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
+    """Why a configuration does not run a problem, None if it does: entry.h checks the same. It is one of this schedule."""
+    columns = 8 * int(config["nt"])
+    return None if m <= columns else f"a CTA has {columns} columns for rows of x, not {m}"
 
 
 def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, int, int, int]]:

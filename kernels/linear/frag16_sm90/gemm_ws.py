@@ -142,6 +142,17 @@ def microseconds(
     return float(time + start + sums + wave * (work.waves - 1) - hidden)
 
 
+def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
+    """Why a configuration does not run a problem, None if it does: entry.h checks the same. It is one of this schedule."""
+    slices, split = int(config["slices"]), int(config["split"])
+    return None if _shared(slices, split, k) else f"{split} CTAs of {slices} slices cannot share K = {k}"
+
+
+def _shared(slices: int, split: int, k: int) -> bool:
+    """Whether each slice of each CTA along K has a group of it. A CTA of one slice may have none."""
+    return slices == 1 or cdiv(k, 128) // split >= slices
+
+
 def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterator[tuple[Shape, Partition]]:
     """Shapes and partitions that give every CTA work."""
     groups = cdiv(k, 128)
@@ -155,7 +166,7 @@ def candidates(form: Format, m: int, n: int, k: int, processors: int) -> Iterato
             for split in (1, 2, 4, 8):
                 if (
                     tiles * split <= 2 * processors
-                    and groups // split >= shape.slices
+                    and _shared(shape.slices, split, k)
                     and split <= shape.mt // 8 // shape.slices
                 ):
                     yield shape, Partition(split, 0, full)

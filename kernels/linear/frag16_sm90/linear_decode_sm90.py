@@ -17,6 +17,7 @@ DECODE = Family(
     schedule=decode.SCHEDULE,
     ranked=decode.ranked,
     tried=64,
+    misfit=decode.misfit,
     rows=DECODE_ROWS,
     summary="M <= 16: bulk copies into warps' own rings, {} decoded into tensor-core operands, split-K over clusters",
     priority=110,

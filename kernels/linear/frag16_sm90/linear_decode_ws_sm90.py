@@ -15,6 +15,7 @@ DECODE_WS = Family(
     schedule=decode_ws.SCHEDULE,
     ranked=decode_ws.ranked,
     tried=64,
+    misfit=decode_ws.misfit,
     rows=DECODE_ROWS,
     summary="M <= 16: a warpgroup copies, {} decoded into tensor-core operands by the others, split-K over clusters",
     priority=109,

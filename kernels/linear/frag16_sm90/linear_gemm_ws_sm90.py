@@ -23,6 +23,7 @@ GEMM_WS = Family(
     schedule=gemm_ws.SCHEDULE,
     ranked=gemm_ws.ranked,
     tried=1000,
+    misfit=gemm_ws.misfit,
     rows=None,
     summary="M > 16: warp-specialised, {} decoded into the register operand of wgmma while the product before runs",
     priority=108,

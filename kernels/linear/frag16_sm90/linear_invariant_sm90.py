@@ -49,6 +49,7 @@ INVARIANT = Family(
     schedule=gemm_ws.SCHEDULE,
     ranked=ranked,
     tried=1,
+    misfit=gemm_ws.misfit,
     rows=None,
     summary="any M: {} in register operands of wgmma, sums along K in an order that does not depend on M",
     priority=40,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear_a8.w8a8_sm90.shapes import SCHEMES, operands_of, ranked, workspace_bytes
 
@@ -50,6 +50,12 @@ def config(problem: Problem, target: Target) -> Config:
     return next(iter(space(problem, target)))
 
 
+def misfit(problem: Problem, config: Config) -> str | None:
+    """None, or why the CTAs of a cluster cannot share the K of `problem`."""
+    split, blocks = int(config["split"]), cdiv(problem.integer("k"), BLOCK)
+    return None if split <= blocks else f"{split} CTAs cannot share {blocks} blocks of {BLOCK} columns"
+
+
 def estimate(problem: Problem, target: Target) -> float | None:
     """Microseconds on an H200, quantization of x included."""
     operands, (m, n, k) = operands_of(problem.text("w")), problem.integers(*"mnk")
@@ -75,6 +81,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     space=space,
+    misfit=misfit,
     workspace=workspace,
     estimate=estimate,
     layouts=("plain_v1",),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
+from gristmill.kernels.moe.frag16_sm90.shapes import misfit
 from gristmill.kernels.native import check, cuda_function
 
 
@@ -145,4 +146,7 @@ def product(
     for name in SHAPE:
         setattr(args, name, int(config[name]))
     entry = cuda_function(f"gm_grouped_linear_{config['format']}_sm90", "sm_90a", ARGUMENTS)
-    check(entry(args), f"grouped_linear of {form}")
+    if code := entry(args):
+        reason = misfit(args.slices, args.c, k, silu_mul)
+        need(reason is None, f"grouped_linear of {form}: {reason}")
+        check(code, f"grouped_linear of {form}")

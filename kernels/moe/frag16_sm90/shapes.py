@@ -68,10 +68,24 @@ def refusal(scheme: QuantScheme, x: str, experts: int, n: int, k: int, silu_mul:
     return None
 
 
+def misfit(slices: int, c: int, k: int, silu_mul: bool) -> str | None:
+    """Why a shape with so many slices and blocks does not multiply by [N, K]; None if it does. entry.h checks the same."""
+    if cdiv(k, TILE_K) < slices:
+        return f"{slices} warpgroups that share K need one group of {TILE_K} each, and K = {k} has {cdiv(k, TILE_K)}"
+    if silu_mul and c != 2:
+        return f"silu_mul needs a CTA of gate and up, 2 blocks of {BLOCK_ROWS} rows, not {c}"
+    return None
+
+
+def misfit_of(config: Config, number: str, k: int, silu_mul: bool) -> str | None:
+    """`misfit` of the shape whose fields in a configuration end with a number."""
+    return misfit(int(config[f"slices{number}"]), int(config[f"c{number}"]), k, silu_mul)
+
+
 def shapes_for(k: int, silu_mul: bool) -> Iterator[Shape]:
     """The shapes that can multiply by [N, K]."""
     for shape in SHAPES:
-        if cdiv(k, TILE_K) >= shape.slices and not (silu_mul and shape.c != 2):
+        if misfit(shape.slices, shape.c, k, silu_mul) is None:
             yield shape
 
 
