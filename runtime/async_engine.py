@@ -33,6 +33,7 @@ from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
+from gristmill.runtime.ownership import SERVED
 from gristmill.runtime.request_checks import check_timeout
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
@@ -60,7 +61,8 @@ class AsyncEngine:
     what waits for it is one chunk for each completion. New requests are refused by the caps of the queue (QueueFull).
 
     Args:
-        llm: the model; it must not be used otherwise until `close`. An `Engine` serves prompts of token ids, without text.
+        llm: the model, which is this engine's until `close`: others get a UsageError. An `Engine` serves prompts of token ids, without
+            text.
         watchdog_seconds: longest time of a step, of its callbacks (metrics, on_cache_events) and of a `call`, after which the engine counts
             as dead; None = any. First steps may compile kernels.
         metrics: a `Metrics` to report to; None = none.
@@ -70,6 +72,9 @@ class AsyncEngine:
 
     Every unfinished request and call ends with EngineDeadError when a step fails, or the engine's thread does not come to an end with
     what it does, and so does every later one; the state is logged (logger ``gristmill``).
+
+    Raises:
+        UsageError: an invalid argument; another AsyncEngine serves the model, or a `LLM.stream` of it has not ended.
     """
 
     def __init__(
@@ -93,9 +98,14 @@ class AsyncEngine:
         self._on_cache_events = on_cache_events
         self._signals: DrainSignals | None = None
         engine = llm.engine if isinstance(llm, LLM) else llm
-        if on_cache_events is not None:
-            engine.record_cache_events()
-        self._thread = EngineThread(engine, self._on_step, self._on_death, watchdog_seconds)
+        engine.ownership.take(SERVED)
+        try:
+            if on_cache_events is not None:
+                engine.record_cache_events()
+            self._thread = EngineThread(engine, self._on_step, self._on_death, watchdog_seconds)
+        except BaseException:
+            engine.ownership.give_back()
+            raise
 
     async def __aenter__(self) -> AsyncEngine:
         return self

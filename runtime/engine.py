@@ -34,6 +34,7 @@ from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
 from gristmill.runtime.request_checks import check_integers, check_params, check_timeout
@@ -77,7 +78,8 @@ class _Active:
 
 
 class Engine(EngineMemory):
-    """A model with its scheduler and paged cache: add requests, then run it step by step. Not thread-safe.
+    """A model with its scheduler and paged cache: add requests, then run it step by step. Not thread-safe: while an `AsyncEngine`
+    serves it, methods that change it raise UsageError in other threads.
 
     Args:
         model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it.
@@ -315,6 +317,7 @@ class Engine(EngineMemory):
         if (start := as_integer(seed)) is None:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner
+        self.ownership = Ownership()
         self.residency = Residency(runner) if isinstance(runner, Runner) else RemoteResidency(runner)
         self.scheduler = Scheduler(config)
         self.transfer: Transfer | None = None
@@ -430,6 +433,7 @@ class Engine(EngineMemory):
             QueueFull: the waiting queue is full.
             EngineDraining: the engine takes no more requests.
         """
+        self.ownership.check()
         if self._draining:
             raise EngineDraining(f"request {request_id!r} refused: the engine is draining")
         if grammar is not None and isinstance(self.runner, ParallelRunner):
@@ -484,6 +488,7 @@ class Engine(EngineMemory):
 
         An exception from the model leaves its requests as they were before the steps in flight.
         """
+        self.ownership.check()
         if self._abort_at is not None and self._clock() >= self._abort_at:
             self._abort_at = None
             self.last_plan = None
@@ -521,6 +526,7 @@ class Engine(EngineMemory):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
         """Abort requests; None = all. Returns the aborted ones (without unknown and finished ids)."""
+        self.ownership.check()
         ended = self.scheduler.abort(list(self._active) if request_ids is None else request_ids)
         for output in ended:
             self._forget(output.id)

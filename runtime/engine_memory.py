@@ -11,6 +11,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
 from gristmill.runtime.kv_transfer.transfer import Transfer
+from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency
 from gristmill.runtime.residency import Part, Residency
@@ -32,6 +33,7 @@ class EngineMemory:
     speculator: Speculator | None
     transfer: Transfer | None
     _quant: str | QuantScheme | torch.dtype | None
+    ownership: Ownership
     _draining: bool
 
     def sleep(self, level: int = 1) -> None:
@@ -54,6 +56,7 @@ class EngineMemory:
 
     def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
         """Allocate what `sleep` gave back. parts: one after the other, so that weights can be updated before the cache takes its memory."""
+        self.ownership.check()
         self.residency.wake_up(parts)
         if self.speculator is not None:
             self.speculator.wake_up(parts)
@@ -84,12 +87,14 @@ class EngineMemory:
 
     def reset_prefix_cache(self) -> None:
         """Forget the prefixes of earlier requests."""
+        self.ownership.check()
         if self.scheduler.cache is not None:
             self.scheduler.cache.clear()
 
     def record_cache_events(self) -> None:
         """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly. UsageError: there is
         no prefix cache."""
+        self.ownership.check()
         if self.scheduler.cache is None:
             raise UsageError(
                 "the engine has no prefix cache, and so no events of one: enable_prefix_cache is False"
@@ -98,6 +103,7 @@ class EngineMemory:
 
     def take_cache_events(self) -> list[CacheEvent]:
         """The events of the prefix cache since the last call, in order."""
+        self.ownership.check()
         cache = self.scheduler.cache
         return [] if cache is None or cache.events is None else cache.events.take()
 
@@ -133,6 +139,7 @@ class EngineMemory:
         )
 
     def _require_none_started(self, call: str) -> None:
+        self.ownership.check()
         if self.scheduler.has_started():
             raise UsageError(
                 f"{call} while requests have begun and not ended: pause('wait') or pause('abort'), and step until paused"

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import ErrorInfo, error_info
+from gristmill.runtime.ownership import LEFT_BEHIND, SERVED
 from gristmill.runtime.scheduler import RequestOutput
 
 T = TypeVar("T")
@@ -59,9 +60,9 @@ class _Call:
 class EngineThread:
     """Steps an engine while it has work, and sleeps while it has none.
 
-    engine: must not be used by other threads. on_step: called in the thread with the outputs of each step. on_death: called once, in
-    the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a step, of its on_step, and of a
-    call; None = any.
+    engine: owned by the caller; it is this thread's until `stop`, which gives it back. on_step: called in the thread with the outputs of
+    each step. on_death: called once, in the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a
+    step, of its on_step, and of a call; None = any.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class EngineThread:
         self._waits: list[tuple[Callable[[Engine], bool], Future[None]]] = []
         self._lock = threading.Lock()  # of error, and of calls and waits that must not be added after it
         self._stopping = False
+        self._owns = True
         self._ended = threading.Event()
         self._work: _Work | None = None  # None: it waits for work
         self._running_call: Future[Any] | None = None
         # Daemons: a step that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="gristmill-engine", daemon=True)
         self._thread.start()
+        engine.ownership.hand_over(SERVED, self._thread.ident)
         if watchdog_seconds is not None:
             watch = threading.Thread(
                 target=self._watch, args=(watchdog_seconds,), name="gristmill-watchdog", daemon=True
@@ -119,8 +122,14 @@ class EngineThread:
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._fail_waiters(EngineDeadError("the engine was closed"))
+            self.engine.ownership.hand_over(LEFT_BEHIND, self._thread.ident)
             return False
-        self.engine.abort()
+        with self._lock:
+            if self._owns:
+                self._owns = False
+                self.engine.ownership.hand_over(SERVED, threading.get_ident())
+                self.engine.abort()
+                self.engine.ownership.give_back()
         return True
 
     def doing(self) -> str:
@@ -154,6 +163,7 @@ class EngineThread:
 
     def _run(self) -> None:
         engine = self.engine
+        engine.ownership.hand_over(SERVED, threading.get_ident())
         try:
             while self.error is None:
                 idle = not engine.has_unfinished() or engine.paused

@@ -35,6 +35,7 @@ from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
+from gristmill.runtime.ownership import STREAMED
 from gristmill.runtime.parallel.driver import ParallelRunner, RemoteModel
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.speculation.config import Speculation
@@ -152,7 +153,8 @@ class LLM:
         Without a tokenizer.json prompts must be ids, and `text` is empty.
 
         Raises:
-            UsageError: an empty prompt, ids outside the vocabulary, params of the wrong number or type; the engine is paused.
+            UsageError: an empty prompt, ids outside the vocabulary, params of the wrong number or type; the engine is paused, an
+                AsyncEngine serves it, or another generate or stream has not ended.
             RequestTooLarge: a prompt that can never fit in the cache or the model's length.
             QueueFull: more prompts than max_queued or max_queued_tokens allow to wait.
             EngineDraining: `drain` was called.
@@ -228,6 +230,7 @@ class LLM:
         self, prompts: list[list[int]], params: list[SamplingParams], priorities: list[int]
     ) -> Iterator[Chunk]:
         engine = self.engine
+        engine.ownership.take(STREAMED, any_thread=True)
         outputs: dict[str, TextOutput] = {}
 
         def tokenizer() -> Tokenizer:
@@ -261,6 +264,7 @@ class LLM:
                     yield chunk
         finally:
             engine.abort(outputs)
+            engine.ownership.give_back()
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         several = not isinstance(prompts, str) and not is_integers(prompts)
