@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gristmill import console
+from gristmill import LLM, console
 from gristmill.runtime import Chunk
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +57,20 @@ def test_the_name_is_bold_on_a_terminal(
     )
     example.answer("docs-llama")
     assert "\x1b[1mdocs-llama\x1b[0m (bf16)" in capsys.readouterr().out
+
+
+def test_the_readme_has_the_weights_that_a_run_reports() -> None:
+    """The bytes of the table's models do not depend on the machine's speed, so an old table shows."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(docs-\w+) +(\w+) +[\d.]+ +[\d.]+ +([\d.]+) +\d+$", text, re.M)
+    example = _example()
+    assert [row[:2] for row in rows] == list(product(example.NAMES, example.SCHEMES.split(",")))
+    for name, scheme, shown in rows:
+        llm = LLM(
+            example.MODELS / name,
+            dtype="bf16",
+            quant=None if scheme == "bf16" else scheme,
+            device="cpu",
+            num_blocks=8,
+        )
+        assert f"{llm.weight_bytes / 1e6:.2f}" == shown, (name, scheme)
