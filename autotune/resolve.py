@@ -43,6 +43,10 @@ class Chooser(Protocol):
         """The plan of a layer, as `Resolver.plan`."""
         ...
 
+    def layouts(self, problem: Problem, without: frozenset[str]) -> frozenset[str]:
+        """The layouts of the weights of a static problem, as `plan_layouts`."""
+        ...
+
 
 class Resolver:
     """Selection on one device of this machine, under one policy, with the store behind it.

@@ -133,8 +133,29 @@ class _Case:
         return Times(self.op, self.problem, self.target, self.build, self.store)
 
 
-def _judge(case: _Case, kernel: Kernel) -> Candidate:
-    """The four checks, hardware, build, problem and verified, and the constraints of the policy."""
+def able(
+    op: Op,
+    problem: Problem,
+    kernels: Sequence[Kernel],
+    target: Target,
+    build: Build,
+    policy: Policy,
+    layouts: frozenset[str] | None,
+) -> list[Kernel]:
+    """The kernels that `select` would rank if nothing had been verified or measured, in no order. A fraction of its time."""
+    case = _Case(op, problem, target, build, Store(), policy, layouts)
+    pinned = policy.strict and policy.pinned(op.name)
+    return [
+        kernel
+        for kernel in kernels
+        if kernel.op == op.name
+        and (not pinned or policy.rank(op.name, kernel.name) is not None)
+        and _refused(case, kernel) is None
+    ]
+
+
+def _refused(case: _Case, kernel: Kernel) -> Candidate | None:
+    """The checks of hardware, build and problem, and the constraints of the policy; None = passed."""
     if reasons := kernel.requires.check_hardware(case.target, case.build):
         return Candidate(kernel, "hardware", tuple(reasons))
     if reasons := kernel.requires.check_build(case.target, case.build):
@@ -153,6 +174,13 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
             "packs weights in an order of its own, which no layout names: runs in direct calls and benchmarks"
         )
         return Candidate(kernel, "problem", (own_order,))
+    return None
+
+
+def _judge(case: _Case, kernel: Kernel) -> Candidate:
+    """The four checks, hardware, build, problem and verified, and the constraints of the policy."""
+    if (refused := _refused(case, kernel)) is not None:
+        return refused
     failed: dict[str, str] = {}
     default = kernel.config(case.problem, _code_target(case, kernel))
     # A configuration that failed is out; the kernel is out when its default configuration is.

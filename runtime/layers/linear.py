@@ -32,6 +32,7 @@ class Linear:
         silu_mul: bool = False,
         dtype: torch.dtype | None = None,
         declared: str | None = None,
+        target: str = "",
     ) -> None:
         x = dtype_name(dtype or plans.dtype)
         weight = plans.loaded(weight, declared, x)
@@ -46,14 +47,14 @@ class Linear:
             act_order=weight.g_idx is not None,
         )
         self.plans = plans
-        self.weight = pack_linear(weight, problem, plans.resolver)
+        self.weight = pack_linear(weight, problem, plans.resolver, target)
         self.plan = plans.bind_packed(problem, self.weight.layouts)
         self.bias = bias
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
         self.tensors = self.weight.tensors()
         plans.own(bias, *self.tensors)
-        self.target = ""
+        self.target = target
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
@@ -72,17 +73,23 @@ class SplitLinear:
     """
 
     def __init__(
-        self, plans: Plans, parts: list[Part], bias: Tensor | None = None, *, silu_mul: bool = False
+        self,
+        plans: Plans,
+        parts: list[Part],
+        bias: Tensor | None = None,
+        *,
+        silu_mul: bool = False,
+        target: str = "",
     ) -> None:
         rows = [part.weight.n for part in parts]
         biases = [None] * len(parts) if bias is None else [b.contiguous() for b in bias.split(rows)]
-        self.target = ""
+        self.target = target
         self.plans = plans
         self.scales = [part.pre_scale for part in parts]
         plans.own(*self.scales)
         gated = silu_mul and len(parts) == 1
         self.parts = [
-            Linear(plans, p.weight, b, silu_mul=gated, declared=p.declared)
+            Linear(plans, p.weight, b, silu_mul=gated, declared=p.declared, target=target)
             for p, b in zip(parts, biases, strict=True)
         ]
         self.gating = None
@@ -189,10 +196,7 @@ def _loaded(plans: Plans, parts: list[Part]) -> list[Part]:
 def _linear(
     plans: Plans, parts: list[Part], bias: Tensor | None, target: str, silu_mul: bool
 ) -> Linear | SplitLinear:
-    made: Linear | SplitLinear
-    if len(parts) == 1 and parts[0].pre_scale is None:
-        made = Linear(plans, parts[0].weight, bias, silu_mul=silu_mul, declared=parts[0].declared)
-    else:
-        made = SplitLinear(plans, parts, bias, silu_mul=silu_mul)
-    made.target = target
-    return made
+    if len(parts) > 1 or parts[0].pre_scale is not None:
+        return SplitLinear(plans, parts, bias, silu_mul=silu_mul, target=target)
+    (part,) = parts
+    return Linear(plans, part.weight, bias, silu_mul=silu_mul, declared=part.declared, target=target)

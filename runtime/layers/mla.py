@@ -58,8 +58,7 @@ class LatentAttention:
         self.q = load_linear(plans, weights, f"{name}.q")
         self.kv_norm = RMSNorm(plans, weights.tensor(f"{name}.kv_norm"), LATENT_EPS)
         kv = weights.linear(f"{name}.kv")
-        self.kv = Linear(plans, kv)
-        self.kv.target = f"{name}.kv"
+        self.kv = Linear(plans, kv, target=f"{name}.kv")
         per_head = kv.dequantize(plans.dtype).view(self.heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
         self.to_latent = HeadProducts(plans, per_head[:, : mla.nope_dim])
         self.to_values = HeadProducts(plans, per_head[:, mla.nope_dim :].transpose(1, 2))

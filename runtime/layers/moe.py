@@ -87,7 +87,7 @@ class MixtureOfExperts:
         scheme = plans.schemes.choose(problem, growth, plans.resolver)
         takes_declared = problem != floats and scheme.activation is not None
         problem = problem.with_values(w=scheme.name)
-        layouts = plan_layouts(plans.resolver, problem)
+        layouts = plan_layouts(plans.resolver, problem, layer=self.target)
         self.experts = plans.bind_packed(problem, layouts)
         self.inner, hidden, layout = down.k, down.n, next(iter(layouts))
         self.down = pack(in_scheme(down, scheme), layout).tensors

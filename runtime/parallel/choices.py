@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from gristmill.autotune.packing import plan_layouts
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plan import Plan
@@ -38,6 +39,11 @@ class Asking:
         """The plan that rank 0 makes for a static problem."""
         plan: Plan = self._ask("plan", op.name, static, sizes, without)
         return plan
+
+    def layouts(self, problem: Problem, without: frozenset[str]) -> frozenset[str]:
+        """The layouts that rank 0 packs the weights of a static problem in."""
+        layouts: frozenset[str] = self._ask("layouts", problem.op, problem, without)
+        return layouts
 
     def _ask(self, *question: Any) -> Any:
         self._connection.send(question)
@@ -69,6 +75,8 @@ def _answer_one(resolver: Resolver, kind: str, name: str, *details: Any) -> Any:
     try:
         if kind == "plan":
             return resolver.plan(op, *details)
+        if kind == "layouts":
+            return plan_layouts(resolver, *details)
         text, layouts = details
         best = resolver.resolve(op, op.problem(text), layouts).require()
         return best.kernel.name, dict(best.config or {}), best.expected_us, best.source

@@ -10,46 +10,12 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.checkpoint import NoTokenizerError
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.random import RandomCheckpoint
-from gristmill.runtime.models import model_table
 from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime.random_checkpoint import MIXTRAL, Random
 
 pytestmark = pytest.mark.gpu
-FIELDS = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "vocab_size": 1024,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "dtype": "bfloat16",
-}
 PROMPTS = [[(31 * request + 7 * i) % 1024 for i in range(3 + 5 * request)] for request in range(16)]
 TOKENS = 6
-
-
-class Checkpoint(RandomCheckpoint):
-    """Random weights with the config.json of `FIELDS`; nothing is stored."""
-
-    def __init__(self, device: str, **changes: Any) -> None:
-        self.fields = FIELDS | changes
-        table = model_table(parse_config(self.fields, {}, "the test's config"))
-        super().__init__(table, torch.bfloat16, torch.device(device))
-
-    def config(self) -> tuple[dict[str, Any], dict[str, Any], str]:
-        return self.fields, {}, "the test's config"
-
-    def tokenizer(self) -> Any:
-        raise NoTokenizerError("random weights have no tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +42,7 @@ def test_any_number_of_requests_is_answered(scheme: str, warm: bool, policy: Pol
             "max_batch_tokens": 1024,
             "max_model_len": 256,
         }
-        llm = LLM(Checkpoint("cuda"), quant=scheme, device="cuda", policy=policy, **limits)
+        llm = LLM(Random("cuda", MIXTRAL), quant=scheme, device="cuda", policy=policy, **limits)
         if warm:
             llm.engine.warm_up()
         alone = answers(llm, 1)

@@ -9,7 +9,7 @@ import pytest
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.select import NoKernelError, Selection, select
+from gristmill.kernel_registry.select import NoKernelError, Selection, able, select
 from gristmill.kernel_registry.store import Store, Timing, distance, target_key
 from gristmill.kernel_registry.target import Target
 from tests.registry.fakes import BUILD, H200, OP, kernel, problem, timed, verified
@@ -348,3 +348,25 @@ def test_an_expected_time_follows_the_roofline_where_the_device_is_known():
     )
     selection = choose(a, store=store, at=problem("m=8192,n=4096,k=4096"))
     assert selection.best is not None and selection.best.expected_us == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize("target", ["h200", "sm_89", "gfx942", "cpu:avx2"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy(exclude=("*_triton",)),
+        Policy(batch_invariant=True),
+        Policy(pins={"linear": ("linear_torch", "linear_triton")}, strict=True),
+    ],
+    ids=["default", "exclude", "batch_invariant", "strict"],
+)
+def test_able_kernels_are_those_that_selection_ranks(target: str, policy: Policy) -> None:
+    registry, device = default_registry(), Target.parse(target)
+    op, kernels = registry.op("linear"), registry.kernels_of("linear")
+    for text in ("m=1,n=512,k=1024,w=int4_g128", "m=300,n=512,k=1024", "m=8,n=48,k=144,w=fp8_block.fp8_g128"):
+        for layouts in (None, frozenset({"plain_v1"}), frozenset({"w4_frag16_v1", "dense_v1"})):
+            at = op.problem(text)
+            ranked = select(op, at, kernels, device, BUILD, Store(), policy, layouts=layouts).candidates
+            expected = {c.kernel.name for c in ranked if c.verdict in ("selected", "eligible", "unverified")}
+            assert {k.name for k in able(op, at, kernels, device, BUILD, policy, layouts)} == expected

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gristmill.autotune.packing import plan_layouts
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.select import NoKernelError
@@ -104,6 +105,8 @@ def test_rank_0_chooses_for_the_others(policy: Policy, tmp_path: Path) -> None:
     linear = first.registry.op("linear")
     static = linear.static(linear.problem("m=1,n=64,k=64,x=fp32,w=fp32"))
     assert other.plan(linear, static, (1,)).digest() == first.plan(linear, static, (1,)).digest()
+    assert plan_layouts(other, static) == plan_layouts(first, static)
+    assert not other.store.verifications
     nothing = Policy(cache=policy.cache, exclude=("*",))
     refusing, asker = Pipe()
     answer_in_thread(Resolver("cpu", nothing), [refusing])
