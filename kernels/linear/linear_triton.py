@@ -26,16 +26,28 @@ def accepts_dense(problem: Problem) -> str | None:
 
 
 def accepts_quantized(problem: Problem) -> str | None:
-    """Weight-only schemes of ALL_WEIGHT_SCHEMES."""
+    """Weight-only schemes of ALL_WEIGHT_SCHEMES, and integers of 4 and 8 bits in other groups, of a power of two from 32 on."""
     scheme = QuantScheme.parse(problem.text("w"))
     if scheme.is_dense:
         return "multiplies quantized weights, not dense ones"
-    if not scheme.is_named:
-        return f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
+    if not scheme.is_named and not _is_alike(scheme):
+        return f"decodes the schemes of ALL_WEIGHT_SCHEMES and their integers in other groups, not {scheme}"
     return (
         None
         if scheme.activation is None
         else f"takes activations in their own dtype, not {scheme.activation}"
+    )
+
+
+def _is_alike(scheme: QuantScheme) -> bool:
+    """Whether the codes are those of a named scheme, and a step along K stays within a group: GGUF's Q8_0, which is int8_g32."""
+    size = scheme.group_size or 0
+    return (
+        scheme.is_integer
+        and scheme.bits in (4, 8)
+        and not scheme.minimums
+        and size >= 32
+        and size & (size - 1) == 0
     )
 
 
@@ -245,6 +257,13 @@ def aot(target: Target, config: Callable[[Problem, Target], Config] = config) ->
     return cases
 
 
+EXAMPLES = (
+    "m=5,n=40,k=96,w=int8_g32",
+    "m=2,n=33,k=100,x=fp32,w=int8_g32",
+    "m=18,n=34,k=512,x=fp16,w=int4_g256_zp",
+)
+"""Schemes without a name of their own."""
+
 KERNELS = tuple(
     Kernel(
         op="linear",
@@ -259,14 +278,16 @@ KERNELS = tuple(
         config=config,
         space=space,
         layouts=(layout,),
+        examples=examples,
         priority=50,
     )
-    for name, layout, accepts, summary in (
-        ("linear_triton", "dense_v1", accepts_dense, "tiles of tl.dot; float32 is IEEE"),
+    for name, layout, accepts, examples, summary in (
+        ("linear_triton", "dense_v1", accepts_dense, (), "tiles of tl.dot; float32 is IEEE"),
         (
             "linear_w_triton",
             "plain_v1",
             accepts_quantized,
+            EXAMPLES,
             "codes decoded by integer arithmetic, sums scaled in float32",
         ),
     )

@@ -115,6 +115,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "--max-model-len 512 --out OUT",
     ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
+    "gguf_decode": (small_file, "--model MODEL_FILE --tokens 4 --rounds 1 --check --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "kv_transfer": (
         as_it_is,
@@ -164,7 +165,8 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "vllm_linear": (planted, f"--model {MODEL} {LINE} --turns 1 --out OUT"),
 }
-"""Per program, replacements for what a test cannot have, and its command line; OUT is a result file, FILE any other."""
+"""Per program, replacements for what a test cannot have, and its command line; OUT is a result file, MODEL_FILE a small GGUF file, FILE
+any other that the program writes."""
 
 SLOW = ("cpu_models", "engine", "engine_turns", "first_token")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
@@ -186,6 +188,11 @@ def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     prepare, line = FORMS[name]
     prepare(monkeypatch)
     out = tmp_path / "out.json"
+    if "MODEL_FILE" in line:
+        made = gguf_model.write_model(
+            tmp_path / "model.gguf", "Q4_K", 1, "Q8_0", gguf_model.VOCABULARY, gguf_model.MERGES
+        )
+        line = line.replace("MODEL_FILE", str(made))
     monkeypatch.setattr(
         sys, "argv", [name, *line.replace("OUT", str(out)).replace("FILE", str(tmp_path / "file")).split()]
     )

@@ -57,6 +57,10 @@ def weight_of(scheme: str, n: int = 96, k: int = 256) -> QuantTensor:
         ("h200", "int4_g32", "int4_g32"),  # Q4_0
         ("h200", "int4_g32_min", "bf16"),  # Q4_1, Q4_K
         ("h200", "int6_g16", "bf16"),  # Q6_K
+        ("h200", "int8_g32", "int8_g32"),  # Q8_0
+        ("sm_86", "int8_g32", "int8_g32"),
+        ("gfx942", "int8_g64", "int8_g64"),
+        ("sm_86", "int8_g16", "bf16"),
         ("sm_86", "int3_g64", "bf16"),
         ("gfx942", "int5_g32_min", "bf16"),
         ("h200", "int8_ch.int8_token", "int8_ch.int8_token"),
