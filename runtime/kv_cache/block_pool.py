@@ -14,11 +14,16 @@ PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
+from itertools import islice
 from typing import Any
 
 from gristmill.kernel_registry.scheme import cdiv
+
+LISTED = 100
+"""Of what a text about a state lists, so that it stays readable however large the pool and the queues are."""
 
 
 class PoolError(RuntimeError):
@@ -31,6 +36,12 @@ class PoolOp(IntEnum):
     TAKE = 0
     SHARE = 1
     RELEASE = 2
+
+
+def listed(items: Iterable[object], count: int, separator: str = ", ") -> str:
+    """The first items as text, at most `LISTED` of `count`, and how many more there are."""
+    shown = [str(item) for item in islice(items, LISTED)]
+    return separator.join([*shown, f"and {count - len(shown)} more"] if count > len(shown) else shown)
 
 
 def blocks_needed(tokens: int, block_size: int) -> int:
@@ -79,7 +90,7 @@ class BlockPool:
         return self._next[block]
 
     def queue(self) -> list[int]:
-        """The whole queue, front first. For tests and dumps: O(n)."""
+        """The whole queue, front first. For tests: O(n)."""
         blocks: list[int] = []
         block = self.front()
         while block != self.num_blocks and len(blocks) <= self.num_blocks:
@@ -176,7 +187,8 @@ class BlockPool:
             problems.append("links of the queue disagree")
         unreferenced = {b for b, refs in enumerate(self.refs) if refs == 0}
         if set(queue) != unreferenced:
-            problems.append(f"queue and reference counts disagree on {sorted(set(queue) ^ unreferenced)}")
+            wrong = sorted(set(queue) ^ unreferenced)
+            problems.append(f"queue and reference counts disagree on blocks {listed(wrong, len(wrong))}")
         if min(self.refs) < 0:
             problems.append("a reference count is negative")
         cached = sum(self.content[b] is not None for b in unreferenced)
@@ -186,12 +198,21 @@ class BlockPool:
             raise PoolError("block pool is inconsistent: " + "; ".join(problems) + "\n" + self.dump())
 
     def dump(self) -> str:
-        """State of the pool as text."""
+        """State of the pool as text: blocks by state and by number of owners, and the first ones of the queue."""
+        owners = sorted(Counter(self.refs).items())
+        shared = [f"{blocks} with {refs}" for refs, blocks in owners if refs]
         return (
             f"blocks: {self.num_free} free + {self.num_cached} cached + {self.num_referenced} referenced"
             f" = {self.num_blocks} of {self.block_size} tokens\n"
-            f"refs: {[(b, r) for b, r in enumerate(self.refs) if r]}\nqueue: {self.queue()}"
+            f"blocks by owners: {listed(shared, len(shared)) or 'none has one'}\n"
+            f"queue: {listed(self._first(), self.num_available) or 'empty'}"
         )
+
+    def _first(self) -> Iterator[int]:
+        block = self.front()
+        while block != self.num_blocks:
+            yield block
+            block = self._next[block]
 
     def _require_unreferenced(self, block: int) -> None:
         if self.refs[block] != 0:

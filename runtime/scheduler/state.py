@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache
+from gristmill.runtime.kv_cache.block_pool import listed
 from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler.config import SchedulerConfig
 from gristmill.runtime.scheduler.plan import StepPlan
@@ -61,7 +62,9 @@ class SchedulerState:
         references = self.pool.refs
         if owners != references:
             wrong = [(b, n, r) for b, (n, r) in enumerate(zip(owners, references, strict=True)) if n != r]
-            raise PoolError(f"(block, owners, references) that differ: {wrong}\n{self.dump()}")
+            raise PoolError(
+                f"(block, owners, references) that differ: {listed(wrong, len(wrong))}\n{self.dump()}"
+            )
         if sorted(rows) != list(range(self.config.max_seqs)):
             raise PoolError(f"each row is free or has one owner, but these are: {rows}\n{self.dump()}")
         running, waiting, held = self.running, self.waiting, self.held
@@ -107,18 +110,22 @@ class SchedulerState:
         return ""
 
     def dump(self) -> str:
-        """The state as text, for errors."""
+        """The state as text, for errors; of long lists the first entries."""
         lines = [
             repr(self.config),
             self.pool.dump(),
             f"paused: {None if self.paused is None else self.paused.value}",
-            f"steps in flight: {[[(entry.id, entry.start, entry.count) for entry in plan.entries] for plan in self.in_flight]}",
+            f"steps in flight: {len(self.in_flight)}",
         ]
+        for plan in self.in_flight:
+            entries = ((entry.id, entry.start, entry.count) for entry in plan.entries)
+            lines.append(f"  {listed(entries, len(plan.entries))}")
         for name, requests in (
             ("running", self.running),
             ("waiting", self.waiting),
             ("held", self.held.values()),
         ):
             lines.append(f"{name}: {len(requests)}")
-            lines.extend(f"  {request!r}" for request in requests)
+            if requests:
+                lines.append("  " + listed(requests, len(requests), "\n  "))
         return "\n".join(lines)

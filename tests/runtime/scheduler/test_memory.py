@@ -9,6 +9,7 @@ import tracemalloc
 
 import pytest
 
+from gristmill.runtime.kv_cache import PoolError
 from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
 
 
@@ -121,3 +122,27 @@ def test_a_long_blocked_queue_does_not_slow_a_step() -> None:
         return min(times)
 
     assert step_seconds(20_000) < 5 * step_seconds(200)
+
+
+def test_the_state_as_text_is_short() -> None:
+    """However many blocks and requests there are: what is many is counted, and its first entries are listed."""
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=60_000, block_size=4, max_seqs=512, max_batch_tokens=8192)
+    )
+    for number in range(3000):
+        scheduler.add(Request(f"request-{number}", [number % 50] * 40, 8))
+    for _ in range(2):
+        scheduler.commit(scheduler.plan())
+        scheduler.update(scheduler.in_flight[0], [0] * len(scheduler.in_flight[0].sampling()))
+    text = scheduler.dump()
+    assert len(text) < 64_000
+    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    assert running > 200 and f"running: {running}" in text and f"waiting: {waiting}" in text
+    assert "Request('request-0', running" in text and f"and {running - 100} more" in text
+    assert (
+        f"{scheduler.pool.num_free} free" in text and f"and {scheduler.pool.num_available - 100} more" in text
+    )
+    scheduler.pool.refs[:50_000] = [1] * 50_000
+    with pytest.raises(PoolError, match="disagree on blocks") as raised:
+        scheduler.check()
+    assert len(str(raised.value)) < 64_000
