@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gristmill.runtime.completion import Chunk, TextOutput, merged
+from gristmill.runtime.completion import Chunk, GrowingCompletion, TextOutput
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.metrics import Timing
@@ -52,13 +52,13 @@ class ActiveRequest:
         }
         self.added = False
         self.span: RequestSpan | None = None
-        self._chunks: dict[int, list[Chunk]] = {}  # by choice: what the caller has not taken
+        self._untaken: dict[int, GrowingCompletion] = {}  # by choice: what the caller has not taken
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
     def put(self, chunk: Chunk) -> None:
         """Another chunk, for `next`."""
-        self._chunks.setdefault(chunk.choice, []).append(chunk)
+        self._untaken.setdefault(chunk.choice, GrowingCompletion()).add(chunk)
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -69,7 +69,7 @@ class ActiveRequest:
     async def next(self) -> Chunk | None:
         """What has come of one completion since the last call, as one chunk; None at the end. What came before a failure is handed
         out before it is raised."""
-        while not self._chunks:
+        while not self._untaken:
             if self._error is not None:
                 # One death has many callers: each gets an exception of its own.
                 if isinstance(self._error, EngineDeadError):
@@ -79,7 +79,7 @@ class ActiveRequest:
                 return None
             self._ready.clear()
             await self._ready.wait()
-        return merged(self._chunks.pop(next(iter(self._chunks))))
+        return self._untaken.pop(next(iter(self._untaken))).chunk()
 
 
 class ActiveRequests:

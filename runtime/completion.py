@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 
 from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.loader.checkpoint import NoTokenizerError
@@ -93,7 +94,7 @@ class GrowingCompletion:
 
     def __init__(self) -> None:
         self._ids: list[int] = []
-        self._texts: list[str] = []
+        self._text = StringIO()
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._last: Chunk | None = None
@@ -101,22 +102,30 @@ class GrowingCompletion:
     def add(self, chunk: Chunk) -> None:
         """The next chunk."""
         self._ids += chunk.token_ids
-        if chunk.text:
-            self._texts.append(chunk.text)
+        self._text.write(chunk.text)
         self._logprobs += chunk.logprobs or ()
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs = chunk.prompt_logprobs
         self._last = chunk
 
+    def chunk(self) -> Chunk:
+        """All chunks so far, at least one, as one."""
+        last = self._require_last()
+        return replace(
+            last,
+            token_ids=tuple(self._ids),
+            text=self._text.getvalue(),
+            logprobs=None if last.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
     def completion(self, prompt_ids: Sequence[int]) -> Completion:
         """All chunks so far, at least one, as a completion of the prompt."""
-        last = self._last
-        if last is None:
-            raise RuntimeError("a completion of no chunks")
+        last = self._require_last()
         return Completion(
             tuple(prompt_ids),
             tuple(self._ids),
-            "".join(self._texts),
+            self._text.getvalue(),
             last.finish_reason or FinishReason.ABORT.value,
             last.choice,
             last.stop_reason,
@@ -125,21 +134,10 @@ class GrowingCompletion:
             last.error,
         )
 
-
-def merged(chunks: Sequence[Chunk]) -> Chunk:
-    """Successive chunks of one completion, at least one, as one."""
-    last = chunks[-1]
-    if len(chunks) == 1:
-        return last
-    return replace(
-        last,
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        text="".join(chunk.text for chunk in chunks),
-        logprobs=None
-        if last.logprobs is None
-        else tuple(p for chunk in chunks for p in chunk.logprobs or ()),
-        prompt_logprobs=next((c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None), None),
-    )
+    def _require_last(self) -> Chunk:
+        if self._last is None:
+            raise RuntimeError("a completion of no chunks")
+        return self._last
 
 
 def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> TextStream | None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gristmill.runtime.async_engine import AsyncEngine
+from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine import Engine, EngineDraining
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
@@ -169,11 +170,19 @@ def test_refused_requests_do_not_disturb_the_others() -> None:
 def test_a_slow_reader_gets_fewer_chunks_and_every_token() -> None:
     core, _ = big_engine()
 
+    def chunks() -> int:
+        return sum(type(one) is Chunk for one in gc.get_objects())
+
+    before = chunks()
+
     async def main() -> None:
         async with AsyncEngine(core) as engine:
             stream = engine.stream([1, 2], SamplingParams(max_tokens=400))
             actual = list((await anext(stream)).token_ids)
             await until(lambda: not core.has_unfinished())
+            await asyncio.sleep(0)
+            waiting = chunks() - before
+            assert waiting <= 2, f"{waiting} chunks wait for the reader"
             rest = [chunk async for chunk in stream]
             assert len(rest) == 1 and rest[0].finish_reason == "length"
             assert actual + list(rest[0].token_ids) == expected_ids([1, 2], 400)
