@@ -34,7 +34,7 @@ from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.ownership import SERVED
-from gristmill.runtime.request_checks import check_timeout
+from gristmill.runtime.request_checks import check_integers, check_timeout
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Prompts of at least this many characters are encoded outside the event loop's thread."""
+MAX_QUEUED = 1024
+"""Requests that wait unless the caller says otherwise: a few steps' worth. More of them only wait longer, and take memory."""
 SIGNAL_SECONDS = 1.0
 """How long the present step may take after a second signal."""
 
@@ -67,6 +69,8 @@ class AsyncEngine:
             as dead; None = any. First steps may compile kernels.
         metrics: a `Metrics` to report to; None = none.
         tracer: an OpenTelemetry tracer, for a span for each request under the caller's current span; None = none.
+        max_queued: waiting requests beyond which a request is refused (QueueFull), for an engine without a max_queued of its own; None = any
+            number.
         on_cache_events: called in the engine's thread after each step and call that changed the prefix cache, with the events; it must
             not block. None = they are not recorded.
 
@@ -82,6 +86,7 @@ class AsyncEngine:
         llm: LLM | Engine,
         *,
         watchdog_seconds: float | None = 300.0,
+        max_queued: int | None = MAX_QUEUED,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
         on_cache_events: Callable[[list[CacheEvent]], None] | None = None,
@@ -90,14 +95,19 @@ class AsyncEngine:
             raise UsageError(f"AsyncEngine serves an LLM or an Engine, got {type(llm).__name__}")
         if watchdog_seconds is not None and not watchdog_seconds > 0:
             raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
+        check_integers(max_queued=max_queued)
         self._llm = llm if isinstance(llm, LLM) else None
-        self._requests = ActiveRequests()
         self._numbers = itertools.count()
         self._metrics = metrics
         self._tracer = tracer
         self._on_cache_events = on_cache_events
         self._signals: DrainSignals | None = None
         engine = llm.engine if isinstance(llm, LLM) else llm
+        scheduler = engine.scheduler
+        limit = scheduler.config.max_queued
+        self._requests = ActiveRequests(
+            lambda: len(scheduler.waiting) + len(scheduler.held), max_queued if limit is None else limit
+        )
         engine.ownership.take(SERVED)
         try:
             if on_cache_events is not None:
@@ -151,7 +161,7 @@ class AsyncEngine:
                 request.span = self._span(self._tracer, name, len(ids), params)
             await asyncio.wrap_future(
                 self._thread.call(
-                    lambda engine: _add(engine, request, ids, choice_params, grammars, priority)
+                    lambda engine: self._add(engine, request, ids, choice_params, grammars, priority)
                 )
             )
             while (chunk := await request.next()) is not None:
@@ -295,6 +305,30 @@ class AsyncEngine:
 
     # In the engine's thread --------------------------------------------------------------------------------------------
 
+    def _add(
+        self,
+        engine: Engine,
+        request: ActiveRequest,
+        ids: Sequence[int],
+        params: Sequence[SamplingParams],
+        grammars: Sequence[Grammar | None],
+        priority: int,
+    ) -> None:
+        """Add all completions of a prompt, or none."""
+        self._requests.arrived(request)
+        names = list(request.open)
+        if not names:
+            return  # its caller has left
+        added: list[str] = []
+        try:
+            for name, choice_params, grammar in zip(names, params, grammars, strict=True):
+                engine.add_request(name, ids, choice_params, priority, added[0] if added else None, grammar)
+                added.append(name)
+            request.added = True
+        except BaseException:
+            engine.abort(added)
+            raise
+
     def _on_step(self, outputs: list[RequestOutput]) -> None:
         engine = self._thread.engine
         if self._metrics is not None:
@@ -429,26 +463,3 @@ class AsyncEngine:
         if self._llm is None and not params.stop:
             return [None] * params.n
         return [text_stream(self._tokenizer, params) for _ in range(params.n)]
-
-
-def _add(
-    engine: Engine,
-    request: ActiveRequest,
-    ids: Sequence[int],
-    params: Sequence[SamplingParams],
-    grammars: Sequence[Grammar | None],
-    priority: int,
-) -> None:
-    """Add all completions of a prompt, or none."""
-    names = list(request.open)
-    if not names:
-        return  # its caller has left
-    added: list[str] = []
-    try:
-        for name, choice_params, grammar in zip(names, params, grammars, strict=True):
-            engine.add_request(name, ids, choice_params, priority, added[0] if added else None, grammar)
-            added.append(name)
-        request.added = True
-    except BaseException:
-        engine.abort(added)
-        raise

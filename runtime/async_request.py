@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.metrics import Timing
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import QueueFull
 from gristmill.runtime.tokenizer import TextStream
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ActiveRequest:
     """The completions of one prompt, used in one event loop.
 
     open: by the engine's id, the completions that have not ended; the engine's thread reads it too. added: whether the engine has
-    taken the request; set in the engine's thread.
+    taken the request; set in the engine's thread. on_the_way: completions that are registered, and not given to the engine yet.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ActiveRequest:
             for choice, stream in enumerate(streams)
         }
         self.added = False
+        self.on_the_way = 0
         self.span: RequestSpan | None = None
         self._untaken: dict[int, GrowingCompletion] = {}  # by choice: what the caller has not taken
         self._error: BaseException | None = None
@@ -87,25 +89,53 @@ class ActiveRequests:
 
     An id is free again only when the end of its request has been queued for the engine or has come from it: a later request with
     the same id is added after that, and nothing that was meant for the first one reaches it.
+
+    waiting: the number of requests that wait in the engine. max_queued: most that may wait there and on the way to it; None = any number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], int], max_queued: int | None) -> None:
+        self._waiting, self._max_queued = waiting, max_queued
         self._lock = threading.Lock()
         self._by_id: dict[str, ActiveRequest] = {}
+        self._on_the_way = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def register(self, request: ActiveRequest) -> None:
-        """Take the ids of a request, all of them or none. UsageError: one is in use."""
+        """Take the ids of a request, all of them or none.
+
+        Raises:
+            UsageError: one is in use.
+            QueueFull: too many requests wait.
+        """
+        count = len(request.open)
         with self._lock:
             if any(id_ in self._by_id for id_ in request.open):
                 raise UsageError(f"request id {request.name!r} is in use by an unfinished request")
+            waiting, most = self._waiting() + self._on_the_way, self._max_queued
+            if most is not None and waiting + count > most:
+                more = "which" if waiting >= most else f"with its {count} completions more than {most}, which"
+                raise QueueFull(
+                    f"request {request.name!r} refused: {waiting} requests are waiting, {more} is max_queued"
+                )
             self._by_id.update(dict.fromkeys(request.open, request))
+            request.on_the_way = count
+            self._on_the_way += count
+
+    def arrived(self, request: ActiveRequest) -> None:
+        """The engine gets the request now."""
+        with self._lock:
+            self._arrived(request)
+
+    def _arrived(self, request: ActiveRequest) -> None:
+        self._on_the_way -= request.on_the_way
+        request.on_the_way = 0
 
     def free(self, request: ActiveRequest, ids: Iterable[str]) -> None:
         """Give ids of a request back."""
         with self._lock:
+            self._arrived(request)
             for id_ in ids:
                 if self._by_id.get(id_) is request:
                     del self._by_id[id_]

@@ -48,7 +48,10 @@ class Generate:
         if on_error not in ("raise", "column"):
             raise UsageError(f"on_error must be 'raise' or 'column', got {on_error!r}")
         self.prompt, self.on_error = prompt, on_error
-        self.engine = AsyncEngine(LLM(model, **engine_options(options or {})))
+        self.engine = AsyncEngine(
+            LLM(model, **engine_options(options or {})),
+            max_queued=None,  # Ray Data decides how much is under way
+        )
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with the columns that are added."""
