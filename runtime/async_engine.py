@@ -27,7 +27,7 @@ from gristmill.runtime.completion import (
 )
 from gristmill.runtime.drain_signals import DrainSignals
 from gristmill.runtime.engine import Engine, PauseMode
-from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
+from gristmill.runtime.engine_thread import LOG, EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.kv_cache.events import CacheEvent
@@ -72,7 +72,7 @@ class AsyncEngine:
         max_queued: waiting requests beyond which a request is refused (QueueFull), for an engine without a max_queued of its own; None = any
             number.
         on_cache_events: called in the engine's thread after each step and call that changed the prefix cache, with the events; it must
-            not block. None = they are not recorded.
+            not block. The first ones say what the cache holds already. None = they are not recorded.
 
     Every unfinished request and call ends with EngineDeadError when a step fails, or the engine's thread does not come to an end with
     what it does, and so does every later one; the state is logged (logger ``gristmill``).
@@ -112,7 +112,9 @@ class AsyncEngine:
         try:
             if on_cache_events is not None:
                 engine.record_cache_events()
-            self._thread = EngineThread(engine, self._on_step, self._on_death, watchdog_seconds)
+            self._thread = EngineThread(
+                engine, self._on_step, self._on_death, watchdog_seconds, self._on_stop
+            )
         except BaseException:
             engine.ownership.give_back()
             raise
@@ -290,6 +292,23 @@ class AsyncEngine:
         """
         return await asyncio.wait_for(self.call(lambda engine: engine.status()), timeout)
 
+    def resync_cache_events(self) -> None:
+        """Hand on_cache_events an AllBlocksCleared and the blocks that the cache holds, between two steps, and from then on what changes: for
+        a router that begins to listen, or has lost events. Returns at once; from any thread.
+
+        Raises:
+            UsageError: there is no on_cache_events.
+            EngineDeadError: the engine runs no more.
+        """
+        if self._on_cache_events is None:
+            raise UsageError("there is nobody to tell what the cache holds: AsyncEngine(on_cache_events=...)")
+
+        def run(engine: Engine) -> None:
+            engine.record_cache_events()
+            self._publish(engine)
+
+        self._thread.call(run).add_done_callback(_log_failure)
+
     def dump(self) -> str:
         """The state of the engine as text: queues, blocks, requests, and where its thread is. From any thread, also while a step
         hangs."""
@@ -382,6 +401,10 @@ class AsyncEngine:
             with suppress(RuntimeError):  # its loop was closed
                 request.loop.call_soon_threadsafe(request.fail, error)
 
+    def _on_stop(self) -> None:
+        if self._on_cache_events is not None:
+            self._thread.engine.record_cache_events(False)
+
     # In the callers' event loops ---------------------------------------------------------------------------------------
 
     def _receive(self, outputs: list[tuple[ActiveRequest, RequestOutput]]) -> None:
@@ -463,3 +486,10 @@ class AsyncEngine:
         if self._llm is None and not params.stop:
             return [None] * params.n
         return [text_stream(self._tokenizer, params) for _ in range(params.n)]
+
+
+def _log_failure(future: Future[None]) -> None:
+    """Of a call that nobody waits for."""
+    error = future.exception()
+    if error is not None and not isinstance(error, EngineDeadError):
+        LOG.error("on_cache_events failed: %s: %s", type(error).__name__, error, exc_info=error)

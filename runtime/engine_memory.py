@@ -9,7 +9,7 @@ import torch
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.kv_cache.events import CacheEvent, EventLog
+from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
@@ -91,21 +91,28 @@ class EngineMemory:
         if self.scheduler.cache is not None:
             self.scheduler.cache.clear()
 
-    def record_cache_events(self) -> None:
-        """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly. UsageError: there is
-        no prefix cache."""
+    def record_cache_events(self, record: bool = True) -> None:
+        """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly; False = no more.
+
+        If the cache holds blocks already, or events are recorded already, the first ones are an AllBlocksCleared and the blocks that are
+        there: for a router that begins to listen, or begins anew.
+
+        Raises:
+            UsageError: there is no prefix cache.
+        """
         self.ownership.check()
         if self.scheduler.cache is None:
             raise UsageError(
                 "the engine has no prefix cache, and so no events of one: enable_prefix_cache is False"
             )
-        self.scheduler.cache.events = self.scheduler.cache.events or EventLog()
+        self.scheduler.cache.record_events(record)
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """The events of the prefix cache since the last call, in order."""
+        """The events of the prefix cache since the last call, in order. If they are of more blocks than the cache has, it is an
+        AllBlocksCleared instead, and the blocks that are there."""
         self.ownership.check()
         cache = self.scheduler.cache
-        return [] if cache is None or cache.events is None else cache.events.take()
+        return [] if cache is None else cache.take_events()
 
     def flush_kv_transfer(self, seconds: float = 30.0) -> bool:
         """Wait until the blocks that were to be saved by `kv_transfer` are in its stores, for another process to find them. Whether that was

@@ -62,7 +62,7 @@ class EngineThread:
 
     engine: owned by the caller; it is this thread's until `stop`, which gives it back. on_step: called in the thread with the outputs of
     each step. on_death: called once, in the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a
-    step, of its on_step, and of a call; None = any.
+    step, of its on_step, and of a call; None = any. on_stop: called by `stop` before it gives the engine back.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class EngineThread:
         on_step: Callable[[list[RequestOutput]], None],
         on_death: Callable[[EngineDeadError], None],
         watchdog_seconds: float | None,
+        on_stop: Callable[[], None],
     ) -> None:
         self.engine = engine
         self.error: EngineDeadError | None = None
-        self._on_step, self._on_death = on_step, on_death
+        self._on_step, self._on_death, self._on_stop = on_step, on_death, on_stop
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._waits: list[tuple[Callable[[Engine], bool], Future[None]]] = []
         self._lock = threading.Lock()  # of error, and of calls and waits that must not be added after it
@@ -129,6 +130,7 @@ class EngineThread:
                 self._owns = False
                 self.engine.ownership.hand_over(SERVED, threading.get_ident())
                 self.engine.abort()
+                self._on_stop()
                 self.engine.ownership.give_back()
         return True
 

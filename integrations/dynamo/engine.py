@@ -17,7 +17,8 @@ from dynamo.common.backend.publisher import KvEventSource, PushSource
 from dynamo.common.backend.worker import WorkerConfig
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, WorkerUnavailable
 
-from gristmill.integrations.dynamo.observers import CacheEvents, Load
+from gristmill.integrations.dynamo.cache_events import CacheEvents
+from gristmill.integrations.dynamo.observers import Load
 from gristmill.integrations.dynamo.requests import chunk_of, sampling_params
 from gristmill.integrations.dynamo.version import HOST
 from gristmill.integrations.options import engine_options
@@ -35,16 +36,19 @@ NOT_STARTED = "the engine was not started, or was cleaned up"
 
 class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read without types
     """One engine in one worker. path: a directory with tokenizer.json. name: under which the frontend serves it. options: of `gristmill.LLM`.
+    kv_routing: record events of the prefix cache for the router.
 
     Raises:
         HostError: a version of Dynamo that is not served.
     """
 
-    def __init__(self, path: str, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, path: str, name: str, options: dict[str, Any], kv_routing: bool = True) -> None:
         HOST.require()
         self.path, self.name, self.options = path, name, options
         self.engine: AsyncEngine | None = None
-        self.events, self.load = CacheEvents(), Load(name)
+        self.kv_routing = kv_routing
+        self.events = CacheEvents(lambda: self._started().resync_cache_events())
+        self.load = Load(name)
         self._controls: dict[str, Callable[[dict[str, Any]], Awaitable[None]]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -85,7 +89,8 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
         if wrong := [name for name, equals, _ in pairs if not equals]:
             parser.error(f"--option takes NAME=VALUE, got {', '.join(wrong)}")
         name = arguments.served_model_name or Path(arguments.model).name
-        engine = cls(arguments.model, name, engine_options({key: value for key, _, value in pairs}))
+        options = engine_options({key: value for key, _, value in pairs})
+        engine = cls(arguments.model, name, options, not arguments.disable_kv_routing)
         return engine, WorkerConfig(
             namespace=arguments.namespace,
             component=arguments.component,
@@ -96,14 +101,16 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
             discovery_backend=arguments.discovery_backend,
             request_plane=arguments.request_plane,
             event_plane=arguments.event_plane,
-            enable_kv_routing=not arguments.disable_kv_routing,
+            enable_kv_routing=engine.kv_routing,
         )
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model."""
         llm = await asyncio.to_thread(LLM, self.path, **self.options)
-        caches = llm.engine.scheduler.cache is not None
-        self.engine = AsyncEngine(llm, metrics=self.load, on_cache_events=self.events if caches else None)
+        self._records = self.kv_routing and llm.engine.scheduler.cache is not None
+        self.engine = AsyncEngine(
+            llm, metrics=self.load, on_cache_events=self.events if self._records else None
+        )
         config = llm.engine.scheduler.config
         return EngineConfig(
             model=self.path,
@@ -152,9 +159,8 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         """Events of the prefix cache."""
-        engine = self._started()
-        caches = await engine.call(lambda e: e.scheduler.cache is not None)
-        return [PushSource(on_ready=self.events.attach, dp_rank=0)] if caches else []
+        self._started()
+        return [PushSource(on_ready=self.events.attach, dp_rank=0)] if self._records else []
 
     def component_metrics_dp_ranks(self) -> list[int]:
         """One engine."""

@@ -41,13 +41,22 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventLog:
-    """The events since the last `take`, in order; neighbours of one kind are one event."""
+    """The events since the last `take`, in order; neighbours of one kind are one event.
 
-    def __init__(self) -> None:
+    limit: blocks in them, beyond which they are dropped: the log is stale then, and what the cache holds says more, and takes less, than how
+    it came about. None = any number.
+    """
+
+    def __init__(self, limit: int | None = None, stale: bool = False) -> None:
         self._events: list[CacheEvent] = []
+        self._limit = limit
+        self._blocks = 0
+        self.stale = stale
 
     def stored(self, hash_: int, parent: int | None, tokens: Sequence[int], cache_key: Hashable) -> None:
         """A block was registered."""
+        if not self._has_room():
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent and last.cache_key == cache_key:
             last.block_hashes.append(hash_)
@@ -57,6 +66,8 @@ class EventLog:
 
     def removed(self, hash_: int) -> None:
         """A block was evicted."""
+        if not self._has_room():
+            return
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(hash_)
@@ -65,9 +76,19 @@ class EventLog:
 
     def cleared(self) -> None:
         """All blocks were forgotten."""
-        self._events.append(AllBlocksCleared())
+        if not self.stale:
+            self._events, self._blocks = [AllBlocksCleared()], 0
 
     def take(self) -> list[CacheEvent]:
-        """The events, which are then forgotten."""
+        """The events, which are then forgotten; none of a log that is stale."""
         events, self._events = self._events, []
+        self._blocks = 0
         return events
+
+    def _has_room(self) -> bool:
+        """Whether the event of another block is kept."""
+        if not self.stale and self._blocks == self._limit:
+            self.stale = True
+            self.take()
+        self._blocks += not self.stale
+        return not self.stale

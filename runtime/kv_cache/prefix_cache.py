@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Sequence
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError
-from gristmill.runtime.kv_cache.events import EventLog
+from gristmill.runtime.kv_cache.events import AllBlocksCleared, CacheEvent, EventLog
 from gristmill.runtime.kv_cache.groups import first_needed
 
 HashFunction = Callable[[tuple[int, tuple[int, ...], Hashable]], int]
@@ -46,8 +46,7 @@ def same_prefix(a: CachedBlock | None, b: CachedBlock | None) -> bool:
 
 
 class PrefixCache:
-    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`. windows: of the groups, the first 0.
-    events: of the blocks of the first group; None = not recorded."""
+    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`. windows: of the groups, the first 0."""
 
     def __init__(
         self, pool: BlockPool, hash_function: HashFunction = hash, windows: Sequence[int] = (0,)
@@ -58,7 +57,7 @@ class PrefixCache:
         self._hash = hash_function
         self._windows = windows
         self._table: dict[int, CachedBlock] = {}
-        self.events: EventLog | None = None
+        self._events: EventLog | None = None  # of the blocks of the first group
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -147,8 +146,8 @@ class PrefixCache:
             if entry.blocks[group] is None and block != self._pool.num_blocks:
                 self._pool.register(block, entry)
                 entry.blocks[group] = block
-                if group == 0 and self.events is not None:
-                    self.events.stored(hash_, None if parent is None else parent.hash, content, extra)
+                if group == 0 and self._events is not None:
+                    self._events.stored(hash_, None if parent is None else parent.hash, content, extra)
         return entry
 
     def clear(self) -> None:
@@ -158,8 +157,40 @@ class PrefixCache:
                 if block is not None:
                     self._pool.forget(block)
         self._table.clear()
-        if self.events is not None:
-            self.events.cleared()
+        if self._events is not None:
+            self._events.cleared()
+
+    def record_events(self, record: bool) -> None:
+        """Record events for `take_events` from now on, or no more. The first ones say what the cache holds already, also when it
+        records already."""
+        known = self._events is None and not self._table
+        self._events = EventLog(self._pool.num_blocks, stale=not known) if record else None
+
+    def take_events(self) -> list[CacheEvent]:
+        """The events since the last call, in order. Those of more blocks than the pool has are not kept: then an AllBlocksCleared and
+        what the cache holds stand for them."""
+        if self._events is None:
+            return []
+        if not self._events.stale:
+            return self._events.take()
+        self._events = EventLog(self._pool.num_blocks)
+        return [AllBlocksCleared(), *self._contents()]
+
+    def _contents(self) -> list[CacheEvent]:
+        """All blocks of the first group as stored, parents before their children."""
+        log, seen = EventLog(), set[int]()
+        for last in self._table.values():
+            chain: list[CachedBlock] = []
+            entry: CachedBlock | None = last
+            while entry is not None and entry.hash not in seen and self._table.get(entry.hash) is entry:
+                seen.add(entry.hash)
+                chain.append(entry)
+                entry = entry.parent
+            for entry in reversed(chain):
+                if entry.blocks[0] is not None:
+                    parent = None if entry.parent is None else entry.parent.hash
+                    log.stored(entry.hash, parent, entry.tokens, entry.extra)
+        return log.take()
 
     def check(self) -> None:
         """Raise PoolError unless the table and the pool have the same entries."""
@@ -183,5 +214,5 @@ class PrefixCache:
         entry.blocks[group] = None
         if entry.blocks.count(None) == len(entry.blocks):
             del self._table[entry.hash]
-        if group == 0 and self.events is not None:
-            self.events.removed(entry.hash)
+        if group == 0 and self._events is not None:
+            self._events.removed(entry.hash)

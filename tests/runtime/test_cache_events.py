@@ -10,6 +10,7 @@ import pytest
 
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.engine import Engine
+from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.events import (
     AllBlocksCleared,
@@ -78,6 +79,47 @@ def test_the_mirror_equals_the_cache(seed: int) -> None:
     assert kinds == {BlockStored, BlockRemoved, AllBlocksCleared} and engine.take_cache_events() == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_events_that_nobody_takes_are_bounded(seed: int) -> None:
+    """What is taken late, and what is recorded late, is what the cache holds, and then what changes."""
+    engine, _ = fake_engine(num_blocks=24, max_seqs=4)
+    chance, mirror = random.Random(seed), Mirror()
+    for step in range(600):
+        if chance.random() < 0.5:
+            tokens = [chance.randrange(4) for _ in range(chance.randrange(8, 30))]
+            engine.add_request(str(step), tokens, PARAMS)
+        engine.step()
+        if step == 50 or (step > 50 and chance.random() < 0.005):
+            engine.record_cache_events()  # for a router that begins anew
+        if step > 50 and chance.random() < 0.02:
+            events = engine.take_cache_events()
+            blocks = sum(
+                len(event.block_hashes) for event in events if not isinstance(event, AllBlocksCleared)
+            )
+            assert blocks <= 24
+            mirror.apply(events)
+            assert mirror.blocks == cached(engine)
+    engine.record_cache_events(False)
+    engine.reset_prefix_cache()
+    assert engine.take_cache_events() == []
+
+
+def test_what_a_cache_holds_comes_with_parents_first() -> None:
+    engine, _ = fake_engine(num_blocks=64, max_seqs=4)
+    for name, tail in (("a", [1] * 9), ("b", [2] * 9), ("c", [1] * 5 + [3] * 8)):
+        engine.add_request(name, [*range(12), *tail], PARAMS)
+        while engine.has_unfinished():
+            engine.step()
+    engine.record_cache_events()
+    cleared, *stored = engine.take_cache_events()
+    known: set[int | None] = {None}
+    for event in stored:
+        assert isinstance(event, BlockStored) and event.parent_block_hash in known
+        known.update(event.block_hashes)
+    assert isinstance(cleared, AllBlocksCleared) and known - {None} == set(cached(engine))
+    assert engine.take_cache_events() == []
+
+
 def test_one_event_for_the_blocks_of_a_prompt(make: Callable[..., LLM]) -> None:
     engine = make(LLAMA, block_size=16).engine
     assert engine.take_cache_events() == []
@@ -126,6 +168,36 @@ def test_a_callback_of_the_async_engine(make: Callable[..., LLM]) -> None:
             assert mirror.blocks == {}
 
     asyncio.run(main())
+    llm.generate([window(1, 40)], PARAMS)
+    assert llm.engine.take_cache_events() == [], "after close nothing is recorded"
+
+
+def test_a_callback_that_begins_late(make: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:
+    llm, events = make(LLAMA), list[CacheEvent]()
+    llm.generate([window(1, 40)], PARAMS)
+
+    async def main() -> None:
+        async with AsyncEngine(llm, on_cache_events=events.extend) as engine:
+            for _ in range(2):
+                engine.resync_cache_events()
+                await engine.check_health()
+                mirror = Mirror()
+                mirror.apply(events)
+                assert isinstance(events[0], AllBlocksCleared) and mirror.blocks == cached(llm.engine) != {}
+            with pytest.raises(UsageError, match="on_cache_events"):
+                engine._on_cache_events = None
+                engine.resync_cache_events()
+            engine._on_cache_events = raises
+            engine.resync_cache_events()
+            await engine.check_health()  # it goes on
+        with pytest.raises(EngineDeadError):
+            engine.resync_cache_events()
+
+    def raises(_: list[CacheEvent]) -> None:
+        raise ZeroDivisionError("the router has left")
+
+    asyncio.run(main())
+    assert "on_cache_events failed: ZeroDivisionError: the router has left" in caplog.text
 
 
 def test_without_a_prefix_cache(make: Callable[..., LLM]) -> None:

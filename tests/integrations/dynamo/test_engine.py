@@ -149,10 +149,12 @@ def test_cancellation(environment: dict[str, str]) -> None:
 def test_events_and_load(environment: dict[str, str]) -> None:
     async def work(engine: GristmillEngine) -> None:
         publisher = Publisher()
-        await ask(engine)  # its events wait for the publisher
+        assert engine.engine is not None
+        await ask(engine)  # when the publisher comes, it gets what the cache holds
         [source] = await engine.kv_event_sources()
         assert publisher.events == []
         source.on_ready(publisher)
+        await engine.engine.check_health()
         [first, *_] = publisher.events
         assert (
             first["type"] == "stored" and first["token_ids"] == PROMPT[:48] and first["parent_hash"] is None
@@ -175,6 +177,19 @@ def test_events_and_load(environment: dict[str, str]) -> None:
         assert len(publisher.events) == count
 
     run(work)
+
+
+def test_no_events_without_routing(environment: dict[str, str]) -> None:
+    async def main() -> None:
+        engine, worker = await GristmillEngine.from_args([*ARGUMENTS, "--disable-kv-routing"])
+        assert worker.enable_kv_routing is False
+        await engine.start(1)
+        assert engine.engine is not None
+        assert len(await ask(engine)) > 0 and await engine.kv_event_sources() == []
+        assert await engine.engine.call(lambda e: e.take_cache_events()) == []
+        await engine.cleanup()
+
+    asyncio.run(main())
 
 
 def test_refusals(environment: dict[str, str]) -> None:

@@ -103,16 +103,14 @@ def test_cached_tokens_are_counted_once_for_all_groups_and_admissions() -> None:
 
 
 def test_events_follow_the_first_group() -> None:
-    from gristmill.runtime.kv_cache.events import EventLog
-
     scheduler = make()
-    log = scheduler.cache.events = EventLog()
+    scheduler.cache.record_events(True)
     run_all(scheduler, [Request("a", list(range(40)), 1)])
-    [event] = log.take()
+    [event] = scheduler.cache.take_events()
     assert len(event.block_hashes) == 10
     for entry in list(scheduler.cache._table.values()):
         scheduler.pool.take(entry.blocks[1])
-    assert log.take() == []
+    assert scheduler.cache.take_events() == []
 
 
 def test_a_preempted_request_is_shown_with_its_blocks() -> None:
