@@ -10,11 +10,13 @@ before they are sampled (penalties, bans) uses a graph that ends with the logits
 engine's most tokens per sequence; sequences with fewer are padded at their end.
 
 A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their scratch
-memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture.
+memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
+no memory is left out: its steps run kernel by kernel.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,12 +32,15 @@ from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
+from gristmill.runtime.errors import is_out_of_memory
 from gristmill.runtime.hidden_states import KeptStates
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import SampledTokens
 
+LOG = logging.getLogger("gristmill")
+NO_MEMORY = "there was no memory to capture it"
 SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 """Sequences of the graphs: padding costs at most 7 sequences up to 64, and 15 above, where the arithmetic of a step grows with them."""
 LARGEST = SIZES[-1]
@@ -107,6 +112,7 @@ class DecodeGraphs:
             max(sampled.rows, LARGEST), width, sampler.vocab_size, cache.windows, cache.num_blocks
         )
         self.memory = DecodeInputs(LARGEST, width, sampled, groups=len(cache.windows))
+        self._told_of_memory = False
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
@@ -212,27 +218,70 @@ class DecodeGraphs:
         made = DecodeGraph(seqs, bound, samples, per_seq, buffers)
         if self._stream is None:
             return made
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            made.buffers.clear()
-            self.compute(made)
-            made.holds = self.model.plans.arenas.held()
+        failure = None
+        try:
+            made.graph = self._capture(made, self._stream)
+        except UnpreparedError as error:
+            made.reason = str(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error)
+        if failure is not None:  # here, where nothing holds the frames of the exception and their tensors
+            self._leave_out(made, failure)
+        return made
+
+    def _capture(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """The step of a graph, run once and captured on the stream, for which the current one waits."""
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                made.buffers.clear()
+                self.compute(made)
+                made.holds = self.model.plans.arenas.held()
+            try:
+                return self._record(made, stream)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            torch.cuda.empty_cache()  # a capture cannot take the free memory that torch keeps for other work
+            return self._record(made, stream)
+        finally:
+            current.wait_stream(stream)
+
+    def _record(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use the device during the capture.
-            with capturing_on(self._stream, graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capturing_on(stream, graph, pool=self._pool, capture_error_mode="thread_local"):
                 self.compute(made)
-        except UnpreparedError as error:
-            made.reason = str(error)
-            return made
+        except UnpreparedError:
+            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise RuntimeError(
-                f"a decode step of {seqs} sequences could not be captured, though its kernels are declared to be "
+                f"a decode step of {made.seqs} sequences could not be captured, though its kernels are declared to be "
                 f"capturable: {error}; decode_graphs=False runs steps kernel by kernel"
             ) from error
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        made.graph = graph
-        return made
+        return graph
+
+    def _leave_out(self, made: DecodeGraph, failure: str) -> None:
+        """Run the steps of this graph without it, and give back what its capture took."""
+        made.reason, made.logits, made.holds = NO_MEMORY, None, ()
+        if self._cuda:
+            torch.cuda.empty_cache()
+        if not self._told_of_memory:
+            self._told_of_memory = True
+            LOG.warning(
+                "there is no memory to capture decode steps of %d sequences with contexts up to %d (%s): these, and others that do not "
+                "fit, run kernel by kernel, which is slower. A smaller cache (memory, num_blocks) or max_seqs leaves more; "
+                "explain_graphs() lists what is left out",
+                made.seqs,
+                made.bound,
+                failure,
+            )
 
     @torch.inference_mode()
     def compute(self, made: DecodeGraph) -> None:

@@ -38,17 +38,35 @@ INVALID_LOGITS = ErrorInfo(
 
 def error_info(error: BaseException) -> ErrorInfo:
     """What ended an engine, by the exception of its step, or by the one behind it."""
-    from torch import OutOfMemoryError
-
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__) is not None and cause not in chain:
-        chain.append(cause)
     message = str(error) or type(error).__name__
-    if any(isinstance(one, OutOfMemoryError | MemoryError) for one in chain):
+    if is_out_of_memory(error):
         return ErrorInfo("out_of_memory", message)
-    if any(isinstance(one, RankError) for one in chain):
+    if any(isinstance(one, RankError) for one in _chain(error)):
         return ErrorInfo("rank_failed", message)
     return ErrorInfo("engine_failed", message)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the device or the host ran out, by the exception or one behind it: torch's own, or a failed call of the driver
+    (by torch, Triton or a library), which has a text alone."""
+    from torch import OutOfMemoryError
+
+    return any(
+        isinstance(one, OutOfMemoryError | MemoryError)
+        or (isinstance(one, RuntimeError) and "out of memory" in str(one).lower())
+        for one in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and those behind it, as a traceback shows them."""
+    chain = [error]
+    while True:
+        last = chain[-1]
+        behind = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if behind is None or behind in chain:
+            return chain
+        chain.append(behind)
 
 
 class UsageError(ValueError):

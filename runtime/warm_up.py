@@ -85,7 +85,8 @@ def warm_up(
         seconds[stage] = time.perf_counter() - begin
     plans.set_warm(True)
     entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
-    return WarmUp(seconds, 0 if runner.decode is None else len(runner.decode.graphs), entries)
+    graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
+    return WarmUp(seconds, len(graphs), entries)
 
 
 def _stages(runner: Runner, config: SchedulerConfig, drafts: int) -> dict[str, list[Callable[[], object]]]:

@@ -13,6 +13,7 @@ from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner
@@ -111,6 +112,37 @@ def test_processed_logits() -> None:
         assert [result.token_ids for result in through.generate(prompts(), params)] == expected
     rows = [row for row in through.explain_graphs() if row["seqs"] and not row["samples"]]
     assert rows and all(row["captured"] for row in rows) and sum(row["steps"] for row in rows) > 30
+
+
+def test_a_capture_without_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its graph is left out, what it took is given back, and later captures into the same pool succeed."""
+    options = {"dtype": "fp32", "device": "cuda", "policy": TRITON, "num_blocks": 256}
+    without, through = (LLM(MODELS / LLAMA, decode_graphs=on, **options) for on in (False, True))
+    compute, failed = DecodeGraphs.compute, []
+
+    def exhausting(graphs: DecodeGraphs, made: DecodeGraph) -> None:
+        compute(graphs, made)
+        if torch.cuda.is_current_stream_capturing() and made.seqs > 2:
+            failed.append(made.seqs)
+            kept = torch.empty(1 << 26, device="cuda")  # of the pool of the graphs
+            torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+            del kept
+
+    monkeypatch.setattr(DecodeGraphs, "compute", exhausting)
+    params = [SamplingParams(max_tokens=8 * (1 + i), ignore_eos=True) for i in range(7)]
+    expected = without.generate(prompts(), params)
+    assert through.generate(prompts(), params) == expected
+    rows = {row["seqs"]: row for row in through.explain_graphs() if row["seqs"]}
+    assert {seqs: row["captured"] for seqs, row in rows.items()} == {1: True, 2: True, 4: False, 8: False}
+    assert rows[8]["reason"] == "there was no memory to capture it" and failed == [8, 8, 4, 4]
+    assert len([record for record in caplog.records if "no memory to capture" in record.message]) == 1
+    before = torch.cuda.memory_reserved()
+    assert through.generate(prompts(), params) == expected
+    assert torch.cuda.memory_reserved() <= before + (1 << 26)
+    monkeypatch.setattr(DecodeGraphs, "compute", compute)
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.2)] * 7
+    assert through.generate(prompts(), params) == without.generate(prompts(), params)
+    assert any(row["captured"] and row["seqs"] == 8 for row in through.explain_graphs())
 
 
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])

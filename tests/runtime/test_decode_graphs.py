@@ -3,14 +3,18 @@ itself: tests/gpu."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gristmill.kernel_registry.kernel import Workspace
-from gristmill.runtime.decode_graphs import DecodeGraphs
+from gristmill.runtime import decode_graphs
+from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.decode_inputs import Buffers
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
@@ -111,6 +115,89 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
         "steps": 4,
         "reason": "no graph can hold this kernel",
     } in llm.explain_graphs()
+
+
+class FakeCuda:
+    """Streams and graphs on a CPU: capturing computes the step, as often as there is memory for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[int, list[Exception]]) -> None:
+        """errors: by sequences, what their captures raise, one after the other."""
+        self.emptied, self.captured = 0, list[int]()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(decode_graphs, "capturing_on", self.capturing_on)
+        compute = DecodeGraphs.compute
+
+        def computed(graphs: DecodeGraphs, made: DecodeGraph) -> None:
+            compute(graphs, made)
+            if self.capturing:
+                if left := errors.get(made.seqs):
+                    raise left.pop(0)
+                self.captured.append(made.seqs)
+                replay = partial(compute, graphs, made)
+                self.capturing.replay = lambda: replay()  # type: ignore[attr-defined]
+
+        self.capturing: SimpleNamespace | None = None
+        monkeypatch.setattr(DecodeGraphs, "compute", computed)
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    @contextmanager
+    def capturing_on(self, stream: Any, graph: Any, **options: Any) -> Iterator[None]:
+        self.capturing = graph
+        try:
+            yield
+        finally:
+            self.capturing = None
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+@pytest.mark.parametrize("kind", ["torch", "driver", "end of the capture"])
+def test_a_graph_without_memory_is_left_out(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Its steps run kernel by kernel, and it is said once."""
+    error: Exception = NO_MEMORY if kind == "torch" else RuntimeError("CUDA error: out of memory")
+    if kind == "end of the capture":  # which fails in turn
+        error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        error.__context__ = NO_MEMORY
+    llm = make(LLAMA, decode_graphs=True)
+    cuda = FakeCuda(monkeypatch, {1: [error, error], 4: [error, error], 2: [NO_MEMORY]})
+    assert llm.engine.runner.decode is not None
+    llm.engine.runner.decode._stream = cuda  # type: ignore[assignment]
+    prompts = wide({})["prompts"][:4]
+    params = [SamplingParams(max_tokens=8 * (1 + i), ignore_eos=True) for i in range(4)]
+    results = llm.generate(prompts, params)
+    assert results == make(LLAMA).generate(prompts, params)
+    rows = {row["seqs"]: row for row in llm.explain_graphs() if row["seqs"]}
+    assert {seqs: row["captured"] for seqs, row in rows.items()} == {1: False, 2: True, 4: False}
+    assert rows[1]["reason"] == rows[4]["reason"] == "there was no memory to capture it"
+    refused = [
+        row["steps"] for row in llm.explain_graphs() if row["seqs"] is None and "memory" in row["reason"]
+    ]
+    assert refused[0] > 10 and rows[2]["steps"] > 5
+    assert cuda.captured == [2] and cuda.emptied == 3  # before each second attempt
+    [said] = [record for record in caplog.records if "no memory to capture" in record.message]
+    assert "decode steps of 4 sequences" in said.message
+
+
+def test_another_failure_of_a_capture_is_an_error(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(LLAMA, decode_graphs=True)
+    assert llm.engine.runner.decode is not None
+    cuda = FakeCuda(monkeypatch, {1: [RuntimeError("operation not permitted when stream is capturing")]})
+    llm.engine.runner.decode._stream = cuda  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="could not be captured, though .*: operation not permitted"):
+        llm.generate([1, 2, 3], PARAMS[0])
 
 
 def test_arenas_are_shared_but_for_zeros() -> None:
