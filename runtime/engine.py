@@ -27,7 +27,7 @@ from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.heap import freeze_heap
-from gristmill.runtime.integers import as_integer, integers
+from gristmill.runtime.integers import as_integer, integers, plain
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
@@ -170,6 +170,12 @@ class Engine(EngineMemory):
             raise UsageError(
                 f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
             )
+        block_size, num_blocks, memory = plain(block_size), plain(num_blocks), plain(memory)
+        max_seqs, max_batch_tokens = plain(max_seqs), plain(max_batch_tokens)
+        max_model_len, max_chunk = plain(max_model_len), plain(max_chunk)
+        max_queued, max_queued_tokens = plain(max_queued), plain(max_queued_tokens)
+        priority_span, max_bypass = plain(priority_span), plain(max_bypass)
+        inter_prefill_budget, tensor_parallel = plain(inter_prefill_budget), plain(tensor_parallel)
         check_integers(
             block_size=block_size,
             max_seqs=max_seqs,

@@ -12,6 +12,7 @@ import torch
 
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.integers import integers, plain
 from gristmill.runtime.scheduler import ScheduledRequest
 
 STEP_TOKENS = 4096
@@ -59,19 +60,21 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over `windows` contiguous windows of `window` tokens from token 0; each predicts its last window - 1.
 
+    tokens: a list, or an array or tensor of one dimension.
     progress: called with (windows done, windows in all).
 
     Raises:
         UsageError: too few tokens, a window larger than the model or the cache allows, requests in flight.
     """
     config, vocab = engine.scheduler.config, engine.runner.model.config.vocab_size
+    ids, window, windows = integers(tokens, "tokens"), plain(window), plain(windows)
     if window < 2 or windows < 1:
         raise UsageError(
             f"evaluation needs a window of at least 2 tokens and at least one window, got {window} and {windows}"
         )
-    if len(tokens) < window * windows:
+    if len(ids) < window * windows:
         raise UsageError(
-            f"{windows} windows of {window} tokens need {window * windows} tokens, got {len(tokens)}"
+            f"{windows} windows of {window} tokens need {window * windows} tokens, got {len(ids)}"
         )
     if window > config.capacity:
         raise UsageError(
@@ -79,17 +82,16 @@ def evaluate(
         )
     if engine.has_unfinished():
         raise UsageError("evaluation needs an idle engine: requests are unfinished")
-    if max(tokens[: window * windows]) >= vocab:
-        raise UsageError(
-            f"token ids must be below the vocabulary's size {vocab}: these tokens are of another model"
-        )
+    used = ids[: window * windows]
+    if min(used) < 0 or max(used) >= vocab:
+        raise UsageError(f"token ids must be from 0 to {vocab - 1}: these tokens are of another model")
     begin = time.perf_counter()
     losses: list[float] = []
     at_once = windows_at_once(
         engine.runner.device, window, windows, config.num_blocks // config.places(window)
     )
     for index in range(0, windows, at_once):
-        some = [tokens[i * window : (i + 1) * window] for i in range(index, index + at_once)]
+        some = [ids[i * window : (i + 1) * window] for i in range(index, index + at_once)]
         losses += losses_of(engine, some).mean(1).tolist()
         if progress is not None:
             progress(index + at_once, windows)

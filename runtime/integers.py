@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gristmill.runtime.errors import UsageError
+
+T = TypeVar("T")
 
 
 def as_integer(value: Any) -> int | None:
@@ -21,6 +23,12 @@ def as_integer(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def plain(value: T) -> T:
+    """An integer of numpy or torch as an int; anything else as it is, to be judged by who knows what is expected."""
+    integer = as_integer(value)
+    return value if integer is None else cast(T, integer)
 
 
 def is_integers(value: object) -> bool:

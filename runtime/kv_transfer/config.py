@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.integers import plain
 from gristmill.runtime.kv_transfer import Store, StoreSpec, failures, stores
 from gristmill.runtime.kv_transfer.tiers import Tiers
 
@@ -38,6 +39,7 @@ class KVTransfer:
         object.__setattr__(self, "stores", tuple(self.stores))
         for store in self.stores:
             _spec(store)
+        object.__setattr__(self, "save_after", plain(self.save_after))
         if type(self.save_after) is not int or not 0 <= self.save_after <= 255:
             raise UsageError(f"save_after must be an integer from 0 to 255, got {self.save_after!r}")
         if type(self.load) is not bool or not (self.load or self.save_after):

@@ -27,7 +27,7 @@ from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spaw
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import ReplicaError, UsageError
-from gristmill.runtime.integers import as_prompt
+from gristmill.runtime.integers import as_prompt, plain
 from gristmill.runtime.llm import Prompt
 from gristmill.runtime.parallel.driver import LOADING
 from gristmill.runtime.parallel.route import Route, Router
@@ -77,6 +77,7 @@ class Replicas:
         skip: int = 0,
         **options: Any,
     ) -> None:
+        count, skip = plain(count), plain(skip)
         check_integers(count=count)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
             raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.integers import plain
 from gristmill.runtime.speculation import ProposerSpec, failures, proposers
 
 MOST_TOKENS = 64
@@ -38,6 +39,7 @@ class Speculation:
             raise UsageError(
                 f"unknown speculation method {self.method!r}; known: {', '.join(proposers())}{others}"
             )
+        object.__setattr__(self, "tokens", plain(self.tokens))
         if self.tokens is not None and (type(self.tokens) is not int or not 1 <= self.tokens <= MOST_TOKENS):
             raise UsageError(
                 f"speculation drafts 1 to {MOST_TOKENS} tokens per step, got tokens = {self.tokens!r}"

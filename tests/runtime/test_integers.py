@@ -13,10 +13,13 @@ import torch
 
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.integers import as_integer, integers
+from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from tests.runtime.oracle import LLAMA
+from gristmill.runtime.speculation.config import Speculation
+from tests.runtime.oracle import LLAMA, eval_tokens
 
 PARAMS = SamplingParams(max_tokens=4)
 IDS = [262, 1181, 549, 493]
@@ -167,3 +170,42 @@ def test_integers_of_other_sequences() -> None:
     for wrong in (b"ab", "12", memoryview(b"ab"), {1: 2}, iter([1])):
         with pytest.raises(UsageError, match="ids must be a list or an array of token ids, got"):
             integers(wrong, "ids")
+
+
+def test_options_of_an_engine(make: Callable[..., LLM]) -> None:
+    llm = make(
+        LLAMA,
+        num_blocks=np.int64(32),
+        block_size=np.int32(16),
+        max_seqs=np.int8(4),
+        max_batch_tokens=np.int64(64),
+        max_model_len=np.uint16(128),
+        max_queued=np.int64(9),
+        seed=np.int64(3),
+        speculate=Speculation("ngram", tokens=np.int64(2)),
+        kv_transfer=KVTransfer(["host:1MiB"], save_after=np.int64(1)),
+    )
+    config = llm.engine.scheduler.config
+    sizes = (
+        config.num_blocks,
+        config.max_seqs,
+        config.max_batch_tokens,
+        config.max_model_len,
+        config.max_queued,
+    )
+    assert sizes == (32, 4, 64, 128, 9) and {*map(type, sizes)} == {int}
+    assert len(llm.generate(IDS, PARAMS)[0].token_ids) == 4
+    with pytest.raises(UsageError, match="max_seqs must be an integer of at least 1"):
+        make(LLAMA, max_seqs=np.float64(4))
+
+
+def test_tokens_of_an_evaluation(llm: LLM) -> None:
+    ids = eval_tokens()[:128]
+    expected = evaluate(llm.engine, ids, 32, 2)
+    for form in (np.array(ids, dtype=np.uint16), torch.tensor(ids)):
+        assert evaluate(llm.engine, form, np.int64(32), 2).window_losses == expected.window_losses
+    for wrong in (np.array(ids) - 5000, [*ids[:63], 4096]):
+        with pytest.raises(UsageError, match="token ids must be from 0 to 4095"):
+            evaluate(llm.engine, wrong, 32, 2)
+    with pytest.raises(UsageError, match="tokens must be token ids, which are integers, got 1.0"):
+        evaluate(llm.engine, np.ones(64), 32, 2)
