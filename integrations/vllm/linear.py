@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from gristmill.integrations.measured import Call, Case, compare
 from gristmill.integrations.product import Part, Product, Reader, Shard, joined, multiply, unserved
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.integrations.vllm.step_sizes import step_sizes
-from gristmill.integrations.vllm.trial import name_of, product_of
+from gristmill.integrations.vllm.trial import NoMethodError, name_of, product_of, served
 from gristmill.integrations.vllm.version import HOST
 
-T = TypeVar("T")
 LEFT = "gristmill_left_to_vllm"
 """The entry of vLLM's additional_config that names the layers of `_note_choice`."""
 LATENTS = "kv_b_proj"
@@ -92,15 +91,21 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
         scheme = str(self.scheme)
 
         def theirs() -> Call:
-            return _served(product_of, layer, self.fallback, sizes, whole, k, dtype, attributes)
+            return served(product_of, layer, self.fallback, sizes, whole, k, dtype, attributes)
 
         try:
-            method = f"{_version()} {_served(name_of, layer, self.fallback)}"
+            method = f"{_version()} {served(name_of, layer, self.fallback)}"
             case = Case(scheme, sum(sizes), k, dtype, "vllm", method)
             comparison = compare(case, _device(), theirs)
         except NoMethodError as error:
             self.times = f"vLLM's own method does not serve it: {error}"
             return None
+        except Exception as error:
+            error.add_note(
+                f"gristmill timed vLLM's own method of {self.prefix} beside its kernel, with several copies of the weight; "
+                """--additional-config '{"gristmill": {"take": "all"}}' takes every layer untimed"""
+            )
+            raise
         if comparison.ahead:
             self.times = str(comparison)
             return None
@@ -129,18 +134,6 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
         return multiply(self.products, x, bias)
-
-
-class NoMethodError(RuntimeError):
-    """vLLM's own method does not serve a layer."""
-
-
-def _served(function: Callable[..., T], *arguments: Any) -> T:
-    """What a function of vLLM's own method returns; NoMethodError for what a method raises that does not serve a layer: anything."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        raise NoMethodError(f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache

@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gristmill.integrations.measured import Call
+
+T = TypeVar("T")
+REFUSALS = (NotImplementedError, ValueError, ImportError)
+"""What methods raise that do not serve a layer: no scheme or operator for it, no kernel that can implement it or a size that does not fit, a
+package that is missing."""
+OLD_GPU = "not supported for the current GPU"
+"""Of the RuntimeError by which compressed-tensors refuses a device."""
+
+
+class NoMethodError(RuntimeError):
+    """vLLM's own method does not serve a layer."""
+
+
+def served(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function of vLLM's own method returns.
+
+    Raises:
+        NoMethodError: the method does not serve the layer. Whatever else goes wrong, such as memory that runs out, is raised as it is.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if not _refuses(error):
+            raise
+        raise NoMethodError(f"{type(error).__name__}: {error}") from error
+
+
+def _refuses(error: Exception) -> bool:
+    if isinstance(error, AttributeError):  # torch.ops: the operator is not in this build of vLLM
+        return "_OpNamespace" in str(error)
+    return isinstance(error, REFUSALS) or (type(error) is RuntimeError and OLD_GPU in str(error))
 
 
 def twin_of(layer: Any) -> Any:

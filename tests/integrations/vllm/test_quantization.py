@@ -410,6 +410,20 @@ def test_what_vllm_cannot_multiply_is_taken(
     assert {(row["taken"], row["measured"]) for row in explain()} == {(True, reason)}
 
 
+def test_a_failure_while_vllm_is_timed_is_not_a_refusal(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(MODELS / "docs-llama", tmp_path / "quantized", "int4_g128", "compressed-tensors")
+
+    def planted(weight: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    float_kernel(monkeypatch, planted)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as raised:
+        of_vllm(host, folder)
+    assert '"take": "all"' in raised.value.__notes__[0]
+
+
 def test_a_choice_that_does_not_exist_is_one_message() -> None:
     with pytest.raises(gristmill.UsageError, match="must be measured or all, got 'some'"):
         Options.parse({"gristmill": {"take": "some"}})
