@@ -52,11 +52,13 @@ def shared_bytes(shape: Shape, tile_bytes: int, m: int, k: int, split: int, dept
 
 
 def misfit(form: Format, config: Config, m: int, k: int) -> str | None:
-    """Why a configuration does not run a problem, None if it does: entry.h checks the same. It is one of this schedule."""
+    """Why a configuration does not run a problem, None if it does: entry.h checks the same."""
     nt, rt, wk, split, depth = (int(config[name]) for name in ("nt", "rt", "wk", "split", "depth"))
     if m > 8 * nt:
         return f"a CTA has {8 * nt} columns for rows of x, not {m}"
-    shape = next(shape for shape in shapes_of(form) if (shape.nt, shape.rt, shape.wk) == (nt, rt, wk))
+    shape = next((shape for shape in shapes_of(form) if (shape.nt, shape.rt, shape.wk) == (nt, rt, wk)), None)
+    if shape is None:
+        return f"{form.name} is not compiled for {wk} warps of {rt} tiles and {8 * nt} columns"
     size = shared_bytes(shape, form.tile_bytes, m, k, split, depth)
     return None if _has_room(shape, size) else f"the rings of a CTA take {size} bytes of shared memory"
 
