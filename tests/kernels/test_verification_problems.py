@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import config_key, shipped_times
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear_wv_splitk import linear_wv_splitk_hip
 from tests.kernels import native_answers
 from tests.kernels.public_models import MODELS, RANKS, experts, linears
 
@@ -243,3 +245,17 @@ def test_misfit_says_what_the_library_refuses(name: str, operation: str, text: s
 
 def _space(kernel: Kernel, problem: Problem) -> list[Config]:
     return [] if kernel.space is None else list(kernel.space(problem, target_of("h200")))[:12]
+
+
+def test_a_chunk_for_fewer_rows_does_not_fit_in_lds() -> None:
+    """The launcher of `_linear_wv_splitk.hip` refuses the same; its library needs a HIP compiler."""
+    source = (
+        Path(linear_wv_splitk_hip.__file__).with_name("_linear_wv_splitk.hip").read_text(encoding="utf-8")
+    )
+    assert f"shape.lds > ({linear_wv_splitk_hip.MOST_LDS >> 10}u << 10)" in source
+    assert "shape.lds = unsigned((1 << tokens) * kept * 2 + 16)" in source
+    op, kernel = REGISTRY.op("linear"), REGISTRY.kernel("linear", "linear_wv_splitk_hip")
+    one, eight = (op.problem(f"m={m},n=4096,k=14336") for m in (1, 8))
+    config = kernel.config(one, target_of("gfx942"))
+    assert kernel.misfit(one, config) is None and "of LDS" in str(kernel.misfit(eight, config))
+    assert kernel.misfit(eight, kernel.config(eight, target_of("gfx942"))) is None
