@@ -17,29 +17,22 @@ from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from gristmill.runtime.async_prompts import AsyncPrompts
 from gristmill.runtime.async_request import ActiveRequest, ActiveRequests
-from gristmill.runtime.completion import (
-    Chunk,
-    Completion,
-    GrowingCompletion,
-    engine_params,
-    text_stream,
-)
-from gristmill.runtime.drain_signals import DrainSignals
+from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
+from gristmill.runtime.drain_signals import DrainSignals, drain_on_signals
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import LOG, EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.ownership import SERVED
-from gristmill.runtime.request_checks import check_integers, check_timeout
+from gristmill.runtime.request_checks import check_integers
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
 from gristmill.runtime.structured_output import Grammar
-from gristmill.runtime.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -48,12 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096
-"""Prompts of at least this many characters are encoded outside the event loop's thread."""
 MAX_QUEUED = 1024
 """Requests that wait unless the caller says otherwise: a few steps' worth. More of them only wait longer, and take memory."""
-SIGNAL_SECONDS = 1.0
-"""How long the present step may take after a second signal."""
 
 
 class AsyncEngine:
@@ -96,7 +85,7 @@ class AsyncEngine:
         if watchdog_seconds is not None and not watchdog_seconds > 0:
             raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
         check_integers(max_queued=max_queued)
-        self._llm = llm if isinstance(llm, LLM) else None
+        self._prompts = AsyncPrompts(llm if isinstance(llm, LLM) else None)
         self._numbers = itertools.count()
         self._metrics = metrics
         self._tracer = tracer
@@ -151,11 +140,11 @@ class AsyncEngine:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params must be a SamplingParams, got {type(params).__name__}")
         name = f"async-{next(self._numbers)}" if request_id is None else request_id
-        ids = await self._encode(prompt)
-        choice_params = [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
-        grammars = await self._compile(params)
+        ids = await self._prompts.encode(prompt)
+        choice_params = self._prompts.params(params)
+        grammars = await self._prompts.grammars(params)
         request = ActiveRequest(
-            asyncio.get_running_loop(), name, len(ids), params, self._text_streams(params)
+            asyncio.get_running_loop(), name, len(ids), params, self._prompts.streams(params)
         )
         self._requests.register(request)
         try:
@@ -185,7 +174,7 @@ class AsyncEngine:
     ) -> list[Completion]:
         """The n completions of one prompt, in order of their choice. Arguments and errors are those of `stream`; being cancelled
         aborts the request."""
-        ids = await self._encode(prompt)
+        ids = await self._prompts.encode(prompt)
         growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
         async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
             async for chunk in stream:
@@ -233,29 +222,9 @@ class AsyncEngine:
             UsageError: another thread's event loop, or a negative timeout.
             EngineDeadError: the engine serves no more.
         """
-        check_timeout(timeout)
-        if self.error is not None:
-            raise EngineDeadError(str(self.error)) from self.error.__cause__
-        loop, thread = asyncio.get_running_loop(), self._thread
-
-        def on_signal(count: int) -> bool:
-            try:
-                drained = thread.call(lambda engine: engine.drain(timeout if count == 1 else 0.0))
-            except EngineDeadError:
-                return False
-            if count > 1:
-                loop.call_later(SIGNAL_SECONDS, give_up, drained)
-            return True
-
-        def give_up(drained: Future[None]) -> None:
-            if not drained.done() or thread.engine.has_unfinished():
-                thread.die(
-                    f"requests have not ended {SIGNAL_SECONDS} s after a second signal: {thread.doing()}"
-                )
-
         if self._signals is not None:
             self._signals.restore()
-        self._signals = DrainSignals(loop, signals, lambda: self.error is None, on_signal)
+        self._signals = drain_on_signals(self._thread, timeout, signals)
 
     async def drained(self) -> None:
         """Returns when `drain` was called, by a caller or a signal, and no request is unfinished."""
@@ -456,36 +425,6 @@ class AsyncEngine:
         from gristmill.runtime.tracing import RequestSpan
 
         return RequestSpan(tracer, name, prompt_tokens, params)
-
-    async def _compile(self, params: SamplingParams) -> list[Grammar | None]:
-        if params.structured_output is None:
-            return [None] * params.n
-        return await asyncio.to_thread(self._model().compile_grammars, params)
-
-    async def _encode(self, prompt: Prompt) -> list[int]:
-        given = as_prompt(prompt)
-        if not isinstance(given, str):
-            return given
-        tokenizer = self._tokenizer()
-        if len(given) < LONG_TEXT:
-            return tokenizer.encode(given)
-        return await asyncio.to_thread(tokenizer.encode, given)
-
-    def _model(self) -> LLM:
-        if self._llm is None:
-            raise UsageError(
-                "an AsyncEngine of an Engine has no tokenizer: make it with an LLM to serve text"
-            )
-        return self._llm
-
-    def _tokenizer(self) -> Tokenizer:
-        return self._model().tokenizer
-
-    def _text_streams(self, params: SamplingParams) -> list[TextStream | None]:
-        """A decoder for each completion."""
-        if self._llm is None and not params.stop:
-            return [None] * params.n
-        return [text_stream(self._tokenizer, params) for _ in range(params.n)]
 
 
 def _log_failure(future: Future[None]) -> None:

@@ -6,11 +6,17 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.request_checks import check_timeout
+
+SIGNAL_SECONDS = 1.0
+"""How long the present step may take after a second signal."""
 
 
 class DrainSignals:
@@ -86,6 +92,30 @@ class DrainSignals:
         elif former is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def drain_on_signals(
+    thread: EngineThread, timeout: float | None, signals: Iterable[signal.Signals]
+) -> DrainSignals:
+    """Drain the engine at the first signal, with a timeout of 0 at the second. Raises as `AsyncEngine.drain_on_signals`."""
+    check_timeout(timeout)
+    thread.raise_if_dead()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(count: int) -> bool:
+        try:
+            drained = thread.call(lambda engine: engine.drain(timeout if count == 1 else 0.0))
+        except EngineDeadError:
+            return False
+        if count > 1:
+            loop.call_later(SIGNAL_SECONDS, give_up, drained)
+        return True
+
+    def give_up(drained: Future[None]) -> None:
+        if not drained.done() or thread.engine.has_unfinished():
+            thread.die(f"requests have not ended {SIGNAL_SECONDS} s after a second signal: {thread.doing()}")
+
+    return DrainSignals(loop, signals, lambda: thread.error is None, on_signal)
 
 
 def _in_main_thread() -> bool:

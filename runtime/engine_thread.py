@@ -100,7 +100,7 @@ class EngineThread:
         """
         future: Future[T] = Future()
         with self._lock:
-            self._raise_if_dead()
+            self.raise_if_dead()
             self._calls.put(_Call(lambda: function(self.engine), future, seconds))
         return future
 
@@ -108,7 +108,7 @@ class EngineThread:
         """Done when condition(engine) is true; it is evaluated between steps."""
         future: Future[None] = Future()
         with self._lock:
-            self._raise_if_dead()
+            self.raise_if_dead()
             self._waits.append((condition, future))
             self._calls.put(_Call(lambda: None, Future()))  # wakes the thread
         return future
@@ -159,7 +159,8 @@ class EngineThread:
                 continue
         return "the engine's state changes too fast to be read"
 
-    def _raise_if_dead(self) -> None:
+    def raise_if_dead(self) -> None:
+        """EngineDeadError, one of its own for each caller, if the engine runs no more."""
         if self.error is not None:
             raise EngineDeadError(str(self.error)) from self.error.__cause__
 
