@@ -63,8 +63,8 @@ class AsyncEngine:
         on_cache_events: called in the engine's thread after each step and call that changed the prefix cache, with the events; it must
             not block. The first ones say what the cache holds already. None = they are not recorded.
 
-    Every unfinished request and call ends with EngineDeadError when a step fails, or the engine's thread does not come to an end with
-    what it does, and so does every later one; the state is logged (logger ``gristmill``).
+    When a step fails, or a step, a callback or a call does not end within watchdog_seconds, every unfinished request and call ends with
+    EngineDeadError, and so does every later one; the state is logged (logger ``gristmill``).
 
     Raises:
         UsageError: an invalid argument; another AsyncEngine serves the model, or a `LLM.stream` of it has not ended.

@@ -30,8 +30,8 @@ WAITS = "a wait"
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed, or the engine's thread came to no end with something: the engine runs no more, and every unfinished request has
-    this error."""
+    """A step failed, or a step, a callback or a call did not end within the watchdog's time: the engine runs no more, and every unfinished
+    request has this error."""
 
     @property
     def info(self) -> ErrorInfo:

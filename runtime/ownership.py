@@ -7,8 +7,8 @@ import threading
 from gristmill.runtime.errors import UsageError
 
 SERVED = (
-    "an AsyncEngine serves this model: send requests to it, which any number of event loops may share, "
-    "or end it first: await engine.close()"
+    "an AsyncEngine serves this model: send requests to it, which any number of event loops may share, change the Engine "
+    "by await engine.call(...), or end it first: await engine.close()"
 )
 LEFT_BEHIND = "an AsyncEngine that was closed has left a thread behind which has not ended its last step"
 STREAMED = "a generate or stream of this LLM has not ended: exhaust its iterator or close() it first; requests at the same time need an AsyncEngine"
