@@ -25,8 +25,8 @@ WINDOW = 1024
 
 def answer(name: str) -> None:
     """Stream one answer of a model as it is stored, bf16."""
+    llm = LLM(MODELS / name)  # which says on stderr where it runs
     console.out().print(Text.assemble((name, "bold"), f" (bf16): {PROMPT}"), end="")
-    llm = LLM(MODELS / name)
     start, count = time.perf_counter(), 0
     for chunk in llm.stream(PROMPT, SamplingParams(temperature=0.7, seed=7, max_tokens=80)):
         print(chunk.text, end="", flush=True)

@@ -119,8 +119,8 @@ int CudaKernel::prepare(int device, unsigned smem) {
     result = library_of(driver, cubin_, &library);
     if (result == CUDA_SUCCESS) result = driver->library_kernel(&kernel, library, name_);
   }
-  if (result == CUDA_SUCCESS &&
-      smem > 16 * 1024) {  // 48 KB, the kernel's static part included, need no attribute
+  // 48 KB, the kernel's static part included, need no attribute.
+  if (result == CUDA_SUCCESS && smem > 16 * 1024) {
     CUdevice handle;
     result = driver->device_get(&handle, device);
     if (result == CUDA_SUCCESS)

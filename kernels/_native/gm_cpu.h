@@ -20,8 +20,9 @@
 //     })
 //   }
 //
-// and in Python: native.cpu_function("gm_my_op", level, (c_void_p, c_void_p, c_int64, c_int)), see
-// kernels/native.py.
+// and in Python, with kernels/native.py:
+//
+//   native.cpu_function("gm_my_op", level, (c_void_p, c_void_p, c_int64, c_int))
 //
 // Rules. Entries take plain pointers and integers, return 0 or a negative code, and never throw (compiled
 // with -fno-exceptions -fno-rtti). Strides are in elements. Shapes are checked in Python; an entry re-checks

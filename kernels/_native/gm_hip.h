@@ -28,8 +28,8 @@
 //   }
 //   #endif
 //
-// tests/native compiles both parts into one program, whose launch() executes the kernel on the CPU
-// (GM_HIP_FIBERS).
+// tests/native compiles both parts into one program,
+// whose launch() executes the kernel on the CPU (GM_HIP_FIBERS).
 #pragma once
 
 #if defined(GM_HIP_FIBERS)

@@ -45,8 +45,8 @@ struct AttentionParams {
   float scale, scale_log2;
   // Of caches of e4m3 codes, whose sums are in units of log 2 (scale_log2 is 1):
   const float *k_scale, *v_scale;
-  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot,
-      v_scale_head;  // in elements, 0 for a scale in common
+  // Strides of the scales in elements, 0 for a scale in common.
+  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
   float score_scale;
   int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
 };

@@ -112,8 +112,8 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
     const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
-    std::conditional_t<CODES, float[2], SameScale>
-        scale_log2;  // of scores, or where they are capped of those
+    // Scale of the scores, or of the capped ones.
+    std::conditional_t<CODES, float[2], SameScale> scale_log2;
     float cap_by[2] = {cap.in, cap.in};
     if constexpr (CODES) {
       if (!shared || group == 0)

@@ -13,8 +13,8 @@ struct DecodeParams {
   const int* table;
   const int* query_start;
   const int* seq_lens;
-  unsigned*
-      counters;  // of CTAs whose last context goes on in the next piece: arrivals; zero between launches
+  // Counters of CTAs whose last context goes on in the next piece: arrivals; zero between launches.
+  unsigned* counters;
   float* parts;  // two for each CTA: [rows, D], then maximum and sum of each row
   const void *q, *k, *v;
   int64_t q_token, q_head, k_block, k_head, v_block, v_head;  // strides, in bytes
@@ -25,8 +25,8 @@ struct DecodeParams {
   float scale_log2;
   // Of caches of e4m3 codes, whose scores are in units of log 2 (scale_log2 is 1):
   const float *k_scale, *v_scale;
-  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot,
-      v_scale_head;  // in elements, 0 for a scale in common
+  // Strides of the scales in elements, 0 for a scale in common.
+  int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
   float score_scale;
   int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
 };

@@ -18,8 +18,8 @@ constexpr int kMaxRanks = 8, kBuffers = 3;
 
 struct PushParams {
   uint64_t peers[kMaxRanks];  // the buffers of each rank, mapped here
-  uint32_t*
-      state;  // number of the call, CTAs that have read it, vectors of the last call, whether one failed
+  // Number of the call, CTAs that have read it, vectors of the last call, whether one failed.
+  uint32_t* state;
   uint32_t* failed;  // in host memory: 1 + the rank that did not send in time
   int64_t limit;     // nanoseconds to wait for a vector
   int64_t capacity;  // vectors of a buffer

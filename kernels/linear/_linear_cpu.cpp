@@ -391,8 +391,8 @@ GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* cod
                      {silu != 0 ? kSilu : kUngated, 0, 0}, dtype);
 }
 
-// The same for gate and up of an expert with the clamped activation (see Gating) in place of silu * up;
-// no residual.
+// The same for gate and up of an expert, without residual,
+// with the clamped activation (see Gating) in place of silu * up.
 GM_KERNEL(gm_linear_rows16_clamped)(const void* x, int64_t x_row_stride, const void* codes,
                                     const void* scales, const void* zeros, const void* row_scale,
                                     const void* perm, const void* bias, void* out, int64_t m, int64_t n,

@@ -50,8 +50,8 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
 #pragma unroll
     for (int i = 0; i < kSub; ++i) {
       const int first = block * RT + i * C, base = first & ~3, in_block = min(4, p.tiles - base);
-      bytes[i] = max(0, min(C, p.tiles - first)) *
-                 kTile;  // rows past the end: nothing to copy, their sums are never stored
+      // Rows past the end: nothing to copy, their sums are never stored.
+      bytes[i] = max(0, min(C, p.tiles - first)) * kTile;
       stride[i] = WK * in_block * kTile;
       src[i] = reinterpret_cast<const char*>(p.w) +
                (static_cast<int64_t>(base) * p.groups + (kb0 + warp) * in_block + (first - base)) * kTile;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
 #pragma unroll
       for (int i = 0; i < kSub; ++i) issue(s + i, i);
   }
-  if (p.row_scale != nullptr &&
-      threadIdx.x * 32 < RT * kTileRows) {  // the kernel's last read, fetched with its first
+  // The kernel's last read, fetched with its first.
+  if (p.row_scale != nullptr && threadIdx.x * 32 < RT * kTileRows) {
     const int row = block * RT * kTileRows + threadIdx.x * 32;
     if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
   }

@@ -62,8 +62,8 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
     } else if (warp == kWarps + 1) {
       const int first = block * kTiles, last = min(first + kTiles, p.tiles), base = (first & ~3) + lane * 4;
       const int from = max(first, base), in_block = min(4, p.tiles - base);
-      const int bytes = max(0, min(last, base + 4) - from) *
-                        kTile;  // rows past the end: nothing to copy, their sums are never stored
+      // Rows past the end: nothing to copy, their sums are never stored.
+      const int bytes = max(0, min(last, base + 4) - from) * kTile;
       const char* src = reinterpret_cast<const char*>(p.w) +
                         (static_cast<int64_t>(base) * p.groups + kb0 * in_block + (from - base)) * kTile;
       const uint32_t to = w_ring + (from - first) * kTile;
@@ -93,8 +93,8 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
   const int wn = warp % WN, wk = warp / WN;
-  if (p.row_scale != nullptr &&
-      threadIdx.x * 32 < kTiles * kTileRows) {  // the kernel's last read, fetched with its first
+  // The kernel's last read, fetched with its first.
+  if (p.row_scale != nullptr && threadIdx.x * 32 < kTiles * kTileRows) {
     const int row = block * kTiles * kTileRows + threadIdx.x * 32;
     if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
   }

@@ -99,7 +99,7 @@ struct Int4Scales<__half, ZERO, SPLIT_SCALES> {
     }
     scale[0] = twice<0>(raw), scale[1] = twice<1>(raw);
     minus[0] = ZERO ? __byte_perm(zeros, 0x64u, 0x4040 + AT * 0x0101) : 0x64086408u;  // 1024 + zero
-    // -(64 + zero)
+    // and -(64 + zero)
     minus[1] = ZERO ? __byte_perm(zeros, 0, 0x4141 + AT * 0x0101) << 4 | 0xD400D400u : 0xD480D480u;
   }
   template <uint32_t MASK>

@@ -180,19 +180,19 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
     };
     int index, k;
 #pragma unroll 1
-    for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) >
-                     0;) {  // so that the compiler sees one value per warp
-      const int mine =
-          (groups + SLICES - 1 - slice) / SLICES;  // never 0: a tile has as many groups as there are slices
+    // The shuffle shows the compiler one value per warp.
+    for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) > 0;) {
+      // Never 0: a tile has as many groups as there are slices.
+      const int mine = (groups + SLICES - 1 - slice) / SLICES;
       float acc[CHAINS][MT / 2];
       uint32_t a[PENDING + 1][4];
-      if (p.row_scale != nullptr &&
-          lane == 0) {  // from memory, which would be a long wait at the end of the tile
+      // From memory, which would be a long wait at the end of the tile.
+      if (p.row_scale != nullptr && lane == 0) {
         const int row = (tile_at(p, index).n * C * 4 + my_rows) * kTileRows;
         if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
       }
-      if (Shape::kTurns && p.lag > 0 &&
-          warp >= C * 2) {  // so that one half multiplies while the other stores
+      // One half multiplies while the other stores.
+      if (Shape::kTurns && p.lag > 0 && warp >= C * 2) {
         const int slots = min(p.lag, groups) * 2 - 1;
         uint32_t ahead = x.full + (kAhead - kBars) + slots * 8;
         const bool around = ahead >= base + kAhead + XS * 8;

@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
                    : "memory");
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-      if (i * 16 <
-          rows)  // spelled out: as an assignment under this condition the compiler made four stores of it
+      // Spelled out: as an assignment under this condition the compiler made four stores of it.
+      if (i * 16 < rows)
         asm volatile(
             "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 * static_cast<int64_t>(p.n)),
             "r"(out[i].x), "r"(out[i].y), "r"(out[i].z), "r"(out[i].w)

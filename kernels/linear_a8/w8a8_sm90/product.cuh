@@ -33,8 +33,8 @@ template <class S>
 struct BlockScales {
   static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;   // rows of W that a lane looks at
   float now = 0.f, ahead = 0.f, next_now = 0.f, next_ahead = 0.f;  // of 32 blocks of k, of 32 more
-  int next = 0,
-      guess = 0;  // block row of the lane's rows of W in the next tile, -1: they differ; and what it may be
+  // Block row of the lane's rows of W in the next tile, -1: they differ; and what it may be.
+  int next = 0, guess = 0;
   bool same = true;
   // Loads for the next tile, in which the warp's rows of W begin at n.
   __device__ __forceinline__ void load(const Params& p, int n, int first) {

@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, thread = threadIdx.x & 127;
   const int a = half * 64 + warp * 16 + (lane >> 2);
   const int2* tokens = reinterpret_cast<const int2*>(shared + S::kTable);  // scale and offset
-  // of a feature: scale and bias
+  // Scale and bias of each feature.
   const float2* features = reinterpret_cast<const float2*>(shared + S::kTable + S::kOfTokens);
   float v[COUNT][4];
 #pragma unroll

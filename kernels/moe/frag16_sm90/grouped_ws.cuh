@@ -275,8 +275,8 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
       }
       wgmma_wait<0>();
       done_with(last_x);
-      if (SLICES > 1 && rounds != p.groups &&
-          (rounds - p.groups) >= SLICES - slice) {  // a round without a group
+      // A round without a group.
+      if (SLICES > 1 && rounds != p.groups && (rounds - p.groups) >= SLICES - slice) {
         mbar_wait(w.full, w.parity);
         done_with(w.empty());
         w.template next<SLICES>(base);
