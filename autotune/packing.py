@@ -102,10 +102,10 @@ def _fastest(resolver: Resolver, op: Op, problem: Problem, without: frozenset[st
 def _gap(resolver: Resolver, op: Op, problem: Problem, layouts: frozenset[str]) -> Selection | None:
     """The first bucket that kernels over the layouts do not serve; None if they serve all."""
     failed = {r.kernel for r in list(resolver.store.verifications.values()) if r.op == op.name and not r.ok}
-    kernels = resolver.registry.kernels_of(op.name)
+    readers = [kernel for kernel in resolver.registry.kernels_of(op.name) if layouts & {*kernel.layouts}]
     for size in bucket_sizes():
         at = op.at_bucket(problem, size)
-        candidates = able(op, at, kernels, resolver.target, resolver.build, resolver.policy, layouts)
+        candidates = able(op, at, readers, resolver.target, resolver.build, resolver.policy, layouts)
         if len({kernel.name for kernel in candidates} - failed) > 1:
             continue  # should one fail its verification, the next is tried
         with suppress(UnverifiableError):  # for want of memory here, for example: no verdict
