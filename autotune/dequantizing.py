@@ -31,7 +31,8 @@ COLUMNS = ("k", "h", "i")
 
 def dequantizer(select: Select, static: Problem, layouts: frozenset[str] | None = None) -> Kernel | None:
     """The kernel that multiplies few rows by the weight of a static problem, if it dequantizes the weight; None if none does."""
-    kernels = _at_few_rows(select, static, layouts)
+    is_dense = QuantScheme.parse(static.text("w")).is_dense
+    kernels = [] if is_dense else _at_few_rows(select, static, layouts)
     return next((kernel for kernel in kernels if is_dequantizing(kernel, static)), None)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Layout:
         summary: one line for people.
         slots: names of the packed tensors, in the order in which they are passed to an operator as ``Tensor[]``. Every
             weight fills every slot: one that a scheme does not need is an empty tensor.
-        schemes: names of the weight schemes it can hold (activations do not matter).
+        schemes: names of the weight schemes it can hold (activations do not matter); integer schemes outside ALL_WEIGHT_SCHEMES too.
         any_integer: it also holds integer schemes of any width and group, with zero points or minimums.
         integers: it also holds the integer schemes for which this is true.
         pack: ``"module:attr"`` of ``pack(QuantTensor) -> Packed``.
@@ -52,9 +52,13 @@ class Layout:
     module: str = ""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.schemes) - set(ALL_WEIGHT_SCHEMES))
-        if unknown:
-            raise ValueError(f"layout {self.name}: no weight scheme called {', '.join(unknown)}")
+        for scheme in self.schemes:
+            try:
+                known = QuantScheme.parse(scheme).weights == scheme
+            except ValueError:
+                known = False
+            if not known:
+                raise ValueError(f"layout {self.name}: no weight scheme called {scheme}")
         for target in (self.pack, self.unpack, *([self.rows] if self.rows else [])):
             if target.count(":") != 1:
                 raise ValueError(f"layout {self.name}: a target is 'module:attr', got {target!r}")

@@ -35,7 +35,7 @@ def cli() -> None:
     gristmill generate --model examples/models/docs-llama --prompt "The index" --quant int4_g128 --explain
     gristmill eval --model DIR --tokens ids.u16 --window 1024 --windows 16
     gristmill quantize --model DIR --quant nvfp4 --out DIR-nvfp4
-    gristmill warm --model DIR --device cuda
+    gristmill warm --model DIR
 
     The first run of a model verifies the kernels it needs and records the results; later runs start immediately.
     GRISTMILL_POLICY names a policy file (TOML) as --policy does: pins, exclude, strict, deterministic, batch_invariant.

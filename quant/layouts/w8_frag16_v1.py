@@ -1,7 +1,8 @@
 """``w8_frag16_v1``: 8-bit weights in tiles of 16 rows x 128 columns, in the fragment order of 16-row matrix instructions.
 
-A tile is 2048 bytes of codes, then the 16 rows' scales: for g = 0..7 that of row g, then of row g + 8. A scale of a whole row (or of
-the tensor, or of a 128 x 128 block) is stored again for every row and tile.
+A tile is 2048 bytes of codes, then the 16 rows' scales: for g = 0..7 that of row g, then of row g + 8 (of int8 in groups of 32, as in
+w4_frag16_v1, for each of the four groups). A scale of a whole row (or of the tensor, or of a 128 x 128 block) is stored again for every
+row and tile.
 
 int8: two tiles of w4_frag16_v1, the low nibbles of the (offset binary) codes, then the high nibbles; scales of 16 bits.
 
@@ -21,7 +22,7 @@ LAYOUT = Layout(
     name="w8_frag16_v1",
     summary="tiles of 16 rows x 128 columns of 8-bit codes in matrix-fragment order, beside their scales",
     slots=("tiles", "scale_type", "perm"),
-    schemes=("int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block"),
+    schemes=("int8_ch", "int8_g32", "int8_g128", "fp8", "fp8_ch", "fp8_block"),
     pack="gristmill.quant.layouts._frag16:pack_w8",
     unpack="gristmill.quant.layouts._frag16:unpack",
     size=size,

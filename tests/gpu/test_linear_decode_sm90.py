@@ -193,7 +193,17 @@ def test_any_n_and_k_beside_poison(scheme: str) -> None:
 
 @pytest.mark.parametrize("epilogue", ["none", "bias+residual", "bias+residual+silu_mul"])
 @pytest.mark.parametrize(
-    "scheme", ["int4_g32", "int4_g64", "int4_g128", "int4_g32_zp", "int4_g64_zp", "int4_g128_zp", "int8_g128"]
+    "scheme",
+    [
+        "int4_g32",
+        "int4_g64",
+        "int4_g128",
+        "int4_g32_zp",
+        "int4_g64_zp",
+        "int4_g128_zp",
+        "int8_g32",
+        "int8_g128",
+    ],
 )
 def test_act_order(scheme: str, epilogue: str) -> None:
     for kernel in WIDE if scheme.startswith("int8") else KERNELS:

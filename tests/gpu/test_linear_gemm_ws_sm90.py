@@ -20,7 +20,7 @@ OP = default_registry().op("linear")
 KERNEL = default_registry().kernel("linear", "linear_w4a16_gemm_ws_sm90")
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 INT4 = tuple(f"int4_{group}{zero}" for zero in ("", "_zp") for group in ("g32", "g64", "g128", "ch"))
-SCHEMES = (*INT4, "mxfp4", "nvfp4", "int8_ch", "int8_g128", "fp8", "fp8_ch", "fp8_block")
+SCHEMES = (*INT4, "mxfp4", "nvfp4", "int8_ch", "int8_g32", "int8_g128", "fp8", "fp8_ch", "fp8_block")
 SCALES = {scheme: (torch.bfloat16, torch.float16) for scheme in SCHEMES if scheme.startswith("int")}
 Config = dict[str, int | str]
 
@@ -174,7 +174,9 @@ def test_act_order() -> None:
     )
 
 
-@pytest.mark.parametrize("scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "nvfp4", "int8_g128", "fp8_block"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_g128", "int4_g32_zp", "mxfp4", "nvfp4", "int8_g32", "int8_g128", "fp8_block"]
+)
 def test_a_doubled_block_scale_would_show(scheme: str) -> None:
     q = weights(scheme, 256, 512)
     x = torch.randn(257, 512, device=DEVICE).bfloat16()

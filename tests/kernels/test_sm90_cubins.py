@@ -150,7 +150,7 @@ def instances(whole: bool = False) -> set[str]:
 def test_registers_and_stack() -> None:
     linear = [row for rows in resources().values() for row in rows if WEIGHT_ONLY.match(row[0])]
     assert {name for name, _, _ in linear} == instances()
-    assert len(instances(whole=True)) == 508 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
+    assert len(instances(whole=True)) == 546 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
     for name, registers, stack in linear:
         assert registers <= 255
         allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)

@@ -165,27 +165,27 @@ struct Int4Tile {
   }
 };
 
-// int8 as two planes of nibbles: code = 16 high + low, symmetric around 128.
-template <typename T, ScaleType SC>
+// int8 as two planes of nibbles: code = 16 high + low, symmetric around 128, in G groups a tile.
+template <typename T, int G, ScaleType SC>
 struct Int8Tile {
-  static constexpr int kBytes = 2 * kCodeBytes + kTileRows * 2, kGroups = 1;
+  static constexpr int kBytes = 2 * kCodeBytes + G * kTileRows * 2, kGroups = G;
   static constexpr float kFactor = Whole<T>::kFactor;
   static constexpr bool kZero = false;
   uint4 q[4];
-  uint32_t scales;
+  uint32_t scales[G];
 
   __device__ __forceinline__ void load(const uint8_t* tile, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[i] = reinterpret_cast<const uint4*>(tile)[32 * i + lane];
-    scales = reinterpret_cast<const uint32_t*>(tile + 2 * kCodeBytes)[lane >> 2];
+    load_words(scales, tile + 2 * kCodeBytes + 4 * G * (lane >> 2));
   }
   __device__ __forceinline__ void pairs(int step, uint32_t (&a)[4]) const {
     int8_pairs<T>(word_of(q[step >> 2], step & 3), word_of(q[2 + (step >> 2)], step & 3), a);
   }
-  __device__ __forceinline__ float2 scale(int, int scales_half) const {
-    return two_scales<SC>(scales, scales_half);
+  __device__ __forceinline__ float2 scale(int group, int scales_half) const {
+    return two_scales<SC>(scales[group], scales_half);
   }
-  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | q[2].x | q[3].x | scales; }
+  __device__ __forceinline__ uint32_t any() const { return q[0].x | q[1].x | q[2].x | q[3].x | scales[0]; }
 };
 
 // The two pairs of a word of w8_frag16_v1 in FP8, exactly: the layout spreads their bits for cheap placement.

@@ -227,25 +227,27 @@ struct Fp8Operand {
   }
 };
 
-// int8 as two planes of nibbles, symmetric around 128. SAME: scales have the type of x, and multiply pairs:
-// an integer of 8 bits by a scale of x's type is rounded once. Other scales multiply in float32.
-template <typename T, bool SAME>
+// int8 as two planes of nibbles, symmetric around 128, in G groups a tile. SAME: scales have the type of x,
+// and multiply pairs: an integer of 8 bits by a scale of x's type is rounded once. Other scales multiply in
+// float32.
+template <typename T, int G, bool SAME>
 struct Int8Operand {
   using Type = T;
   static constexpr bool kHalf = std::is_same_v<T, __half>;
-  static constexpr int kBytes = 2 * kCodeBytes + kTileRows * 2;
+  static constexpr int kBytes = 2 * kCodeBytes + G * kTileRows * 2;
   static constexpr float kFactor = kHalf ? 1.f : Whole<T>::kFactor;
   uint32_t pair[2];
   float by[2];
   struct Part {
-    uint32_t low[4], high[4], scales[1];
+    uint32_t low[4], high[4], scales[G == 4 ? 2 : 1];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
       shared_words(low, tile + half * 512 + lane * 16),
           shared_words(high, tile + kCodeBytes + half * 512 + lane * 16);
-      if (half == 0) shared_words(scales, tile + 2 * kCodeBytes + (lane >> 2) * 4);
+      if (G > 1 || half == 0)
+        shared_words(scales, tile + 2 * kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
     }
     __device__ __forceinline__ uint32_t any(int half) const {
-      return low[0] | high[0] | (half == 0 ? scales[0] : 0);
+      return low[0] | high[0] | (G > 1 || half == 0 ? scales[0] : 0);
     }
   };
   // code - 128, / kFactor, of two bytes. fp16 has no room for that factor beside a small scale.
@@ -256,11 +258,12 @@ struct Int8Operand {
       return pair_fma(bytes, Whole<T>::kAt0, Whole<T>::kMinus128, T());
   }
   __device__ __forceinline__ void decode(int step, const Part& part, uint32_t (&a)[4], int scales_half) {
-    if (step == 0) {
+    if (step % (8 / G) == 0) {
+      const uint32_t two = part.scales[G == 4 ? step >> 1 & 1 : 0];
       if constexpr (SAME) {
-        pair[0] = twice<0>(part.scales[0]), pair[1] = twice<1>(part.scales[0]);
+        pair[0] = twice<0>(two), pair[1] = twice<1>(two);
       } else {
-        const float2 both = two_scales<kScaleEither>(part.scales[0], scales_half);
+        const float2 both = two_scales<kScaleEither>(two, scales_half);
         by[0] = both.x, by[1] = both.y;
       }
     }

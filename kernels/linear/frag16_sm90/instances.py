@@ -32,8 +32,9 @@ class Format:
 
     name: in the library, and `format` in configurations. schemes: those that are stored so. layout: of the tiles.
     bits: of a code. tile_bytes: of 16 rows x 128 columns, scales included. whole: it has every shape of its schedules, not the common
-    ones alone. cost: of decoding a tile, as a multiple of int4_g128's, by schedule; two numbers where it depends on the
-    columns of x (8, 16). rare: `make test` builds the library without it.
+    ones alone. ws8: its slots of weights, by the key of a shape, where tiles of its size leave room for fewer. cost: of decoding a tile,
+    as a multiple of int4_g128's, by schedule; two numbers where it depends on the columns of x (8, 16). rare: `make test` builds the
+    library without it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Format:
     bits: int
     tile_bytes: int
     whole: bool
+    ws8: Mapping[str, int]
     cost: Mapping[str, tuple[float, ...]]
     rare: bool
 
@@ -66,7 +68,9 @@ class Schedule:
     def shapes_of(self, form: Format) -> Iterator[dict[str, int]]:
         """The shapes that a format is compiled for, the common ones first."""
         for row in (*self.common, *(self.more if form.whole else ())):
-            yield dict(zip(self.fields, row, strict=True))
+            shape = dict(zip(self.fields, row, strict=True))
+            fewer = form.ws8.get("x".join(str(shape[name]) for name in self.key))
+            yield shape if fewer is None else shape | {"ws8": fewer}
 
     def format_of(self, scheme: QuantScheme) -> Format | None:
         """The format that holds a scheme, if this schedule is compiled for it."""
@@ -98,6 +102,7 @@ def formats() -> Mapping[str, Format]:
             row["bits"],
             row["tile_bytes"],
             row["shapes"] == "all",
+            row.get("ws8", {}),
             {schedule: tuple(cost) for schedule, cost in row["cost"].items()},
             row.get("rare", False),
         )
