@@ -93,11 +93,12 @@ def room_of_weights(checkpoint: Checkpoint, device: torch.device, mesh: Mesh) ->
     """Bytes by which the weights of a rank may grow beyond those of the checkpoint, such that they take at most `WEIGHTS_SHARE` of the
     memory that is free now: the least of all ranks, which load the same. 0 on a CPU, where weights are loaded as they are stored.
     """
-    if device.type == "cpu":
-        return 0
-    specs = map(checkpoint.spec, checkpoint)
-    stored = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs) // mesh.world
-    return max(0, least(int(free_bytes(str(device)) * WEIGHTS_SHARE) - stored, mesh))
+    room = 0
+    if device.type != "cpu":
+        specs = map(checkpoint.spec, checkpoint)
+        stored = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs) // mesh.world
+        room = max(0, int(free_bytes(str(device)) * WEIGHTS_SHARE) - stored)
+    return least(room, mesh)
 
 
 def parse_scheme(name: str | QuantScheme | torch.dtype | None) -> QuantScheme | None:
