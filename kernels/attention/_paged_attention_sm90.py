@@ -175,14 +175,12 @@ def launch_split(
     page, kv_heads, dim = k_cache.shape[1:]
     kernel = route(
         max_q,
-        seq_lens.shape[0],
         q.shape[1],
         kv_heads,
         int(config["ctas"]),
         dim,
         k_scale is not None,
         page,
-        int(config["few"]),
     )
     if kernel == "triton":
         behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]

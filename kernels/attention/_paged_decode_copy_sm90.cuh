@@ -21,6 +21,7 @@ struct DecodeParams {
   int64_t table_row, out_token, out_head;                     // in elements
   int k_slot, v_slot;                                         // in bytes
   int seqs, heads, kv_heads, head_dim, group, window, page, pieces;
+  int beginning;  // of a context, in the time of steps
   uint32_t by_page, by_group;
   float scale_log2;
   // Of caches of e4m3 codes, whose scores are in units of log 2 (scale_log2 is 1):
@@ -30,6 +31,10 @@ struct DecodeParams {
   float score_scale;
   int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
 };
+
+// What the beginning of a context costs a CTA, in the time of steps: 3 to 4 us, in which a CTA reads 8 steps
+// of 8 KB. A multiple of the warps, so that the pieces of one context are whole turns of theirs.
+constexpr int kBeginning = 8;
 
 // D: elements of a head. N: rows, query-head pairs of a KV head, at most. BYTES: of an element of the caches.
 template <int D, int N, int BYTES = 2>
@@ -119,6 +124,12 @@ __device__ __forceinline__ KeyPlaces<STEP> find_keys(const DecodeParams& p, cons
   return places;
 }
 
+// The L2 cache reads the 256 bytes around at once: a row of one KV head, or the next ones, which other CTAs
+// copy.
+__device__ __forceinline__ void copy_16_of_row(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+
 // Copies 16 rows of a page, all of which count.
 template <typename S>
 __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_bytes, uint32_t to) {
@@ -127,7 +138,7 @@ __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_b
   from += in * slot_bytes + c * 16;
 #pragma unroll S::kResident == 1 && S::kScales == 0 ? 4 : 16
   for (int row = 0; row < 16; row += kRows, from += kRows * slot_bytes)
-    copy_16(to + (row + in) * S::kRow + (c ^ order_of<S>(in) ^ order_of<S>(row)) * 16, from);
+    copy_16_of_row(to + (row + in) * S::kRow + (c ^ order_of<S>(in) ^ order_of<S>(row)) * 16, from);
 }
 
 // Copies the keys and values of a step, zeros where no key is.

@@ -4,31 +4,40 @@
 #include "_paged_decode_sm90.cuh"
 #include "gm_cuda.h"
 
-#define GM_EACH(K)                           \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64)  \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 80)  \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 96)  \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128) \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 192) \
-  K(bf16, 2, gm::Floats<__nv_bfloat16>, 256) \
-  K(fp16, 1, gm::Floats<__half>, 64)         \
-  K(fp16, 1, gm::Floats<__half>, 80)         \
-  K(fp16, 1, gm::Floats<__half>, 96)         \
-  K(fp16, 1, gm::Floats<__half>, 128)        \
-  K(fp16, 1, gm::Floats<__half>, 192)        \
-  K(fp16, 1, gm::Floats<__half>, 256)        \
-  K(codes, 0, gm::Codes, 64)                 \
-  K(codes, 0, gm::Codes, 80)                 \
-  K(codes, 0, gm::Codes, 96)                 \
-  K(codes, 0, gm::Codes, 128)                \
-  K(codes, 0, gm::Codes, 192)                \
-  K(codes, 0, gm::Codes, 256)
+// The type of q and out and its code, what the caches hold, elements of a head, rows of a tile, and the end of the name.
+#define GM_EACH(K)                                        \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64, 8, )          \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 80, 8, )          \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 96, 8, )          \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128, 8, )         \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 192, 8, )         \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 256, 8, )         \
+  K(fp16, 1, gm::Floats<__half>, 64, 8, )                 \
+  K(fp16, 1, gm::Floats<__half>, 80, 8, )                 \
+  K(fp16, 1, gm::Floats<__half>, 96, 8, )                 \
+  K(fp16, 1, gm::Floats<__half>, 128, 8, )                \
+  K(fp16, 1, gm::Floats<__half>, 192, 8, )                \
+  K(fp16, 1, gm::Floats<__half>, 256, 8, )                \
+  K(codes, 0, gm::Codes, 64, 8, )                         \
+  K(codes, 0, gm::Codes, 80, 8, )                         \
+  K(codes, 0, gm::Codes, 96, 8, )                         \
+  K(codes, 0, gm::Codes, 128, 8, )                        \
+  K(codes, 0, gm::Codes, 192, 8, )                        \
+  K(codes, 0, gm::Codes, 256, 8, )                        \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 64, 16, _rows16)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 80, 16, _rows16)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 96, 16, _rows16)  \
+  K(bf16, 2, gm::Floats<__nv_bfloat16>, 128, 16, _rows16) \
+  K(fp16, 1, gm::Floats<__half>, 64, 16, _rows16)         \
+  K(fp16, 1, gm::Floats<__half>, 80, 16, _rows16)         \
+  K(fp16, 1, gm::Floats<__half>, 96, 16, _rows16)         \
+  K(fp16, 1, gm::Floats<__half>, 128, 16, _rows16)
 
 #ifndef __CUDACC__
 
-// Launches the kernel with a soft cap. dtype, head_dim: of GM_EACH.
+// Launches the kernel with a soft cap. dtype, head_dim, rows: of GM_EACH.
 extern "C" int gm_paged_decode_softcap_sm90(const gm::DecodeParams* p, const gm::SoftCap<true>* cap,
-                                            int dtype, int head_dim, const gm::Launch* shape, int device,
-                                            void* stream);
+                                            int dtype, int head_dim, int rows, const gm::Launch* shape,
+                                            int device, void* stream);
 
 #endif

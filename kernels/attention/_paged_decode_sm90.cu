@@ -4,11 +4,11 @@
 
 #ifdef __CUDACC__
 
-#define GM_ONE(type, code, C, d)                                                            \
-  extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, 8, C::kBytes>::kThreads,  \
-                                               gm::DecodeShape<d, 8, C::kBytes>::kResident) \
-      paged_decode_##type##_d##d(const __grid_constant__ gm::DecodeParams p) {              \
-    gm::paged_decode<C, d, 8, false>(p, {});                                                \
+#define GM_ONE(type, code, C, d, n, suffix)                                                 \
+  extern "C" __global__ void __launch_bounds__(gm::DecodeShape<d, n, C::kBytes>::kThreads,  \
+                                               gm::DecodeShape<d, n, C::kBytes>::kResident) \
+      paged_decode_##type##_d##d##suffix(const __grid_constant__ gm::DecodeParams p) {      \
+    gm::paged_decode<C, d, n, false>(p, {});                                                \
   }
 GM_EACH(GM_ONE)
 
@@ -17,25 +17,19 @@ GM_EACH(GM_ONE)
 namespace {
 
 struct Instance {
-  int dtype, head_dim;  // dtype: of q, out and the caches; 0 where the caches hold codes
+  int dtype, head_dim, rows;  // dtype: of q, out and the caches; 0 where the caches hold codes
   int resident, step;
   unsigned smem;
   gm::CudaKernel kernel;
 };
+template <typename S>
+constexpr Instance instance_of(int dtype, int head_dim, int rows, gm::CudaKernel kernel) {
+  return {dtype, head_dim, rows, S::kResident, S::kStep, S::kBytes, kernel};
+}
 
-#define GM_ONE(type, code, C, d)    \
-  {code,                            \
-   d,                               \
-   gm::DecodeShape < d,             \
-   8,                               \
-   code == 0 ? 1 : 2 > ::kResident, \
-   gm::DecodeShape < d,             \
-   8,                               \
-   code == 0 ? 1 : 2 > ::kStep,     \
-   gm::DecodeShape < d,             \
-   8,                               \
-   code == 0 ? 1 : 2 > ::kBytes,    \
-   {GM_CUBIN, "paged_decode_" #type "_d" #d}},
+#define GM_ONE(type, code, C, d, n, suffix)                         \
+  instance_of<gm::DecodeShape<d, n, code == 0 ? 1 : 2>>(code, d, n, \
+                                                        {GM_CUBIN, "paged_decode_" #type "_d" #d #suffix}),
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 // Strides are multiples of 16 bytes, and so is the address.
@@ -50,9 +44,10 @@ bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
 // strides as those of gm_paged_attention_sm90, then of k_scale and v_scale by block, slot and head, 0 where
 // that has no scale of its own. k_scale and v_scale null: caches of q's dtype; else of e4m3 codes, by_token
 // with a scale per token and head. No sequence has more than max_q new tokens and max_ctx keys;
-// max_q times the query heads of a KV head is at most 8, and KV heads are at most the processors. dtype: of q
+// max_q times the query heads of a KV head is at most 16 (8 for codes and heads over 128), and KV heads are at
+// most the processors. dtype: of q
 // and out, 1 is fp16, 2 bf16. lse and sinks may be null. counters: 2 processors integers that are zero, and
-// are zero again after the launch. parts: 4 processors (head_dim + 2) 32 bytes. scale > 0. softcap >= 0, 0:
+// are zero again after the launch. parts: 4 processors (head_dim + 2) 64 bytes. scale > 0. softcap >= 0, 0:
 // none. device < 0 asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_decode_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
@@ -64,14 +59,15 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || max_q < 1)
     return GM_E_SHAPE;
   const int group = heads / kv_heads;
-  if (int64_t(max_q) * group > 8 || !(scale > 0.f) || !(softcap >= 0.f) || processors < 1 || max_ctx < 1)
-    return GM_E_ARG;
+  const int64_t rows = int64_t(max_q) * group;
+  if (rows > 16 || !(scale > 0.f) || !(softcap >= 0.f) || processors < 1 || max_ctx < 1) return GM_E_ARG;
   const bool codes = k_scale != nullptr;
   if (codes != (v_scale != nullptr)) return GM_E_ARG;
   const int bytes = codes ? 1 : 2;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == (codes ? 0 : dtype) && i.head_dim == head_dim) instance = &i;
+    if (i.dtype == (codes ? 0 : dtype) && i.head_dim == head_dim && i.rows == (rows > 8 ? 16 : 8))
+      instance = &i;
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (tokens == 0) return GM_OK;
@@ -100,14 +96,17 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   p.by_token = by_token != 0, p.bf16 = dtype == 2;
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
-  const int64_t most = (int64_t(seqs) * ((int64_t(max_ctx) + 2 * step - 1) / step) + 3) / 4;
+  p.beginning = seqs > 1 ? gm::kBeginning : 0;
+  const int64_t each = (int64_t(max_ctx) + 2 * step - 1) / step + p.beginning;
+  const int64_t most = (int64_t(seqs) * each + 3) / 4;
   const gm::Launch shape{.grid_x = unsigned((most < p.pieces ? most : p.pieces) * kv_heads),
                          .block = 128,
                          .smem = instance->smem,
                          .pdl = true};
   if (softcap > 0.f) {
     const gm::SoftCap<true> cap = gm::soft_cap(softcap, codes ? 0.f : scale);
-    return gm_paged_decode_softcap_sm90(&p, &cap, instance->dtype, head_dim, &shape, device, stream);
+    return gm_paged_decode_softcap_sm90(&p, &cap, instance->dtype, head_dim, instance->rows, &shape, device,
+                                        stream);
   }
   void* args[] = {&p};
   return instance->kernel.launch(device, stream, shape, args);

@@ -5,12 +5,12 @@
 // transposed product of TensorRT-LLM's XQA; ETAP, arXiv:2506.01969). Each warp takes steps of 16 keys through
 // a ring of its own, which cp.async fills ahead, and meets the other warps only at the end of a context.
 //
-// The work of a KV head is one row of steps of 16 keys, sequence after sequence. It is cut into equal pieces,
-// and a CTA takes one piece of one KV head (stream-K; LeanAttention, arXiv:2405.10480),
-// which it derives from the lengths; the KV heads of a piece, neighbours in memory,
-// are read at the same time. A context that is cut leaves partial results in the workspace;
-// the CTA that arrives last adds them in the order of the keys. So a launch needs no plan,
-// its result does not depend on timing, and a captured graph stays right when lengths change.
+// The work of a KV head is one row of steps of 16 keys, sequence after sequence, with a fixed number of steps
+// for the beginning of each. It is cut into equal pieces, and a CTA takes one piece of one KV head (stream-K;
+// LeanAttention, arXiv:2405.10480), which it derives from the lengths; the KV heads of a piece, neighbours in
+// memory, are read at the same time. A context that is cut leaves partial results in the workspace; the CTA
+// that arrives last adds them in the order of the keys. So a launch needs no plan, its result does not depend
+// on timing, and a captured graph stays right when lengths change.
 #pragma once
 #include "_attention_parts_sm90.cuh"
 #include "_paged_decode_step_sm90.cuh"
@@ -180,6 +180,12 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
   finish<C, D, N>(p, smem, sums, at, start, piece_steps, works);
 }
 
+// The steps of a sequence, and what its beginning costs in the time of steps. Without that a piece of many
+// short contexts takes several times as long as one of a long context.
+__device__ __forceinline__ int weight_of(const DecodeParams& p, const DecodeSequence& seq) {
+  return seq.steps > 0 ? seq.steps + p.beginning : 0;
+}
+
 // The steps of a KV head before, of and in the sequences of this thread, 0 .. seqs by blocks of `chunk`.
 struct StepSums {
   int before, all;
@@ -216,29 +222,21 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCa
   const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
   int mine = 0;
   for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)
-    mine += decode_sequence<S::kStep>(p, i).steps;
+    mine += weight_of(p, decode_sequence<S::kStep>(p, i));
   const StepSums sums = sum_steps(mine, totals, S::kWarps);
   const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, S::kWarps);
-  int step = piece * piece_steps;
-  const int stop = min(step + piece_steps, sums.all);
-  if (step >= stop) return;
-  if (sums.before <= step && step < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
+  const int begin = piece * piece_steps, stop = min(begin + piece_steps, sums.all);
+  if (begin >= stop) return;
+  if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
   __syncthreads();
   at.index = found[0];
-  int start = found[1];  // steps before the sequence
-  at.seq = decode_sequence<S::kStep>(p, at.index);
-  while (start + at.seq.steps <= step) {
-    start += at.seq.steps;
-    at.seq = decode_sequence<S::kStep>(p, ++at.index);
-  }
-  while (true) {
-    at.from = step - start, at.count = min(stop, start + at.seq.steps) - step;
-    run_stretch<C, D, N, CAP>(p, cap, smem, at, start, piece_steps);
-    step += at.count;
-    if (step >= stop) return;
-    start = step;
-    do at.seq = decode_sequence<S::kStep>(p, ++at.index);
-    while (at.seq.steps == 0);
+  for (int start = found[1]; start < stop; ++at.index) {  // of the sequence
+    at.seq = decode_sequence<S::kStep>(p, at.index);
+    const int steps_at = start + p.beginning;
+    at.from = max(begin - steps_at, 0);
+    at.count = min(stop - steps_at, at.seq.steps) - at.from;
+    if (at.count > 0) run_stretch<C, D, N, CAP>(p, cap, smem, at, steps_at, piece_steps);
+    start += weight_of(p, at.seq);
   }
 }
 

@@ -1,7 +1,7 @@
 """Paged attention in CUDA C++ for Hopper: prefill, chunked prefill and decodes of one batch in one launch, also over e4m3 caches.
 
 The form of FlashAttention-3 (Shah et al., 2024) over a paged cache: warp-specialised, wgmma from shared memory that the
-tensor copy engine fills page by page; and for a few decodes a small kernel of mma.sync products that splits every context. Work is
+tensor copy engine fills page by page; and for decodes alone a small kernel of mma.sync products that splits every context. Work is
 found on the device, so a captured graph stays right when lengths change.
 docs/performance/attention_hopper.md has the measurements, and what was tried.
 """
@@ -24,11 +24,9 @@ DECODE_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 LARGEST_GROUP = 128
 """Query heads of a KV head at most: a tile has as many rows."""
 DECODE_ROWS = 8
-SPLIT_ROWS = 16
-"""Query-head pairs of a KV head that one tile of the kernel for decode, and of the split Triton kernel, has."""
-FEW_CONTEXTS = 264
-"""Contexts (sequences times KV heads) up to which the kernel for decode is ahead of the split Triton kernel: as many as it has CTAs. Codes
-and heads over 128 have no such limit."""
+"""Query-head pairs of a KV head that a tile of the kernel for decode has."""
+MOST_DECODE_ROWS = 16
+"""The same, of the tile of twice as many rows, and of the split Triton kernel's; with heads of up to 128, and no codes."""
 UNITS = 2048
 """Partial results of 16 rows that a batch may leave in the workspace; what does not fit there is done by one CTA."""
 DECODE_COUNTERS_AT = 4 * (32 + UNITS)
@@ -78,31 +76,29 @@ def takes(head_dim: int, codes: bool, page: int) -> bool:
 
 def route(
     max_q: int,
-    seqs: int,
     heads: int,
     kv_heads: int,
     ctas: int = MULTIPROCESSORS,
     head_dim: int = 128,
     codes: bool = False,
     page: int = 16,
-    few: int = FEW_CONTEXTS,
 ) -> str:
     """The kernel for a batch of these host-known bounds: ``decode`` (for decodes alone), ``triton`` or ``any``.
 
-    ctas, few: of the configuration. The kernel for decode needs a CTA per KV head. codes: the caches are in e4m3. page: tokens of a page.
+    ctas: of the configuration. The kernel for decode needs a CTA per KV head. codes: the caches are in e4m3. page: tokens of a page.
     """
     rows = max_q * (heads // kv_heads)
-    fast = codes or head_dim > LARGEST_HEAD or seqs * kv_heads <= few
-    if rows <= DECODE_ROWS and head_dim in DECODE_HEAD_DIMS and kv_heads <= ctas and fast:
+    most = DECODE_ROWS if codes or head_dim > LARGEST_HEAD else MOST_DECODE_ROWS
+    if rows <= most and head_dim in DECODE_HEAD_DIMS and kv_heads <= ctas:
         return "decode"
-    return "any" if takes(head_dim, codes, page) and max_q > 1 and rows > SPLIT_ROWS else "triton"
+    return "any" if takes(head_dim, codes, page) and max_q > 1 and rows > MOST_DECODE_ROWS else "triton"
 
 
 def parts_bytes(head_dim: int, ctas: int) -> int:
     """Memory of partial results: sums, maximum and sum of weights of 16 rows, for each unit and four times for each CTA.
     Rows are padded to 64, 128 or 256 elements.
 
-    What the kernel for decode needs, two of 8 rows for each of at most two CTAs a multiprocessor, is less.
+    What the kernel for decode needs, two of up to 16 rows for each of at most two CTAs per multiprocessor, is less.
     """
     padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     return (UNITS + 4 * ctas) * (padded // 8 + 1) * 512
@@ -147,14 +143,13 @@ def workspace(problem: Problem, config: Config) -> Workspace:
 
 def split_config(problem: Problem, target: Target) -> Config:
     """That with contexts in parts, and the tiles of the split Triton kernel."""
-    own = {"part_tiles": PART_TILES, "few": FEW_CONTEXTS}
-    return {**triton.split_config(problem, target), **config(problem, target), **own}
+    return {**triton.split_config(problem, target), **config(problem, target), "part_tiles": PART_TILES}
 
 
 def split_space(problem: Problem, target: Target) -> Iterable[Config]:
-    """Tiles of the split Triton kernel; and the kernel for decode for any number of contexts."""
+    """Tiles of the split Triton kernel."""
     base = split_config(problem, target)
-    return [*({**base, **one} for one in triton.split_space(problem, target)), {**base, "few": 1 << 30}]
+    return [{**base, **one} for one in triton.split_space(problem, target)]
 
 
 def split_workspace(problem: Problem, config: Config) -> Workspace:
@@ -199,7 +194,7 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention._paged_attention_sm90:launch_split",
         requires=REQUIRES,
-        summary="as paged_attention_sm90 with long contexts in parts; decodes alone run in a kernel of their own or in paged_attention_triton_split",
+        summary="as paged_attention_sm90 with long contexts in parts; decodes alone have their own kernel, some head sizes Triton's",
         accepts=accepts_split,
         config=split_config,
         space=split_space,

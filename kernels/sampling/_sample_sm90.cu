@@ -11,27 +11,33 @@
 
 extern __shared__ __align__(16) unsigned char memory[];
 
-extern "C" __global__ void __launch_bounds__(512) sample_fp32(const __grid_constant__ SampleParams p) {
-  gm::Row<float>(p, memory).run();
-}
-extern "C" __global__ void __launch_bounds__(512) sample_bf16(const __grid_constant__ SampleParams p) {
-  gm::Row<uint16_t>(p, memory).run();
-}
+// The second form has two blocks of 512 threads on a multiprocessor, or four of 256: 64 registers for each
+// thread.
+#define GM_SAMPLE(name, type, kept, ...)                                                                   \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ SampleParams p) { \
+    gm::Row<type, kept>(p, memory).run();                                                                  \
+  }
+GM_SAMPLE(sample_fp32, float, true, 512)
+GM_SAMPLE(sample_bf16, uint16_t, true, 512)
+GM_SAMPLE(sample_again_fp32, float, false, 512, 2)
+GM_SAMPLE(sample_again_bf16, uint16_t, false, 512, 2)
 
 #else
 
-static gm::CudaKernel g_sample[] = {{GM_CUBIN, "sample_fp32"}, {GM_CUBIN, "sample_bf16"}};
+static gm::CudaKernel g_sample[2][2] = {{{GM_CUBIN, "sample_again_fp32"}, {GM_CUBIN, "sample_again_bf16"}},
+                                        {{GM_CUBIN, "sample_fp32"}, {GM_CUBIN, "sample_bf16"}}};
 
 // logits [rows, v] float32 or bf16, rows at `stride` elements; a parameter of each kind per row -> ids
-// [rows]. ranks: blocks per row; threads of each.
+// [rows]. ranks: blocks per row; threads of each; keep: 1 for slices in shared memory, 0 to read them again.
 GM_CUDA_ENTRY(gm_sample_sm90)
 (const void* logits, int64_t stride, const float* temperature, const int32_t* top_k, const float* top_p,
  const float* min_p, const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v,
- int bf16, int ranks, int threads, int device, void* stream) {
+ int bf16, int ranks, int threads, int keep, int device, void* stream) {
   if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != gm::kMostRanks) return GM_E_ARG;
   if (threads != 64 && threads != 128 && threads != 256 && threads != 32 * gm::kMostWarps) return GM_E_ARG;
-  if (rows < 0 || rows > INT32_MAX / ranks || v < 1 || v > int64_t(ranks) * gm::kMostOfSlice)
-    return GM_E_SHAPE;
+  if (keep != 0 && keep != 1) return GM_E_ARG;
+  if (rows < 0 || rows > INT32_MAX / ranks || v < 1 || v > gm::kLargestVocabulary) return GM_E_SHAPE;
+  if (keep && v > int64_t(ranks) * gm::kMostOfSlice) return GM_E_SHAPE;
   if (rows == 0) return GM_OK;
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;
@@ -39,13 +45,13 @@ GM_CUDA_ENTRY(gm_sample_sm90)
   const int exponent = 62 - bits < gm::kMostExponent ? 62 - bits : gm::kMostExponent;
   SampleParams p{logits, stride, temperature, top_k, top_p, min_p, seed, index, ids, int(v), slice, exponent};
   void* args[] = {&p};
-  return g_sample[bf16 != 0].launch(device, stream,
-                                    {.grid_x = unsigned(rows) * ranks,
-                                     .block = unsigned(threads),
-                                     .smem = unsigned(sizeof(gm::Shared)) + 4 * slice,
-                                     .cluster = unsigned(ranks),
-                                     .pdl = true},
-                                    args);
+  return g_sample[keep][bf16 != 0].launch(device, stream,
+                                          {.grid_x = unsigned(rows) * ranks,
+                                           .block = unsigned(threads),
+                                           .smem = unsigned(sizeof(gm::Shared)) + (keep ? 4 * slice : 0),
+                                           .cluster = unsigned(ranks),
+                                           .pdl = true},
+                                          args);
 }
 
 #endif

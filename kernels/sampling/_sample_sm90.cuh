@@ -1,9 +1,11 @@
 // One token of one row, by a cluster of blocks:
 // sample.py has the definition, docs/performance/sampling.md the idea.
 //
-// Every block keeps a slice of the row, divided by the temperature, in shared memory. A pivot (value, id)
-// says which tokens survive top_k and top_p. It is found in histograms of integers (counts, and masses in
-// units of 2^-exponent), so the result depends neither on the number of blocks nor on the order of additions.
+// Every block has a slice of the row. It keeps it, divided by the temperature, in shared memory, or reads it
+// again in every pass (from the L2 cache, where it still is): shared memory then no longer limits how many
+// blocks a multiprocessor runs. A pivot (value, id) says which tokens survive top_k and top_p. It is found in
+// histograms of integers (counts, and masses in units of 2^-exponent), so the result depends neither on the
+// number of blocks nor on the order of additions.
 //
 // A source includes _cluster_sm90.cuh, or the stand-in for a CPU of the tests, before this file; without
 // either it gets what the host needs.
@@ -30,25 +32,30 @@ struct SampleParams {
 
 namespace gm {
 
-constexpr int kBins = 1024;      // of the first histogram
-constexpr int kExactBins = 512;  // of those with masses
-constexpr int kListed = 384;     // candidates that one block searches by sorting them
+constexpr int kBins = 1024;    // of a histogram
+constexpr int kListed = 1152;  // candidates that one block searches by sorting them
 constexpr int kMostRanks = 8, kMostWarps = 16, kQueued = 64;
+constexpr int kOffsets = 128;         // parts of a bin, by which offsets in it are counted
 constexpr float kDeepest = 24.0f;     // the range of the first histogram: distances from the largest value
 constexpr int kLowest = -2139095040;  // the key just above that of -inf
-constexpr int kMostOfSlice = 53248;   // tokens that fit in shared memory
-constexpr int kMostExponent = 50;     // mass_of rounds by an addition, which has room for 51 bits
+constexpr int kMostOfSlice = 51200;   // tokens that fit in shared memory, of a slice that is kept there
+constexpr int kLargestVocabulary = 1 << 24;
+constexpr int kMostExponent = 50;  // mass_of rounds by an addition, which has room for 51 bits
 
 struct Shared {
   union {
-    uint32_t counts[kBins];  // of this block
-    uint64_t masses[kExactBins];
-    uint64_t sorted[kBins / 2];
+    struct {
+      uint32_t counts[kBins], offsets[kBins];  // of this block
+    };
+    uint64_t masses[kBins];
+    uint64_t sorted[kListed];
     uint32_t queue[kMostWarps][kQueued];
   };
   union {
-    uint32_t all_counts[kBins];  // of the cluster
-    uint64_t all_masses[kExactBins];
+    struct {
+      uint32_t all_counts[kBins], all_offsets[kBins];  // of the cluster
+    };
+    uint64_t all_masses[kBins];
     int peaks[kMostWarps * 32];  // key of the largest value of each thread
   };
   uint64_t list[kListed];  // candidates of the row, in the first block
@@ -59,6 +66,8 @@ struct Shared {
   int first, last, listed, again;
   uint32_t before, through;
 };
+
+static_assert(sizeof(Shared) + 4 * kMostOfSlice <= 227 * 1024);
 
 #ifdef GM_DEVICE
 constexpr float kInf = __builtin_inff();
@@ -150,11 +159,12 @@ struct Pair {
   uint64_t a = 0, b = 0;
 };
 
-template <typename T>
+// kKept: the slice is in shared memory, behind Shared.
+template <typename T, bool kKept>
 struct Row {
   const SampleParams& p;
   Shared& s;
-  float4* z;  // this block's slice
+  float4* z;  // this block's slice, if it is kept
   int tid, count, lane, warp, warps, rank, ranks;
   int first, length, vectors;  // of the slice
   int64_t row;
@@ -162,6 +172,8 @@ struct Row {
   int peak = INT_MIN;  // key of this thread's largest value
   float top = 0;
   int top_key = 0;
+  float temperature = 1;
+  float barred = -kInf;  // -inf over the temperature; over inf it is NaN, a fault like +inf
 
   GM_DEVICE Row(const SampleParams& params, void* memory)
       : p(params),
@@ -253,34 +265,39 @@ struct Row {
 
   // --- the row ---
 
-  template <typename F>
-  GM_DEVICE void for_each_own(F f) const {  // f(value, place in the slice)
-    for (int i = tid; i < vectors; i += count) {
-      const float4 v = z[i];
-      f(v.x, 4 * i), f(v.y, 4 * i + 1), f(v.z, 4 * i + 2), f(v.w, 4 * i + 3);
-    }
+  GM_DEVICE const T* logits() const { return static_cast<const T*>(p.logits) + row * p.stride + first; }
+  GM_DEVICE float scaled(float x) const {
+    // The division takes a slow path for all of a warp when one lane has an infinity.
+    float value = x == -kInf ? barred : x;
+    if (temperature != 1.0f) value = x == -kInf ? barred : quotient(x == -kInf ? 1.0f : x, temperature);
+    return value + 0.0f;  // -0 becomes 0
   }
-  GM_DEVICE float at(int place) const { return reinterpret_cast<const float*>(z)[place]; }
-  GM_DEVICE uint64_t mass(float value) const { return mass_of(double(value) - double(top), p.exponent); }
+  // Four values of the slice from four logits; -inf past its end.
+  GM_DEVICE float4 scaled(const float4& v, int place) const {
+    const int room = length - place;
+    return float4{room > 0 ? scaled(v.x) : -kInf, room > 1 ? scaled(v.y) : -kInf,
+                  room > 2 ? scaled(v.z) : -kInf, room > 3 ? scaled(v.w) : -kInf};
+  }
+  GM_DEVICE float4 load_logits(bool aligned, int i) const {
+    const T* from = logits() + 4 * i;
+    const int room = length - 4 * i;
+    if (aligned && room >= 4) return load_four(from);
+    return float4{room > 0 ? load_one(from) : -kInf, room > 1 ? load_one(from + 1) : -kInf,
+                  room > 2 ? load_one(from + 2) : -kInf, room > 3 ? load_one(from + 3) : -kInf};
+  }
+  GM_DEVICE bool logits_aligned() const {
+    return reinterpret_cast<uintptr_t>(logits()) % (4 * sizeof(T)) == 0;
+  }
 
-  // Calls f(logit, place) for those of the slice, in order for a thread; those past its end come as -inf.
-  template <typename F>
+  // Calls f(logits, place) for four at a time, in order for a thread; those past the end come as -inf. kAhead
+  // loads are issued before the first is used.
+  template <int kAhead, typename F>
   GM_DEVICE void for_each_logit(F f) const {
-    const T* from = static_cast<const T*>(p.logits) + row * p.stride + first;
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % (4 * sizeof(T)) == 0;
-    constexpr int kAhead = 8;
+    const bool aligned = logits_aligned();
     for (int start = tid; start < vectors; start += kAhead * count) {
       float4 v[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int i = start + j * count;
-        if (aligned && 4 * i + 4 <= length) {
-          v[j] = load_four(from + 4 * i);
-        } else {
-          const auto one = [&](int place) { return place < length ? load_one(from + place) : -kInf; };
-          v[j] = float4{one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)};
-        }
-      }
+      for (int j = 0; j < kAhead; ++j) v[j] = load_logits(aligned, start + j * count);
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int i = start + j * count;
@@ -289,28 +306,59 @@ struct Row {
     }
   }
 
-  // Fills the slice with logits over temperature, -inf past its end.
-  GM_DEVICE void load(float temperature) {
-    const float barred = temperature == kInf ? kInf : -kInf;  // -inf over inf is NaN, a fault like +inf
+  // --- the values of the slice: logits over temperature ---
+
+  template <typename F>
+  GM_DEVICE void for_each_own(F f) const {  // f(value, place in the slice)
+    const auto each = [&](const float4& v, int place) {
+      f(v.x, place), f(v.y, place + 1), f(v.z, place + 2), f(v.w, place + 3);
+    };
+    if constexpr (kKept) {
+      for (int i = tid; i < vectors; i += count) each(z[i], 4 * i);
+    } else {
+      for_each_logit<2>([&](const float4& v, int place) { each(scaled(v, place), place); });
+    }
+  }
+  // The same, of threads whose largest value has a key of at least `least`. Where they are few, all lanes of
+  // their warp read their values. By all threads.
+  template <typename F>
+  GM_DEVICE void for_each_from(int least, F f) const {
+    const uint32_t lanes = ballot(peak >= least);
+    const int vectors_each = (vectors + count - 1) / count;
+    if (ones(lanes) * ((vectors_each + 31) / 32) >= vectors_each) {
+      if (peak >= least) for_each_own(f);
+      return;
+    }
+    for (uint32_t left = lanes; left != 0; left &= left - 1) {
+      const int of = warp * 32 + ones((left & -left) - 1);
+      for (int i = of + lane * count; i < vectors; i += 32 * count) {
+        const float4 v = four_at(i);
+        f(v.x, 4 * i), f(v.y, 4 * i + 1), f(v.z, 4 * i + 2), f(v.w, 4 * i + 3);
+      }
+    }
+  }
+  GM_DEVICE float4 four_at(int i) const {
+    if constexpr (kKept) return z[i];
+    return scaled(load_logits(logits_aligned(), i), 4 * i);
+  }
+  GM_DEVICE float at(int place) const {
+    if constexpr (kKept) return reinterpret_cast<const float*>(z)[place];
+    return scaled(load_one(logits() + place));
+  }
+  GM_DEVICE uint64_t mass(float value) const { return mass_of(double(value) - double(top), p.exponent); }
+
+  // The first pass over the logits: finds the thread's largest value, and keeps the slice if it is to be
+  // kept.
+  GM_DEVICE void load() {
     float most = -kInf;
     bool wrong = false;
-    const auto scaled = [&](float x) {
-      // The division takes a slow path for all of a warp when one lane has an infinity.
-      float value = x == -kInf ? barred : x;
-      if (temperature != 1.0f) value = x == -kInf ? barred : quotient(x == -kInf ? 1.0f : x, temperature);
-      value += 0.0f;  // -0 becomes 0
-      wrong = wrong || !(value < kInf);
-      most = fmaxf(most, value);
-      return value;
-    };
-    for_each_logit([&](const float4& v, int place) {
-      const int room = length - place;
-      float4 value;
-      value.x = scaled(v.x);
-      value.y = room > 1 ? scaled(v.y) : -kInf;
-      value.z = room > 2 ? scaled(v.z) : -kInf;
-      value.w = room > 3 ? scaled(v.w) : -kInf;
-      z[place / 4] = value;
+    for_each_logit<8>([&](const float4& v, int place) {
+      const float4 value = scaled(v, place);
+      for (const float one : {value.x, value.y, value.z, value.w}) {
+        wrong = wrong || !(one < kInf);
+        most = fmaxf(most, one);
+      }
+      if constexpr (kKept) z[place / 4] = value;
     });
     peak = wrong ? INT_MAX : key_of(most);
   }
@@ -325,7 +373,7 @@ struct Row {
       chosen = x > most ? place : chosen;
       most = fmaxf(most, x);
     };
-    for_each_logit([&](const float4& v, int place) {
+    for_each_logit<8>([&](const float4& v, int place) {
       consider(v.x, place), consider(v.y, place + 1), consider(v.z, place + 2), consider(v.w, place + 3);
     });
     const int key = wrong ? INT_MAX : key_of(most + 0.0f);  // -0 becomes 0
@@ -347,7 +395,11 @@ struct Row {
     return value == top ? 0 : 1 + int(fminf((top - value) * scale, float(kBins - 2)));
   }
   GM_DEVICE void clear() {
-    for (int i = tid; i < kBins; i += count) s.counts[i] = 0;
+    for (int i = tid; i < kBins; i += count) s.counts[i] = s.offsets[i] = 0;
+    block_sync();
+  }
+  GM_DEVICE void clear_masses() {
+    for (int i = tid; i < kBins; i += count) s.masses[i] = 0;
     block_sync();
   }
   // The keys between which values of bins from...to lie, with a margin for the rounding of distances.
@@ -361,8 +413,7 @@ struct Row {
       least = max(least, key_of(float(double(top) - to * double(width) - margin)) - 1);
     }
   }
-  // First bin whose tokens and those of the bins before are k or more;
-  // kBins if there are fewer. Of s.all_counts.
+  // The first bin whose entries and those of the bins before are k or more; kBins if there are fewer.
   GM_DEVICE int bin_of_kth(const uint32_t* counts, uint64_t k) {
     const int per = kBins / count;
     uint64_t own = 0, total;
@@ -383,14 +434,14 @@ struct Row {
   GM_DEVICE void combine() {
     const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
-      uint32_t sum = 0;
-      for (int r = 0; r < ranks; ++r) sum += *peer(&s.counts[i], r);
-      for (int r = 0; r < ranks; ++r) *peer(&s.all_counts[i], r) = sum;
+      uint32_t sum = 0, offsets = 0;
+      for (int r = 0; r < ranks; ++r) sum += *peer(&s.counts[i], r), offsets += *peer(&s.offsets[i], r);
+      for (int r = 0; r < ranks; ++r) *peer(&s.all_counts[i], r) = sum, *peer(&s.all_offsets[i], r) = offsets;
     }
     cluster_sync();
   }
   GM_DEVICE void combine_masses() {
-    const int share = kExactBins / ranks;
+    const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
       uint64_t sum = 0;
       for (int r = 0; r < ranks; ++r) sum += *peer(&s.masses[i], r);
@@ -398,24 +449,32 @@ struct Row {
     }
     cluster_sync();
   }
-  // Counts the values of keys from `least` up. Returns their mass, if it is wanted.
+  // Counts the values of keys from `least` up. Returns their mass, if it is wanted; then sums their places in
+  // the bins too.
   GM_DEVICE uint64_t count_bins(int least, float scale, bool weigh) {
     clear();
     const float lowest = value_of(least);
     uint64_t total = 0;
     int bin = 0;
-    uint32_t of_bin = 0;  // equal neighbours are added at once
+    uint32_t of_bin = 0, offsets = 0;  // neighbours in one bin are added at once
+    const auto add = [&] {
+      if (of_bin) add_to(&s.counts[bin], of_bin);
+      if (offsets) add_to(&s.offsets[bin], offsets);
+    };
     for_each_own([&](float value, int) {
       if (!(value >= lowest)) return;
       const int b = bin_of(value, top, scale);
       if (b != bin) {
-        if (of_bin) add_to(&s.counts[bin], of_bin);
-        bin = b, of_bin = 0;
+        add();
+        bin = b, of_bin = offsets = 0;
       }
       ++of_bin;
-      if (weigh && top - value < 36.0f) total += mass(value);
+      if (!weigh) return;
+      if (b > 0 && b < kBins - 1)
+        offsets += uint32_t(((top - value) * scale - float(b - 1)) * float(kOffsets));
+      if (top - value < 36.0f) total += mass(value);
     });
-    if (of_bin) add_to(&s.counts[bin], of_bin);
+    add();
     return total;
   }
 
@@ -423,19 +482,17 @@ struct Row {
   // count or mass of those above).
   GM_DEVICE Pair gather(int least, int most, bool weigh) {
     uint64_t above = 0, found = 0;
-    if (peak >= least) {
-      const float low = value_of(least);
-      for_each_own([&](float value, int place) {
-        if (!(value >= low)) return;
-        if (key_of(value) > most) {
-          above += weigh ? mass(value) : 1;
-          return;
-        }
-        ++found;
-        const int at = add_to(peer(&s.listed, 0), 1);
-        if (at < kListed) peer(s.list, 0)[at] = order_of(key_of(value), first + place);
-      });
-    }
+    const float low = value_of(least);
+    for_each_from(least, [&](float value, int place) {
+      if (!(value >= low)) return;
+      if (key_of(value) > most) {
+        above += weigh ? mass(value) : 1;
+        return;
+      }
+      ++found;
+      const int at = add_to(peer(&s.listed, 0), 1);
+      if (at < kListed) peer(s.list, 0)[at] = order_of(key_of(value), first + place);
+    });
     found = block_sum(found);
     above = block_sum(above);
     return exchanged_sums(found, above);
@@ -479,9 +536,8 @@ struct Row {
     uint64_t above = 0;  // before the keys
     while (least < most) {
       int shift = 0;
-      while ((uint32_t(most) - uint32_t(least)) >> shift >= unsigned(kExactBins)) ++shift;
-      for (int i = tid; i < kExactBins; i += count) s.masses[i] = 0;
-      block_sync();
+      while ((uint32_t(most) - uint32_t(least)) >> shift >= unsigned(kBins)) ++shift;
+      clear_masses();
       uint64_t beyond = 0, of_bin = 0;
       int bin = 0;
       if (peak >= least)
@@ -503,11 +559,11 @@ struct Row {
       if (of_bin) add_to(&s.masses[bin], of_bin);
       above = exchanged_sums(block_sum(beyond), 0).a;
       combine_masses();
-      const int per = (kExactBins + count - 1) / count, begin = min(tid * per, kExactBins),
-                end = min(begin + per, kExactBins);
+      const int per = (kBins + count - 1) / count, begin = min(tid * per, kBins),
+                end = min(begin + per, kBins);
       uint64_t own = 0, all;
       for (int i = begin; i < end; ++i) own += s.all_masses[i];
-      if (tid == 0) s.first = kExactBins - 1;
+      if (tid == 0) s.first = kBins - 1;
       uint64_t through = above + scan(own, all);
       for (int i = begin; i < end; ++i) {
         through += s.all_masses[i];
@@ -556,12 +612,16 @@ struct Row {
       });
       block_sync();
       const int bin = bin_of_kth(s.counts, nth - before);
-      if (tid == 0) {
-        for (int i = 0; i < bin; ++i) before += s.counts[i];
-        int place = bin << shift;
-        for (;; ++place)
-          if (at(place) == value && ++before == nth) break;
-        announce(order_of(key, first + place));
+      uint64_t sum = 0;
+      for (int i = tid; i < bin; i += count) sum += s.counts[i];
+      before += block_sum(sum);
+      for (int start = bin << shift; warp == 0 && before < nth; start += 32) {
+        const int place = start + lane;
+        const bool same = place < length && at(place) == value;
+        const uint32_t lanes = ballot(same);
+        if (same && before + ones(lanes & (0xffffffffu >> (31 - lane))) == nth)
+          announce(order_of(key, first + place));
+        before += ones(lanes);
       }
     }
     return agree();
@@ -588,10 +648,12 @@ struct Row {
     // k threads have a value of at least the k-th largest of their largest values:
     // so does the k-th largest token.
     clear();
-    for (int r = 0; r < ranks; ++r) {
-      const int key = *peer(&s.peaks[tid], r);
-      if (key >= kLowest) add_to(&s.counts[bin_of(value_of(key), top, scale)], 1u);
-    }
+    int keys[kMostRanks];  // read at once
+#pragma unroll
+    for (int r = 0; r < kMostRanks; ++r) keys[r] = r < ranks ? *peer(&s.peaks[tid], r) : INT_MIN;
+#pragma unroll
+    for (int r = 0; r < kMostRanks; ++r)
+      if (keys[r] >= kLowest) add_to(&s.counts[bin_of(value_of(keys[r]), top, scale)], 1u);
     block_sync();
     int bin = bin_of_kth(s.counts, k), least = kLowest, most = top_key;
     if (bin == 0) return all_of(top_key);
@@ -632,7 +694,9 @@ struct Row {
     const uint64_t total = exchanged_sums(own, 0).a;
     const double target = share * double(total);
     combine();
-    // Bounds of the mass down to each bin, from the edges of the bins.
+    // Bounds of the mass down to each bin, from how many tokens a bin has and where in it they are in the
+    // mean: e^-x is convex, so that they have at least the mass of as many in that place, and at most that of
+    // as many at the edges.
     const int per = kBins / count;
     const double margin = double(width) * 1e-3;
     uint64_t n = 0, heavy = 0, light = 0, all;
@@ -641,11 +705,20 @@ struct Row {
       if (tokens == 0) return;
       if (bin == 0) {
         high += tokens << p.exponent, low += tokens << p.exponent;
-      } else {
-        high += tokens * (mass_of(fmin(-(bin - 1) * double(width) + margin, 0.0), p.exponent) + 2);
-        const uint64_t least_of = mass_of(-bin * double(width) - margin, p.exponent);
-        low += bin < kBins - 1 && least_of > 2 ? tokens * (least_of - 2) : 0;
+        return;
       }
+      const double edge = (bin - 1) * double(width);
+      const double most_of = double(mass_of(fmin(margin - edge, 0.0), p.exponent));
+      if (bin == kBins - 1) {
+        high += tokens * (uint64_t(most_of) + 2);
+        return;
+      }
+      const double place = double(s.all_offsets[bin]) / (double(tokens) * kOffsets);
+      const double other = double(mass_of(margin - edge - double(width), p.exponent));
+      high += tokens * (uint64_t(most_of + (other - most_of) * place) + 2);
+      const uint64_t least_of =
+          mass_of(-(edge + (place + 1.0 / kOffsets) * double(width) + margin), p.exponent);
+      low += least_of > 2 ? tokens * (least_of - 2) : 0;
     };
     for (int i = 0; i < per; ++i) n += s.all_counts[tid * per + i], bounds(tid * per + i, heavy, light);
     if (tid == 0) s.first = s.last = kBins - 1;
@@ -749,7 +822,7 @@ struct Row {
       const int end = peak_of_warp >= key_in(pivot) ? vectors : 0;
       for (int start = warp * 32; start < end; start += count) {
         const int i = start + lane;
-        const float4 v = i < vectors ? z[i] : float4{-kInf, -kInf, -kInf, -kInf};
+        const float4 v = i < vectors ? four_at(i) : float4{-kInf, -kInf, -kInf, -kInf};
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float value = c == 0 ? v.x : c == 1 ? v.y : c == 2 ? v.z : v.w;
@@ -799,9 +872,10 @@ struct Row {
     block_sync();
     cluster_arrive();
     wait_for_previous_kernel();
-    const float temperature = p.temperature[row];
+    temperature = p.temperature[row];
     if (!(temperature >= 1e-5f)) return greedy();
-    load(temperature);
+    if (temperature == kInf) barred = kInf;
+    load();
     cluster_wait();  // the shared memory of all blocks exists
     s.peaks[tid] = peak;
     const uint64_t (*of)[2] = exchange(order_of(block_max(peak), -1), 0);

@@ -19,34 +19,40 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 """Blocks of a cluster: more are not portable."""
-MOST_OF_SLICE = 53248
+MOST_OF_SLICE = 51200
 """Tokens whose scaled logits fit in a block's shared memory."""
-_SIGNATURE = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, *(c_int,) * 4, c_void_p)
+LARGEST = 2**24
+"""Tokens of a vocabulary at most: probabilities of more would sum too coarsely."""
+_SIGNATURE = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, *(c_int,) * 5, c_void_p)
 
 
 def accepts(problem: Problem) -> str | None:
-    """Vocabularies that fit in the shared memory of a cluster."""
+    """Vocabularies whose probabilities sum exactly at a resolution of 2^-37."""
     v = problem.integer("v")
-    most = MOST_RANKS * MOST_OF_SLICE
-    return None if v <= most else f"vocabularies of up to {most} tokens, got {v}"
+    return None if v <= LARGEST else f"vocabularies of up to {LARGEST} tokens, got {v}"
 
 
 def config(problem: Problem, target: Target) -> Config:
-    """Blocks per row (ranks), and threads of each. The results are the same for all."""
-    v = problem.integer("v")
-    ranks = next((ranks for ranks in (1, 2, 4) if v <= 2048 * ranks), MOST_RANKS)
-    # Few rows leave multiprocessors free; many share them, three blocks on each.
-    threads = 512 if problem.integer("m") <= 16 else 256
-    return {"ranks": ranks, "threads": next((t for t in (64, 128) if cdiv(v, ranks) <= 4 * t), threads)}
+    """Blocks per row (ranks), threads of each, and whether they keep the row in shared memory. The results are the same for all."""
+    m, v = problem.integer("m"), problem.integer("v")
+    keep = m <= 24 and v <= MOST_RANKS * MOST_OF_SLICE
+    # A row by itself is fastest in many blocks. With more rows than the device runs so at a time, fewer blocks per row
+    # wait less for each other.
+    most, threads = (MOST_RANKS, 512 if m <= 8 else 256) if m <= 96 else (2, 512)
+    ranks = next((ranks for ranks in (1, 2, 4) if v <= 2048 * ranks), most)
+    ranks = min(ranks, most)
+    threads = next((t for t in (64, 128) if cdiv(v, ranks) <= 4 * t), threads)
+    return {"ranks": ranks, "threads": threads, "keep": int(keep)}
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
     v = problem.integer("v")
     return [
-        {"ranks": ranks, "threads": threads}
+        {"ranks": ranks, "threads": threads, "keep": keep}
         for ranks in (1, 2, 4, MOST_RANKS)
         for threads in (128, 256, 512)
-        if v <= ranks * MOST_OF_SLICE
+        for keep in (0, 1)
+        if not keep or v <= ranks * MOST_OF_SLICE
     ]
 
 
@@ -80,6 +86,7 @@ def launch(
         dtype_name(logits.dtype) == "bf16",
         config["ranks"],
         config["threads"],
+        config["keep"],
         logits.get_device(),
         torch.cuda.current_stream(logits.device).cuda_stream if logits.is_cuda else None,
     )

@@ -12,7 +12,7 @@ from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.sampling import sample
-from gristmill.kernels.sampling.sample_sm90 import KERNEL, launch
+from gristmill.kernels.sampling.sample_sm90 import KERNEL, LARGEST, MOST_OF_SLICE, MOST_RANKS, launch
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -125,9 +125,14 @@ def test_every_configuration() -> None:
 
 
 def test_the_largest_vocabulary() -> None:
+    """One more than shared memory holds is read again in every pass."""
     rows = ROWS[::40]
-    agree(normal(len(rows), 8 * 53248, seed=6), parameters(rows, 6))
-    assert KERNEL.accepts(OP.problem(f"m=1,v={8 * 53248 + 1}")) is not None
+    for v in (MOST_RANKS * MOST_OF_SLICE, MOST_RANKS * MOST_OF_SLICE + 1):
+        agree(normal(len(rows), v, seed=6), parameters(rows, 6))
+    problem = OP.problem(f"m=2,v={LARGEST}")
+    agree(normal(2, LARGEST, seed=6), parameters([(0.7, 0, 0.9, 0.0), (1.0, 40, 1.0, 0.0)]))
+    assert KERNEL.accepts(problem) is None
+    assert KERNEL.accepts(OP.problem(f"m=1,v={LARGEST + 1}")) is not None
 
 
 def test_rows_without_an_answer() -> None:
@@ -184,7 +189,7 @@ def test_in_a_graph_on_a_side_stream() -> None:
     rows = ROWS[::11]
     logits, given = normal(len(rows), 20000, seed=13), parameters(rows, 13)
     ids = torch.full((len(rows),), -99, device=DEVICE)
-    config = {"ranks": 8, "threads": 256}
+    config = {"ranks": 8, "threads": 256, "keep": 1}
     launch(config, logits, *given, None, ids)
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):

@@ -79,23 +79,20 @@ def test_examples_are_accepted() -> None:
 
 
 def test_decodes_alone_go_to_the_kernels_for_few_rows() -> None:
-    """Few contexts, and any number of codes or of large heads, go to the kernel that splits by length and many to
+    """Any number of contexts with few rows each goes to the kernel that splits by length, more rows than its tile has to
     Triton's; batches with more rows per sequence go to the kernel for any batch."""
-    assert route(1, 1, 32, 8) == route(1, 33, 32, 8) == route(2, 8, 32, 8) == route(1, 264, 8, 1) == "decode"
-    assert route(1, 34, 32, 8) == route(1, 265, 8, 1) == "triton"
-    assert route(1, 34, 32, 8, few=272) == "decode" and route(1, 1, 32, 8, few=7) == "triton"
-    assert route(1, 1, 64, 4) == route(4, 1, 32, 8) == route(1, 1, 64, 1) == "triton"
-    assert route(1, 1, 132, 132) == "decode" and route(1, 1, 133, 133) == "triton"  # more KV heads than CTAs
-    assert route(1, 1, 32, 8, ctas=7) == "triton"
-    assert route(5, 1, 32, 8) == route(2, 1, 16, 1) == route(2048, 1, 32, 8) == "any"
-    assert route(1, 300, 64, 8, codes=True) == route(1, 8, 16, 8, head_dim=256) == "decode"
-    assert route(1, 300, 8, 1, head_dim=192) == route(1, 64, 16, 8, head_dim=256) == "decode"
-    assert route(5, 1, 32, 8, head_dim=96) == route(5, 1, 32, 8, codes=True) == "any"
-    assert route(4, 1, 32, 8, codes=True) == route(1, 1, 64, 4, codes=True) == "triton"
-    assert route(5, 1, 32, 8, head_dim=192) == route(5, 1, 32, 8, head_dim=256, page=64) == "any"
-    assert (
-        route(5, 1, 32, 8, head_dim=192, page=7) == route(5, 1, 32, 8, head_dim=256, codes=True) == "triton"
-    )
+    assert route(1, 32, 8) == route(2, 32, 8) == route(1, 8, 1) == route(8, 8, 8) == "decode"
+    assert route(1, 64, 4) == route(4, 32, 8) == route(2, 8, 1, head_dim=64) == "decode"
+    assert route(1, 64, 1) == route(1, 17, 1) == route(4, 32, 8, head_dim=192) == "triton"
+    assert route(1, 132, 132) == "decode" and route(1, 133, 133) == "triton"  # more KV heads than CTAs
+    assert route(1, 32, 8, ctas=7) == "triton"
+    assert route(5, 32, 8) == route(2, 16, 1) == route(2048, 32, 8) == "any"
+    assert route(1, 64, 8, codes=True) == route(1, 16, 8, head_dim=256) == "decode"
+    assert route(1, 8, 1, head_dim=192) == route(1, 16, 8, head_dim=256) == "decode"
+    assert route(5, 32, 8, head_dim=96) == route(5, 32, 8, codes=True) == "any"
+    assert route(4, 32, 8, codes=True) == route(1, 64, 4, codes=True) == "triton"
+    assert route(5, 32, 8, head_dim=192) == route(5, 32, 8, head_dim=256, page=64) == "any"
+    assert route(5, 32, 8, head_dim=192, page=7) == route(5, 32, 8, head_dim=256, codes=True) == "triton"
 
 
 def test_the_counters_come_before_what_the_kernels_share() -> None:

@@ -29,7 +29,10 @@ STACK_ON_RECORD = {
     "paged_attention_codes_d128_any_cap": 112,
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 16,
+    **{f"paged_decode_{x}_d128_rows16": 24 for x in ("bf16", "fp16")},
+    **{f"paged_decode_{x}_d{d}_rows16_cap": 8 for x in ("bf16", "fp16") for d in (80, 96)},
     "paged_wide_": 200,
+    "sample_again_": 64,
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
 }
@@ -273,13 +276,15 @@ def test_decode_attention() -> None:
     """Every instance is present and without spills in its loop; products take 16 keys, of codes 32 at a time, and copies run ahead."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_decode_")]
     names = {f"paged_decode_{x}_d{d}" for x in ("bf16", "fp16", "codes") for d in (64, 80, 96, 128, 192, 256)}
+    names |= {f"paged_decode_{x}_d{d}_rows16" for x in ("bf16", "fp16") for d in (64, 80, 96, 128)}
     names |= {f"{name}_cap" for name in names}
     assert {name for name, _, _ in usage} == names
     assert all(registers <= 255 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name in names:
         text, head_dim = bodies(())[name], int(name.split("_")[3][1:])
         codes = "codes" in name
-        products = (4 if codes and head_dim <= 128 else 2) * (head_dim // 16)
+        twice = "rows16" in name or (codes and head_dim <= 128)
+        products = (4 if twice else 2) * (head_dim // 16)
         assert len(re.findall("HMMA.16816", text)) == products, name
         assert len(re.findall("LDGSTS", text)) > 4 * (head_dim // 16), f"{name}: copies ahead"
         assert ("F2FP.F16.E4M3" in text) == codes, f"{name}: codes become fp16"

@@ -5,9 +5,9 @@
 
 namespace {
 
-template <typename T>
+template <typename T, bool kKept>
 void kernel(void* parameters) {
-  gm::Row<T>(*static_cast<SampleParams*>(parameters), gm::shared()).run();
+  gm::Row<T, kKept>(*static_cast<SampleParams*>(parameters), gm::shared()).run();
 }
 
 }  // namespace
@@ -16,13 +16,14 @@ void kernel(void* parameters) {
 extern "C" int sample_fibers(const void* logits, int64_t stride, const float* temperature,
                              const int32_t* top_k, const float* top_p, const float* min_p,
                              const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v,
-                             int bf16, int ranks, int threads, int order, int fault) {
+                             int bf16, int ranks, int threads, int keep, int order, int fault) {
   gm::fibers::order = order, gm::fibers::fault = fault;
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;
   while (v >> bits) ++bits;
   const int exponent = std::min(62 - bits, gm::kMostExponent);
   SampleParams p{logits, stride, temperature, top_k, top_p, min_p, seed, index, ids, int(v), slice, exponent};
-  return !gm::fibers::launch(bf16 ? kernel<uint16_t> : kernel<float>, &p, rows, ranks, threads,
-                             sizeof(gm::Shared) + 4 * slice);
+  const auto body = keep ? (bf16 ? kernel<uint16_t, true> : kernel<float, true>)
+                         : (bf16 ? kernel<uint16_t, false> : kernel<float, false>);
+  return !gm::fibers::launch(body, &p, rows, ranks, threads, sizeof(gm::Shared) + (keep ? 4 * slice : 0));
 }

@@ -48,7 +48,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def differences(
-    library: ctypes.CDLL, logits: torch.Tensor, ranks: int, threads: int, order: int = 0, fault: int = NONE
+    library: ctypes.CDLL,
+    logits: torch.Tensor,
+    ranks: int,
+    threads: int,
+    order: int = 0,
+    fault: int = NONE,
+    keep: int = 1,
 ) -> int:
     """Rows whose token is not that of the reference; all of them if threads wait for each other in vain."""
     count, v = logits.shape
@@ -73,6 +79,7 @@ def differences(
         int(logits.dtype == torch.bfloat16),
         ranks,
         threads,
+        keep,
         order,
         fault,
     )
@@ -84,15 +91,16 @@ def normal(v: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (2 * torch.randn(len(ROWS), v, generator=generator)).to(dtype)
 
 
+@pytest.mark.parametrize("keep", [1, 0])
 @pytest.mark.parametrize(
     ("v", "ranks", "threads", "order"),
     [(1, 1, 64, 0), (7, 1, 64, 1), (257, 2, 64, 2), (4099, 4, 64, 0), (3001, MOST_RANKS, 64, 2)],
 )
 def test_tokens_are_those_of_the_reference(
-    library: ctypes.CDLL, v: int, ranks: int, threads: int, order: int
+    library: ctypes.CDLL, v: int, ranks: int, threads: int, order: int, keep: int
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16):  # bf16 has many ties
-        assert differences(library, normal(v, dtype), ranks, threads, order) == 0
+        assert differences(library, normal(v, dtype), ranks, threads, order, keep=keep) == 0
 
 
 def test_ties_and_rows_without_an_answer(library: ctypes.CDLL) -> None:
@@ -105,10 +113,12 @@ def test_ties_and_rows_without_an_answer(library: ctypes.CDLL) -> None:
         noise * torch.inf,
         noise * 0 - torch.inf,
     ):
-        assert differences(library, logits, 2, 64) == 0
+        for keep in (1, 0):
+            assert differences(library, logits, 2, 64, keep=keep) == 0
 
 
+@pytest.mark.parametrize("keep", [1, 0])
 @pytest.mark.parametrize("fault", [BLOCK_BARRIERS, CLUSTER_BARRIERS, WRONG_PEER])
-def test_a_planted_fault_is_seen(library: ctypes.CDLL, fault: int) -> None:
+def test_a_planted_fault_is_seen(library: ctypes.CDLL, fault: int, keep: int) -> None:
     """Missing barriers of blocks and of clusters, another block's memory."""
-    assert any(differences(library, normal(1500), 2, 64, order, fault) for order in range(3))
+    assert any(differences(library, normal(1500), 2, 64, order, fault, keep) for order in range(3))
