@@ -67,6 +67,21 @@ MANY = (
 )
 """Sequences, their context and the heads of decodes of many sequences."""
 
+CONTEXTS = {24: 4096, 48: 4096, 64: 4096, 128: 2048, 200: 1024}
+"""Sequences and their mean context, of decodes whose contexts are equal, evenly spread, or spread by powers of two."""
+
+
+def spread(count: int, mean: int, kind: str) -> tuple[int, ...]:
+    """Contexts of `count` sequences: all `mean`; in even steps from 10 to twice that; or each by the same factor longer than the
+    one before, from 10 to three times that."""
+    if kind == "equal":
+        return (mean,) * count
+    places = [i / (count - 1) for i in range(count)]
+    if kind == "even":
+        return tuple(int(10 + (2 * mean - 10) * place) for place in places)
+    return tuple(int(10 * (3 * mean / 10) ** place) for place in places)
+
+
 CASES = {
     "prefill_512": prefill(512),
     "prefill_2k": prefill(2048),
@@ -101,6 +116,19 @@ CASES = {
         f"decode_b{count}_{context}_{heads[0]}h": Case((1,) * count, (context,) * count, heads=heads)
         for count, context, heads in MANY
     },
+    **{
+        f"decode_{count}_{kind}_{kv_heads}kv": Case(
+            (1,) * count, spread(count, mean, kind), heads=(4 * kv_heads, kv_heads, 128)
+        )
+        for kv_heads in (4, 8, 16)
+        for count, mean in CONTEXTS.items()
+        for kind in ("equal", "even", "log")
+    },
+    **{
+        f"decode_64_{kind}_4kv_16_rows": Case((1,) * 64, spread(64, 4096, kind), heads=(64, 4, 128))
+        for kind in ("equal", "even", "log")
+    },
+    "verify_q4_b16_log": Case((4,) * 16, spread(16, 4096, "log")),
     "decode_b256_ragged": Case(
         (1,) * 256, tuple(20 + 980 * i // 255 for i in range(256)), heads=(16, 8, 128)
     ),

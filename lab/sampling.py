@@ -38,7 +38,7 @@ CASES = (
     *(
         f"{m}_{v}_{kind}"
         for v in (128256, 151936)
-        for m in (1, 8, 64, 256)
+        for m in (1, 8, 16, 32, 64, 128, 256, 512)
         for kind in KINDS
         if v == 128256 or kind in ("greedy", "both")
     ),
