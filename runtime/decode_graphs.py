@@ -115,7 +115,7 @@ class DecodeGraphs:
         self._told_of_memory = False
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
-        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
+        self._pool: tuple[int, int] | None = None
 
     def prepare(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
@@ -252,6 +252,9 @@ class DecodeGraphs:
 
     def _record(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        if not any(g.captured for g in self.graphs.values()):
+            # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             # Other threads may use the device during the capture.
             with capturing_on(stream, graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,8 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[int, list[Exception]]) -> None:
         """errors: by sequences, what their captures raise, one after the other."""
         self.emptied, self.captured = 0, list[int]()
+        self.pools, self.used, self.ended = count(), set[int](), set[int]()
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.pools))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
@@ -149,12 +152,17 @@ class FakeCuda:
         self.emptied += 1
 
     @contextmanager
-    def capturing_on(self, stream: Any, graph: Any, **options: Any) -> Iterator[None]:
+    def capturing_on(self, stream: Any, graph: Any, pool: int, **options: Any) -> Iterator[None]:
+        """A pool ends when its only graph is not captured, as torch's do."""
+        assert pool not in self.ended, "it->second->use_count > 0 INTERNAL ASSERT FAILED"
         self.capturing = graph
         try:
             yield
+            self.used.add(pool)
         finally:
             self.capturing = None
+            if pool not in self.used:
+                self.ended.add(pool)
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -185,6 +193,7 @@ def test_a_graph_without_memory_is_left_out(
     ]
     assert refused[0] > 10 and rows[2]["steps"] > 5
     assert cuda.captured == [2] and cuda.emptied == 3  # before each second attempt
+    assert cuda.ended and len(cuda.used) == 1
     [said] = [record for record in caplog.records if "no memory to capture" in record.message]
     assert "decode steps of 4 sequences" in said.message
 
