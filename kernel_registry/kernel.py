@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.closure import installed_sources
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-
-if TYPE_CHECKING:
-    from gristmill.kernel_registry.op import Op
 
 ConfigValue = int | float | str | bool
 Config = Mapping[str, ConfigValue]
@@ -109,14 +106,6 @@ class Kernel:
     triggers: bool = False
     proven: str = ""
     module: str = field(default="", compare=False)
-
-    def proofs(self, op: Op) -> list[str]:
-        """The problems that it is tested on: the operation's examples and its own, as far as it accepts them."""
-        return [
-            text
-            for text in dict.fromkeys((*op.examples, *self.examples))
-            if self.accepts(op.problem(text)) is None
-        ]
 
     def why_not(self, problem: Problem, target: Target, build: Build) -> tuple[str, ...]:
         """Why it cannot run a problem on a device with an installation, in the order of the checks; () = it can."""

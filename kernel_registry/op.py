@@ -154,6 +154,11 @@ class Op:
         """The number of processes that call `problem` together."""
         return 1 if self.ranks is None else problem.integer(self.ranks)
 
+    def proofs(self, kernel: Kernel) -> list[str]:
+        """The problems that `kernel` is tested on: the operation's examples and its own, as far as it accepts them."""
+        texts = dict.fromkeys((*self.examples, *kernel.examples))
+        return [text for text in texts if kernel.accepts(self.problem(text)) is None]
+
     def verification(self, problem: Problem, kernel: Kernel, config: Config) -> Problem:
         """The problem that is run to verify `kernel` with the configuration that it has for `problem`.
 

@@ -77,7 +77,8 @@ def test_list_imports_no_torch() -> None:
 
 def test_explain_here_selects_and_verifies() -> None:
     output = answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu")
-    assert list(output) == ["op", "problem", "target", "selected", "candidates"]
+    assert list(output) == ["op", "problem", "target", "selected", "slow", "candidates"]
+    assert not output["slow"]
     assert {tuple(row) for row in output["candidates"]} == {
         ("kernel", "verdict", "reasons", "expected_us", "source")
     }

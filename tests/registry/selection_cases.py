@@ -352,7 +352,7 @@ grouped_linear | m=16,e=32,n=5760,k=2880,w=mxfp4,epilogue=bias+silu_mul+clamp | 
 sample | m=16,v=128256 | sm_121 | cuda | - | sample_triton
 sample | m=16,v=128256 | h200 | sm90a | - | sample_sm90
 sample | m=16,v=128256 | h200 | cuda | - | sample_triton
-sample | m=16,v=500000 | h200 | sm90a | - | sample_triton
+sample | m=16,v=500000 | h200 | sm90a | - | sample_sm90
 sample | m=16,v=128256 | cpu:avx2 | x86 | - | sample_cpu@avx2
 sample | m=16,v=128256 | gfx1151 | hip | - | sample_triton
 """
