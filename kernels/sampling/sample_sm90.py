@@ -38,9 +38,13 @@ def config(problem: Problem, target: Target) -> Config:
     keep = m <= 24 and v <= MOST_RANKS * MOST_OF_SLICE
     # A row by itself is fastest in many blocks. With more rows than the device runs so at a time, fewer blocks per row
     # wait less for each other.
-    most, threads = (MOST_RANKS, 512 if m <= 8 else 256) if m <= 96 else (2, 512)
-    ranks = next((ranks for ranks in (1, 2, 4) if v <= 2048 * ranks), most)
-    ranks = min(ranks, most)
+    if m <= 24:
+        most, threads = MOST_RANKS, 512 if m <= 8 else 256
+    elif v > 65536:
+        most, threads = (MOST_RANKS, 256) if m <= 96 else (2, 512)
+    else:
+        most, threads = 4 if m <= 48 else 2, 512
+    ranks = min(next((ranks for ranks in (1, 2, 4) if v <= 2048 * ranks), MOST_RANKS), most)
     threads = next((t for t in (64, 128) if cdiv(v, ranks) <= 4 * t), threads)
     return {"ranks": ranks, "threads": threads, "keep": int(keep)}
 
