@@ -62,6 +62,8 @@ SPLIT_EXAMPLES = (
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,head_dim=256,sinks=true",
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,head_dim=256,window=100,softcap=true",
     "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=8,kv_heads=2,kv=fp8,kv_scale=head,lse=true,softcap=true",
+    "q_tokens=5,seqs=5,max_q=1,max_ctx=300,total_ctx=800,heads=32,kv_heads=2,window=33,lse=true",
+    "q_tokens=9,seqs=5,max_q=2,max_ctx=300,total_ctx=800,heads=14,kv_heads=2,head_dim=64,x=fp16,sinks=true,softcap=true",
 )
 """Also of decodes alone, which take other head sizes too."""
 
