@@ -21,11 +21,11 @@ from gristmill.autotune.floor import ceilings
 from gristmill.bench.shapes import ShapeError
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.cache import PagedCache, token_bytes
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.decode_graphs import LARGEST, padded
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.explain import explain_plans, summarize
+from gristmill.runtime.kv_cache.paged import PagedCache, token_bytes
 from gristmill.runtime.layers.linear import Linear, SplitLinear, Summand
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.loader.config import parse_config

@@ -24,8 +24,8 @@ from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from gristmill.bench.decode import model_config
 from gristmill.bench.shapes import load_config
-from gristmill.runtime.cache_size import make_cache
 from gristmill.runtime.engine import Engine
+from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model

@@ -137,8 +137,8 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     quantized KV cache also {"kv", "kv_bits"}, bits per element including scales."""
     import torch
 
-    from gristmill.runtime.cache import PagedCache
     from gristmill.runtime.evaluate import evaluate, read_tokens
+    from gristmill.runtime.kv_cache.paged import PagedCache
     from gristmill.runtime.llm import LLM
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.quantized import write_quantized

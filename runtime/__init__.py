@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.evaluate import Evaluation as Evaluation
     from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.explain import summarize as summarize
-    from gristmill.runtime.external_cache import ExternalCache as ExternalCache
+    from gristmill.runtime.kv_cache.external import ExternalCache as ExternalCache
     from gristmill.runtime.kv_transfer.config import KVTransfer as KVTransfer
     from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode as PrefillDecode
     from gristmill.runtime.llm import LLM as LLM

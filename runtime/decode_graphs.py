@@ -30,10 +30,10 @@ from torch import Tensor
 from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
 from gristmill.runtime.errors import is_out_of_memory
 from gristmill.runtime.hidden_states import KeptStates
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest

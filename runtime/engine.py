@@ -22,12 +22,12 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.runtime.cache_groups import KVGroup
-from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.heap import freeze_heap
 from gristmill.runtime.integers import as_integer, integers, plain
+from gristmill.runtime.kv_cache.groups import KVGroup
+from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 
 

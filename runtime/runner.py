@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch, make_batch, make_feedback, send, spread_batch
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import ErrorInfo, UsageError
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import ROWS, token_logprobs
 from gristmill.runtime.models import Model

@@ -20,9 +20,9 @@ from gristmill.integrations.vllm.refusals import require_served
 from gristmill.integrations.vllm.requests import Requests
 from gristmill.integrations.vllm.version import HOST
 from gristmill.integrations.vllm.warm_up import warm_up
-from gristmill.runtime.cache_size import make_cache
 from gristmill.runtime.errors import INVALID_LOGITS, UsageError
 from gristmill.runtime.explain import explain_plans, summarize
+from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model, parse_scheme
 from gristmill.runtime.loader.open import open_checkpoint

@@ -1,7 +1,9 @@
-"""Bookkeeping of the paged KV cache, on the host and without torch: the owner and the content of each block.
+"""The paged KV cache.
 
-A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer of a group. This package uses
-block ids only; the tensors belong to the runner.
+A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer of a group. The bookkeeping, which block
+belongs to which request and what it contains, is on the host and uses block ids only (`block_pool`, `pool_plan`, `prefix_cache`, `groups`,
+`events`); names exported here import no torch. The tensors are in `paged`, or in memory of the caller in `external`; `format` is how they
+store keys and values, `size` how many blocks there are.
 """
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError, blocks_needed

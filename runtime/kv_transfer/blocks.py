@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import send
-from gristmill.runtime.cache import PagedCache
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.kv_transfer.records import HEADER
 from gristmill.runtime.steps_in_flight import StreamEvent
 

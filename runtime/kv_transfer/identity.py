@@ -10,8 +10,8 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 from gristmill.runtime.parallel.driver import RanksConfig
 

@@ -24,7 +24,7 @@ from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme, cd
 from gristmill.kernels.common import ITEM_BYTES, dtype_name
 from gristmill.kernels.moe.moe import ROWS
 from gristmill.quant import QuantTensor
-from gristmill.runtime.cache_format import AUTO, CacheFormat
+from gristmill.runtime.kv_cache.format import AUTO, CacheFormat
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
 from gristmill.runtime.workspace import Arenas

@@ -15,10 +15,10 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, torch_dtype
 from gristmill.quant import memory
 from gristmill.quant.formats import open_format
-from gristmill.runtime.cache_format import parse_cache_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.format import parse_cache_format
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.embedding import embedding_and_head
 from gristmill.runtime.layers.linear import Summand
 from gristmill.runtime.layers.mla import LatentAttention

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.cache import PagedCache
-from gristmill.runtime.cache_groups import KVGroup, make_groups
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.kv_cache.groups import KVGroup, make_groups
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import embedding_and_head
 from gristmill.runtime.layers.linear import Summand

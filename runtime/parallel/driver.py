@@ -24,9 +24,9 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.select import NoKernelError
-from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.wire import PROGRESS, Job, Loaded, Sender
 from gristmill.runtime.runner import PromptLogprobs, StepResult

@@ -20,11 +20,11 @@ from gristmill import ops
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.collective import symmetric
 from gristmill.kernels.collective.groups import rendezvous
-from gristmill.runtime import child_process
-from gristmill.runtime.cache_size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.kv_transfer.remote_blocks import copy_shared
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.parallel import child_process
 from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
 from gristmill.runtime.parallel.mesh import Mesh
 from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Job, Loaded, Mirror, Step

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from gristmill.runtime import child_process
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel import child_process
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.status import EngineStatus
 

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.integers import as_prompt, plain
 from gristmill.runtime.llm import Prompt
+from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.parallel.driver import LOADING
 from gristmill.runtime.parallel.route import Route, Router
 from gristmill.runtime.request_checks import check_integers

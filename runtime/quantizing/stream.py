@@ -14,11 +14,11 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats import Format, Tensors
 from gristmill.runtime.batch import make_batch
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import windows_at_once
 from gristmill.runtime.kv_cache import blocks_needed
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import load_config

@@ -20,9 +20,9 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.formats.contract import owned
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import CheckpointError, UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import Embedding, LogitsHead
 from gristmill.runtime.layers.linear import Summand, load_linear

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.batch import Batch, send
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.decode_graphs import LARGEST
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest

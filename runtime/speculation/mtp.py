@@ -19,8 +19,8 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import memory
 from gristmill.quant.formats import open_format
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import CheckpointError, UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.embedding import Embedding, LogitsHead
 from gristmill.runtime.layers.linear import load_linear
 from gristmill.runtime.layers.norm import RMSNorm

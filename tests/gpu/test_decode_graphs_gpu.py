@@ -12,9 +12,9 @@ from gristmill.autotune.captures import capturing
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.engine import Engine
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.cache import PagedCache
-from gristmill.runtime.cache_format import FORMATS
-from gristmill.runtime.cache_size import make_cache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.engine import Engine
+from gristmill.runtime.kv_cache.format import FORMATS
+from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.kv_transfer.blocks import CacheBlocks
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.records import HEADER

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gristmill.runtime.cache import PagedCache, token_bytes
-from gristmill.runtime.cache_size import step_limits
+from gristmill.runtime.kv_cache.paged import PagedCache, token_bytes
+from gristmill.runtime.kv_cache.size import step_limits
 from gristmill.runtime.loader.config import load_config
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 

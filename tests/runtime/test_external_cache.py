@@ -13,8 +13,8 @@ from torch import Tensor
 
 import gristmill
 from gristmill.runtime import ExternalCache, Runner, SchedulerConfig, load_model
-from gristmill.runtime.cache import PagedCache
-from gristmill.runtime.cache_size import make_cache
+from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.models import Model
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gristmill.runtime import engine as engine_module
-from gristmill.runtime.cache import PagedCache
-from gristmill.runtime.cache_size import cache_blocks
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.kv_cache.size import cache_blocks
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.models.llama import Llama
 from gristmill.runtime.runner import Runner

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.problem import AxisError, Problem
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner

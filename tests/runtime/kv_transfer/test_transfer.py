@@ -16,11 +16,11 @@ from click.testing import CliRunner
 
 from gristmill.runtime import Runner, SchedulerConfig, load_model
 from gristmill.runtime.async_engine import AsyncEngine
-from gristmill.runtime.cache_size import make_cache
 from gristmill.runtime.cli import cli
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.external_cache import ExternalCache
+from gristmill.runtime.kv_cache.external import ExternalCache
+from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.kv_transfer import blocks as blocks_module
 from gristmill.runtime.kv_transfer import store_work
 from gristmill.runtime.kv_transfer.config import KVTransfer

@@ -2,9 +2,8 @@
 
 import pytest
 
-from gristmill.runtime.cache_groups import KVGroup, make_groups
 from gristmill.runtime.kv_cache import BlockPool, PrefixCache
-from gristmill.runtime.kv_cache.groups import first_needed
+from gristmill.runtime.kv_cache.groups import KVGroup, first_needed, make_groups
 from gristmill.runtime.scheduler import Request, Scheduler, SchedulerConfig
 
 from .harness import FakeModel, Run, expected_ids, run_all, step

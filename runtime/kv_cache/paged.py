@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch
-from gristmill.runtime.cache_format import AUTO, CacheFormat
-from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.kv_cache.format import AUTO, CacheFormat
+from gristmill.runtime.kv_cache.groups import KVGroup
 
 
 class PagedCache:

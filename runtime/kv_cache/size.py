@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.cache import PagedCache, token_bytes
-from gristmill.runtime.cache_groups import KVGroup
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.groups import KVGroup
+from gristmill.runtime.kv_cache.paged import PagedCache, token_bytes
 from gristmill.runtime.models import Model
 
 CPU_CACHE_BYTES = 1 << 30

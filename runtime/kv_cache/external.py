@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gristmill.runtime.cache import PagedCache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 
 
