@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import Verification
 
 POLL = 0.05
@@ -114,9 +113,7 @@ def _parse(text: str) -> tuple[Verification, ...]:
     try:
         data = json.loads(text) if text else []
         # A mark of an earlier version holds one record.
-        return tuple(
-            Verification(**migrated(record)) for record in (data if isinstance(data, list) else [data])
-        )
+        return tuple(Verification(**record) for record in (data if isinstance(data, list) else [data]))
     except (ValueError, TypeError):
         return ()
 

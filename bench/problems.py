@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import click
@@ -16,7 +17,6 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import UnknownError, default_registry
-from gristmill.kernel_registry.renamed import is_named
 from gristmill.kernel_registry.targets import VENDORS
 
 
@@ -103,7 +103,7 @@ def named(op: Op, patterns: str) -> list[Kernel]:
     kernels = default_registry().kernels_of(op.name)
     kernels_named: list[Kernel] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        matches = [k for k in kernels if is_named(k.name, pattern)]
+        matches = [k for k in kernels if fnmatchcase(k.name, pattern)]
         if not matches:
             if any(c in pattern for c in "*?["):
                 raise UnknownError(
@@ -130,7 +130,7 @@ def chosen(ops: Sequence[Op], patterns: str | None, here: Place) -> dict[str, li
     kernels: dict[str, list[Kernel]] = {op.name: [] for op in ops}
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         matches = [
-            k for op in ops for k in default_registry().kernels_of(op.name) if is_named(k.name, pattern)
+            k for op in ops for k in default_registry().kernels_of(op.name) if fnmatchcase(k.name, pattern)
         ]
         if not matches:
             raise UnknownError(f"no kernel of {', '.join(op.name for op in ops)} matches {pattern!r}")

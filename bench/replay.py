@@ -15,7 +15,6 @@ from gristmill.bench.regret import ROUNDS, Studied, ask
 from gristmill.bench.result_file import ResultError
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import Store, config_key, target_key
 from gristmill.kernel_registry.targets.devices import by_device_name
 
@@ -24,11 +23,10 @@ def replay(data: dict[str, Any], store: Store | None = None) -> tuple[Place, lis
     """The problems of a result file, evaluated with `store` (None: the one in use, with shipped times) and with stores made
     from the times of the file.
 
-    data: as written, with the kernel names of that time. ResultError for a file that `kernelbench regret` did not write.
+    ResultError for a file that `kernelbench regret` did not write.
     """
     if "regret" not in data:
         raise ResultError("expected a result file of kernelbench regret: it has no regret")
-    data = migrated(data)
     here = _place(data["environment"])
     store = Store.read_over_shipped(here.policy.store_path) if store is None else store
     studied = [_studied(row, here, store) for row in data["rows"] if row.get("us")]

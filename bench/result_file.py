@@ -14,7 +14,6 @@ from typing import Any
 
 from gristmill.autotune.place import Place
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.store import config_key
 
 SCHEMA = 1
@@ -56,9 +55,9 @@ def replace(path: Path, text: str) -> None:
 
 
 def parsed(path: str | Path, expected: str) -> Any:
-    """The JSON in a file, with present names of kernels. ResultError: invalid JSON; the message says where and what was expected."""
+    """The JSON in a file. ResultError: invalid JSON; the message says where and what was expected."""
     try:
-        return migrated(json.loads(Path(path).read_text(encoding="utf-8")))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected {expected}") from error
     except UnicodeDecodeError as error:

@@ -18,7 +18,6 @@ from gristmill.bench import proofs
 from gristmill.kernel_registry.grades import FAILED, GRADES
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import Registry, default_registry
-from gristmill.kernel_registry.renamed import migrated
 from gristmill.kernel_registry.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +59,7 @@ def reported() -> dict[str, dict[str, str]]:
     """Kernel -> "target: device" -> the last report (`kernelbench bench --results`) in which it matched the reference and was timed."""
     devices_of: dict[str, dict[str, str]] = {}
     for path in sorted(RESULTS.glob("*/operations/*.json")):
-        report = migrated(json.loads(path.read_text(encoding="utf-8")))
+        report = json.loads(path.read_text(encoding="utf-8"))
         where = f"{report['environment']['target']}: {report['environment']['device']}"
         for row in report["rows"]:
             if row["us"] is not None:

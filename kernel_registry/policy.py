@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gristmill.kernel_registry.grades import GRADES
-from gristmill.kernel_registry.renamed import is_named
 
 POLICY_VARIABLE = "GRISTMILL_POLICY"
 
@@ -65,13 +65,13 @@ class Policy:
     def rank(self, op: str, kernel: str) -> int | None:
         """Place of `kernel` among the pins of `op`, None when it is not pinned."""
         for place, pattern in enumerate(self.pinned(op)):
-            if is_named(kernel, pattern):
+            if fnmatchcase(kernel, pattern):
                 return place
         return None
 
     def excludes(self, kernel: str) -> str | None:
         """The exclusion pattern that matches `kernel`, if any."""
-        return next((pattern for pattern in self.exclude if is_named(kernel, pattern)), None)
+        return next((pattern for pattern in self.exclude if fnmatchcase(kernel, pattern)), None)
 
     @property
     def store_path(self) -> Path:

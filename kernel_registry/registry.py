@@ -14,7 +14,6 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
-from gristmill.kernel_registry.renamed import present_name
 from gristmill.kernel_registry.requirement import Requirement
 
 ENTRY_POINTS = "gristmill.kernels"
@@ -78,12 +77,9 @@ class Registry:
         return tuple(sorted(self.kernels.get(op, ()), key=lambda k: (-k.priority, k.name)))
 
     def kernel(self, op: str, name: str) -> Kernel:
-        """One kernel of an operation, by its name or a former one; UnknownError lists similar names."""
+        """One kernel of an operation, by its name; UnknownError lists similar names."""
         by_name = {kernel.name: kernel for kernel in self.kernels_of(op)}
-        present = present_name(name)
-        return _find(
-            by_name, present if name not in by_name and present in by_name else name, f"kernel of {op}"
-        )
+        return _find(by_name, name, f"kernel of {op}")
 
     def layout(self, name: str) -> Layout:
         """The weight layout called `name`; UnknownError lists similar names."""

@@ -13,7 +13,6 @@ from typing import Any
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import AxisError, Problem
-from gristmill.kernel_registry.renamed import present_name
 from gristmill.kernel_registry.target import Target
 
 SCHEMA = 1
@@ -194,12 +193,9 @@ def shipped_times() -> tuple[Timing, ...]:
 
 
 def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification | Timing:
-    """A record from its JSON form, its kernel by the present name; TypeError or ValueError for unknown fields or fields of
-    another type."""
+    """A record from its JSON form; TypeError or ValueError for unknown fields or fields of another type."""
     if not isinstance(entry, dict):
         raise TypeError(f"expected a record, found {type(entry).__name__}")
-    if isinstance(entry.get("kernel"), str):
-        entry = {**entry, "kernel": present_name(entry["kernel"])}
     if kind is Timing:
         entry = {**entry, "samples": tuple(entry.get("samples", ()))}
     record = kind(**entry)

@@ -30,7 +30,6 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.renamed import present_name
 from gristmill.kernel_registry.store import Store, Timing, target_key
 from gristmill.kernels.load import load
 from gristmill.quant import pack, quantize
@@ -86,7 +85,7 @@ class Shape:
         self.scheme, self.n, self.k, self.options = scheme, n, k, options
         self.registry, self.target = default_registry(), device_target(DEVICE, Policy())
         self.op, self.build = self.registry.op("linear"), confirmed_build(self.registry, self.target)
-        names = [present_name(name) for name in options.kernels.split(",") if name]
+        names = options.kernels.split(",") if options.kernels else []
         self.kernels = [
             kernel
             for kernel in self.registry.kernels_of("linear")
