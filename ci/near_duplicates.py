@@ -30,9 +30,9 @@ FOLDERS = (
 LINES = 12
 _TILE_PRODUCT = "the call of the tile product: the arguments of a jitted function are passed one by one"
 KNOWN = {
-    ("kernels/linear/linear_triton.py", "kernels/moe/grouped_linear_triton.py"): _TILE_PRODUCT,
-    ("kernels/linear/linear_triton.py", "kernels/linear/linear_w_triton_atomic.py"): _TILE_PRODUCT,
-    ("kernels/linear/linear_w_triton_atomic.py", "kernels/moe/grouped_linear_triton.py"): _TILE_PRODUCT,
+    ("kernels/linear/triton.py", "kernels/moe/grouped_linear/triton.py"): _TILE_PRODUCT,
+    ("kernels/linear/triton.py", "kernels/linear/w_triton_atomic.py"): _TILE_PRODUCT,
+    ("kernels/linear/w_triton_atomic.py", "kernels/moe/grouped_linear/triton.py"): _TILE_PRODUCT,
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),

@@ -1,12 +1,12 @@
 # Compile a CUDA source to a cubin, or a HIP source to a code object, unless the cache has one of the same text, flags and compiler.
 #
-#   cmake -DGM_NVCC=<nvcc> -DGM_NVCC_BUILD=<its version> "-DGM_FLAGS=<flags>" -DGM_SOURCE=<.cu> -DGM_OUTPUT=<.cubin>
-#         "-DGM_ROOTS=<folders whose location may change between builds>" -DGM_CACHE=<folder, or off> [-DGM_EMIT=<flags> -DGM_LIST=<flags>]
-#         -P cached.cmake
+#   cmake -DGM_NVCC=<nvcc> -DGM_NVCC_BUILD=<its version> "-DGM_FLAGS=<flags>" -DGM_SOURCE=<.cu> -DGM_OUTPUT=<.cubin> -DGM_CACHE=<folder, or off>
+#         [-DGM_EMIT=<flags> -DGM_LIST=<flags> -DGM_TEXT=<flags>] -P cached.cmake
 #
-# GM_EMIT are the flags that compile rather than list, without them -cubin; GM_LIST the flags that list instead of GM_FLAGS. The text is that of every file that the compiler lists with -M, which also becomes the depfile. Cubins that no build has
-# used for 60 days are removed. Almost all of the build time is compilation: a clean build of a tree that was
-# built before takes seconds.
+# GM_EMIT are the flags that compile rather than list, without them -cubin; GM_LIST the flags that list the files (-M, which becomes the
+# depfile) and preprocess instead of GM_FLAGS; GM_TEXT those that preprocess without line numbers. The text is the preprocessed one: a comment,
+# or the folder of a source, changes nothing. Cubins that no build has used for 60 days are removed. Almost all of the build time is
+# compilation: a clean build of a tree that was built before takes seconds.
 cmake_minimum_required(VERSION 3.20)
 
 function(gm_run)
@@ -23,6 +23,9 @@ endif()
 if(NOT DEFINED GM_LIST)
   set(GM_LIST ${GM_FLAGS})
 endif()
+if(NOT DEFINED GM_TEXT)
+  set(GM_TEXT -Xcompiler -P)
+endif()
 gm_run("${GM_NVCC}" ${GM_LIST} -M -MT "${GM_OUTPUT}" -MF "${GM_OUTPUT}.d" "${GM_SOURCE}")
 set(compile "${GM_NVCC}" ${GM_FLAGS} ${GM_EMIT} -o "${GM_OUTPUT}" "${GM_SOURCE}")
 string(TOLOWER "${GM_CACHE}" mode)
@@ -31,19 +34,12 @@ if(mode STREQUAL "off")
   return()
 endif()
 
-file(READ "${GM_OUTPUT}.d" read)
-string(REGEX REPLACE "^[^:]*:" "" read "${read}")
-string(REGEX REPLACE "[ \t\r\n\\]+" ";" read "${read}")
-list(REMOVE_ITEM read "")
-set(text "${GM_NVCC_BUILD} ${GM_FLAGS}")
-foreach(file IN LISTS read)
-  file(SHA256 "${file}" sum)
-  string(APPEND text "\n${sum} ${file}")
-endforeach()
-foreach(root IN LISTS GM_ROOTS)
-  string(REPLACE "${root}/" "" text "${text}")
-endforeach()
-string(SHA256 key "${text}")
+set(preprocessed "${GM_OUTPUT}.i")
+gm_run("${GM_NVCC}" ${GM_LIST} -E ${GM_TEXT} -o "${preprocessed}" "${GM_SOURCE}")
+file(SHA256 "${preprocessed}" sum)
+file(REMOVE "${preprocessed}")
+string(REGEX REPLACE ";-I;[^;]*|;$" "" flags ";${GM_FLAGS}")
+string(SHA256 key "${GM_NVCC_BUILD} ${flags}\n${sum}")
 set(cached "${GM_CACHE}/${key}.cubin")
 
 if(EXISTS "${cached}")

@@ -83,7 +83,7 @@ endif()
 
 set(_host_flags -fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra)
 set(GRISTMILL_NVCC_FLAGS "" CACHE STRING "further flags of nvcc for the kernels, by semicolons")
-set(_include -I "${CMAKE_SOURCE_DIR}/kernels/_native")
+set(_include -I "${CMAKE_SOURCE_DIR}/kernels/_native" -I "${CMAKE_SOURCE_DIR}/kernels")
 set(GM_CUBIN_FLAGS -std=c++20 -O3 -arch=sm_90a ${GRISTMILL_NVCC_FLAGS})
 set(GM_CUDA_HOST_FLAGS -x c++ -std=c++20 -O2 -Xcompiler ${_host_flags})
 if(DEFINED ENV{XDG_CACHE_HOME})
@@ -120,7 +120,7 @@ foreach(source IN LISTS GM_SM90_SOURCES)
     OUTPUT "${_dir}/${stem}.cubin"
     COMMAND "${CMAKE_COMMAND}" "-DGM_NVCC=${GRISTMILL_NVCC}" "-DGM_NVCC_BUILD=${GM_NVCC_BUILD}"
             "-DGM_FLAGS=${GM_CUBIN_FLAGS};${_include};${_beside}" "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${_dir}/${stem}.cubin"
-            "-DGM_ROOTS=${CMAKE_BINARY_DIR};${CMAKE_SOURCE_DIR}" "-DGM_CACHE=${GRISTMILL_CUBIN_CACHE}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
+            "-DGM_CACHE=${GRISTMILL_CUBIN_CACHE}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
     DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${_dir}/${stem}.cubin.d" VERBATIM COMMENT "nvcc sm_90a ${stem}.cu")
   # The host half, compiled as plain C++ (nvcc only adds the path of cuda.h), and the cubin as data.
   add_custom_command(

@@ -80,8 +80,9 @@ foreach(source IN LISTS GM_HIP_SOURCES)
     add_custom_command(
       OUTPUT "${image}"
       COMMAND "${CMAKE_COMMAND}" "-DGM_NVCC=${GRISTMILL_HIP_CLANG}" "-DGM_NVCC_BUILD=clang ${GM_HIP_CLANG_VERSION}" "-DGM_FLAGS=${_flags}"
-              "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${image}" "-DGM_ROOTS=${CMAKE_BINARY_DIR};${CMAKE_SOURCE_DIR}"
-              "-DGM_CACHE=${_kept}" -DGM_EMIT=--no-gpu-bundle-output "-DGM_LIST=-x;c++;-D__HIP__;-I;${_include}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
+              "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${image}"
+              "-DGM_CACHE=${_kept}" -DGM_EMIT=--no-gpu-bundle-output "-DGM_LIST=-x;c++;-D__HIP__;-I;${_include}"
+              -DGM_TEXT=-P -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
       DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${image}.d" VERBATIM COMMENT "clang ${arch} ${stem}.hip")
     string(APPEND _data "__asm__(\".pushsection .rodata\\n.balign 4096\\n${symbol}_${arch}:\\n.incbin \\\"${image}\\\"\\n.popsection\\n\");\n"
            "extern \"C\" const unsigned char ${symbol}_${arch}[];\n")

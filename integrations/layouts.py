@@ -7,7 +7,7 @@ import torch
 from gristmill import ops
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.linear.linear import layout_for
+from gristmill.kernels.linear.op import layout_for
 
 DECIDING_SIZE = 16
 """The batch whose best kernel decides: the decoding of a loaded server."""

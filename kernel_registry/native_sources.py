@@ -29,7 +29,8 @@ LIBRARIES = {
 }
 """The source that all sources of a library are linked with: threads for C++, the driver for CUDA and for HIP."""
 SOURCE_FOLDERS = ("kernels", "quant")
-INCLUDE_FOLDER = "kernels/_native"
+INCLUDE_FOLDERS = ("kernels/_native", "kernels")
+"""Where a quoted include is searched for after the folder of the file that has it."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _closure(
         text, parent = _read(data), os.path.dirname(current)
         waiting += [os.path.join(parent, text.table)] if text.table and current.endswith(".in") else []
         for include in text.includes:
-            places = [os.path.normpath(os.path.join(place, include)) for place in (parent, INCLUDE_FOLDER)]
+            places = [os.path.normpath(os.path.join(place, include)) for place in (parent, *INCLUDE_FOLDERS)]
             existing = (place for place in places if read(os.path.join(folder, place)) is not None)
             waiting.append(next(existing, include))
     return tuple(sorted(contents.items()))

@@ -13,7 +13,7 @@ def humming_choices(weights: list[list[torch.Tensor]], x: torch.Tensor, out: tor
     """Calls by index of a copy of the weight, by name. weights: copies of the five tensors of humming_v1; x [M, K] and out [M, N] in bf16."""
     from humming.ops import humming_gemm
 
-    from gristmill.kernels.linear.linear_humming import LOCKS
+    from gristmill.kernels.linear.humming import LOCKS
 
     layer = weights[0][4].numpy().tobytes().decode()
     locks = torch.zeros(LOCKS.bytes // 4, dtype=torch.int32, device=x.device)

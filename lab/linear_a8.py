@@ -33,7 +33,7 @@ from gristmill.autotune.place import place
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import dtype_name
-from gristmill.kernels.linear.linear import OP
+from gristmill.kernels.linear.op import OP
 from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack, quantize
 from lab.linear_peers import Ggml, ggml_blocks, onnxruntime_call

@@ -32,8 +32,8 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.store import Store, Timing, target_key
-from gristmill.kernels.linear_a8.w8a8_sm90 import _launch
-from gristmill.kernels.linear_a8.w8a8_sm90.shapes import operands_of, workspace_bytes
+from gristmill.kernels.linear.w8a8_sm90 import _launch
+from gristmill.kernels.linear.w8a8_sm90.shapes import operands_of, workspace_bytes
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.activations import QuantAct, quantize_activation
 from lab.gpu_graphs import DEVICE, Call, Graphs, cold_count, environment

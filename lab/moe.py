@@ -27,7 +27,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.moe._clamped import ALPHA, LIMIT
-from gristmill.kernels.moe.moe import OP
+from gristmill.kernels.moe.moe.op import OP
 from gristmill.kernels.random_inputs import Draw
 from gristmill.quant import QuantTensor, pack, quantize
 from lab.attention_timing import Sweep, compare, parser, sweep_of

@@ -21,7 +21,7 @@ import torch
 from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.attention.paged_attention import OP
+from gristmill.kernels.attention.paged_attention.op import OP
 from lab.attention_timing import Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
 

@@ -26,8 +26,8 @@ import torch
 from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.attention import mla_attention
-from gristmill.kernels.attention.varlen_attention import OP
+from gristmill.kernels.attention.mla_attention import op as mla_attention
+from gristmill.kernels.attention.varlen_attention.op import OP
 from lab.attention_timing import Calls, Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
 

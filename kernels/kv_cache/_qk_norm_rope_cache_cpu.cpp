@@ -2,8 +2,8 @@
 // values into a paged cache. The rows of rms_norm, rotary_embedding and reshape_and_cache, one after the
 // other while a head is in the L1 cache: the same bits as the three.
 // gm-levels: base avx2 avx512 neon
-#include "../norm/_rms_norm_row_cpu.h"
-#include "../rope/_rotate_heads_cpu.h"
+#include "norm/_rms_norm_row_cpu.h"
+#include "rope/_rotate_heads_cpu.h"
 #include "_quantize_row_cpu.h"
 
 namespace gm {

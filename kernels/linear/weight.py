@@ -45,7 +45,7 @@ class LinearWeight:
             ValueError: no layout is given, a layout does not support the scheme, or the weight is not [N, K].
             UnknownError: an unknown layout.
         """
-        from gristmill.kernels.linear.linear import as_quant
+        from gristmill.kernels.linear.op import as_quant
         from gristmill.quant.packed import pack
 
         weight, names = as_quant(weight), list(layouts)

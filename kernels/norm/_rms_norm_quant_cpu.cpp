@@ -2,7 +2,7 @@
 // the dtype of x, quantized. With a residual, residual += x first, rounded to the dtype, which is normalized
 // instead of x.
 // gm-levels: base avx2 avx512 neon
-#include "../activation/_quantize_values_cpu.h"
+#include "activation/_quantize_values_cpu.h"
 #include "_rms_norm_row_cpu.h"
 
 namespace {

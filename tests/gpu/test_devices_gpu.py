@@ -14,7 +14,7 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.linear.linear import layout_for
+from gristmill.kernels.linear.op import layout_for
 from gristmill.quant import pack, unpack
 from tests.quant.oracle import variants
 

@@ -8,8 +8,8 @@ import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.linear_dense import _launch
-from gristmill.kernels.linear_dense.linear_dense_decode_sm90 import configs
+from gristmill.kernels.linear.dense_sm90 import _launch
+from gristmill.kernels.linear.dense_sm90.spec import configs
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)

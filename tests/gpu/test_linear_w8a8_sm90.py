@@ -11,8 +11,8 @@ import torch
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
-from gristmill.kernels.linear_a8.w8a8_sm90 import _launch, shapes
-from gristmill.kernels.linear_a8.w8a8_sm90.shapes import OPERANDS, Choice, Operands
+from gristmill.kernels.linear.w8a8_sm90 import _launch, shapes
+from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, Choice, Operands
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.conftest import HAS_GPU

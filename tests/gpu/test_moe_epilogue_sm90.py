@@ -11,7 +11,8 @@ from gristmill.autotune.captures import capturing
 from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernels.moe import moe, moe_epilogue_sm90
+from gristmill.kernels.moe.moe import epilogue_sm90 as moe_epilogue_sm90
+from gristmill.kernels.moe.moe import op as moe
 from tests.gpu.test_moe_sm90 import DEVICE, HOPPER, ROUTINGS, layer, packed, routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]

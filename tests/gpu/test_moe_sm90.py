@@ -8,9 +8,13 @@ import torch
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.moe import _chain, combine, moe_sm90, moe_steps_sm90, permute
-from gristmill.kernels.moe import moe as moe_op
-from gristmill.kernels.moe.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe import steps_sm90 as moe_steps_sm90
+from gristmill.kernels.moe.combine import op as combine
+from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe.moe import op as moe_op
+from gristmill.kernels.moe.moe import sm90 as moe_sm90
+from gristmill.kernels.moe.permute import op as permute
 from gristmill.quant import QuantTensor, pack, quantize
 from tests.conftest import HAS_GPU
 

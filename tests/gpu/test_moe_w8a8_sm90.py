@@ -13,10 +13,11 @@ from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
-from gristmill.kernels.linear_a8.w8a8_sm90.shapes import Operands
-from gristmill.kernels.moe import moe as moe_op
-from gristmill.kernels.moe.permute import reference as permute
-from gristmill.kernels.moe.w8a8_sm90 import _launch, moe_w8a8_sm90, shapes
+from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
+from gristmill.kernels.moe.moe import op as moe_op
+from gristmill.kernels.moe.moe.w8a8_sm90 import _launch, shapes
+from gristmill.kernels.moe.moe.w8a8_sm90 import spec as moe_w8a8_sm90
+from gristmill.kernels.moe.permute.op import reference as permute
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.gpu.test_moe_sm90 import DEVICE, HOPPER, ROUTINGS, SILU, offsets_of, routing

@@ -11,7 +11,7 @@ import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.attention.paged_attention_sm90 import COUNTER_BYTES, EXAMPLES, parts_bytes
+from gristmill.kernels.attention.paged_attention.sm90.spec import COUNTER_BYTES, EXAMPLES, parts_bytes
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -43,7 +43,7 @@ def text(mix: tuple[int, ...], heads: int, kv_heads: int, **others: Any) -> str:
 def launch(
     config: dict[str, int], arguments: list[Any], workspace: Any, out: torch.Tensor, decode: bool = False
 ) -> None:
-    from gristmill.kernels.attention import _paged_attention_sm90 as launchers
+    from gristmill.kernels.attention.paged_attention.sm90 import _launch as launchers
 
     launchers.launch(config, *arguments[:12], workspace, *arguments[13:], out, decode=decode)
 
@@ -231,7 +231,7 @@ def test_lengths_change_under_a_graph(mix: tuple[int, ...], decode: bool) -> Non
 
 def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's result does not depend on the batch, nor on how many CTAs compute the parts of its context."""
-    from gristmill.kernels.attention import _paged_attention_sm90 as launchers
+    from gristmill.kernels.attention.paged_attention.sm90 import _launch as launchers
 
     for mix in ((333, 5, 150, 700, 2000), (120, 20, 101, 6000, 40000)):
         arguments = OP.inputs(OP.problem(text(mix, 8, 2)), 1, DEVICE)

@@ -49,7 +49,7 @@ def test_any_batch(x: str, head_dim: int, block_size: int) -> None:
 
 def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's result does not depend on the batch, nor on how many CTAs compute the parts of its context."""
-    from gristmill.kernels.attention import _paged_wide_sm90 as launchers
+    from gristmill.kernels.attention.paged_attention.sm90 import _launch_wide as launchers
 
     arguments = OP.inputs(OP.problem(text((120, 20, 101, 6000, 40000), 8, 2, head_dim=256)), 1, DEVICE)
     expected = torch.empty_like(arguments[0])

@@ -10,7 +10,7 @@ import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.attention.varlen_attention_sm90 import EXAMPLES
+from gristmill.kernels.attention.varlen_attention.sm90.spec import EXAMPLES
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -38,7 +38,7 @@ def text(mix: tuple[int, ...], heads: int, kv_heads: int, **others: Any) -> str:
 
 
 def launch(config: dict[str, int], arguments: list[Any], out: torch.Tensor) -> None:
-    from gristmill.kernels.attention._varlen_attention_sm90 import launch as launcher
+    from gristmill.kernels.attention.varlen_attention.sm90._launch import launch as launcher
 
     launcher(config, *arguments, out)
 

@@ -12,9 +12,9 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.linear.frag16_sm90 import _launch as frag16
-from gristmill.kernels.linear_a8.w8a8_sm90 import _launch as w8a8
-from gristmill.kernels.moe.frag16_sm90 import _launch as grouped
-from gristmill.kernels.moe.w8a8_sm90 import _launch as grouped_w8a8
+from gristmill.kernels.linear.w8a8_sm90 import _launch as w8a8
+from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch as grouped
+from gristmill.kernels.moe.moe.w8a8_sm90 import _launch as grouped_w8a8
 from gristmill.kernels.native import cuda_function, library_dir
 from tests.kernels.built_formats import built
 

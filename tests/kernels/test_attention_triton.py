@@ -13,7 +13,8 @@ from gristmill.autotune.verify import run_reference
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.attention import mla_attention, paged_attention
+from gristmill.kernels.attention.mla_attention import op as mla_attention
+from gristmill.kernels.attention.paged_attention import op as paged_attention
 from gristmill.kernels.attention.tiles import packing, part_length, split_count, tile_bound
 from gristmill.kernels.load import load
 from tests.conftest import HAS_GPU

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from gristmill import ops
-from gristmill.kernels.moe import grouped_topk
+from gristmill.kernels.moe.grouped_topk import op as grouped_topk
 from tests.kernels.running import Runnable, padded_rows, runnables, verify_fault
 
 HERE = runnables("grouped_topk")

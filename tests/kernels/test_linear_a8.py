@@ -13,7 +13,7 @@ from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear import OP
+from gristmill.kernels.linear.op import OP
 from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack, quantize, quantize_activation
 from tests.native.levels import runnable_levels

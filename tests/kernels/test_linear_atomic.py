@@ -12,7 +12,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear import linear_w_triton_atomic as spec
+from gristmill.kernels.linear import w_triton_atomic as spec
 from gristmill.kernels.load import load
 from gristmill.quant import pack, quantize
 

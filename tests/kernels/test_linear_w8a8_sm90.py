@@ -9,9 +9,9 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import PAIRED_SCHEMES, QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear_a8.w8a8_sm90 import _launch, shapes
-from gristmill.kernels.linear_a8.w8a8_sm90._launch import ARGUMENTS, SIZE, Args
-from gristmill.kernels.linear_a8.w8a8_sm90.shapes import OPERANDS, SHAPES, Choice, Operands, Shape
+from gristmill.kernels.linear.w8a8_sm90 import _launch, shapes
+from gristmill.kernels.linear.w8a8_sm90._launch import ARGUMENTS, SIZE, Args
+from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES, Choice, Operands, Shape
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.quant import pack, quantize
 from gristmill.quant.activations import quantize_activation

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gristmill import ops
-from gristmill.kernels.attention.merge_attention_states import OP, reference
+from gristmill.kernels.attention.merge_attention_states.op import OP, reference
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 INF = math.inf

@@ -13,11 +13,12 @@ from gristmill.autotune.metrics import error_of
 from gristmill.autotune.verify import run_reference
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
-from gristmill.kernels.attention import mla_attention, varlen_attention
-from gristmill.kernels.attention.mla_attention_cpu import KERNEL as MLA_CPP
-from gristmill.kernels.attention.mla_attention_torch import KERNEL as MLA_TORCH
-from gristmill.kernels.attention.varlen_attention_cpu import KERNEL as VARLEN_CPP
-from gristmill.kernels.attention.varlen_attention_torch import KERNEL as VARLEN_TORCH
+from gristmill.kernels.attention.mla_attention import op as mla_attention
+from gristmill.kernels.attention.mla_attention.cpu import KERNEL as MLA_CPP
+from gristmill.kernels.attention.mla_attention.torch import KERNEL as MLA_TORCH
+from gristmill.kernels.attention.varlen_attention import op as varlen_attention
+from gristmill.kernels.attention.varlen_attention.cpu import KERNEL as VARLEN_CPP
+from gristmill.kernels.attention.varlen_attention.torch import KERNEL as VARLEN_TORCH
 from tests.native.levels import runnable_levels
 
 LEVELS = [level for level in runnable_levels() if level in ("base", "avx2", "avx512", "neon")]

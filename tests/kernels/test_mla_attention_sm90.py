@@ -7,8 +7,8 @@ import pytest
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.attention import mla_attention_triton as triton
-from gristmill.kernels.attention.mla_attention_sm90 import COUNTER_BYTES, EXAMPLES, KERNELS, PART_BYTES
+from gristmill.kernels.attention.mla_attention import triton
+from gristmill.kernels.attention.mla_attention.sm90.spec import COUNTER_BYTES, EXAMPLES, KERNELS, PART_BYTES
 
 OP = default_registry().op("mla_attention")
 CUT, WHOLE = KERNELS

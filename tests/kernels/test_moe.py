@@ -12,8 +12,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from gristmill import ops
 from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
-from gristmill.kernels.linear import linear
-from gristmill.kernels.moe import _chain, combine, grouped_linear, grouped_topk, moe, permute
+from gristmill.kernels.linear import op as linear
+from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.combine import op as combine
+from gristmill.kernels.moe.grouped_linear import op as grouped_linear
+from gristmill.kernels.moe.grouped_topk import op as grouped_topk
+from gristmill.kernels.moe.moe import op as moe
+from gristmill.kernels.moe.permute import op as permute
 from gristmill.quant.packed import pack
 from gristmill.quant.rtn import quantize
 from gristmill.quant.tensor import QuantTensor

@@ -12,8 +12,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from gristmill import ops
 from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
-from gristmill.kernels.moe import grouped_linear, moe
 from gristmill.kernels.moe._clamped import ALPHA
+from gristmill.kernels.moe.grouped_linear import op as grouped_linear
+from gristmill.kernels.moe.moe import op as moe
 from gristmill.quant.packed import pack
 from gristmill.quant.tensor import QuantTensor
 from tests.kernels.running import Runnable, runnables
@@ -191,7 +192,7 @@ def test_the_library_refuses_a_gate_that_it_does_not_know() -> None:
     config = implementation.kernel.config(
         implementation.op.problem("m=3,e=2,n=16,k=32,x=fp32,w=fp32"), implementation.target
     )
-    from gristmill.kernels.moe import grouped_linear_cpu as cpu
+    from gristmill.kernels.moe.grouped_linear import cpu
     from gristmill.kernels.native import cpu_function
 
     weight = pack(QuantTensor.from_dense(torch.randn(2, 16, 32)), "cpu_rows16_v1").tensors

@@ -10,8 +10,13 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels import interpreter
-from gristmill.kernels.moe import combine, grouped_linear, moe, moe_epilogue_sm90, moe_steps_sm90, permute
-from gristmill.kernels.moe.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe import steps_sm90 as moe_steps_sm90
+from gristmill.kernels.moe.combine import op as combine
+from gristmill.kernels.moe.grouped_linear import op as grouped_linear
+from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe.moe import epilogue_sm90 as moe_epilogue_sm90
+from gristmill.kernels.moe.moe import op as moe
+from gristmill.kernels.moe.permute import op as permute
 from tests.conftest import HAS_GPU
 
 OP, TARGET = default_registry().op("moe"), Target.parse("sm_90")

@@ -12,8 +12,8 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90.instances import formats
-from gristmill.kernels.moe import moe_sm90
-from gristmill.kernels.moe.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe.moe import sm90 as moe_sm90
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.quant import pack, quantize
 

@@ -11,8 +11,9 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import PAIRED_SCHEMES, QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear_a8.w8a8_sm90.shapes import Operands
-from gristmill.kernels.moe.w8a8_sm90 import _launch, moe_w8a8_sm90, shapes
+from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
+from gristmill.kernels.moe.moe.w8a8_sm90 import _launch, shapes
+from gristmill.kernels.moe.moe.w8a8_sm90 import spec as moe_w8a8_sm90
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.quant import pack, quantize
 

@@ -14,9 +14,9 @@ from gristmill.autotune.metrics import error_of
 from gristmill.autotune.verify import run_reference
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.attention.lengths import lengths
-from gristmill.kernels.attention.paged_attention import OP
-from gristmill.kernels.attention.paged_attention_cpu import KERNEL as CPP
-from gristmill.kernels.attention.paged_attention_torch import KERNEL as TORCH
+from gristmill.kernels.attention.paged_attention.cpu import KERNEL as CPP
+from gristmill.kernels.attention.paged_attention.op import OP
+from gristmill.kernels.attention.paged_attention.torch import KERNEL as TORCH
 from tests.native.levels import runnable_levels
 
 NAMES = [parameter.name for parameter in OP.parameters]

@@ -11,7 +11,7 @@ import torch
 
 from gristmill.autotune.metrics import error_of
 from gristmill.autotune.verify import run_reference
-from gristmill.kernels.attention.paged_attention import OP
+from gristmill.kernels.attention.paged_attention.op import OP
 from tests.kernels.running import Runnable, runnables
 
 BATCHES = {

@@ -11,10 +11,10 @@ import pytest
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.attention import _paged_attention_sm90 as launchers
-from gristmill.kernels.attention import _paged_wide_sm90 as wide
-from gristmill.kernels.attention import paged_attention_triton as triton
-from gristmill.kernels.attention.paged_attention_sm90 import (
+from gristmill.kernels.attention.paged_attention import triton
+from gristmill.kernels.attention.paged_attention.sm90 import _launch as launchers
+from gristmill.kernels.attention.paged_attention.sm90 import _launch_wide as wide
+from gristmill.kernels.attention.paged_attention.sm90.spec import (
     COUNTER_BYTES,
     DECODE_HEAD_DIMS,
     KERNELS,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gristmill import ops
-from gristmill.kernels.attention import paged_attention
+from gristmill.kernels.attention.paged_attention import op as paged_attention
 from gristmill.kernels.kv_cache import reshape_and_cache
 from tests.kernels.running import Runnable, runnables, verify_fault
 

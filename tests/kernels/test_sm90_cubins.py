@@ -15,8 +15,8 @@ import pytest
 
 from gristmill.kernel_registry import Build, default_registry
 from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
-from gristmill.kernels.linear_a8.w8a8_sm90.shapes import OPERANDS, SHAPES
-from gristmill.kernels.moe.frag16_sm90 import shapes
+from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES
+from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
 from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"

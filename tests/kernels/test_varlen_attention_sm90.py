@@ -9,8 +9,8 @@ import pytest
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.attention import _varlen_attention_sm90 as launcher
-from gristmill.kernels.attention.varlen_attention_sm90 import EXAMPLES, KERNEL
+from gristmill.kernels.attention.varlen_attention.sm90 import _launch as launcher
+from gristmill.kernels.attention.varlen_attention.sm90.spec import EXAMPLES, KERNEL
 from gristmill.kernels.native import cuda_function, library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"

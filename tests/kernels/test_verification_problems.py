@@ -19,7 +19,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import config_key, shipped_times
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear_wv_splitk import linear_wv_splitk_hip
+from gristmill.kernels.linear.wv_splitk_hip import spec as linear_wv_splitk_hip
 from tests.kernels import native_answers
 from tests.kernels.public_models import MODELS, RANKS, experts, linears
 

@@ -18,12 +18,12 @@ import torch
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear import OP, error, pack, reference
-from gristmill.kernels.linear_wv_splitk import _launch
-from gristmill.kernels.linear_wv_splitk.linear_wv_splitk_hip import COUNTERS, KERNELS
+from gristmill.kernels.linear.op import OP, error, pack, reference
+from gristmill.kernels.linear.wv_splitk_hip import _launch
+from gristmill.kernels.linear.wv_splitk_hip.spec import COUNTERS, KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "kernels" / "linear_wv_splitk" / "_linear_wv_splitk.hip"
+SOURCE = ROOT / "kernels" / "linear" / "wv_splitk_hip" / "_linear_wv_splitk.hip"
 ENTRY = "gm_linear_wv_splitk"
 LANES = {"gfx1100": 32, "gfx942": 64}
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "kernels" / "linear_wv_splitk" / "_linear_wv_splitk.hip"
+SOURCE = ROOT / "kernels" / "linear" / "wv_splitk_hip" / "_linear_wv_splitk.hip"
 CMAKE = (ROOT / "cmake" / "hip.cmake").read_text(encoding="utf-8")
 TARGETS = {
     arch: (int(lanes), int(dot2)) for arch, lanes, dot2 in re.findall(r"\b(gfx\w+):(32|64):([01])\b", CMAKE)

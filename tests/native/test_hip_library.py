@@ -11,8 +11,8 @@ import pytest
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernels.hip import LIBRARY, check, hip_function
-from gristmill.kernels.linear_wv_splitk._launch import Args
-from gristmill.kernels.linear_wv_splitk.linear_wv_splitk_hip import CODE
+from gristmill.kernels.linear.wv_splitk_hip._launch import Args
+from gristmill.kernels.linear.wv_splitk_hip.spec import CODE
 from gristmill.quant.native import NativeLibraryError, library_dir
 
 ROOT = Path(__file__).resolve().parents[2]

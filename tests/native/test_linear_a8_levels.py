@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.linear import OP
-from gristmill.kernels.linear.linear_cpu import ARGUMENTS, native_arguments
-from gristmill.kernels.linear_a8 import linear_a8_cpu, linear_a8_groups_cpu
+from gristmill.kernels.linear.a8_cpu import groups16 as linear_a8_groups_cpu
+from gristmill.kernels.linear.a8_cpu import rows16 as linear_a8_cpu
+from gristmill.kernels.linear.cpu import ARGUMENTS, native_arguments
+from gristmill.kernels.linear.op import OP
 from gristmill.kernels.native import cpu_function
 from gristmill.quant import pack, quantize
 from tests.kernels.test_linear_a8_groups import FACTORED, output, weight
@@ -27,7 +28,7 @@ from tests.kernels.test_linear_a8_groups import FACTORED, output, weight
 from .test_primitives import flags_of
 
 ROOT = Path(__file__).resolve().parents[2]
-LINEAR = ROOT / "kernels" / "linear_a8"
+LINEAR = ROOT / "kernels" / "linear" / "a8_cpu"
 ENTRY, GROUPS = "gm_linear_a8_rows16", "gm_linear_a8_groups16"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -36,7 +37,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not 
 def compiled(out: Path, flags: list[str], folder: Path = LINEAR) -> Path:
     """The kernel of a folder of sources, with serial threads, as a library; without optimization, which takes nine times longer to compile."""
     command = ["g++", "-std=c++20", "-O0", "-Wno-psabi", "-ffp-contract=off", "-fPIC", "-shared", *flags]
-    command += ["-I", str(ROOT / "kernels" / "_native"), str(folder / "_linear_a8_cpu.cpp")]
+    command += [
+        "-I",
+        str(ROOT / "kernels" / "_native"),
+        "-I",
+        str(ROOT / "kernels"),
+        str(folder / "_linear_a8_cpu.cpp"),
+    ]
     subprocess.run(
         [*command, str(ROOT / "tests" / "native" / "serial_threads.cpp"), "-o", str(out)], check=True
     )

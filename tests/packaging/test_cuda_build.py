@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALE = ROOT / "tests" / "packaging" / "_scale_sm90.cu"
-SMALLEST = ("-DGRISTMILL_CPU_SOURCES=kernels/moe/_permute_cpu.cpp", "-DGRISTMILL_CPU_LEVELS=base")
+SMALLEST = ("-DGRISTMILL_CPU_SOURCES=kernels/moe/permute/_permute_cpu.cpp", "-DGRISTMILL_CPU_LEVELS=base")
 """Of the CPU's library the smallest core at one level."""
 
 needs_cmake = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.kernels.linear.linear import OP
+from gristmill.kernels.linear.op import OP
 from gristmill.quant import quantize
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.plans import Plans

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.kernels.attention import merge_attention_states, mla_attention
+from gristmill.kernels.attention.merge_attention_states import op as merge_attention_states
+from gristmill.kernels.attention.mla_attention import op as mla_attention
 from gristmill.runtime.batch import Batch, make_batch, spread_batch
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.evaluate import window_logits

@@ -1,0 +1,1 @@
+"""Paged attention in CUDA C++ for Hopper."""

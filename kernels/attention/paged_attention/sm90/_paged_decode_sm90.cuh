@@ -1,0 +1,244 @@
+// Paged attention for few rows of each sequence on Hopper: decode, and speculative verification.
+//
+// Keys are the rows of the products, and the query-head pairs of a KV head their columns, 8 of them, so
+// that a head of a small group wastes little: S^T = K Q^T and O^T = V^T P^T by mma.sync.m16n8k16 (the
+// transposed product of TensorRT-LLM's XQA; ETAP, arXiv:2506.01969). Each warp takes steps of 16 keys through
+// a ring of its own, which cp.async fills ahead, and meets the other warps only at the end of a context.
+//
+// The work of a KV head is one row of steps of 16 keys, sequence after sequence, with a fixed number of steps
+// for the beginning of each. It is cut into equal pieces, and a CTA takes one piece of one KV head (stream-K;
+// LeanAttention, arXiv:2405.10480), which it derives from the lengths; the KV heads of a piece, neighbours in
+// memory, are read at the same time. A context that is cut leaves partial results in the workspace; the CTA
+// that arrives last adds them in the order of the keys. So a launch needs no plan, its result does not depend
+// on timing, and a captured graph stays right when lengths change.
+#pragma once
+#include "attention/sm90/_attention_parts_sm90.cuh"
+#include "_paged_decode_step_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+// What the caches hold: elements of T, the dtype of q and out, or e4m3 codes.
+template <typename T>
+struct Floats {
+  using Out = T;
+  static constexpr int kBytes = 2;
+};
+struct Codes {
+  using Out = EitherHalf;
+  static constexpr int kBytes = 1;
+};
+
+// The sums of the warps to one, and that to the output or, where the context goes on in other CTAs, to the
+// workspace; the CTA that is the last one to do so adds what all have left there.
+template <typename C, int D, int N>
+__device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
+                                       const Stretch& at, int start, int piece_steps, bool worked) {
+  using S = DecodeShape<D, N, C::kBytes>;
+  using T = typename C::Out;
+  constexpr bool kCodes = C::kBytes == 1;
+  const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+  float by = 1.f;
+  if constexpr (kCodes) {
+    if (!p.by_token) by = p.v_scale[at.head * p.v_scale_head];
+  }
+  float* o = reinterpret_cast<float*>(smem + S::kSums);
+  float2* ends = reinterpret_cast<float2*>(smem + S::kEnds);
+  __shared__ bool last;
+  __syncthreads();  // the rings are empty
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        sums.l[n][r] += __shfl_xor_sync(0xffffffffu, sums.l[n][r], lanes);
+      const int row = warp * N + n * 8 + t * 2 + r;
+      if (g == 0) ends[row] = make_float2(sums.m[n][r], sums.l[n][r]);
+      if (worked) {
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) {
+          const float sum = sums.o[i / 2][n][r + i % 2 * 2];
+          o[row * S::kPitch + (kCodes ? i / 2 * 16 + g * 2 + i % 2 : i * 8 + g)] = kCodes ? sum * by : sum;
+        }
+      }
+    }
+  __syncthreads();
+  const int rows = min(at.seq.queries * p.group, N);
+  // The first and the last piece that have some of the context.
+  const int first = start / piece_steps, final = (start + at.seq.steps - 1) / piece_steps;
+  const bool whole = first == final;
+  constexpr int kPart = N * (D + 2);     // floats of a part
+  const auto part_at = [&](int piece) {  // of the first piece of a context, the second of its two
+    return p.parts + static_cast<int64_t>((piece * p.kv_heads + at.head) * 2 + (piece == first)) * kPart;
+  };
+  float* own = part_at((start + at.from) / piece_steps);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * (D / 4); i += S::kThreads) {
+    const int row = i / (D / 4), element = i % (D / 4) * 4;
+    RowPart sum{make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
+#pragma unroll
+    for (int w = 0; w < S::kWarps; ++w) {
+      const float2 end = ends[w * N + row];
+      if (end.x == -INFINITY) continue;
+      RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), end.x, end.y};
+      add_before(part, sum, p.scale_log2);
+      sum = part;
+    }
+    if (whole) {
+      write_part<T>(p, at.seq.token, at.head, row, element, sum);
+    } else {
+      __stcg(reinterpret_cast<float4*>(own + row * D + element), sum.o);
+      if (element == 0) __stcg(reinterpret_cast<float2*>(own + N * D) + row, make_float2(sum.m, sum.l));
+    }
+  }
+  if (whole) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned* counter = p.counters + first * p.kv_heads + at.head;
+    last = arrive_at(counter) == static_cast<unsigned>(final - first);
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  write_parts<T, D, 16>(
+      p, at.seq.token, at.head, rows, final - first + 1, threadIdx.x, S::kThreads, [&](int part, int row) {
+        const float* from = part_at(first + part);
+        return PartPlace{from + row * D, reinterpret_cast<const float2*>(from + N * D) + row};
+      });
+}
+
+template <typename C, int D, int N, bool CAP>
+__device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap<CAP>& cap, uint8_t* smem,
+                                            const Stretch& at, int start, int piece_steps) {
+  using S = DecodeShape<D, N, C::kBytes>;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
+  const DecodeSequence& seq = at.seq;
+  const int* row = p.table + at.index * p.table_row;
+  const char* k = static_cast<const char*>(p.k) + at.head * p.k_head;
+  const char* v = static_cast<const char*>(p.v) + at.head * p.v_head;
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  const uint32_t ring = base + S::kRing + warp * (S::kStages * S::kStage);
+  int step = seq.first + at.from + warp;
+  const int stop = seq.context > 0 ? seq.first + at.from + at.count : step;
+  KeyPlaces<S::kStep> places[S::kStages];
+  const auto copy = [&](int of, const KeyPlaces<S::kStep>& from, uint32_t to) {
+    copy_step<S>(p, seq, of, k, v, from, to);
+    if constexpr (S::kScales > 0) {
+      if (p.by_token) copy_scales<S>(p, seq, of, at.head, from, to + 2 * S::kTile);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < S::kStages; ++i)
+    places[i] = find_keys<S::kStep>(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
+  __syncthreads();  // what the stretch before left in shared memory has been read
+#pragma unroll
+  for (int i = 0; i < S::kStages; ++i) {
+    if (step + i * S::kWarps < stop) copy(step + i * S::kWarps, places[i], ring + i * S::kStage);
+    if (i == 0) copy_queries<S, D, N>(p, base + S::kQ, at);
+    copies_commit();
+  }
+  int ahead = step + S::kStages * S::kWarps;  // the next step to be copied
+  KeyPlaces<S::kStep> next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
+  DecodeSums<D, N> sums;
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sums.m[n][r] = -INFINITY, sums.l[n][r] = 0.f;
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) sums.o[i][n][r] = sums.o[i][n][r + 2] = 0.f;
+    }
+  const bool works = step < stop;
+  const int limit = seq.context - seq.queries + 1;
+  copies_wait<S::kStages - 1>();
+  __syncthreads();  // Q is there
+  CodeQueries<D> queries;
+  if constexpr (C::kBytes == 1) queries.load(p, smem + S::kQ, at.head);
+  uint32_t tile = ring;
+#pragma unroll 1
+  for (; step < stop; step += S::kWarps) {
+    const int key = step * S::kStep;
+    const bool whole = key + S::kStep <= limit && (p.window <= 0 || key >= seq.context - p.window);
+    copies_wait<S::kStages - 1>();
+    __syncwarp();
+    if constexpr (C::kBytes == 1)
+      decode_step_codes<D>(sums, queries, tile,
+                           reinterpret_cast<const float*>(smem + (tile - base) + 2 * S::kTile), p.by_token,
+                           whole, key + g, limit, p.window, p.by_group, cap);
+    else
+      decode_step<typename C::Out, D, N>(sums, base + S::kQ, tile, p.scale_log2, whole, key + g, limit,
+                                         p.window, p.by_group, cap);
+    __syncwarp();
+    if (ahead < stop) copy(ahead, next, tile);
+    copies_commit();
+    ahead += S::kWarps;
+    next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
+    tile = tile + S::kStage == ring + S::kStages * S::kStage ? ring : tile + S::kStage;
+  }
+  copies_wait<0>();
+  finish<C, D, N>(p, smem, sums, at, start, piece_steps, works);
+}
+
+// The steps of a sequence, and what its beginning costs in the time of steps. Without that a piece of many
+// short contexts takes several times as long as one of a long context.
+__device__ __forceinline__ int weight_of(const DecodeParams& p, const DecodeSequence& seq) {
+  return seq.steps > 0 ? seq.steps + p.beginning : 0;
+}
+
+// The steps of a KV head before, of and in the sequences of this thread, 0 .. seqs by blocks of `chunk`.
+struct StepSums {
+  int before, all;
+};
+
+// Sums over all threads; totals: of S::kWarps warps. By all threads.
+__device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int sum = mine;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, lanes);
+    if (lane >= lanes) sum += other;
+  }
+  if (lane == 31) totals[warp] = sum;
+  __syncthreads();
+  StepSums sums{sum - mine, 0};
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) sums.before += totals[w];
+    sums.all += totals[w];
+  }
+  return sums;
+}
+
+template <typename C, int D, int N, bool CAP>
+__device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCap<CAP>& cap) {
+  using S = DecodeShape<D, N, C::kBytes>;
+  extern __shared__ __align__(16) uint8_t smem[];
+  __shared__ int totals[S::kWarps], found[2];
+  const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
+  Stretch at;
+  at.head = blockIdx.x - piece * p.kv_heads;
+  after_previous_kernel();
+  const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
+  int mine = 0;
+  for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)
+    mine += weight_of(p, decode_sequence<S::kStep>(p, i));
+  const StepSums sums = sum_steps(mine, totals, S::kWarps);
+  const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, S::kWarps);
+  const int begin = piece * piece_steps, stop = min(begin + piece_steps, sums.all);
+  if (begin >= stop) return;
+  if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
+  __syncthreads();
+  at.index = found[0];
+  for (int start = found[1]; start < stop; ++at.index) {  // of the sequence
+    at.seq = decode_sequence<S::kStep>(p, at.index);
+    const int steps_at = start + p.beginning;
+    at.from = max(begin - steps_at, 0);
+    at.count = min(stop - steps_at, at.seq.steps) - at.from;
+    if (at.count > 0) run_stretch<C, D, N, CAP>(p, cap, smem, at, steps_at, piece_steps);
+    start += weight_of(p, at.seq);
+  }
+}
+
+}  // namespace gm
+#endif

@@ -1,0 +1,273 @@
+// One step of decode on Hopper: the weights of its keys, then their values, by one warp.
+#pragma once
+#include "_paged_decode_copy_sm90.cuh"
+#include "attention/sm90/_soft_cap_sm90.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                             uint32_t a3, uint32_t b0, uint32_t b1);
+#define GM_MMA(T, TYPE)                                                                                 \
+  template <>                                                                                           \
+  __device__ __forceinline__ void multiply_add<T>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, \
+                                                  uint32_t a3, uint32_t b0, uint32_t b1) {              \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                          \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                          \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                        \
+  }
+GM_MMA(__nv_bfloat16, "bf16")
+GM_MMA(__half, "f16")
+#undef GM_MMA
+
+// An 8 by 8 matrix of 16-bit elements, a row in four lanes, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+// Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
+template <int D, int N>
+struct DecodeSums {
+  float o[D / 16][N / 8][4], m[N / 8][2], l[N / 8][2];
+};
+
+// One step: weights of 16 keys, then their values. tile: of this step, keys before values. key: of this
+// lane's first row; limit: keys that the first query sees.
+template <typename T, int D, int N, bool CAP>
+__device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, uint32_t tile,
+                                            float scale_log2, bool whole, int key, int limit, int window,
+                                            uint32_t by_group, const SoftCap<CAP>& cap) {
+  constexpr int kRow = D * 2 + 16;
+  const int lane = threadIdx.x & 31, t = lane & 3;
+  const uint32_t keys = tile + (lane & 15) * kRow + (lane >> 4) * 16,
+                 values = tile + (16 + (lane & 7) + (lane >> 4) * 8) * kRow + (lane >> 3 & 1) * 16;
+  uint32_t weights[N / 8][2];
+  float factor[N / 8][2];
+  bool grown = false;
+  float s[N / 8][2][4] = {};  // summed over even and odd pieces of 16 elements, for two chains
+#pragma unroll
+  for (int j = 0; j < D / 16; ++j) {
+    uint32_t a[4];
+    load_matrices(a, keys + j * 32);
+#pragma unroll
+    for (int n = 0; n < N / 8; n += 2) {
+      uint32_t b[4];  // of 8 rows in the first lanes, of the next 8 in the others; N = 8: the same ones
+      load_matrices(
+          b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
+      multiply_add<T>(s[n][j & 1], a[0], a[1], a[2], a[3], b[0], b[1]);
+      if constexpr (N > 8) multiply_add<T>(s[n + 1][j & 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n) {
+    float (&c)[4] = s[n][0];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += s[n][1][i];
+    if constexpr (CAP) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = cap(c[i]);
+    }
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int seen = limit + static_cast<int>((n * 8 + t * 2 + (i & 1)) * by_group >> 16);
+        const int at = key + (i >> 1) * 8;
+        if (at >= seen || (window > 0 && at < seen - window)) c[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = fmaxf(c[r], c[r + 2]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+      const float m = fmaxf(most, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
+      factor[n][r] = most > sums.m[n][r] ? exp2_fast(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
+      grown = grown || most > sums.m[n][r];
+      sums.m[n][r] = m;
+      c[r] = exp2_fast(fmaf(c[r], scale_log2, -base));
+      c[r + 2] = exp2_fast(fmaf(c[r + 2], scale_log2, -base));
+      sums.l[n][r] = fmaf(sums.l[n][r], factor[n][r], c[r] + c[r + 2]);
+    }
+    weights[n][0] = transposed(packed<T>(c[0], c[1]));
+    weights[n][1] = transposed(packed<T>(c[2], c[3]));
+  }
+  if (__any_sync(0xffffffffu, grown)) {
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums.o[i][n][c] *= factor[n][c & 1];
+  }
+#pragma unroll
+  for (int i = 0; i < D / 16; ++i) {
+    uint32_t a[4];
+    load_transposed(a, values + i * 32);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+      multiply_add<T>(sums.o[i][n], a[0], a[1], a[2], a[3], weights[n][0], weights[n][1]);
+  }
+}
+
+// Q of a KV head as decode of codes multiplies it: fp16 operands in registers, each row by a power of two
+// that keeps all of bf16's range that counts, and what gives scores in units of log 2 again.
+template <int D>
+struct CodeQueries {
+  uint32_t q[D / 16][2];
+  float scale[2];  // of rows 2 t and 2 t + 1
+
+  // rows: Q in shared memory. A lane has elements 4 t .. 4 t + 3 of every 16 of row g: codes of keys come
+  // four to a word, and the order of the elements is that of both operands.
+  __device__ __forceinline__ void load(const DecodeParams& p, const uint8_t* rows, int head) {
+    const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    const uint8_t* row = rows + g * (D * 2 + 16) + t * 8;
+    float most = 0.f;
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j) {
+      const uint2 raw = *reinterpret_cast<const uint2*>(row + j * 32);
+      const float2 a = unpacked(raw.x, p.bf16), b = unpacked(raw.y, p.bf16);
+      most = fmaxf(most, fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))));
+      q[j][0] = raw.x, q[j][1] = raw.y;
+    }
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const RowPower power(most);
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 a = unpacked(q[j][h], p.bf16);
+        q[j][h] = packed<__half>(a.x * power.factor, a.y * power.factor);
+      }
+    const float back = power.back * p.score_scale * (p.by_token ? 1.f : p.k_scale[head * p.k_scale_head]);
+    scale[0] = __shfl_sync(0xffffffffu, back, t * 8), scale[1] = __shfl_sync(0xffffffffu, back, t * 8 + 4);
+  }
+};
+
+// As decode_step for e4m3 codes, which become fp16 in registers. The sums' maximum is in units of log 2.
+// Scales of keys multiply scores. A scale of a value is a summand of its exponent, so that fp16 has the
+// largest weight times scale as 1: what the maximum is then relative to, the sum of the weights without
+// scales is too.
+template <int D, bool CAP>
+__device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const CodeQueries<D>& q,
+                                                  uint32_t tile, const float* scales, bool by_token,
+                                                  bool whole, int key, int limit, int window,
+                                                  uint32_t by_group, const SoftCap<CAP>& cap) {
+  using S = DecodeShape<D, 8, 1>;
+  constexpr int kHalves = S::kStep / 16, kKeys = S::kStep / 8;  // of the step; keys of a lane
+  int lane = threadIdx.x & 31;
+  if constexpr (D == 256) asm volatile("" : "+r"(lane));  // no address is kept, for want of registers
+  const int t = lane & 3;
+  float s[kHalves][2][4] = {};  // of 16 keys each, summed over even and odd pieces
+#pragma unroll
+  for (int j = 0; j < (D + 31) / 32; ++j)
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      uint32_t a[4];
+      load_matrices(a, tile + place_of<S>(h * 16 + (lane & 15), 2 * j + (lane >> 4)));
+#pragma unroll
+      for (int i = 0; i < 2 && 2 * j + i < D / 16; ++i) {
+        const uint2 low = decoded(a[2 * i]), high = decoded(a[2 * i + 1]);
+        multiply_add<__half>(s[h][i], low.x, high.x, low.y, high.y, q.q[2 * j + i][0], q.q[2 * j + i][1]);
+      }
+    }
+  float raised[kKeys] = {};  // log2 of the scales of values, of keys g + 8 i
+  float c[kKeys][2];
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      c[i][r] = (s[i / 2][0][i % 2 * 2 + r] + s[i / 2][1][i % 2 * 2 + r]) * q.scale[r];
+  if (by_token) {
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const float of_key = scales[lane / 4 + i * 8];
+      raised[i] = max_or_nan(__log2f(scales[S::kStep + lane / 4 + i * 8]), -126.f);
+      c[i][0] *= of_key, c[i][1] *= of_key;
+    }
+  }
+  if constexpr (CAP) {
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) c[i][0] = cap(c[i][0]), c[i][1] = cap(c[i][1]);
+  }
+  if (!whole) {
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int seen = limit + static_cast<int>((t * 2 + r) * by_group >> 16), at = key + i * 8;
+        if (at >= seen || (window > 0 && at < seen - window)) c[i][r] = -INFINITY;
+      }
+  }
+  float factor[2];
+  bool grown = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) most = fmaxf(most, c[i][r] + raised[i]);
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+    const float m = fmaxf(most, sums.m[0][r]), base = m == -INFINITY ? 0.f : m;
+    factor[r] = most > sums.m[0][r] ? exp2_fast(sums.m[0][r] - base) : 1.f;
+    grown = grown || most > sums.m[0][r];
+    sums.m[0][r] = m;
+    float sum = 0.f;
+    if (by_token) {
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        sum += exp2_fast(c[i][r] - base);
+        c[i][r] = exp2_fast(c[i][r] + raised[i] - base);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) sum += c[i][r] = exp2_fast(c[i][r] - base);
+    }
+    sums.l[0][r] = fmaf(sums.l[0][r], factor[r], sum);
+  }
+  uint32_t weights[kHalves][2];
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) weights[i / 2][i % 2] = transposed(packed<__half>(c[i][0], c[i][1]));
+  if (__any_sync(0xffffffffu, grown)) {
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.o[i][0][e] *= factor[e & 1];
+  }
+#pragma unroll
+  for (int j = 0; j < (D + 31) / 32; ++j)
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      uint32_t a[4];
+      load_transposed(
+          a, tile + S::kTile + place_of<S>(h * 16 + (lane & 7) + (lane >> 4) * 8, 2 * j + (lane >> 3 & 1)));
+#pragma unroll
+      for (int i = 0; i < 2 && 2 * j + i < D / 16; ++i) {
+        // A word has two elements of two keys; rows g and g + 8 of the product are elements 2 g and 2 g + 1.
+        const uint2 low = decoded(__byte_perm(a[i], 0, 0x3120)),
+                    high = decoded(__byte_perm(a[i + 2], 0, 0x3120));
+        multiply_add<__half>(sums.o[2 * j + i][0], low.x, low.y, high.x, high.y, weights[h][0],
+                             weights[h][1]);
+      }
+    }
+}
+
+}  // namespace gm
+#endif

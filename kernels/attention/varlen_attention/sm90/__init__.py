@@ -1,0 +1,1 @@
+"""Attention over dense sequences in CUDA C++ for Hopper."""

@@ -1,0 +1,184 @@
+"""Launching linear with 8-bit activations on Hopper: x is quantized in one launch and multiplied in the next (`product.cuh`)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import BLOCK, cdiv
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace, row_stride
+from gristmill.kernels.linear._epilogue import finish
+from gristmill.kernels.linear.w8a8_sm90.shapes import Operands, operands_of, workspace_bytes
+from gristmill.kernels.native import check, cuda_function
+
+QUANTIZE_ARGUMENTS = (*(c_void_p,) * 4, c_int64, *(c_int,) * 6, c_void_p)
+
+
+class Args(ctypes.Structure):
+    """`gm_linear_w8a8_args` of args.h, which documents the fields. The library rejects a struct of another size."""
+
+    __slots__ = ()  # a name that is no field is an error
+    _fields_ = (
+        ("size", c_int32),
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("y", c_void_p),
+        ("x", c_void_p),
+        ("ldx", c_int64),
+        ("w", c_void_p),
+        ("x_scale", c_void_p),
+        ("x_sum", c_void_p),
+        ("w_scale", c_void_p),
+        ("row_block", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("y_type", c_int32),
+        ("w_type", c_int32),
+        ("x_pitch", c_int32),
+        ("pdl", c_int32),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("plain", c_int32),
+        ("slots", c_int32),
+        ("split", c_int32),
+        ("ctas", c_int32),
+        ("band", c_int32),
+        ("grid", c_int32),
+    )
+
+
+SIZE = ctypes.sizeof(Args)
+ARGUMENTS = (POINTER(Args),)
+"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
+
+
+class Rows(NamedTuple):
+    """Quantized rows of x in scratch memory: codes [M, K], float32 scales ([M], or [blocks of K, pitch]), int32 sums [M] of int8 codes."""
+
+    codes: int
+    scales: int
+    sums: int
+    pitch: int
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+    n: int,
+    workspace: Tensor | None,
+    out: Tensor,
+) -> None:
+    """x [..., K] fp16 or bf16, the six tensors of plain_v1 -> out [..., N or N / 2]."""
+    codes, scales, _, _, row_block, perm = weight
+    operands, k = operands_of(str(config["format"])), x.shape[-1]
+    rows = out.shape[-1] * (2 if silu_mul else 1)
+    m = x.numel() // k
+    if tuple(codes.shape) != (rows, k) or perm.numel():
+        raise ValueError(
+            f"linear_w8a8_sm90: expected codes [{rows}, {k}] in the order of x's columns, got {list(codes.shape)}"
+            + (" and a permutation" if perm.numel() else "")
+        )
+    _check_scales(operands, scales, row_block, rows, k)
+    if m == 0:
+        return
+    size = workspace_bytes(operands, m, k, rows if silu_mul else 0)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+    else:
+        need_workspace("linear", workspace, size, x.device)
+    device = x.get_device()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    quantized = quantize_rows(operands, x, m, k, workspace, device, stream)
+    target = out.view(m, rows) if not silu_mul else gated_rows(workspace, size, m, rows, x.dtype)
+    multiply(config, quantized, k, weight, bias, None if silu_mul else residual, target, stream)
+    if silu_mul:
+        finish(target.view(*out.shape[:-1], rows), None, residual, True, out)
+
+
+def gated_rows(workspace: Tensor, size: int, m: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """[M, rows] at the end of scratch memory of `size` bytes: gate and up are computed by different CTAs, so silu_mul follows in a
+    launch of its own."""
+    return workspace[size - 2 * m * rows : size].view(dtype).view(m, rows)
+
+
+def multiply(
+    config: Config,
+    quantized: Rows,
+    k: int,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    stream: int,
+) -> None:
+    """The product of quantized rows of x [M, K] and the tensors of plain_v1 -> out [M, N], bias and residual added."""
+    codes, scales, _, _, row_block, _ = weight
+    args = Args(SIZE, out.get_device(), stream, out.data_ptr(), quantized.codes, k)
+    args.w = codes.data_ptr()
+    args.x_scale, args.x_sum, args.x_pitch = quantized.scales, quantized.sums, quantized.pitch
+    args.w_scale, args.w_type = scales.data_ptr(), DTYPE_CODES[dtype_name(scales.dtype)]
+    if row_block.numel():
+        args.row_block = row_block.data_ptr()
+    if bias is not None:
+        args.bias = bias.data_ptr()
+    if residual is not None:
+        args.residual = residual.data_ptr()
+    args.m, args.n, args.k, args.pdl = *out.shape, k, 1
+    args.y_type = DTYPE_CODES[dtype_name(out.dtype)]
+    for name in ("rows", "columns", "plain", "slots", "split", "ctas", "band", "grid"):
+        setattr(args, name, config[name])
+    entry = cuda_function(f"gm_linear_w8a8_{config['format']}_sm90", "sm_90a", ARGUMENTS)
+    check(entry(args), "linear_w8a8_sm90")
+
+
+def quantize_rows(
+    operands: Operands, x: Tensor, m: int, k: int, scratch: Tensor, device: int, stream: int
+) -> Rows:
+    """x's M rows in the format of the operands, into scratch memory of `workspace_bytes`."""
+    stride = row_stride(x)
+    if stride % 8 or stride < k or x.data_ptr() % 16:
+        x, stride = x.reshape(m, k).contiguous(), k
+    start = scratch.data_ptr()
+    scales = start + cdiv(m * k, 16) * 16
+    pitch = cdiv(m, 4) * 4
+    rows = Rows(start, scales, scales + 4 * pitch if operands.sums else 0, pitch)
+    entry = cuda_function("gm_quantize_rows_sm90", "sm_90a", QUANTIZE_ARGUMENTS)
+    code = entry(
+        *rows[:3],
+        x.data_ptr(),
+        stride,
+        m,
+        k,
+        pitch,
+        operands.code,
+        DTYPE_CODES[dtype_name(x.dtype)],
+        device,
+        stream,
+    )
+    check(code, "quantize_rows")
+    return rows
+
+
+def _check_scales(operands: Operands, scales: Tensor, row_block: Tensor, rows: int, k: int) -> None:
+    """ValueError unless the scales are those of [rows, k] codes."""
+    if operands.blocks:
+        fits = scales.dim() == 2 and scales.shape[1] == cdiv(k, BLOCK) and row_block.numel() == rows
+        expected = f"[block rows, {cdiv(k, BLOCK)}] with a block row for each of {rows} rows"
+    else:
+        fits, expected = scales.numel() == rows, f"one for each of {rows} rows"
+    if not fits:
+        raise ValueError(
+            f"linear_w8a8_sm90: expected scales {expected}, got {list(scales.shape)} and {row_block.numel()} block rows"
+        )

@@ -1,0 +1,121 @@
+// The parts of the kernel's pipeline: where tiles and slots lie, and what fills the slots.
+#pragma once
+#include "linear/frag16_sm90/ptx.cuh"
+#include "params.h"
+
+#ifdef __CUDACC__
+#include <cuda.h>
+
+namespace gm::w8a8 {
+
+// A CTA multiplies kRows rows of operand A, 64 * HALVES for each of its WARPGROUPS, by COLUMNS rows of
+// operand B. A is W and B is x, so that few tokens fill few columns; or A is x and B is W (PLAIN): then a
+// thread's sums have the scales of two tokens and not of all. BLOCKS: scales of 128 x 128 weights and of 128
+// values of a token.
+template <int WARPGROUPS, int HALVES, int COLUMNS, bool PLAIN, bool BLOCKS>
+struct Shape {
+  static constexpr int kWarpgroups = WARPGROUPS, kHalves = HALVES, kColumns = COLUMNS;
+  static constexpr bool kPlain = PLAIN, kBlocks = BLOCKS;
+  static constexpr int kRows = 64 * WARPGROUPS * HALVES, kMathThreads = 128 * WARPGROUPS, kSums = COLUMNS / 2;
+  static constexpr int kTileM = PLAIN ? kRows : COLUMNS, kTileN = PLAIN ? COLUMNS : kRows;
+  // Of a warpgroup.
+  static constexpr int kTokens = PLAIN ? 64 * HALVES : COLUMNS, kFeatures = PLAIN ? COLUMNS : 64 * HALVES;
+  // A whole warpgroup copies where it has to give up registers:
+  // 168 for each of 384 threads, 232 and 40 after that.
+  static constexpr bool kGives = COLUMNS == 128;
+  static constexpr int kA = kRows * kBlockK, kB = COLUMNS * kBlockK, kScales = BLOCKS ? kTileM * 4 : 0;
+  // At the end of a tile, for each warpgroup:
+  // up to 64 tokens and 64 columns of y, and what they are scaled by.
+  static constexpr int kChunk = kTokens < 64 ? kTokens : 64, kTable = kChunk * 128, kOfTokens = kTokens * 8;
+  static constexpr int kEnd = kTable + kOfTokens + kFeatures * 8;
+  static __device__ __forceinline__ int rings(int slots) { return slots * (kA + kB); }
+};
+
+// A place in the rings, as addresses in shared memory.
+template <class S>
+struct Ring {
+  uint32_t a, b, scales, full;  // of the slot
+  uint32_t base, parity = 0;
+  int index = 0, slots;
+  __device__ __forceinline__ Ring(uint32_t base, int slots) : base(base), slots(slots) { place(); }
+  __device__ __forceinline__ void place() {
+    const uint32_t after = base + S::rings(slots) + S::kWarpgroups * S::kEnd;
+    a = base + index * S::kA, b = base + slots * S::kA + index * S::kB;
+    scales = after + index * S::kScales;
+    full = after + slots * S::kScales + index * 8;
+  }
+  __device__ __forceinline__ uint32_t empty() const { return full + slots * 8; }
+  __device__ __forceinline__ void next() {
+    if (++index == slots) index = 0, parity ^= 1;
+    place();
+  }
+};
+
+// First row of y and first column of a tile: a band of tiles along m at a time, m first.
+struct Tile {
+  int n, m;
+};
+
+template <class S>
+__device__ __forceinline__ Tile tile_at(const Params& p, int index) {
+  const int per_band = p.band * p.n_tiles, first = index / per_band * p.band, inside = index % per_band;
+  const int high = min(p.band, p.m_tiles - first);
+  return {inside / high * S::kTileN, (first + inside % high) * S::kTileM};
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The slots of the blocks of k [first, last) of tiles, by one thread. W is immutable: its copies for the
+// first slots are issued before the kernel ahead has ended, those of x after it.
+template <class S>
+__device__ __forceinline__ void produce(const Params& p, const void* w_map, const void* x_map, uint32_t base,
+                                        int first_tile, int step, int first, int last) {
+  Ring<S> ring(base, p.slots);
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  const auto scale_bytes = [&](const Tile& tile) { return min(S::kTileM, p.x_pitch - tile.m) * 4; };
+  const auto load_w = [&](const Ring<S>& r, const Tile& tile, int k) {
+    mbar_expect(r.full, S::kA + S::kB + (S::kBlocks ? scale_bytes(tile) : 0));
+    tensor_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, tile.n, r.full);
+  };
+  const auto load_x = [&](const Ring<S>& r, const Tile& tile, int k) {
+    tensor_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, tile.m, r.full);
+    if constexpr (S::kBlocks)
+      bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + tile.m, scale_bytes(tile), r.full,
+                policy);
+  };
+  const int all = p.n_tiles * p.m_tiles;
+  const int ahead = first_tile < all ? min(p.slots, last - first) : 0;
+  if (ahead > 0) {
+    const Tile tile = tile_at<S>(p, first_tile);
+    Ring<S> w_ring = ring;
+#pragma unroll 1
+    for (int i = 0; i < ahead; ++i, w_ring.next()) load_w(w_ring, tile, first + i);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 1
+    for (int i = 0; i < ahead; ++i, ring.next()) load_x(ring, tile, first + i);
+  }
+  int k = first + ahead;
+#pragma unroll 1
+  for (int index = first_tile; index < all; index += step, k = first) {
+    const Tile tile = tile_at<S>(p, index);
+#pragma unroll 1
+    for (; k < last; ++k) {
+      mbar_wait(ring.empty(), ring.parity ^ 1);
+      load_w(ring, tile, k);
+      load_x(ring, tile, k);
+      ring.next();
+    }
+  }
+}
+
+}  // namespace gm::w8a8
+#endif

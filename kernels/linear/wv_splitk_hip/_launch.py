@@ -1,0 +1,138 @@
+"""Launching `_linear_wv_splitk.hip`."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
+from gristmill.kernels.hip import check, current_stream, hip_function
+from gristmill.kernels.linear.wv_splitk_hip.spec import (
+    COUNTERS,
+    PAIRS,
+    TOKENS,
+    WIDTH,
+    scratch_bytes,
+)
+
+
+class Args(ctypes.Structure):
+    """`gm_linear_wv_splitk_args` of the source, which documents the fields. The library rejects a struct of another size."""
+
+    __slots__ = ()  # a name that is no field is an error
+    _fields_ = (
+        ("size", c_int32),
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("arch", c_char_p),
+        ("y", c_void_p),
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("sums", c_void_p),
+        ("counters", c_void_p),
+        ("ldx", c_int64),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("chunk", c_int32),
+        ("per_split", c_int32),
+        ("splits", c_int32),
+        ("tiles", c_int32),
+        ("blocks", c_int32),
+        ("groups", c_int32),
+        ("group_shift", c_int32),
+        ("scale_type", c_int32),
+        ("silu_mul", c_int32),
+        ("vectors", c_int32),
+        ("padding", c_int32),
+        ("format", c_int32),
+        ("x_type", c_int32),
+        ("lanes", c_int32),
+    )
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+    n: int,
+    workspace: Tensor | None,
+    out: Tensor,
+) -> None:
+    """x [..., K] with at most 8 rows, the tensor of dense_v1 or the six of plain_v1 -> out [..., N or N / 2].
+
+    Raises:
+        ValueError: tensors that do not fit the configuration, more than 8 rows, or a workspace that is too small.
+        RuntimeError: no HIP runtime, no code object for the device, or an error of the runtime.
+    """
+    form, k = str(config["format"]), x.shape[-1]
+    rows, m = out.shape[-1] * (2 if silu_mul else 1), x.numel() // x.shape[-1]
+    need(m <= TOKENS, f"linear by wvSplitK: made for at most {TOKENS} rows of x, got {m}")
+    if m == 0:
+        return
+    args = Args(ctypes.sizeof(Args), x.get_device())
+    codes = weight[0]
+    width = k * codes.element_size() if form == "dense" else k * 16 // WIDTH[form]
+    stored = tuple(codes.shape) == (rows, k if form == "dense" else width) and codes.is_contiguous()
+    need(
+        stored and width % 16 == 0 and dtype_name(x.dtype) == config["x"],
+        f"linear by wvSplitK: expected {config['x']} x and {rows} contiguous rows of {form} of {k} columns, in whole 16 bytes, "
+        f"got {x.dtype} and {codes.dtype} {list(codes.shape)}",
+    )
+    if form == "dense":
+        need(
+            codes.dtype == x.dtype, f"linear by wvSplitK: W must have x's dtype {x.dtype}, got {codes.dtype}"
+        )
+    else:
+        _scales(args, config, weight, rows, k)
+    splits, chunk = int(config["split"]), int(config["chunk"])
+    args.per_split = cdiv(cdiv(k, chunk), splits)
+    args.splits = cdiv(cdiv(k, chunk), args.per_split)  # none is empty
+    if args.splits > 1:
+        size = scratch_bytes(m, rows, splits)
+        if workspace is None:
+            workspace = torch.zeros(size, dtype=torch.uint8, device=x.device)
+        need_workspace("linear", workspace, size, x.device)
+        args.counters = workspace.data_ptr()
+        args.sums = workspace.data_ptr() + COUNTERS
+    args.stream = current_stream(x)
+    args.arch = str(config["arch"]).encode()
+    args.y, args.x, args.w, args.ldx = out.data_ptr(), x.data_ptr(), codes.data_ptr(), row_stride(x)
+    args.bias = None if bias is None else bias.data_ptr()
+    args.residual = None if residual is None else residual.data_ptr()
+    args.m, args.n, args.k, args.chunk = m, rows, k, chunk
+    args.tiles, args.blocks = cdiv(cdiv(rows, 2), PAIRS), int(config["blocks"])
+    args.silu_mul = int(silu_mul)
+    args.vectors = int(args.ldx % 8 == 0 and x.data_ptr() % 16 == 0)
+    args.format, args.x_type = list(WIDTH).index(form), DTYPE_CODES[dtype_name(x.dtype)]
+    args.lanes = int(config["lanes"])
+    check(hip_function("gm_linear_wv_splitk", (POINTER(Args),))(args), "linear by wvSplitK")
+
+
+def _scales(args: Args, config: Config, weight: list[Tensor], rows: int, k: int) -> None:
+    """Sets what the columns of integer weights share."""
+    _, scales, zeros, _, _, perm = weight
+    group = int(config["group"])
+    groups = k // group if group else 1
+    fits = tuple(scales.shape) == (rows, groups) and scales.is_contiguous() and not perm.numel()
+    need(
+        fits and (not zeros.numel() or (zeros.shape == scales.shape and zeros.dtype == torch.uint8)),
+        f"linear by wvSplitK: expected scales [{rows}, {groups}], zero points as codes, and columns in order, got scales "
+        f"{list(scales.shape)}, zeros {zeros.dtype} {list(zeros.shape)}"
+        + (" and a permutation" if perm.numel() else ""),
+    )
+    args.scales, args.scale_type = scales.data_ptr(), DTYPE_CODES[dtype_name(scales.dtype)]
+    args.zeros = zeros.data_ptr() if zeros.numel() else None
+    args.groups, args.group_shift = groups, group.bit_length() - 1 if group else 31

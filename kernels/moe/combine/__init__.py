@@ -1,0 +1,1 @@
+"""The weighted sum of the experts of each token."""

@@ -1,0 +1,1 @@
+"""The products of all experts in one call."""

@@ -1,0 +1,152 @@
+"""Launching grouped_linear over frag16 tiles: the argument struct (`args.h`), argument checks and the call."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
+from gristmill.kernels.moe.grouped_linear.frag16_sm90.shapes import misfit
+from gristmill.kernels.native import check, cuda_function
+
+
+class Args(ctypes.Structure):
+    """`gm_grouped_frag16_args` of args.h, which documents the fields. The library rejects a struct of another size."""
+
+    __slots__ = ()  # a name that is no field is an error
+    _fields_ = (
+        ("size", c_int32),
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("y", c_void_p),
+        ("x", c_void_p),
+        ("ldx", c_int64),
+        ("w", c_void_p),
+        ("row_scale", c_void_p),
+        ("offsets", c_void_p),
+        ("permutation", c_void_p),
+        ("rows", c_int32),
+        ("x_rows", c_int32),
+        ("experts", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("top_k", c_int32),
+        ("silu_mul", c_int32),
+        ("x_type", c_int32),
+        ("scale_type", c_int32),
+        ("pdl", c_int32),
+        ("early", c_int32),
+        ("clear", c_int32),
+        ("mt", c_int32),
+        ("c", c_int32),
+        ("slices", c_int32),
+        ("ctas", c_int32),
+        ("grid", c_int32),
+    )
+
+
+SIZE = ctypes.sizeof(Args)
+ARGUMENTS = (POINTER(Args),)
+"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
+SHAPE = ("mt", "c", "slices", "ctas", "grid")
+"""Entries of a configuration that are fields of `Args`."""
+
+
+def launch(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None,
+    top_k: int,
+    silu_mul: bool,
+    n: int,
+    bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
+    out: Tensor,
+) -> None:
+    """Sorted rows [P, K] and the three tensors of a frag16 layout -> out [P, N or N / 2]."""
+    if bias is not None or clamp:
+        raise ValueError(
+            "grouped_linear_sm90 has no bias and no clamped activation; grouped_linear_w_triton does"
+        )
+    product(config, x, weight, expert_offsets, permutation, top_k, silu_mul, out, early=False, clear=True)
+
+
+def product(
+    config: Config,
+    x: Tensor,
+    weight: list[Tensor],
+    expert_offsets: Tensor,
+    permutation: Tensor | None,
+    top_k: int,
+    silu_mul: bool,
+    out: Tensor,
+    *,
+    early: bool,
+    clear: bool,
+) -> None:
+    """One launch. early: the launch before this one read the same offsets; clear: rows past the last expert's become 0.
+
+    ValueError for tensors that do not match the configuration, and for rows of x that do not start at multiples of 16 bytes.
+    """
+    tiles, second, perm = weight
+    form, experts = str(config["format"]), expert_offsets.shape[0] - 1
+    n, k = out.shape[1] * (2 if silu_mul else 1), x.shape[1]
+    expected = experts * cdiv(n, 16) * cdiv(k, 128) * int(config["tile_bytes"])
+    if tiles.numel() != expected:
+        raise ValueError(
+            f"grouped_linear of {form}: expected {expected} bytes of tiles for {experts} experts of [{n}, {k}], "
+            f"got {tiles.numel()}"
+        )
+    if perm.numel():
+        raise ValueError(f"grouped_linear of {form}: takes no weights with act-order")
+    if second.numel() not in (0, experts * n):
+        raise ValueError(
+            f"grouped_linear of {form}: expected {experts * n} row multipliers, got {second.numel()}"
+        )
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        raise ValueError(
+            f"grouped_linear of {form}: rows of x must be contiguous and start at multiples of 16 bytes, got strides "
+            f"{x.stride()}"
+        )
+    if out.shape[0] == 0:
+        return
+    args = Args(SIZE, x.get_device())  # pointers that are not set are null
+    args.stream = torch.cuda.current_stream(x.device).cuda_stream
+    args.y = out.data_ptr()
+    args.x = x.data_ptr()
+    args.ldx = x.stride(0)
+    args.w = tiles.data_ptr()
+    if second.numel():
+        args.row_scale = second.data_ptr()
+    elif second.dtype != torch.float32:
+        args.scale_type = DTYPE_CODES[dtype_name(second.dtype)]
+    args.offsets = expert_offsets.data_ptr()
+    if permutation is not None:
+        args.permutation = permutation.data_ptr()
+    args.rows = out.shape[0]
+    args.x_rows = x.shape[0]
+    args.experts = experts
+    args.n = n
+    args.k = k
+    args.top_k = top_k
+    args.silu_mul = silu_mul
+    args.x_type = DTYPE_CODES[dtype_name(x.dtype)]
+    args.pdl = 1
+    args.early = early
+    args.clear = clear
+    for name in SHAPE:
+        setattr(args, name, int(config[name]))
+    entry = cuda_function(f"gm_grouped_linear_{config['format']}_sm90", "sm_90a", ARGUMENTS)
+    if code := entry(args):
+        reason = misfit(args.slices, args.c, k, silu_mul)
+        need(reason is None, f"grouped_linear of {form}: {reason}")
+        check(code, f"grouped_linear of {form}")

@@ -1,0 +1,360 @@
+// Schedule grouped_ws: the products of experts, y[p, :] = x[token of p, :] . W[expert of p]^T,
+// warp-specialised and persistent, at any number of rows per expert.
+//
+// The products are those of gemm_ws (linear/frag16_sm90/gemm_ws.cuh): Y^T = W X^T, decoded weights are
+// wgmma's register operand, so that an expert's last tile wastes at most 7 rows of x. What differs:
+//  - Rows are sorted by expert. Every CTA makes the list of tiles from the offsets, so that nothing about the
+//    routing is known to the host.
+//  - Rows of x are gathered by two warps (cp.async, into the swizzle that wgmma reads), or, where they lie in
+//    order, copied by the tensor copy engine. Rows past an expert's last are of the next expert or old: a row
+//    of x reaches no other row of y, and their results are not stored.
+//  - With silu_mul one warpgroup of a CTA has rows of gate, the other the same rows of up, which it gives
+//    away through shared memory in float32.
+//  - Warpgroups that take turns along K give their sums to the first, which adds them in the order of slices.
+#pragma once
+#include "linear/frag16_sm90/gemm_ws.cuh"
+#include "grouped_tiles.cuh"
+
+#ifdef __CUDACC__
+
+namespace gm {
+
+#define GM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define GM_PRODUCTS_8(T, TYPE) GM_PRODUCT(T, TYPE, 8, "%0, %1, %2, %3", GM_F4, "%4, %5, %6, %7", "%8", "%9")
+#define GM_PRODUCTS_16(T, TYPE) \
+  GM_PRODUCT(T, TYPE, 16, "%0, %1, %2, %3, %4, %5, %6, %7", GM_F8, "%8, %9, %10, %11", "%12", "%13")
+GM_PRODUCTS_8(__nv_bfloat16, "bf16");
+GM_PRODUCTS_8(__half, "f16");
+GM_PRODUCTS_16(__nv_bfloat16, "bf16");
+GM_PRODUCTS_16(__half, "f16");
+
+// 16 bytes to shared memory; or zeros.
+__device__ __forceinline__ void copy_16(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+__device__ __forceinline__ void copy_16_or_0(uint32_t dst, const void* src, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+// An arrival of this thread at a barrier, once all of its copies so far are there.
+__device__ __forceinline__ void arrive_with_copies(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+// W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see GroupedCta.  XS, WS,
+// CHAINS, PENDING: as for linear_gemm_ws.
+template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
+__device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const CUtensorMap& x_map) {
+  using T = typename W::Type;
+  using Shape = GroupedCta<MT, C, SLICES, CTAS>;
+  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
+  static_assert(WS < kTilesAhead);
+  constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile;
+  constexpr int kBuffers = PENDING + 1, kChunk = Shape::kChunk, kFirstGiver = SLICES * C - Shape::kGivers;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  uint32_t base;  // volatile: computed once
+  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  constexpr int kWRing = XS * kXSlot, kGifts = kWRing + WS * kWSlot, kStaging = kGifts + Shape::kExchange,
+                kBars = kStaging + Shape::kStaging, kGiven = kBars + (XS + WS) * 16, kTaken = kGiven + C * 32,
+                kTiles = kTaken + C * 32, kList = kTiles + kTilesAhead * 16;
+  using XRing = Ring<XS, kXSlot, 0, kBars>;
+  using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
+  const bool gather = p.permutation != nullptr;
+  const GroupedList list{reinterpret_cast<int*>(smem + kList),
+                         reinterpret_cast<int*>(smem + kList) + p.experts + 1};
+  if (threadIdx.x == 0) {
+    const XRing x(base);
+    const WRing w(base);
+    for (int i = 0; i < XS; ++i)
+      mbar_init(x.full + i * 8, gather ? kGatherWarps * 32 : 1),
+          mbar_init(x.empty() + i * 8, C * 4 * kArriving);
+    for (int i = 0; i < WS; ++i)
+      mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArriving);
+    for (int i = 0; i < C * 4; ++i)
+      mbar_init(base + kGiven + i * 8, p.gated ? C * SLICES - 1 : max(1, SLICES - 1)),
+          mbar_init(base + kTaken + i * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (!p.early) asm volatile("griddepcontrol.wait;" ::: "memory");
+  list.make<MT>(p);
+  // Not before the wait: what the kernel before this one waited for is there for the kernel after it, too.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const int tiles = list.first[p.experts] * p.blocks;
+  constexpr int kWarps = C * SLICES * 4;
+  const int rounds = SLICES == 1 ? p.groups : (p.groups + SLICES - 1) / SLICES * SLICES;
+
+  if (warp >= kWarps) {
+    registers_down<Shape::kGiven>();
+    const int role = warp - kWarps;
+    if (role == kGatherWarps) {  // weights, immutable: nothing to wait for but an empty slot
+      WRing w(base);
+      int count = 0;
+      const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
+#pragma unroll 1
+      for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const GroupedTile tile = grouped_tile<MT>(p, list, index);
+        // For the others, which see it once the tile's first slot is full. They are at most WS tiles behind.
+        if (lane == 0)
+          *reinterpret_cast<int4*>(smem + kTiles + (count++ % kTilesAhead) * 16) =
+              make_int4(tile.expert, tile.block, tile.row, tile.end);
+        uint64_t policy;
+        if (tile.sharers > 1)
+          asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+        else
+          asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        // A lane copies a block of four tiles of 16 rows, or, where some block is not whole, one such tile.
+        const int half = p.tiles16 >> 1;
+        const auto begin_of = [&](int b) {
+          return p.gated ? tile.block * 4 + (b > 0 ? half : 0) : (tile.block * C + b) * 4;
+        };
+        bool whole = true;
+#pragma unroll
+        for (int b = 0; b < C; ++b)
+          whole &= begin_of(b) % 4 == 0 && begin_of(b) + 4 <= (p.gated && b == 0 ? half : p.tiles16);
+        const int b = whole ? lane : lane >> 2, tile16 = begin_of(b) + (whole ? 0 : lane & 3);
+        const int there = min(4, p.tiles16 - (tile16 & ~3));  // tiles of the block of 64 rows in memory
+        const uint32_t bytes = b >= C || tile16 >= (p.gated && b == 0 ? half : p.tiles16) ? 0
+                               : whole                                                    ? 4 * kTile
+                                                                                          : kTile;
+        const uint32_t all = __reduce_add_sync(0xffffffffu, bytes), to = lane * (whole ? 4 * kTile : kTile);
+        const uint8_t* from = p.w + tile.expert * p.expert_bytes + (tile16 >> 2) * block_bytes +
+                              (whole ? 0 : (tile16 & 3) * kTile);
+#pragma unroll 1
+        for (int k = 0; k < p.groups; ++k, from += there * kTile) {
+          mbar_wait(w.empty(), w.parity ^ 1);
+          if (lane == 0) mbar_expect(w.full, all);
+          if (bytes > 0) bulk_load(w.slot + to, from, bytes, w.full, policy);
+          w.next(base);
+        }
+#pragma unroll 1
+        for (int k = p.groups; k < rounds; ++k) {  // a slice without a group
+          mbar_wait(w.empty(), w.parity ^ 1);
+          if (lane == 0) mbar_arrive(w.full);
+          w.next(base);
+        }
+      }
+    } else if (role < kGatherWarps) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      XRing x(base);
+      const int last = gather ? 0 : role;
+#pragma unroll 1
+      for (int index = blockIdx.x; index < tiles && last == 0; index += gridDim.x) {
+        const GroupedTile tile = grouped_tile<MT>(p, list, index);
+        if (gather) {
+          // A warp copies four rows at a time, eight lanes each, in turns with the other warp.
+          constexpr int kSteps = MT / 4 / kGatherWarps;
+          const int row = role * 4 + (lane >> 3), piece = lane & 7, count = tile.end - tile.row;
+          const uint8_t* from = static_cast<const uint8_t*>(p.x) + piece * 16;
+          const uint32_t to = row * 128 + ((piece ^ (row & 7)) << 4);
+          const int* entries = p.permutation + tile.row + row;
+          uint32_t source[kSteps];  // in pieces of 16 bytes
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) source[i] = row + i * 8 < count ? __ldcg(entries + i * 8) : 0;
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) source[i] = quotient(source[i], p.top_k, p.by_top_k) * p.x_pieces;
+          const auto copy_slot = [&](auto copy) {
+            mbar_wait(x.empty(), x.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i)
+              if (row + i * 8 < count)
+                copy(x.slot + to + i * 1024, from + static_cast<uint64_t>(source[i]) * 16);
+            arrive_with_copies(x.full);
+            x.next(base);
+            from += kXSlotK * 2;
+          };
+          int h = 0;
+#pragma unroll 1
+          for (; h < p.k / kXSlotK; ++h) copy_slot([](uint32_t dst, const void* src) { copy_16(dst, src); });
+          int left = p.k % kXSlotK - piece * 8;
+#pragma unroll 1
+          for (; h < p.groups * 2; ++h, left -= kXSlotK)  // the end of a row, and zeros behind it
+            copy_slot([&](uint32_t dst, const void* src) { copy_16_or_0(dst, src, left > 0); });
+        } else if (lane == 0) {
+#pragma unroll 1
+          for (int k = 0; k < p.groups * 128; k += kXSlotK) {
+            mbar_wait(x.empty(), x.parity ^ 1);
+            mbar_expect(x.full, kXSlot);
+            tensor_load(x.slot, &x_map, k, tile.row, x.full);
+            x.next(base);
+          }
+        }
+        __syncwarp();
+        if (gather || lane == 0)
+#pragma unroll 1
+          for (int h = p.groups * 2; h < rounds * 2; ++h) {
+            mbar_wait(x.empty(), x.parity ^ 1);
+            mbar_arrive(x.full);
+            x.next(base);
+          }
+        __syncwarp();
+      }
+    } else if (p.clear) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (int64_t row = list.starts[p.experts] + blockIdx.x; row < p.rows; row += gridDim.x)
+        for (int n = lane; n < p.out_n; n += 32) static_cast<T*>(p.y)[row * p.out_n + n] = Num<T>::round(0.f);
+    }
+  } else {
+    registers_up<Shape::kRegisters>();
+    const int group = warp >> 2, slice = group / C, c = group % C, quarter = warp & 3;
+    const int owner = p.gated ? 0 : c;  // the block whose warpgroup of slice 0 ends up with the sums
+    const bool owns = group == owner;
+    const int givers = p.gated ? C * SLICES - 1 : SLICES - 1;
+    const uint32_t given = base + kGiven + (owner * 4 + quarter) * 8,
+                   taken = base + kTaken + (owner * 4 + quarter) * 8;
+    // Of a warpgroup that gives: its place among them; each has the sums of the threads of a warpgroup.
+    const auto gift = [&](int from) {
+      return base + kGifts + (from - kFirstGiver) * Shape::kGift + (threadIdx.x & 127) * 16;
+    };
+    uint32_t turn = 0;  // parity of the exchange
+    int count = 0;      // of tiles
+    XRing x(base, slice * 2);
+    WRing w(base, slice);
+    const uint32_t my_tile = (c * 4 + quarter) * kTile,
+                   staging = base + kStaging + (c * 4 + quarter) * (512 * Shape::kPairs);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const auto done_with = [&](uint32_t slot) {
+      if (lane < kArriving) mbar_arrive(slot);
+    };
+#pragma unroll 1
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+      const int mine = SLICES == 1 ? p.groups : (p.groups + SLICES - 1 - slice) / SLICES;
+      float acc[CHAINS][MT / 2];
+      uint32_t a[PENDING + 1][4];
+      typename W::Part part[2];
+      W weights;
+      mbar_wait(w.full, w.parity);
+      part[0].load(w.slot + my_tile, lane, 0);
+      const int4 at = *reinterpret_cast<const int4*>(smem + kTiles + (count++ % kTilesAhead) * 16);
+      const GroupedTile tile{at.x, at.y, at.z, at.w, 0};
+      const int n0 = ((p.gated ? tile.block : tile.block * C + c) * 4 + quarter) * kTileRows;
+      float by[2] = {W::kFactor, W::kFactor}, by_up[2] = {W::kFactor, W::kFactor};
+      if (owns && p.row_scale != nullptr) {
+        const float* scales = p.row_scale + static_cast<int64_t>(tile.expert) * p.n;
+        const int row = n0 + (lane >> 2);
+        if (row < p.out_n) by[0] = scales[row], by_up[0] = p.gated ? scales[row + p.out_n] : 0.f;
+        if (row + 8 < p.out_n) by[1] = scales[row + 8], by_up[1] = p.gated ? scales[row + 8 + p.out_n] : 0.f;
+      }
+      uint32_t last_x = 0;
+      int add = 0;
+#pragma unroll 1
+      for (int left = mine; left > 0; --left) {
+        part[1].load(w.slot + my_tile, lane, 1);
+        weights.decode(0, part[0], a[0], p.scales_half);
+        uint64_t rows = 0;
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+          if (s % 4 == 0) {
+            mbar_wait(x.full, x.parity);
+            if (gather) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            rows = swizzled_rows(x.slot);
+          }
+          wgmma_fence();
+          Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);
+          wgmma_commit();
+          wgmma_wait<PENDING>();  // the operands of the product before those at work may change
+          if (s % 4 == PENDING - 1 && (s > 3 || add != 0)) done_with(last_x);
+          if (s == 3) last_x = x.empty(), x.next(base);
+          if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
+          if (s == 0) {
+            // Not before the codes are in registers:
+            // an arrival may overtake loads, so it has to depend on them.
+            uint32_t zero;
+            asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArriving) mbar_arrive(w.empty());
+            w.template next<SLICES>(base);
+          }
+          if (s == 3 && left > 1) {
+            mbar_wait(w.full, w.parity);
+            part[0].load(w.slot + my_tile, lane, 0);
+          }
+          if (s < 7) weights.decode(s + 1, part[(s + 1) >> 2], a[(s + 1) % kBuffers], p.scales_half);
+        }
+        add = 1;
+      }
+      wgmma_wait<0>();
+      done_with(last_x);
+      // A round without a group.
+      if (SLICES > 1 && rounds != p.groups && (rounds - p.groups) >= SLICES - slice) {
+        mbar_wait(w.full, w.parity);
+        done_with(w.empty());
+        w.template next<SLICES>(base);
+        mbar_wait(x.full, x.parity);
+        done_with(x.empty());
+        x.next(base);
+        mbar_wait(x.full, x.parity);
+        done_with(x.empty());
+        x.template next<2 * SLICES - 1>(base);
+      }
+      if constexpr (CHAINS == 2) {
+#pragma unroll
+        for (int i = 0; i < MT / 2; ++i) acc[0][i] += acc[1][i];
+      }
+      float (&sum)[MT / 2] = acc[0];
+#pragma unroll
+      for (int first = 0; first < Shape::kFragments; first += kChunk) {
+        if (!owns) {
+          mbar_wait(taken, turn ^ 1);
+#pragma unroll
+          for (int f = 0; f < kChunk; ++f)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(gift(group) + f * 2048),
+                         "f"(sum[(first + f) * 4]), "f"(sum[(first + f) * 4 + 1]),
+                         "f"(sum[(first + f) * 4 + 2]), "f"(sum[(first + f) * 4 + 3])
+                         : "memory");
+          __syncwarp();
+          if (lane == 0) mbar_arrive(given);
+          turn ^= 1;
+          continue;
+        }
+        float v[Shape::kPairs * 8] = {};
+#pragma unroll
+        for (int i = 0; i < kChunk * 4; ++i) v[i] = sum[first * 4 + i];
+        float up[kChunk * 4] = {};
+        if (givers > 0) {
+          mbar_wait(given, turn);
+          // The sums of a warpgroup that gives, added to those at `to`.
+          const auto add_gift = [&](int from, float* to) {
+#pragma unroll
+            for (int f = 0; f < kChunk; ++f) {
+              float g[4];
+              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                           : "=f"(g[0]), "=f"(g[1]), "=f"(g[2]), "=f"(g[3])
+                           : "r"(gift(from) + f * 2048)
+                           : "memory");
+#pragma unroll
+              for (int i = 0; i < 4; ++i) to[f * 4 + i] += g[i];
+            }
+          };
+#pragma unroll
+          for (int s = 1; s < SLICES; ++s) add_gift(s * C + c, v);
+          if (C == 2 && p.gated) {
+#pragma unroll
+            for (int s = 0; s < SLICES; ++s) add_gift(s * C + 1, up);
+          }
+          __syncwarp();
+          if (lane == 0) mbar_arrive(taken);
+          turn ^= 1;
+        }
+        float factor[2] = {by[0], by[1]};
+        if (C == 2 && p.gated) {
+#pragma unroll
+          for (int i = 0; i < kChunk * 4; ++i) {
+            const float gate = v[i] * by[i >> 1 & 1];
+            v[i] = __fdividef(gate, 1.f + __expf(-gate)) * (up[i] * by_up[i >> 1 & 1]);
+          }
+          factor[0] = factor[1] = 1.f;
+        }
+        const float no_bias[2] = {0.f, 0.f};
+        GemmParams out;
+        out.y = p.y, out.n = p.out_n, out.residual = nullptr, out.vector = p.vector;
+        const int m0 = tile.row + first * 8;
+        store_fragments<T, Shape::kPairs>(out, v, factor, no_bias, staging, n0, m0,
+                                          min(tile.end, m0 + kChunk * 8));
+      }
+    }
+  }
+}
+
+}  // namespace gm
+#endif

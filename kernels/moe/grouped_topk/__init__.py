@@ -1,0 +1,1 @@
+"""Routing: the experts of each token."""

@@ -1,0 +1,43 @@
+"""Grouped top-k by torch: `topk` over integer keys, which makes ties deterministic on every device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.moe.grouped_topk.op import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def launch(
+    config: Config,
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    weights: Tensor,
+    ids: Tensor,
+) -> None:
+    """logits [..., E] -> weights, ids [..., top_k]. The reference is plain torch operators: this runs it."""
+    results = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)
+    weights.copy_(results[0])
+    ids.copy_(results[1])
+
+
+KERNEL = Kernel(
+    op="grouped_topk",
+    name="grouped_topk_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch.topk over distinct integer keys",
+    batch_invariant=True,
+)

@@ -1,0 +1,148 @@
+"""MoE as a chain of operations: in torch on any device, in Triton on devices that Triton supports."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, step_along_k
+from gristmill.kernels.moe import _chain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def launch_torch(
+    config: Config,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    inter: int,
+    workspace: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
+    out: Tensor,
+) -> None:
+    """x [T, H] -> out [T, H] through the torch parts; without a workspace it allocates one."""
+    from gristmill.kernels.moe.combine import torch as combine_torch
+    from gristmill.kernels.moe.grouped_linear import torch as grouped_linear_torch
+    from gristmill.kernels.moe.permute import torch as permute_torch
+
+    grouped = partial(grouped_linear_torch.launch, config)
+    epilogue = _chain.Epilogue(w13_bias, w2_bias, clamp, alpha, limit)
+    parts = _chain.Parts(
+        partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {})
+    )
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, epilogue, out)
+
+
+def launch_triton(
+    config: Config,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: list[Tensor],
+    w2: list[Tensor],
+    inter: int,
+    workspace: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    clamp: bool,
+    alpha: float,
+    limit: float,
+    out: Tensor,
+) -> None:
+    """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
+    from gristmill.kernels.moe.combine import triton as combine_triton
+    from gristmill.kernels.moe.grouped_linear import triton as grouped_linear_triton
+    from gristmill.kernels.moe.permute import triton as permute_triton
+
+    grouped = partial(grouped_linear_triton.launch, config)
+    combine = partial(combine_triton.launch, combine_triton.block_config(x.shape[1]))
+    epilogue = _chain.Epilogue(w13_bias, w2_bias, clamp, alpha, limit)
+    parts = _chain.Parts(partial(permute_triton.launch, {}), grouped, grouped, combine)
+    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, epilogue, out)
+
+
+def accepts(problem: Problem) -> str | None:
+    """Weight-only and dense schemes."""
+    activation = QuantScheme.parse(problem.text("w")).activation
+    return None if activation is None else f"takes activations in their own dtype, not {activation}"
+
+
+def accepts_named(problem: Problem) -> str | None:
+    """Weight-only and dense schemes of ALL_WEIGHT_SCHEMES, which compiled kernels decode."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    return accepts(problem) if scheme.is_named else f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The scheme, which cannot be derived from packed tensors."""
+    return {"scheme": problem.text("w")}
+
+
+def config_triton(problem: Problem, target: Target) -> Config:
+    """The same, with tiles for both products: as many rows as an expert has on average."""
+    scheme, is_fp32 = QuantScheme.parse(problem.text("w")), problem.text("x") == "fp32"
+    share = problem.integer("m") * problem.integer("top_k") // problem.integer("e")
+    return {
+        **config(problem, target),
+        "bm": 16 if share <= 16 else 32 if share <= 64 else 64,
+        "bn": 64,
+        "bk": step_along_k(scheme, 32 if is_fp32 else 64),
+        "warps": 4,
+        "stages": 3,
+    }
+
+
+KERNELS = (
+    Kernel(
+        op="moe",
+        name="moe_chain_torch",
+        provider="torch",
+        language="python",
+        target=f"{__name__}:launch_torch",
+        requires=Requirement(packages=(("torch", "2.11"),)),
+        summary="permute, two grouped_linear, combine, all by torch; synchronises",
+        capturable=False,
+        config=config,
+        workspace=_chain.workspace,
+        layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
+        dequantizes=True,
+    ),
+    *(
+        Kernel(
+            op="moe",
+            name=name,
+            provider="gristmill",
+            language="triton",
+            target=f"{__name__}:launch_triton",
+            requires=Requirement(code="triton"),
+            summary=summary,
+            accepts=accepted,
+            config=config_triton,
+            workspace=_chain.workspace,
+            layouts=(layout,),
+            priority=50,
+        )
+        for name, layout, accepted, summary in (
+            (
+                "moe_chain_triton",
+                "dense_v1",
+                accepts_dense,
+                "permute, two grouped_linear, combine, all by Triton",
+            ),
+            ("moe_chain_w_triton", "plain_v1", accepts_quantized, "the same over quantized weights"),
+        )
+    ),
+)

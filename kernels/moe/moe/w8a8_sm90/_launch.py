@@ -1,0 +1,153 @@
+"""Launching products of experts with 8-bit activations: the argument struct (`args.h`), argument checks and the calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.scheme import BLOCK, cdiv
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
+from gristmill.kernels.moe.moe.w8a8_sm90.shapes import scale_pitch
+from gristmill.kernels.native import check, cuda_function
+
+QUANTIZE = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, *(c_int,) * 7, c_void_p)
+
+
+class Args(ctypes.Structure):
+    """`gm_grouped_w8a8_args` of args.h, which documents the fields. The library rejects a struct of another size."""
+
+    __slots__ = ()  # a name that is no field is an error
+    _fields_ = (
+        ("size", c_int32),
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("y", c_void_p),
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("x_scale", c_void_p),
+        ("w_scale", c_void_p),
+        ("row_block", c_void_p),
+        ("offsets", c_void_p),
+        ("rows", c_int32),
+        ("experts", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("y_type", c_int32),
+        ("w_type", c_int32),
+        ("block_rows", c_int32),
+        ("x_pitch", c_int32),
+        ("pdl", c_int32),
+        ("tile_a", c_int32),
+        ("tile_b", c_int32),
+        ("plain", c_int32),
+        ("slots", c_int32),
+        ("ctas", c_int32),
+        ("grid", c_int32),
+    )
+
+
+SIZE = ctypes.sizeof(Args)
+ARGUMENTS = (POINTER(Args),)
+"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
+SHAPE = ("tile_a", "tile_b", "plain", "slots", "ctas", "grid")
+"""Entries of a configuration that are fields of `Args`."""
+
+
+class Sorted(NamedTuple):
+    """Where rows go: ids [T, top_k], and of permute offsets [experts + 1] and inverse [T * top_k], all int32."""
+
+    ids: Tensor
+    offsets: Tensor
+    inverse: Tensor
+
+    @property
+    def experts(self) -> int:
+        """Experts of this rank."""
+        return self.offsets.shape[0] - 1
+
+
+def quantize(
+    operands: Operands, x: Tensor, order: Sorted, k: int, codes: Tensor, scales: Tensor, *, gated: bool
+) -> None:
+    """x [T, K], or gated gate and up [T * top_k, 2 K] sorted by expert -> codes [T * top_k, K] and scales in the order of experts.
+
+    gated: of silu(gate) · up in float32, rounded to x's dtype. Rows of no expert are not written.
+    """
+    tokens, top_k = order.ids.shape
+    entry = cuda_function("gm_moe_quantize_sm90", "sm_90a", QUANTIZE)
+    device = x.get_device()
+    code = entry(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        x.data_ptr(),
+        x.stride(0),
+        order.ids.data_ptr(),
+        order.inverse.data_ptr(),
+        order.offsets.data_ptr(),
+        tokens,
+        top_k,
+        k,
+        order.experts,
+        gated,
+        operands.blocks,
+        DTYPE_CODES[dtype_name(x.dtype)],
+        device,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    check(code, "moe_quantize")
+
+
+def check_weight(operands: Operands, weight: list[Tensor], experts: int, n: int, k: int) -> None:
+    """ValueError unless the six tensors of plain_v1 are [experts, n, k] weights of the operands, with columns in order."""
+    codes, scales, _, _, row_block, perm = weight
+    if tuple(codes.shape) != (experts, n, k) or perm.numel():
+        raise ValueError(
+            f"moe_w8a8_sm90: expected codes [{experts}, {n}, {k}] in the order of x's columns, got {list(codes.shape)}"
+            + (" and a permutation" if perm.numel() else "")
+        )
+    if operands.blocks:
+        fits = scales.dim() == 3 and scales.shape[2] == cdiv(k, BLOCK) and row_block.numel() == n
+        expected = f"[{experts}, block rows, {cdiv(k, BLOCK)}] with a block row for each of {n} rows"
+    else:
+        fits, expected = scales.numel() == experts * n, f"one for each of {experts} times {n} rows"
+    if not fits or scales.shape[0] != experts:
+        raise ValueError(
+            f"moe_w8a8_sm90: expected scales {expected}, got {list(scales.shape)} and {row_block.numel()} block rows"
+        )
+
+
+def product(
+    operands: Operands,
+    shape: Mapping[str, int],
+    codes: Tensor,
+    scales: Tensor,
+    weight: list[Tensor],
+    offsets: Tensor,
+    out: Tensor,
+) -> None:
+    """One launch: sorted codes [P, K] and their scales, [E, N, K] weights in plain_v1 -> out [P, N]; rows of no expert are not written.
+
+    The launch before this one must have waited for the one that wrote the offsets.
+    """
+    w, w_scales, _, _, row_block, _ = weight
+    args = Args(SIZE, out.get_device(), torch.cuda.current_stream(out.device).cuda_stream)
+    args.y, args.x, args.w = out.data_ptr(), codes.data_ptr(), w.data_ptr()
+    args.x_scale, args.w_scale = scales.data_ptr(), w_scales.data_ptr()
+    args.w_type = DTYPE_CODES[dtype_name(w_scales.dtype)]
+    if operands.blocks:
+        args.row_block, args.block_rows = row_block.data_ptr(), w_scales.shape[1]
+    args.offsets = offsets.data_ptr()
+    args.rows, args.n = out.shape
+    args.experts, args.k, args.pdl = offsets.shape[0] - 1, codes.shape[1], 1
+    args.x_pitch = scale_pitch(operands, args.rows, args.experts)
+    args.y_type = DTYPE_CODES[dtype_name(out.dtype)]
+    for name in SHAPE:
+        setattr(args, name, shape[name])
+    entry = cuda_function(f"gm_grouped_w8a8_{operands.format}_sm90", "sm_90a", ARGUMENTS)
+    check(entry(args), "moe_w8a8_sm90")

@@ -1,0 +1,264 @@
+// y[p, :] = x[p, :] · W[expert of p]^T of 8-bit values, rows p sorted by expert: the tiles, rings and
+// two-level sums of linear_a8/w8a8_sm90/product.cuh, over a list of tiles that every CTA makes from the
+// offsets of the experts. A tile has rows of one expert. Rows of x past them are multiplied and not stored.
+//
+// The launch before this one must have waited for the one that wrote the offsets before it allowed this one
+// to begin: the list is made, and W is copied, while it still runs.
+#pragma once
+#include "linear/w8a8_sm90/product.cuh"
+#include "moe/grouped_linear/frag16_sm90/grouped_tiles.cuh"
+#include "experts.h"
+
+namespace gm::w8a8 {
+
+struct ExpertParams {
+  Params one;              // of an expert: m is the end of its rows in y, w_scale that of expert 0
+  gm::GroupedParams list;  // offsets, experts, and tiles along N
+  int64_t expert_scales;   // bytes of an expert's scales of W
+};
+
+}  // namespace gm::w8a8
+
+#ifdef __CUDACC__
+
+namespace gm::w8a8 {
+
+struct ExpertTile {
+  int expert, n, m, end;  // n within the expert's W, rows m .. end of y
+};
+
+template <class S>
+__device__ __forceinline__ ExpertTile expert_tile(const ExpertParams& g, const GroupedList& list, int index) {
+  const GroupedTile tile = grouped_tile<S::kTileM>(g.list, list, index);
+  return {tile.expert, tile.block * S::kTileN, tile.row, tile.end};
+}
+
+// The parameters of a tile's expert.
+__device__ __forceinline__ Params params_of(const ExpertParams& g, const ExpertTile& tile) {
+  Params p = g.one;
+  p.m = tile.end;
+  p.w_scale = static_cast<const uint8_t*>(p.w_scale) + tile.expert * g.expert_scales;
+  return p;
+}
+
+// Fills the slots of all tiles of the CTA, by a warp, whose lane 0 copies. W of the first slots is copied
+// before the launch ahead has ended, x after it.
+template <class S>
+__device__ __forceinline__ void produce_experts(const ExpertParams& g, const GroupedList& list,
+                                                const void* w_map, const void* x_map, uint32_t base,
+                                                int all) {
+  const Params& p = g.one;
+  const bool leads = (threadIdx.x & 31) == 0;
+  Ring<S> ring(base, p.slots);
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  struct Place {
+    int w, m, scales, bytes;
+  };
+  const auto place_of = [&](int index) {
+    const ExpertTile tile = expert_tile<S>(g, list, index);
+    const int start = list.starts[tile.expert], column = scale_column(start, tile.expert) + tile.m - start;
+    return Place{tile.expert * p.n + tile.n, tile.m, column, min(S::kTileM, p.x_pitch - column) * 4};
+  };
+  const auto load_w = [&](const Ring<S>& r, const Place& at, int k) {
+    mbar_expect(r.full, S::kA + S::kB + (S::kBlocks ? at.bytes : 0));
+    tensor_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, at.w, r.full);
+  };
+  const auto load_x = [&](const Ring<S>& r, const Place& at, int k) {
+    tensor_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, at.m, r.full);
+    if constexpr (S::kBlocks)
+      bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + at.scales, at.bytes, r.full,
+                policy);
+  };
+  int index = blockIdx.x, k = 0;
+  if (index < all) {
+    const Place at = place_of(index);
+    const int ahead = min(p.slots, p.k_blocks);
+    if (leads) {
+      Ring<S> w_ring = ring;
+#pragma unroll 1
+      for (int i = 0; i < ahead; ++i, w_ring.next()) load_w(w_ring, at, i);
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 1
+    for (; k < ahead; ++k, ring.next())
+      if (leads) load_x(ring, at, k);
+  }
+#pragma unroll 1
+  for (; index < all; index += gridDim.x, k = 0) {
+    const Place at = place_of(index);
+#pragma unroll 1
+    for (; k < p.k_blocks; ++k, ring.next()) {
+      if (leads) {
+        mbar_wait(ring.empty(), ring.parity ^ 1);
+        load_w(ring, at, k);
+        load_x(ring, at, k);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+template <typename T, class S>
+__device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUtensorMap& w_map,
+                                                const CUtensorMap& x_map) {
+  using Sum = typename T::Sum;
+  using Operands = std::conditional_t<S::kPlain, typename T::Plain, T>;
+  static_assert(!kIntegers<Sum>);
+  constexpr int kSums = S::kSums;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const uint32_t base = smem_u32(smem);
+  const int slots = g.one.slots, k_blocks = g.one.k_blocks;
+  int* const lists =
+      reinterpret_cast<int*>(smem + S::rings(slots) + S::kWarpgroups * S::kEnd + slots * (S::kScales + 16));
+  const GroupedList list{lists, lists + g.list.experts + 1};
+  if (threadIdx.x == 0) {
+    const Ring<S> ring(base, slots);
+#pragma unroll 1
+    for (int i = 0; i < slots; ++i) {
+      mbar_init(ring.full + i * 8, 1);
+      mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  list.make<S::kTileM>(g.list);
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const int all = list.first[g.list.experts] * g.list.blocks;
+
+  if (warp >= S::kWarpgroups * 4) {
+    if constexpr (S::kGives) registers_down<40>();
+    if (warp == S::kWarpgroups * 4) produce_experts<S>(g, list, &w_map, &x_map, base, all);
+    return;
+  }
+  if constexpr (S::kGives) registers_up<232>();
+  const int warpgroup = warp >> 2;
+  const int rows = warpgroup * 64 * S::kHalves,
+            my_rows = (warp & 3) * 16;  // of A: the warpgroup's, the warp's in 64
+  const uint32_t end_at = S::rings(slots) + warpgroup * S::kEnd, table = base + end_at;
+  const uint8_t* shared = smem + end_at;
+  Ring<S> ring(base, slots);
+  BlockScales<S> scales[S::kPlain ? 1 : S::kHalves];
+  constexpr int kScales = sizeof scales / sizeof *scales;
+  const auto w_row = [&](const ExpertTile& tile, int h) {
+    return tile.n + (S::kPlain ? 0 : rows + h * 64 + my_rows);
+  };
+  if constexpr (S::kBlocks) {
+    if (static_cast<int>(blockIdx.x) < all) {
+      const ExpertTile tile = expert_tile<S>(g, list, blockIdx.x);
+      const Params p = params_of(g, tile);
+#pragma unroll
+      for (int h = 0; h < kScales; ++h) scales[h].load(p, w_row(tile, h), 0);
+    }
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const auto release = [&](uint32_t empty) {
+    __syncwarp();
+    if (lane == 0) mbar_arrive(empty);
+  };
+#pragma unroll 1
+  for (int index = blockIdx.x; index < all; index += gridDim.x) {
+    const ExpertTile tile = expert_tile<S>(g, list, index);
+    const Params p = params_of(g, tile);
+    const int n0 = tile.n + (S::kPlain ? 0 : rows), m0 = tile.m + (S::kPlain ? rows : 0);
+    const int first_row[2] = {w_row(tile, 0), w_row(tile, S::kHalves - 1)};
+    const End<S, Sum> end(p, n0, m0);
+    if constexpr (S::kBlocks) {
+      const ExpertTile next = expert_tile<S>(g, list, min(index + static_cast<int>(gridDim.x), all - 1));
+#pragma unroll
+      for (int h = 0; h < kScales; ++h)
+        scales[h].begin(p, 0), scales[h].load(params_of(g, next), w_row(next, h), 0);
+    }
+    Sum sums[S::kHalves][kSums] = {};
+    // The products of one slot with 64 rows of A, as a group of their own.
+    const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h) {
+      const uint64_t a = swizzled_rows(r.a + (rows + h * 64) * kBlockK), b = swizzled_rows(r.b);
+      wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < 4; ++s) Product<Operands, S::kColumns>::run(d, a + s * 2, b + s * 2, s > 0 ? 1 : 0);
+      wgmma_commit();
+    };
+    if constexpr (S::kHalves > 1) {
+      float part[kSums];
+#pragma unroll 1
+      for (int k = 0; k < k_blocks; ++k) {
+        mbar_wait(ring.full, ring.parity);
+        Factors<S> factors;
+        float w = 1.f;
+#pragma unroll
+        for (int h = 0; h < S::kHalves; ++h) {
+          multiply(part, ring, h);
+          if constexpr (S::kBlocks) {
+            if (h < kScales) w = scales[h].at(p, k, 0);
+            factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
+          }
+          wgmma_wait<0>();
+          hold(part);
+          promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, first_row[h], ring.scales);
+          hold(sums[h]);
+        }
+        release(ring.empty());
+        ring.next();
+      }
+    } else {
+      float part[2][kSums];
+      Factors<S> factors[2];
+      uint32_t behind = ring.empty(), x_scales = ring.scales;  // of the slot whose sums are added next
+      const uint32_t end_of_empty = behind + (slots - ring.index) * 8;
+      int k = 0, issued = 0;
+      const auto issue = [&](int set) {
+        mbar_wait(ring.full, ring.parity);
+        multiply(part[set], ring, 0);
+        if constexpr (S::kBlocks)
+          factors[set].load(scales[0].at(p, issued++, 0), rows + my_rows + (lane >> 2), ring.scales);
+        ring.next();
+      };
+      const auto add = [&](int set) {
+        hold(part[set]);
+        promote<S>(p, sums[0], part[set], scales[0], factors[set], k, first_row[0], x_scales);
+        hold(sums[0]);  // before the next products change d
+        release(behind);
+        behind += 8, x_scales += S::kScales;
+        if (behind == end_of_empty) behind -= slots * 8, x_scales -= slots * S::kScales;
+        ++k;
+      };
+      issue(0);
+      int left = k_blocks - 1;
+#pragma unroll 1
+      for (; left >= 2; left -= 2) {
+        issue(1);
+        wgmma_wait<1>();
+        add(0);
+        issue(0);
+        wgmma_wait<1>();
+        add(1);
+      }
+      if (left > 0) {
+        issue(1);
+        wgmma_wait<1>();
+        add(0);
+        wgmma_wait<0>();
+        add(1);
+      } else {
+        wgmma_wait<0>();
+        add(0);
+      }
+    }
+    end.keep(table, warpgroup);
+    constexpr int kTogether = S::kColumns < 64 ? S::kColumns : 64;
+    // Found anew where registers are few, instead of kept while products run.
+    const ExpertTile done = S::kPlain ? expert_tile<S>(g, list, index) : tile;
+    Params to = g.one;
+    to.m = done.end;
+#pragma unroll
+    for (int h = 0; h < S::kHalves; ++h)
+#pragma unroll
+      for (int column = 0; column < S::kColumns; column += kTogether)
+        store_fragments<S, kTogether / 8>(to, sums[h] + column / 2, table, shared, warpgroup,
+                                          done.n + (S::kPlain ? 0 : rows), done.m + (S::kPlain ? rows : 0), h,
+                                          column);
+  }
+}
+
+}  // namespace gm::w8a8
+#endif

@@ -1,0 +1,1 @@
+"""Rows in the order of their experts."""

@@ -1,0 +1,32 @@
+"""Permute by torch: a stable argsort."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernels.moe.permute.op import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def launch(
+    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
+) -> None:
+    """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
+    for out, result in zip((offsets, permutation, inverse), reference(ids, experts), strict=True):
+        out.copy_(result)
+
+
+KERNEL = Kernel(
+    op="permute",
+    name="permute_torch",
+    provider="torch",
+    language="python",
+    target=f"{__name__}:launch",
+    requires=Requirement(packages=(("torch", "2.11"),)),
+    summary="torch.argsort, stable",
+    batch_invariant=True,  # integers: nothing is rounded
+)
