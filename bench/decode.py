@@ -32,10 +32,10 @@ from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model, families, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
-from gristmill.runtime.quantizing.moments import find_linears
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.tools.calibration import find_linears
 
 WARM_STEPS = 4
 CHUNK = 256

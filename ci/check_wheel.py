@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "integrations")
+FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "tools", "bench", "integrations")
 NATIVE = {".cpp", ".cu", ".cuh", ".h", ".hip"}
 RUN = (
     ".py",

@@ -26,6 +26,7 @@ PRODUCT = (
     "kernels",
     "autotune",
     "runtime",
+    "tools",
     "integrations",
     "bench",
     "src/gristmill",

@@ -22,6 +22,7 @@ FOLDERS = (
     "kernels",
     "autotune",
     "runtime",
+    "tools",
     "bench",
     "lab",
     "ci",

@@ -162,7 +162,7 @@ class EngineProcess:
 
 def quantized(model: Path, scheme: str, folder: Path) -> Path:
     """A directory with the weights in `scheme`, as compressed-tensors."""
-    command = [sys.executable, "-m", "gristmill.runtime.cli", "quantize", "--model", str(model)]
+    command = [sys.executable, "-m", "gristmill.tools.cli", "quantize", "--model", str(model)]
     command += ["--quant", scheme, "--format", "compressed-tensors", "--out", str(folder / scheme)]
     subprocess.run(command, check=True)
     return folder / scheme

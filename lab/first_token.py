@@ -47,7 +47,7 @@ def run(model: Path, env: dict[str, str], options: tuple[str, ...]) -> dict[str,
     child = [sys.executable, "-c", CHILD, str(model), repr(begin), *options]
     text = subprocess.run(child, env=env, capture_output=True, text=True, check=True).stdout
     sample: dict[str, float] = json.loads(text.splitlines()[-1])
-    command = [sys.executable, "-m", "gristmill.runtime.cli", "generate", "--model", str(model)]
+    command = [sys.executable, "-m", "gristmill.tools.cli", "generate", "--model", str(model)]
     command += ["--prompt", PROMPT, "--max-tokens", "1", "--json", *options]
     begin = time.perf_counter()
     subprocess.run(command, env=env, capture_output=True, check=True)

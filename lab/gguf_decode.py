@@ -29,9 +29,10 @@ from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from gristmill.bench.result_file import SCHEMA, replace
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.gguf import GgufCheckpoint
 from gristmill.quant.formats import open_format
 from gristmill.runtime.explain import summarize
-from gristmill.runtime.loader.gguf import GgufCheckpoint
+from gristmill.runtime.loader.open import gguf_architectures
 
 PROMPTS = (
     "The capital of France is",
@@ -119,7 +120,7 @@ def oracle(path: Path) -> tuple[Any, str]:
             path.parent, gguf_file=path.name, dtype=torch.float32
         )
         return model.eval(), "transformers"
-    checkpoint = GgufCheckpoint(path)
+    checkpoint = GgufCheckpoint(path, gguf_architectures())
     fields = {**checkpoint.config()[0]}
     form = open_format(fields.pop("quantization_config"))
     kind = getattr(transformers, fields.pop("architectures")[0])

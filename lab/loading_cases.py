@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gristmill.quant import quantize
+from gristmill.quant.checkpoints.safetensors import INDEX
+from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats import open_writer
-from gristmill.runtime.loader.safetensors import INDEX
-from gristmill.runtime.loader.weights import Weight, WeightTable
 
 HIDDEN, KV, FFN = 4096, 1024, 14336
 DENSE = {

@@ -32,9 +32,9 @@ from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.safetensors import INDEX, SafetensorsCheckpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
-from gristmill.runtime.loader.safetensors import INDEX, SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
 
 COMMON = {

@@ -137,13 +137,13 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
     quantized KV cache also {"kv", "kv_bits"}, bits per element including scales."""
     import torch
 
-    from gristmill.runtime.evaluate import evaluate, read_tokens
+    from gristmill.quant.writing.checkpoint import write_quantized
     from gristmill.runtime.kv_cache.paged import PagedCache
     from gristmill.runtime.llm import LLM
     from gristmill.runtime.loader.config import load_config
-    from gristmill.runtime.loader.quantized import write_quantized
     from gristmill.runtime.models import model_table
-    from gristmill.runtime.quantizing.methods import make_method
+    from gristmill.tools.calibration import make_method
+    from gristmill.tools.evaluate import evaluate, read_tokens
 
     if settings.device != "cpu":
         torch.set_num_threads(1)  # the processes share the cores

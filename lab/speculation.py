@@ -21,7 +21,7 @@ from gristmill import LLM, SamplingParams, Speculation
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from gristmill.bench.result_file import SCHEMA, replace
-from gristmill.runtime.evaluate import read_tokens
+from gristmill.tools.evaluate import read_tokens
 
 STRIDE = 3001
 """Tokens between the beginnings of two prompts."""

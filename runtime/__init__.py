@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from gristmill._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from gristmill.quant.checkpoints.shards import Cut as Cut
+    from gristmill.quant.checkpoints.table import Weight as Weight
+    from gristmill.quant.checkpoints.table import WeightTable as WeightTable
     from gristmill.runtime.async_engine import AsyncEngine as AsyncEngine
     from gristmill.runtime.completion import Chunk as Chunk
     from gristmill.runtime.completion import Completion as Completion
@@ -20,21 +23,16 @@ if TYPE_CHECKING:
     from gristmill.runtime.errors import RankError as RankError
     from gristmill.runtime.errors import ReplicaError as ReplicaError
     from gristmill.runtime.errors import UsageError as UsageError
-    from gristmill.runtime.evaluate import Evaluation as Evaluation
-    from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.explain import summarize as summarize
     from gristmill.runtime.kv_cache.external import ExternalCache as ExternalCache
     from gristmill.runtime.kv_transfer.config import KVTransfer as KVTransfer
     from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode as PrefillDecode
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.loader.load import load_model as load_model
-    from gristmill.runtime.loader.weights import Weight as Weight
-    from gristmill.runtime.loader.weights import WeightTable as WeightTable
     from gristmill.runtime.metrics import Metrics as Metrics
     from gristmill.runtime.models import Family as Family
     from gristmill.runtime.models.llama import Llama as Llama
     from gristmill.runtime.models.llama import decoder_table as decoder_table
-    from gristmill.runtime.parallel.cuts import Cut as Cut
     from gristmill.runtime.parallel.replicas import Replicas as Replicas
     from gristmill.runtime.runner import Runner as Runner
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 
+from gristmill.quant.checkpoints.checkpoint import NoTokenizerError
 from gristmill.runtime.errors import ErrorInfo
-from gristmill.runtime.loader.checkpoint import NoTokenizerError
 from gristmill.runtime.sampling_params import MAX_SEED, SamplingParams
 from gristmill.runtime.scheduler import FinishReason, RequestOutput, TokenLogprobs
 from gristmill.runtime.stop_strings import StopStrings

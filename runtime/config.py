@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
@@ -166,16 +164,3 @@ class Fields:
         """True or false."""
         value = self.get(name, bool, default)
         return bool(value)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ConfigError if it cannot be read."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return data

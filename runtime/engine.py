@@ -22,6 +22,7 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.engine_memory import EngineMemory
 from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.heap import freeze_heap
@@ -31,7 +32,6 @@ from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limit
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.ownership import Ownership

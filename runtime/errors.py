@@ -1,10 +1,13 @@
-"""The exceptions of the runtime. Each message says what was expected, what was given, and what to do. `ErrorInfo`: why a
-request failed, as data."""
+"""The exceptions of the runtime, with those of `gristmill.quant.errors`, and `ErrorInfo`: why a request failed, as data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from gristmill.quant.errors import CheckpointError as CheckpointError
+from gristmill.quant.errors import ConfigError as ConfigError
+from gristmill.quant.errors import UsageError as UsageError
 
 ErrorCode = Literal[
     "invalid_logits", "no_token_allowed", "grammar_failed", "out_of_memory", "rank_failed", "engine_failed"
@@ -67,18 +70,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         if behind is None or behind in chain:
             return chain
         chain.append(behind)
-
-
-class UsageError(ValueError):
-    """An invalid request, option or input of the caller."""
-
-
-class ConfigError(UsageError):
-    """A model directory whose configuration is missing, unreadable or not supported."""
-
-
-class CheckpointError(UsageError):
-    """Weights that are missing, damaged, of the wrong shape or dtype, or left over."""
 
 
 class RankError(RuntimeError):

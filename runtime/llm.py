@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.completion import (
     Chunk,
     Completion,
@@ -32,7 +33,6 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.integers import as_integer, as_prompt, described, integers, is_integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import Model
 from gristmill.runtime.ownership import STREAMED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gristmill.runtime.loader.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.loader.open import open_checkpoint
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

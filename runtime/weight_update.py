@@ -19,12 +19,12 @@ from torch import Tensor
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import NamedSource
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.contract import Tensors
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.checkpoint import NamedSource
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights

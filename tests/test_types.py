@@ -26,6 +26,7 @@ LINKED = (  # links under src/gristmill
     "kernels",
     "quant",
     "runtime",
+    "tools",
 )
 OURS = ("gristmill", "lab", "ci", "examples")
 TYPES = {

@@ -111,7 +111,7 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
     A run that fails or is interrupted leaves its calls so far. Python programs use `with gristmill.bench.capture.capturing() as counts:`.
     """
     from gristmill.bench.capture import capturing, write
-    from gristmill.runtime.cli import cli as gristmill
+    from gristmill.tools.cli import cli as gristmill
 
     with capturing() as counts:
         try:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from gristmill.quant import QuantTensor
+from gristmill.quant.checkpoints.shards import Range
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import Packed, row_reader
 from gristmill.runtime.layers.linear import Linear, SumOfRanks
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
-from gristmill.runtime.parallel.cuts import Range
 
 
 class Embedding:

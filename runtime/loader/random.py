@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.load import parse_dtype, parse_scheme
-from gristmill.runtime.loader.weights import Weights, WeightTable
+from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
-from gristmill.runtime.parallel.cuts import local_config
-from gristmill.runtime.parallel.mesh import ALONE, Mesh
+from gristmill.runtime.parallel.mesh import ALONE, Mesh, local_config
 
 
 class RandomCheckpoint:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.errors import ConfigError, UsageError
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.weights import Weight, WeightTable
 from gristmill.runtime.models.llama import attention, mlp
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
@@ -17,10 +19,9 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import Llama, decoder_table
-from gristmill.runtime.parallel.cuts import Cut
 
 ALPHA = 1.702
 """Of the experts' activation; the configuration does not state it."""

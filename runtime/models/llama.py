@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
@@ -20,9 +22,8 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import TIED, Weight, Weights, WeightTable
+from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Family
-from gristmill.runtime.parallel.cuts import Cut
 
 
 def table(c: ModelConfig) -> WeightTable:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
-from gristmill.runtime.loader.weights import WeightTable
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table
 from gristmill.runtime.models.qwen import experts

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
-from gristmill.runtime.loader.weights import Weight, WeightTable
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_MLP, Llama, decoder_table, mlp
-from gristmill.runtime.parallel.cuts import Cut
 
 
 def table(c: ModelConfig) -> WeightTable:

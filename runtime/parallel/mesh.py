@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gristmill.kernels.collective.groups import enter
+from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,25 @@ def least(value: int, mesh: Mesh) -> int:
     values = torch.tensor([value], dtype=torch.int64, device=mesh.device)
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, enter(mesh.group, mesh.world))
     return int(values)
+
+
+def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
+    """The configuration as the layers of a rank see it: with its own heads. Every other size is that of the whole model.
+
+    Raises:
+        UsageError: heads that the ranks cannot share; the message lists the numbers of ranks that can.
+    """
+    if mesh.world == 1:
+        return config
+    heads, kv_heads, world = config.num_heads, config.num_kv_heads, mesh.world
+
+    def fits(ranks: int) -> bool:
+        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    if not fits(world):
+        good = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
+        raise UsageError(
+            f"tensor_parallel={world}: {heads} query heads and {kv_heads} KV heads of {config.architecture} cannot be shared by "
+            f"{world} ranks; these numbers of ranks can: {good}"
+        )
+    return replace(config, num_heads=heads // world, num_kv_heads=max(1, kv_heads // world))

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
-from gristmill.runtime.parallel.cuts import local_config
 from gristmill.runtime.parallel.driver import ParallelRunner, RanksConfig
-from gristmill.runtime.parallel.mesh import Mesh
+from gristmill.runtime.parallel.mesh import Mesh, local_config
 from gristmill.runtime.residency import Part
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gristmill.kernel_registry.policy import Policy
     from gristmill.kernel_registry.scheme import QuantScheme
-    from gristmill.runtime.loader.checkpoint import Checkpoint
+    from gristmill.quant.checkpoints.checkpoint import Checkpoint
     from gristmill.runtime.models import Model
     from gristmill.runtime.runner import Runner
     from gristmill.runtime.sampler import SamplingRow

@@ -8,8 +8,8 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.errors import ConfigError, UsageError
-from gristmill.runtime.loader.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.loader.open import open_checkpoint

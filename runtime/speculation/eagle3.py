@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.quant.formats.contract import owned
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
@@ -30,7 +31,6 @@ from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.loader.weights import Weights

@@ -17,6 +17,7 @@ from torch import Tensor
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import memory
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.quant.formats import open_format
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.errors import CheckpointError, UsageError
@@ -26,7 +27,6 @@ from gristmill.runtime.layers.linear import load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import parse_scheme
 from gristmill.runtime.loader.weights import Weights

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from gristmill.runtime.errors import RankError as RankError
     from gristmill.runtime.errors import ReplicaError as ReplicaError
     from gristmill.runtime.errors import UsageError as UsageError
-    from gristmill.runtime.evaluate import Evaluation as Evaluation
-    from gristmill.runtime.evaluate import evaluate as evaluate
-    from gristmill.runtime.evaluate import read_tokens as read_tokens
     from gristmill.runtime.kv_cache.events import AllBlocksCleared as AllBlocksCleared
     from gristmill.runtime.kv_cache.events import BlockRemoved as BlockRemoved
     from gristmill.runtime.kv_cache.events import BlockStored as BlockStored
@@ -69,5 +66,8 @@ if TYPE_CHECKING:
     from gristmill.runtime.speculation.statistics import SpeculationStatus as SpeculationStatus
     from gristmill.runtime.status import EngineStatus as EngineStatus
     from gristmill.runtime.structured_output import StructuredOutput as StructuredOutput
+    from gristmill.tools.evaluate import Evaluation as Evaluation
+    from gristmill.tools.evaluate import evaluate as evaluate
+    from gristmill.tools.evaluate import read_tokens as read_tokens
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -71,7 +71,7 @@ def test_a_run_that_fails_leaves_what_it_called(
         )
         raise RuntimeError("no memory after an hour")
 
-    monkeypatch.setattr("gristmill.runtime.cli.cli.main", run)
+    monkeypatch.setattr("gristmill.tools.cli.cli.main", run)
     result = CliRunner().invoke(cli, ["shapes", "capture", "--out", str(out), "--", "generate"])
     assert str(result.exception) == "no memory after an hour" and [
         (c.problem, c.count) for c in read(out)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = {
     "kernelbench": ("-m", "gristmill.bench.cli"),
-    "gristmill": ("-m", "gristmill.runtime.cli"),
+    "gristmill": ("-m", "gristmill.tools.cli"),
     "python": (),
 }
 

@@ -21,9 +21,9 @@ from gristmill.quant import formats
 from gristmill.quant.formats import FormatError, Tensors, open_format
 from gristmill.runtime import models
 from gristmill.runtime.errors import ConfigError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import window_logits
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.randint(2, 160, (40,), generator=torch.Generator().manual_seed(3)).tolist()

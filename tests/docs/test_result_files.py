@@ -23,6 +23,7 @@ FOLDERS = (
     "lab",
     "quant",
     "runtime",
+    "tools",
     "ci",
     "docs",
     "src/gristmill",

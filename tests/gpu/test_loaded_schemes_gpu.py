@@ -10,9 +10,9 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.devices import auto_device
-from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
+from gristmill.tools.evaluate import evaluate
 from tests.runtime import oracle
 from tests.runtime.oracle import MODELS, NAMES
 

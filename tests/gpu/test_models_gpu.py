@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import evaluate
 from tests.runtime import oracle
 from tests.runtime.oracle import MODELS, NAMES, Comparison, answer
 

@@ -11,10 +11,10 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import RankError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 

@@ -10,9 +10,9 @@ from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.load import load
-from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import evaluate
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA, MODELS
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant import memory
+from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.loader import weights
 from gristmill.runtime.loader.load import load_model
-from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from lab import loading_memory
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}

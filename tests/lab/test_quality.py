@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.quant import awq
-from gristmill.runtime.cli import cli
+from gristmill.tools.cli import cli
 from lab import quality
 from lab.quality import FLOAT, SCHEMES, Case, Settings, cases, command, key_of, kv_cases, measure, run
 from lab.quality_table import BEGIN, END, into, render

@@ -233,7 +233,16 @@ def test_programs_start_from_the_checkout() -> None:
 
 def test_the_package_imports_nothing_of_the_lab() -> None:
     """The import contract `layers` says the same; this test does not need import-linter."""
-    for folder in ("kernel_registry", "quant", "kernels", "autotune", "runtime", "bench", "src/gristmill"):
+    for folder in (
+        "kernel_registry",
+        "quant",
+        "kernels",
+        "autotune",
+        "runtime",
+        "tools",
+        "bench",
+        "src/gristmill",
+    ):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             assert "from lab" not in text and "import lab" not in text, path

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gristmill.runtime.loader.checkpoint import NoTokenizerError
+from gristmill.quant.checkpoints.checkpoint import NoTokenizerError
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.random import RandomCheckpoint
 from gristmill.runtime.models import model_table

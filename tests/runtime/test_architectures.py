@@ -18,9 +18,9 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.errors import CheckpointError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import Comparison
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gristmill import LLM, SamplingParams
-from gristmill.runtime.cli import main
+from gristmill.tools.cli import main
 from tests import forked
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -82,7 +82,7 @@ def test_as_a_program(cache: Path) -> None:
     """In a separate process: text on stdout, timings on stderr; an error is status 2 and one line."""
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "GRISTMILL_POLICY": str(cache / "policy.toml"), "PYTHONPATH": str(source)}
-    options = ("-m", "gristmill.runtime.cli", "generate", "--model", MODEL, "--dtype", "fp32")
+    options = ("-m", "gristmill.tools.cli", "generate", "--model", MODEL, "--dtype", "fp32")
     command = [sys.executable, *options, "--prompt", "The SELECT", "--max-tokens", "4"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0 and result.stdout.strip() and "4 tokens in" in result.stderr

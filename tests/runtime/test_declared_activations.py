@@ -14,8 +14,9 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.native import library_dir
 from gristmill.quant import QuantTensor, Tensors, open_format, quantize
+from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.loader.weights import Weights
 
 needs_library = pytest.mark.skipif(
     not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(),

@@ -11,13 +11,13 @@ import torch
 from gristmill.runtime import runner
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.weights import Weights
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES, Answer, Comparison
 from tests.runtime.test_greedy import compare

@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.quant.formats import open_writer
+from gristmill.quant.writing import folds as folding
+from gristmill.quant.writing.methods import Awq
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
-from gristmill.runtime.quantizing import folds as rules
-from gristmill.runtime.quantizing.methods import Awq
-from gristmill.runtime.quantizing.stream import LayerStream
+from gristmill.tools import folds as rules
+from gristmill.tools.calibration import LayerStream, make_method
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle, test_architectures, test_models
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -59,7 +60,7 @@ def build(name: str, folder: Path) -> Any:
     return model
 
 
-def folded(source: Path, out: Path, spoil: Callable[[rules.Fold], rules.Fold] = lambda fold: fold) -> int:
+def folded(source: Path, out: Path, spoil: Callable[[folding.Fold], folding.Fold] = lambda fold: fold) -> int:
     """Writes the model with random scales between 1/8 and 8 folded in. Returns the number of folds."""
     config, checkpoint = load_config(source), SafetensorsCheckpoint(source)
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint}
@@ -69,7 +70,7 @@ def folded(source: Path, out: Path, spoil: Callable[[rules.Fold], rules.Fold] = 
         for fold in rules.folds(config, index, weights):
             columns = tensors[f"{fold.modules[0]}.weight"].shape[1]
             channels = columns if fold.columns is None else int(fold.columns.max()) + 1
-            rules.apply(spoil(fold), (torch.rand(channels, generator=generator) * 6 - 3).exp2(), tensors)
+            folding.apply(spoil(fold), (torch.rand(channels, generator=generator) * 6 - 3).exp2(), tensors)
             count += 1
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     save_file(
@@ -101,7 +102,7 @@ def test_a_rule_that_forgets_something_is_seen(
     name = {"kept": "mixtral", "rows": "deepseek", "columns": "qwen3"}[omitted]
     model = build(name, tmp_path / "plain")
 
-    def spoil(fold: rules.Fold) -> rules.Fold:
+    def spoil(fold: folding.Fold) -> folding.Fold:
         if omitted == "kept" or getattr(fold, omitted) is None:
             return replace(fold, kept=()) if omitted == "kept" else fold
         return replace(fold, **{omitted: getattr(fold, omitted).roll(1)})
@@ -128,8 +129,7 @@ def test_bf16_norms_hold_the_scales_exactly(name: str, make: Callable[..., LLM],
 def test_awq_rounds_the_scaled_weights(policy: Policy) -> None:
     """Outputs of q and k, on their own inputs, lose less than with round to nearest; those of v at most 1.2
     times as much."""
-    method = Awq(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy)
-    stream = LayerStream(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy)
+    method = Awq(stream := LayerStream(MODELS / LLAMA, oracle.eval_tokens(), 128, 4, policy=policy))
     source = SafetensorsCheckpoint(MODELS / LLAMA)
     tensors = {name: source.read(name) for name in source if ".layers.0." in name}
     target = open_writer("gristmill", "int4_g128")
@@ -161,7 +161,7 @@ def test_gpt_oss_is_refused_by_name(tmp_path: Path, policy: Policy) -> None:
     with pytest.raises(UsageError, match=r"GptOssForCausalLM has its experts in one tensor: no rule .*AWQ"):
         rules.folds(config, 0, weights)
     with pytest.raises(UsageError, match="GptOssForCausalLM has its experts in one tensor"):
-        Awq(tmp_path, [1] * 128, 64, 2, policy=policy)
+        make_method("awq", tmp_path, [1] * 128, window=64, windows=2, policy=policy)
 
 
 @pytest.mark.parametrize("part", ["qkv", "gate_up"])

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from gristmill.quant import quantize
 from gristmill.quant.formats import open_format
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle, producers
 from tests.runtime.oracle import DEEPSEEK, LLAMA
 
@@ -82,8 +82,8 @@ def test_transformers_reads_the_same_directory(make: Callable[..., LLM], tmp_pat
 
 
 def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LLM], tmp_path: Path) -> None:
+    from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
     from gristmill.runtime.loader.config import load_config
-    from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
     from gristmill.runtime.loader.weights import Weights
     from gristmill.runtime.models import model_table
 

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from gristmill.quant import quantize
+from gristmill.quant.checkpoints.safetensors import INDEX, SafetensorsCheckpoint
 from gristmill.quant.formats import FormatError, open_format, open_writer
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.safetensors import INDEX, SafetensorsCheckpoint
 from tests.quant.oracle import weight
 from tests.runtime import producers
 
@@ -353,11 +353,12 @@ def experts_gguf(path: Path) -> None:
 
 def read_gguf(path: Path) -> None:
     """Reads everything in a GGUF file: configuration, tokenizer, matrices."""
+    from gristmill.quant.checkpoints.gguf import GgufCheckpoint
+    from gristmill.quant.checkpoints.gguf_tokenizer import gguf_tokenizer
     from gristmill.quant.formats.gguf import Gguf
-    from gristmill.runtime.loader.gguf import GgufCheckpoint
-    from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
+    from gristmill.runtime.loader.open import gguf_architectures
 
-    file = GgufCheckpoint(path)
+    file = GgufCheckpoint(path, gguf_architectures())
     file.config()
     for name in file:
         if name.endswith("_proj.weight"):

@@ -15,15 +15,16 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from gristmill.quant.checkpoints.gguf import GgufCheckpoint
+from gristmill.quant.checkpoints.gguf_tokenizer import SPACE, gguf_tokenizer
 from gristmill.quant.formats.gguf_header import GgufHeader
-from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.gguf import GgufCheckpoint
-from gristmill.runtime.loader.gguf_tokenizer import SPACE, gguf_tokenizer
+from gristmill.runtime.loader.open import gguf_architectures
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import Tokenizer
+from gristmill.tools.cli import cli
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA, MODELS
 
@@ -211,7 +212,7 @@ def test_what_is_refused(family: str, more: dict[str, Any], message: str, tmp_pa
     random_model(tmp_path / "hf", family)
     path = converted(tmp_path / "hf", tmp_path / "m.gguf", family, **more)
     with pytest.raises((ConfigError, CheckpointError), match=message):
-        GgufCheckpoint(path).config()
+        GgufCheckpoint(path, gguf_architectures()).config()
 
 
 def test_more_layers_than_tensors(tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_more_layers_than_tensors(tmp_path: Path) -> None:
     at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
     path.write_bytes(data[:at] + (34305).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(CheckpointError, match="says it has 34305 layers, and has 21 tensors"):
-        GgufCheckpoint(path).config()
+        GgufCheckpoint(path, gguf_architectures()).config()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
@@ -234,7 +235,7 @@ def test_no_heads(family: str, tmp_path: Path) -> None:
     at = data.index(key) + len(key) + 4
     path.write_bytes(data[:at] + (0).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises((CheckpointError, ConfigError), match="attention.head_count must be .*, got 0"):
-        GgufCheckpoint(path).config()
+        GgufCheckpoint(path, gguf_architectures()).config()
 
 
 def byte_level() -> dict[str, Any]:
@@ -460,7 +461,7 @@ def test_faults_are_raised_before_weights_are_read(tmp_path: Path, monkeypatch: 
     with pytest.raises(
         CheckpointError, match=r"blk\.0\.ffn_up\.weight has ggml type IQ4_NL, which is not read"
     ):
-        GgufCheckpoint(path)
+        GgufCheckpoint(path, gguf_architectures())
 
 
 def test_an_open_checkpoint_is_read_once(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
+from gristmill.tools.evaluate import evaluate
 from tests.runtime import oracle, producers
 from tests.runtime.oracle import LLAMA
 

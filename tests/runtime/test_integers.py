@@ -13,12 +13,12 @@ import torch
 
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.speculation.config import Speculation
+from gristmill.tools.evaluate import evaluate
 from tests.runtime.oracle import LLAMA, eval_tokens
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -14,7 +14,6 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.quant import QuantTensor, quantize
-from gristmill.runtime.evaluate import evaluate
 from gristmill.runtime.layers import linear
 from gristmill.runtime.layers.linear import SplitLinear
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme
@@ -24,6 +23,7 @@ from gristmill.runtime.loader import load
 from gristmill.runtime.loader.weights import Part
 from gristmill.runtime.parallel.mesh import ALONE
 from gristmill.runtime.weight_update import build_like
+from gristmill.tools.evaluate import evaluate
 from tests.runtime import oracle, producers
 from tests.runtime.oracle import LLAMA
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gristmill.runtime import runner
-from gristmill.runtime.evaluate import evaluate, window_logits, window_losses
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import evaluate, window_logits, window_losses
 from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES
 

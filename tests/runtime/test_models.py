@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gristmill.runtime.errors import ConfigError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import parse_config
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 
 SMALL: dict[str, Any] = {
@@ -119,8 +119,8 @@ def test_logits_and_greedy_ids(name: str, make: Callable[..., LLM], tmp_path: Pa
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe", "mixtral"])
 def test_a_quantized_directory(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     from gristmill.kernel_registry.scheme import QuantScheme
+    from gristmill.quant.writing.checkpoint import write_quantized
     from gristmill.runtime.loader.config import load_config
-    from gristmill.runtime.loader.quantized import write_quantized
     from gristmill.runtime.models import model_table
 
     build(name, tmp_path / "plain")

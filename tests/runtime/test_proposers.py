@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from gristmill import Speculation
 from gristmill.runtime import speculation
-from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.metrics import Metrics
@@ -29,6 +28,7 @@ from gristmill.runtime.speculation.gain import (
     RequestGain,
     StepGains,
 )
+from gristmill.tools.cli import cli
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
 

@@ -16,12 +16,12 @@ from safetensors import safe_open
 
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
 from gristmill.quant import quantize
+from gristmill.quant.writing.checkpoint import write_quantized
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
-from gristmill.runtime.evaluate import evaluate, window_logits, window_losses
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.quantized import write_quantized
 from gristmill.runtime.models import model_table
+from gristmill.tools.evaluate import evaluate, window_logits, window_losses
 from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS, NAMES
 from tests.runtime.test_logits import LIMIT
@@ -260,7 +260,7 @@ def test_pickled_weights_are_not_copied(tmp_path: Path) -> None:
 def test_shards_of_a_large_model(
     make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gristmill.runtime.loader import quantized
+    from gristmill.quant.writing import checkpoint as quantized
 
     monkeypatch.setattr(quantized, "SHARD_BYTES", 1 << 20)
     write_quantized(
@@ -279,7 +279,7 @@ def test_shards_of_a_large_model(
 
 def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) -> None:
     """q, k and v share a matrix but not a multiplier: the rows of each part equal those quantized separately."""
-    from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
+    from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
     from gristmill.runtime.loader.weights import Weights
 
     config = load_config(MODELS / LLAMA)

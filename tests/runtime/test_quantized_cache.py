@@ -15,13 +15,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from gristmill.runtime.cli import cli
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.kv_cache.format import FORMATS
 from gristmill.runtime.kv_cache.paged import token_bytes
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.cli import cli
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import kernel_sets
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS, oracle, prompts, window
 

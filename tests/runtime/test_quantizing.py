@@ -15,17 +15,17 @@ from click.testing import CliRunner
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import awq
+from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.quant.formats import open_format, open_writer
-from gristmill.runtime.cli import cli
+from gristmill.quant.writing.checkpoint import write_quantized
+from gristmill.quant.writing.methods import Gptq, RoundToNearest, linears
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import evaluate, windows_at_once
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.quantized import write_quantized
-from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
-from gristmill.runtime.quantizing.methods import Gptq, RoundToNearest, linears, make_method
-from gristmill.runtime.quantizing.stream import LayerStream
+from gristmill.tools.calibration import LayerStream, make_method
+from gristmill.tools.cli import cli
+from gristmill.tools.evaluate import evaluate, windows_at_once
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -136,13 +136,14 @@ def test_calibrated_methods_lose_less(
 
 
 def test_an_expert_that_few_tokens_reach_is_rounded_to_nearest(policy: Policy) -> None:
-    method = Gptq(MODELS / DEEPSEEK, oracle.eval_tokens()[FAR:], 256, 3, policy=policy)
+    stream = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens()[FAR:], 256, 3, policy=policy)
+    method = Gptq(stream)
     target, weights, tensors = (
         open_writer("gristmill", "int4_g64"),
-        method.stream.weights_of(1),
-        tensors_of(method.stream, 1),
+        stream.weights_of(1),
+        tensors_of(stream, 1),
     )
-    token_counts = method.stream.moments(1, tensors).tokens
+    token_counts = stream.moments(1, tensors).tokens
     quantized = method.round(1, weights, tensors, target).weights
     named = {re.sub(":.*", "", note) for note in method.notes}
     for module in linears(weights):
@@ -253,8 +254,8 @@ def test_windows_of_one_step_are_as_if_alone(
     llm = shared(DEEPSEEK)
     separate = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
     one = LayerStream(MODELS / DEEPSEEK, oracle.eval_tokens(), 64, 6, policy=policy)
-    for module in ("evaluate", "quantizing.stream"):
-        monkeypatch.setattr(f"gristmill.runtime.{module}.windows_at_once", lambda *_: 3)
+    for module in ("evaluate", "calibration"):
+        monkeypatch.setattr(f"gristmill.tools.{module}.windows_at_once", lambda *_: 3)
     together = evaluate(llm.engine, oracle.eval_tokens(), 64, 6)
     assert (
         together.window_losses == pytest.approx(separate.window_losses, abs=1e-5)

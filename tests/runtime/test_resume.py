@@ -17,11 +17,11 @@ import pytest
 from safetensors import safe_open
 
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.writing.checkpoint import write_quantized
+from gristmill.quant.writing.unfinished import Unfinished
 from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.quantized import write_quantized
 from gristmill.runtime.models import model_table
-from gristmill.runtime.quantizing.unfinished import Unfinished
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 
@@ -38,7 +38,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., su
         command = [
             sys.executable,
             "-m",
-            "gristmill.runtime.cli",
+            "gristmill.tools.cli",
             "quantize",
             "--model",
             str(MODELS / model),

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from gristmill.quant import quantize
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA, MODELS, NAMES
 

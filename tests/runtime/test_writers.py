@@ -15,16 +15,16 @@ from click.testing import CliRunner
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import awq
+from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.quant.formats import open_format
-from gristmill.runtime.cli import cli
+from gristmill.quant.writing.checkpoint import write_quantized
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.quantized import write_quantized
-from gristmill.runtime.loader.safetensors import SafetensorsCheckpoint
 from gristmill.runtime.models import model_table
-from gristmill.runtime.quantizing.methods import make_method
+from gristmill.tools.calibration import make_method
+from gristmill.tools.cli import cli
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle, test_models
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 

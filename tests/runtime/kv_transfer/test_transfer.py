@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 from gristmill.runtime import Runner, SchedulerConfig, load_model
 from gristmill.runtime.async_engine import AsyncEngine
-from gristmill.runtime.cli import cli
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.external import ExternalCache
@@ -29,6 +28,7 @@ from gristmill.runtime.kv_transfer.transfer import EVICTED, LATE, NO_MEMORY, NO_
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.cli import cli
 from tests.runtime import oracle
 from tests.runtime.kv_transfer.faulty_store import FaultyStore
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS

@@ -17,10 +17,10 @@ from gristmill.kernels.attention.merge_attention_states import op as merge_atten
 from gristmill.kernels.attention.mla_attention import op as mla_attention
 from gristmill.runtime.batch import Batch, make_batch, spread_batch
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 

@@ -15,19 +15,19 @@ from torch import Tensor
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
 from gristmill.quant import QuantTensor, quantize
+from gristmill.quant.checkpoints import shards as shares
+from gristmill.quant.checkpoints.shards import Cut, Piece, of_parts, quant_share
+from gristmill.quant.checkpoints.table import Weight
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader import shares
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.open import open_checkpoint
-from gristmill.runtime.loader.shares import quant_share
-from gristmill.runtime.loader.weights import Weight, Weights
+from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import model_table
-from gristmill.runtime.parallel.cuts import Cut, Piece, local_config, of_parts
-from gristmill.runtime.parallel.mesh import ALONE, Mesh
+from gristmill.runtime.parallel.mesh import ALONE, Mesh, local_config
 from tests.runtime import producers
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -55,7 +55,7 @@ def share(whole: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor:
     """Returns the part of a whole parameter that a rank is to have."""
     if cut is None:
         return whole
-    index = torch.cat([torch.arange(first, last) for first, last in cut.ranges(mesh)])
+    index = torch.cat([torch.arange(first, last) for first, last in cut.ranges(mesh.rank, mesh.world)])
     return whole[:, index] if cut.dim == "columns" else whole[index]
 
 
@@ -132,7 +132,7 @@ def test_shares_of_other_formats(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["floats", "floats rounded", "mxfp4"])
 def test_shares_of_interleaved_experts(form: str, tmp_path: Path) -> None:
     """gpt-oss: gate and up rows, and their biases, are stored in turn, and handed out with gate first, on every rank."""
-    from gristmill.runtime.loader.quantized import write_quantized
+    from gristmill.quant.writing.checkpoint import write_quantized
     from tests.runtime.test_models import build
 
     model, folder = build("gpt-oss", tmp_path), tmp_path
@@ -210,9 +210,9 @@ def test_kv_heads_are_replicated() -> None:
 def test_pieces_of_one_fused_tensor() -> None:
     """Phi-3 stores q, k and v as one tensor."""
     cut = Cut.head_rows(4, 2, 2, size=64)
-    assert cut.ranges(Mesh(1, 2)) == [(128, 256), (320, 384), (448, 512)]
-    assert of_parts(cut.ranges(Mesh(1, 2)), (512,)) == [[(128, 256), (320, 384), (448, 512)]]
-    assert of_parts(cut.ranges(Mesh(1, 2)), (256, 128, 128)) == [[(128, 256)], [(64, 128)], [(64, 128)]]
+    assert cut.ranges(1, 2) == [(128, 256), (320, 384), (448, 512)]
+    assert of_parts(cut.ranges(1, 2), (512,)) == [[(128, 256), (320, 384), (448, 512)]]
+    assert of_parts(cut.ranges(1, 2), (256, 128, 128)) == [[(128, 256)], [(64, 128)], [(64, 128)]]
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -226,4 +226,4 @@ def test_sizes_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(UsageError, match=r"14 query heads and 2 KV heads .* can: 1, 2, 14$"):
         local_config(config(num_heads=14), Mesh(0, 4))
     with pytest.raises(UsageError, match="2 entries cannot be shared by 3 ranks; at most 2 can"):
-        Cut.experts(2).ranges(Mesh(0, 3))
+        Cut.experts(2).ranges(0, 3)

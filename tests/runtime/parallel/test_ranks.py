@@ -19,11 +19,11 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import RankError, UsageError
-from gristmill.runtime.evaluate import window_logits
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -191,7 +191,7 @@ def test_the_command_line(policy: Policy, tmp_path: Path) -> None:
     """The option does what the argument does; when the program ends, its ranks do."""
     file = tmp_path / "policy.toml"
     file.write_text(f'cache = "{policy.cache}"\n', encoding="utf-8")
-    command = [sys.executable, "-m", "gristmill.runtime.cli", "generate", "--model", str(MODELS / LLAMA)]
+    command = [sys.executable, "-m", "gristmill.tools.cli", "generate", "--model", str(MODELS / LLAMA)]
     command += [
         "--prompt",
         "The index",

@@ -20,10 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_json, read_tokenizer
+from gristmill.quant.errors import CheckpointError, ConfigError
 from gristmill.quant.formats import checkpoint_formats
-from gristmill.runtime.config import read_json
-from gristmill.runtime.errors import CheckpointError, ConfigError
-from gristmill.runtime.loader.checkpoint import NoTokenizerError, read_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -1,4 +1,4 @@
-"""Rules for folding a scale of input channels into the preceding tensors, for AWQ, and their arithmetic.
+"""Where the layers of a model take the channel scales of AWQ: which tensors produce the inputs of which linears.
 
     what is scaled                      what is divided
     ==================================  =========================================================
@@ -13,34 +13,14 @@ gpt-oss fits none of the last two (its activation adds 1 to up, its experts are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from gristmill.quant import QuantTensor
-from gristmill.quant.awq import search_channel_scales
+from gristmill.quant.checkpoints.table import Weight
+from gristmill.quant.errors import UsageError
+from gristmill.quant.writing.folds import Fold
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.weights import Weight
-from gristmill.runtime.quantizing.moments import Moments
-
-
-@dataclass(frozen=True, eq=False)
-class Fold:
-    """Linears that share an input, and the tensors that produce it.
-
-    modules: linears to be quantized, by checkpoint name. kept: tensors of float matrices on the same input. divided: tensors
-    whose rows (or elements) produce the channels: linears, or one vector. rows: int64 [C], the rows, None = all. columns: int64
-    [K], the channel of each input column, None = the identity.
-    """
-
-    modules: tuple[str, ...]
-    divided: tuple[str, ...]
-    kept: tuple[str, ...] = ()
-    rows: Tensor | None = None
-    columns: Tensor | None = None
 
 
 def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[Fold]:
@@ -103,49 +83,3 @@ def _mla(c: ModelConfig, table: Mapping[str, Weight]) -> list[Fold]:
     )
     folds.append(Fold(table["out"].sources, (f"{table['kv'].sources[0]}.weight",), rows=rows))
     return folds
-
-
-def search_and_fold(
-    folds: list[Fold], tensors: dict[str, Tensor], moments: Moments, quantize: Callable[[Tensor], QuantTensor]
-) -> None:
-    """Scale a layer's tensors by the best channel scales of every fold, in place. The output of the layer is unchanged up to float32
-    rounding. Moments become those of the scaled inputs. A fold is skipped if none of its linears saw a token.
-
-    Linears and kept matrices become float32; norms and biases keep their dtype, to which scales are adjusted.
-    quantize: rounds a float32 matrix as the method will.
-    """
-    for fold in folds:
-        seen = [module for module in fold.modules if module in moments.sums]
-        if not seen:
-            continue
-        device = moments.sums[seen[0]].device
-        columns = None if fold.columns is None else fold.columns.to(device)
-        pairs = [(tensors[f"{module}.weight"].to(device), moments.sums[module]) for module in seen]
-        spread = apply(fold, search_channel_scales(pairs, quantize, columns).cpu(), tensors).to(device)
-        outer = spread[:, None] * spread
-        scaled = {id(h): h / outer for _, h in pairs}
-        moments.sums.update({module: scaled[id(moments.sums[module])] for module in seen})
-
-
-def apply(fold: Fold, scales: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Multiply the fold's input columns by `scales` float32 [C] and divide their producers, in place.
-
-    Returns float32 [K], the factor of each column: the quotient of a norm or a bias is rounded to its dtype, and the factor is
-    chosen so that the product is exact.
-    """
-    for name in fold.divided:
-        vector = tensors[name]
-        if vector.dim() == 1:
-            divided = (vector.float() / scales).to(vector.dtype)
-            exact = vector.float() / divided.float()
-            scales = torch.where(torch.isfinite(exact) & (exact > 0), exact, scales)
-            tensors[name] = divided
-    for name in fold.divided:
-        weight = tensors[name].float()
-        if weight.dim() == 2:
-            rows = torch.arange(len(weight)) if fold.rows is None else fold.rows
-            tensors[name] = weight.index_copy(0, rows, weight[rows] / scales[:, None])
-    spread = scales if fold.columns is None else scales[fold.columns]
-    for name in (*(f"{module}.weight" for module in fold.modules), *fold.kept):
-        tensors[name] = tensors[name].float() * spread
-    return spread

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gristmill import __version__, console
-from gristmill.runtime.sampling_options import OPTIONS, sampling_options
+from gristmill.tools.sampling_options import OPTIONS, sampling_options
 
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
@@ -279,8 +279,8 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
     \b
     With --json, one object: {"loss", "perplexity", "tokens", "seconds"}; tokens = windows x (window - 1)
     """
-    from gristmill.runtime.evaluate import evaluate as run
-    from gristmill.runtime.evaluate import read_tokens
+    from gristmill.tools.evaluate import evaluate as run
+    from gristmill.tools.evaluate import read_tokens
 
     tokens = read_tokens(tokens_file)
     llm = _load(options, as_json, max_batch_tokens=max(2048, window))
@@ -391,12 +391,12 @@ def quantize(
     With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after",
     "resumed" (layers that existed), "notes" (weights treated differently, and why), "seconds"}
     """
-    from gristmill.runtime.evaluate import read_tokens
+    from gristmill.quant.writing.checkpoint import write_quantized
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
-    from gristmill.runtime.loader.quantized import write_quantized
     from gristmill.runtime.models import model_table
-    from gristmill.runtime.quantizing.methods import make_method
+    from gristmill.tools.calibration import make_method
+    from gristmill.tools.evaluate import read_tokens
 
     scheme = parse_scheme(quant)
     if scheme is None:

@@ -14,9 +14,9 @@ from typing import Any, Self
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gristmill.runtime.config import read_json
-from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.safetensors import read_header
+from gristmill.quant.checkpoints.checkpoint import read_json
+from gristmill.quant.checkpoints.safetensors import read_header
+from gristmill.quant.errors import UsageError
 
 RUN, LOCK, NOTES = "run.json", "lock", "notes.json"
 

@@ -19,17 +19,16 @@ from torch import Tensor
 
 from gristmill import __version__
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import FLOATS, read_json
+from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE, Entry, SafetensorsCheckpoint, read_header
+from gristmill.quant.errors import CheckpointError, UsageError
 from gristmill.quant.formats import FormatError, Writer, open_format, open_writer
 from gristmill.quant.formats.writers import stored_name
-from gristmill.runtime.config import read_json
-from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.checkpoint import FLOATS
-from gristmill.runtime.loader.safetensors import INDEX, SINGLE, Entry, SafetensorsCheckpoint, read_header
-from gristmill.runtime.quantizing.unfinished import Unfinished
+from gristmill.quant.writing.unfinished import Unfinished
 
 if TYPE_CHECKING:
-    from gristmill.runtime.loader.weights import Weight, WeightTable
-    from gristmill.runtime.quantizing.methods import Method
+    from gristmill.quant.checkpoints.table import Weight, WeightTable
+    from gristmill.quant.writing.methods import Method
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files of a source that are not copied: weights in any format."""
@@ -59,7 +58,7 @@ def write_quantized(
         UsageError: `out` exists and is not empty, or cannot be written, or was begun with other options; the scheme is dense, the
             format does not support it, or stores experts differently from the model. CheckpointError: an invalid source.
     """
-    from gristmill.runtime.quantizing.methods import RoundToNearest
+    from gristmill.quant.writing.methods import RoundToNearest
 
     target = _writer(source, table, scheme, form)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gristmill.kernel_registry.scheme import BLOCK, cdiv
-from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.errors import UsageError
-from gristmill.runtime.parallel.mesh import Mesh
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
+from gristmill.quant import QuantTensor, concat
+from gristmill.quant.errors import UsageError
 
 Range = tuple[int, int]
 """First and last + 1."""
@@ -93,11 +95,11 @@ class Cut:
         """Experts by index."""
         return Cut("experts", (Piece(count, unit=1),))
 
-    def ranges(self, mesh: Mesh) -> list[Range]:
-        """What the rank has, piece by piece, in positions over all pieces."""
+    def ranges(self, rank: int, world: int) -> list[Range]:
+        """What a rank has, piece by piece, in positions over all pieces."""
         ranges, start = [], 0
         for piece in self.pieces:
-            first, last = piece.range(mesh.rank, mesh.world)
+            first, last = piece.range(rank, world)
             ranges.append((start + first, start + last))
             start += piece.length
         return ranges
@@ -113,23 +115,48 @@ def of_parts(ranges: list[Range], lengths: tuple[int, ...]) -> list[list[Range]]
     return divided
 
 
-def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """The configuration as the layers of a rank see it: with its own heads. Every other size is that of the whole model.
+@dataclass(frozen=True)
+class Share:
+    """rows: of each part, the ranges that a rank keeps, in order. columns: None = all. experts: a range of their indices."""
 
-    Raises:
-        UsageError: heads that the ranks cannot share; the message lists the numbers of ranks that can.
-    """
-    if mesh.world == 1:
-        return config
-    heads, kv_heads, world = config.num_heads, config.num_kv_heads, mesh.world
+    rows: tuple[tuple[Range, ...], ...]
+    columns: Range | None = None
+    experts: Range = (0, 0)
 
-    def fits(ranks: int) -> bool:
-        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return tuple(sum(last - first for first, last in ranges) for ranges in self.rows)
 
-    if not fits(world):
-        good = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
-        raise UsageError(
-            f"tensor_parallel={world}: {heads} query heads and {kv_heads} KV heads of {config.architecture} cannot be shared by "
-            f"{world} ranks; these numbers of ranks can: {good}"
-        )
-    return replace(config, num_heads=heads // world, num_kv_heads=max(1, kv_heads // world))
+
+def share_of(cut: Cut | None, rows: tuple[int, ...], experts: int, rank: int, world: int) -> Share:
+    """The share of a rank. rows: of each part; experts: of each of them, 0 = no experts."""
+    whole = Share(tuple(((0, count),) for count in rows), None, (0, experts))
+    if cut is None or world == 1:
+        return whole
+    ranges = cut.ranges(rank, world)
+    if cut.dim == "rows":
+        return replace(whole, rows=tuple(map(tuple, of_parts(ranges, rows))))
+    (only,) = ranges
+    return replace(whole, columns=only) if cut.dim == "columns" else replace(whole, experts=only)
+
+
+def float_share(tensor: Tensor, rows: tuple[Range, ...], columns: Range | None = None) -> Tensor:
+    """The share of [N, ...] or, of columns, [N, K]: a view where it is one range of rows, so that only that range is read."""
+    pieces = [tensor[first:last] for first, last in rows]
+    kept = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return kept if columns is None else kept[:, columns[0] : columns[1]].contiguous()
+
+
+def quant_share(weight: QuantTensor, rows: tuple[Range, ...], columns: Range | None = None) -> QuantTensor:
+    """The share of a quantized [N, K], exactly; the weight itself if it is all of it."""
+    if columns is not None and columns != (0, weight.k):
+        weight = weight.narrow(-1, columns[0], columns[1] - columns[0])
+    if rows == ((0, weight.n),):
+        return weight
+    return concat([weight.narrow(-2, first, last - first) for first, last in rows], -2)
+
+
+def rounds_rows_alone(scheme: QuantScheme) -> bool:
+    """Whether a row is rounded to the same codes without the other rows: it shares no scale with them."""
+    return scheme.granularity in ("group", "channel") and not scheme.has_global

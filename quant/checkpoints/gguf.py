@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_tokenizer
+from gristmill.quant.checkpoints.gguf_tokenizer import gguf_tokenizer
+from gristmill.quant.errors import CheckpointError, ConfigError
 from gristmill.quant.formats import FormatError
 from gristmill.quant.formats.gguf import GgufArchitecture, GgufFile
-from gristmill.runtime.errors import CheckpointError, ConfigError
-from gristmill.runtime.loader.checkpoint import NoTokenizerError, read_tokenizer
-from gristmill.runtime.loader.gguf_tokenizer import gguf_tokenizer
-from gristmill.runtime.models import families
 
 
 class GgufCheckpoint(GgufFile):
-    """A GGUF file, a `Checkpoint`, of the architectures that model families declare.
+    """A GGUF file, a `Checkpoint`. architectures: those that are read.
 
     Raises:
         CheckpointError: a damaged file, or an unsupported architecture or type of tensor.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, architectures: Iterable[GgufArchitecture]) -> None:
         try:
-            super().__init__(path, gguf_architectures())
+            super().__init__(path, tuple(architectures))
         except FormatError as error:
             raise CheckpointError(str(error)) from error
 
@@ -72,12 +71,6 @@ class GgufCheckpoint(GgufFile):
             return super().tokenizer_fields()
         except FormatError as error:
             raise CheckpointError(str(error)) from error
-
-
-def gguf_architectures() -> tuple[GgufArchitecture, ...]:
-    """The GGUF architectures that model families declare."""
-    by_family = {family.name: family.gguf for family in families().values()}
-    return tuple(architecture for declared in by_family.values() for architecture in declared)
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from gristmill.kernel_registry.policy import Policy
 from gristmill.quant import QuantTensor
+from gristmill.quant.checkpoints.table import Weight
+from gristmill.quant.errors import CheckpointError, UsageError
 from gristmill.quant.formats import Format, Writer
 from gristmill.quant.gptq import Factor, gptq, search_scales
-from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.loader.weights import Weight
-from gristmill.runtime.quantizing.folds import folds, search_and_fold
-from gristmill.runtime.quantizing.moments import Moments
-from gristmill.runtime.quantizing.stream import LayerStream
+from gristmill.quant.writing.folds import Fold, Moments, search_and_fold
 
 
 @dataclass(frozen=True)
@@ -75,46 +70,49 @@ class RoundToNearest:
         """Layers are independent."""
 
 
+class Calibration(Protocol):
+    """Calibration tokens that pass through a model, layer after layer. `identity`: what results depend on, as of a `Method`."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def moments(self, index: int, tensors: Mapping[str, Tensor]) -> Moments:
+        """The moments of the inputs of layer `index`, built from float `tensors` by checkpoint name."""
+        ...
+
+    def folds(self, index: int) -> list[Fold]:
+        """Where layer `index` takes channel scales, in order of computation; UsageError if nothing is known of such a layer."""
+        ...
+
+    def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
+        """Pass the tokens through layer `index`, built from `tensors` in the format `stored`."""
+        ...
+
+
 @dataclass
 class Calibrated:
-    """The base of calibrated methods: windows of tokens pass through the layers as they are written.
+    """The base of methods that need calibration."""
 
-    tokens: from the first token of the first window on. device: for running and rounding layers.
-
-    Raises:
-        UsageError: those of `LayerStream`.
-    """
-
-    directory: str | Path
-    tokens: Sequence[int]
-    window: int = 512
-    windows: int = 64
-    device: str = "auto"
-    policy: Policy | None = None
-    notes: list[str] = field(default_factory=list)
+    calibration: Calibration
+    notes: list[str] = field(default_factory=list, init=False)
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self.stream = LayerStream(
-            self.directory, self.tokens, self.window, self.windows, self.device, self.policy
-        )
-        used = self.tokens[: self.window * self.windows]
-        digest = hashlib.sha256(torch.tensor(used, dtype=torch.int64).numpy().tobytes()).hexdigest()
-        self.identity: dict[str, Any] = {
-            "method": self.name,
-            "calibration": digest[:16],
-            "window": self.window,
-            "windows": self.windows,
-            "device": self.stream.plans.device.type,
-        }
+        self.identity: dict[str, Any] = {"method": self.name, **self.calibration.identity}
 
     def advance(self, index: int, tensors: Mapping[str, Tensor], stored: Format) -> None:
         """Pass the windows through the layer as it will be served."""
-        if index + 1 < self.stream.config.num_layers:
-            self.stream.advance(index, tensors, stored)
+        if index + 1 < self.calibration.num_layers:
+            self.calibration.advance(index, tensors, stored)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.stream.plans.device)
+        return tensor.to(self.calibration.device)
 
 
 @dataclass
@@ -137,7 +135,7 @@ class Gptq(Calibrated):
     def round(
         self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
     ) -> Rounded:
-        moments = self.stream.moments(index, tensors)
+        moments = self.calibration.moments(index, tensors)
         return Rounded(
             {m: self._one(m, tensors[f"{m}.weight"], moments, target) for m in linears(weights)}, {}
         )
@@ -175,15 +173,14 @@ class Awq(Calibrated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for index in range(self.stream.config.num_layers):
-            folds(self.stream.config, index, self.stream.weights_of(index))  # refuses before any work
+        for index in range(self.calibration.num_layers):
+            self.calibration.folds(index)  # refuses before any work
 
     def round(
         self, index: int, weights: Sequence[Weight], tensors: Mapping[str, Tensor], target: Writer
     ) -> Rounded:
-        moments, scaled = self.stream.moments(index, tensors), dict(tensors)
-        layer_folds = folds(self.stream.config, index, tuple(weights))
-        search_and_fold(layer_folds, scaled, moments, target.quantize)
+        moments, scaled = self.calibration.moments(index, tensors), dict(tensors)
+        search_and_fold(self.calibration.folds(index), scaled, moments, target.quantize)
         made = {}
         for module in linears(weights):
             weight = self._placed(scaled.pop(f"{module}.weight")).float()
@@ -205,27 +202,3 @@ def nearest(target: Writer, name: str, weight: Tensor) -> QuantTensor:
         return target.quantize(weight)
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
-
-
-METHODS = ("rtn", "gptq", "awq")
-
-
-def make_method(
-    name: str,
-    directory: str | Path,
-    tokens: Sequence[int] | None = None,
-    *,
-    window: int = 512,
-    windows: int = 64,
-    device: str = "auto",
-    policy: Policy | None = None,
-    act_order: bool = True,
-) -> Method:
-    """A method by its name; UsageError for an unknown one, or one that needs calibration tokens and has none."""
-    if name == "rtn" and tokens is None:
-        return RoundToNearest()
-    if name not in METHODS or (name == "rtn") != (tokens is None):
-        raise UsageError(f"method {name!r}: rtn takes no calibration tokens, gptq and awq need them")
-    if name == "awq":
-        return Awq(directory, tokens or (), window, windows, device, policy)
-    return Gptq(directory, tokens or (), window, windows, device, policy, act_order=act_order)

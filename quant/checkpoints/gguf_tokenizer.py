@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gristmill.runtime.errors import ConfigError
+from gristmill.quant.errors import ConfigError
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

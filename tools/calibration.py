@@ -1,8 +1,10 @@
-"""Calibration tokens passing through a model layer by layer: the hidden states before a layer, and one layer in memory."""
+"""Calibration tokens passing through a model layer by layer: the hidden states before a layer, and one layer in memory. `make_method`
+makes the rounding methods of `gristmill.quant.writing` that need them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +14,32 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats import Format, Tensors
+from gristmill.quant.writing.folds import Fold, Moments
+from gristmill.quant.writing.methods import Awq, Gptq, Method, RoundToNearest
 from gristmill.runtime.batch import make_batch
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.evaluate import windows_at_once
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.layers.linear import Linear, SplitLinear, Summand
+from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.loader.open import open_checkpoint
-from gristmill.runtime.loader.weights import Weight, Weights, WeightTable
+from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import make_layer, model_table
-from gristmill.runtime.quantizing.moments import Moments, watch
 from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.tools.evaluate import windows_at_once
+from gristmill.tools.folds import folds
 
 
 class LayerStream:
-    """Hidden states of windows before a layer, in float32, and the layers that they pass.
+    """A `Calibration`: hidden states of windows before a layer, in float32, and the layers that they pass.
+
+    tokens: from the first token of the first window on. device: for running and rounding layers.
 
     Layer i is built from given tensors: those of the checkpoint, to observe the inputs of its linears (`moments`), and the written
     ones, to continue (`advance`), so that layer i + 1 gets the same inputs as when the model is served.
@@ -85,10 +94,22 @@ class LayerStream:
         one = replace(self.config, num_layers=1)
         self.cache = PagedCache(one, at_once * each, BLOCK_SIZE, torch.float32, self.plans.device).layers[0]
         self.states = self._embedded(tokens, at_once * window, windows // at_once)
+        self.device, self.num_layers = self.plans.device, self.config.num_layers
+        used = torch.tensor(tokens[: window * windows], dtype=torch.int64)
+        self.identity = {
+            "calibration": hashlib.sha256(used.numpy().tobytes()).hexdigest()[:16],
+            "window": window,
+            "windows": windows,
+            "device": self.device.type,
+        }
 
     def weights_of(self, index: int) -> tuple[Weight, ...]:
         """The table's entries of a layer."""
         return tuple(weight for weight in self.table.weights if weight.target.startswith(f"layers.{index}."))
+
+    def folds(self, index: int) -> list[Fold]:
+        """Where layer `index` takes the channel scales of AWQ; UsageError if no rule applies."""
+        return folds(self.config, index, self.weights_of(index))
 
     @torch.inference_mode()
     def moments(self, index: int, tensors: Mapping[str, Tensor]) -> Moments:
@@ -142,3 +163,96 @@ class _TensorSource(Tensors):
     def __init__(self, tensors: Mapping[str, Tensor], path: Path) -> None:
         super().__init__(tensors)
         self.path = path
+
+
+def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Moments:
+    """Moments that grow with every call of a decoder layer from now on.
+
+    weights: of the layer, from the model's table. tensors: those of the layer, by checkpoint name.
+    """
+    table = {weight.target: weight for weight in weights}
+    moments = Moments()
+    for owner, name, inner in list(find_linears([layer])):
+        if isinstance(inner, MixtureOfExperts):
+            setattr(owner, name, _Experts(inner, table, moments, tensors))
+        else:
+            setattr(owner, name, _ObservedLinear(inner, table[inner.target].part_names(), moments))
+    return moments
+
+
+def find_linears(items: list[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, layer) of all linear layers in the table, and of mixtures of experts."""
+    for item in items:
+        for name, value in list(vars(item).items()):
+            if isinstance(value, Linear | SplitLinear):
+                if value.target:
+                    yield item, name, value
+            elif type(value).__module__.startswith("gristmill.runtime.layers.") and hasattr(
+                value, "__dict__"
+            ):
+                yield from find_linears([value])
+                if isinstance(value, MixtureOfExperts):
+                    yield item, name, value
+
+
+class _ObservedLinear:
+    """A linear layer whose inputs are recorded."""
+
+    def __init__(self, layer: Linear | SplitLinear, modules: list[str], moments: Moments) -> None:
+        self.layer, self.modules, self.moments = layer, modules, moments
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.moments.add(self.modules, x)
+        return self.layer(x)
+
+
+class _Experts:
+    """A mixture of experts that records the routed inputs and the inputs of the down projections."""
+
+    def __init__(
+        self,
+        layer: MixtureOfExperts,
+        table: Mapping[str, Weight],
+        moments: Moments,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        self.layer, self.moments, self.tensors = layer, moments, tensors
+        self.gate_up = table[f"{layer.target}.gate_up"]
+        self.down = table[f"{layer.target}.down"]
+
+    def __call__(self, x: Tensor) -> Tensor | Summand:
+        ids = self.layer.route(x)[1]
+        for expert in ids.unique().tolist():
+            rows = x[(ids == expert).any(1)].float()
+            names = [source.format(expert=expert) for source in self.gate_up.sources]
+            self.moments.add(names, rows)
+            gate, up = (rows @ self.tensors[f"{name}.weight"].to(rows).T for name in names)
+            self.moments.add(
+                [self.down.sources[0].format(expert=expert)], torch.nn.functional.silu(gate) * up
+            )
+        return self.layer(x)
+
+
+METHODS = ("rtn", "gptq", "awq")
+
+
+def make_method(
+    name: str,
+    directory: str | Path,
+    tokens: Sequence[int] | None = None,
+    *,
+    window: int = 512,
+    windows: int = 64,
+    device: str = "auto",
+    policy: Policy | None = None,
+    act_order: bool = True,
+) -> Method:
+    """A method by its name; UsageError for an unknown one, or one that needs calibration tokens and has none."""
+    if name == "rtn" and tokens is None:
+        return RoundToNearest()
+    if name not in METHODS or (name == "rtn") != (tokens is None):
+        raise UsageError(f"method {name!r}: rtn takes no calibration tokens, gptq and awq need them")
+    stream = LayerStream(directory, tokens or (), window, windows, device, policy)
+    if name == "awq":
+        return Awq(stream)
+    return Gptq(stream, act_order)

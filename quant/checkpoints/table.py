@@ -1,0 +1,65 @@
+"""What the parameters of a model are made of: the tensors of a checkpoint, their shapes, how ranks share them. Data that a model family
+declares; loading and writing checkpoints read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from gristmill.quant.checkpoints.shards import Cut, Range
+
+Kind = Literal["linear", "kept", "fp32"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model.
+
+    target: its name in the model. sources: checkpoint names of the parts, joined along rows in this order (fused q/k/v,
+    gate/up); with `experts`, each has ``{expert}`` in it and the experts are stacked in front. rows: of each part.
+    columns: None for a vector. kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
+    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format. stacked: the
+    one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N]. cut: how ranks share
+    it; None = every rank has all of it. interleaved: a stacked source has gate and up in turn, in its rows, or a bias in its columns;
+    it is handed out with all of gate first. Sizes are those of the whole weight.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int | None = None
+    kind: Kind = "kept"
+    experts: int = 0
+    stacked: bool = False
+    cut: Cut | None = None
+    interleaved: bool = False
+
+    def part_names(self, experts: Range | None = None) -> list[str]:
+        """Names of the parts in the checkpoint, expert after expert. experts: of these; None = of all."""
+        if not self.experts or self.stacked:
+            return list(self.sources)
+        indices = range(*(experts or (0, self.experts)))
+        return [source.format(expert=expert) for expert in indices for source in self.sources]
+
+
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+"""A logits head that is tied to the embedding: the tensor that is read, and its copy."""
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """All weights of a model, and patterns of checkpoint tensors that it ignores.
+
+    copies: (ignored tensor, tensor used in its place) pairs; a checkpoint with both must have equal ones.
+    """
+
+    weights: tuple[Weight, ...]
+    ignored: tuple[str, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+
+    def ignores(self, name: str) -> bool:
+        """Whether the table ignores a checkpoint tensor."""
+        return any(
+            fnmatchcase(name, pattern) for pattern in (*self.ignored, *(copy for copy, _ in self.copies))
+        )
