@@ -11,6 +11,7 @@ from gristmill.autotune.resolve import confirmed_build, imported_build
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
@@ -27,6 +28,10 @@ class Place:
     device: str | None
     build: Build
     policy: Policy
+
+    def why_not(self, kernel: Kernel, problem: Problem) -> str:
+        """Why `kernel` cannot run `problem` here; "" if it can."""
+        return "; ".join(kernel.why_not(problem, self.target, self.build))
 
 
 def place(target: str | Target | torch.device | None, policy: Policy | None = None) -> Place:
@@ -62,7 +67,7 @@ def place(target: str | Target | torch.device | None, policy: Policy | None = No
 def imported(place: Place, kernels: Iterable[Kernel]) -> Place:
     """`here`, with modules imported that `kernels` need and whose source does not tell what they offer.
 
-    Selection and lists take "only an import can tell" for an answer; whoever measures a kernel means it.
+    Selection and lists report "only an import can tell"; a benchmark imports the module to decide.
     """
     fit = [
         k

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnpreparedError, UnverifiableError
-from gristmill.autotune.gang import Gang, shared_gang
 from gristmill.autotune.mark import Mark
 from gristmill.autotune.store import save
 from gristmill.autotune.worker import Worker, Workers, shared_workers
+from gristmill.autotune.worker_group import WorkerGroup, shared_group
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -193,7 +193,7 @@ class Resolver:
                 self._changed.notify_all()
 
     def _try(
-        self, trying: Verification, verify: Callable[[Worker | Gang], dict[str, Any]], world: int
+        self, trying: Verification, verify: Callable[[Worker | WorkerGroup], dict[str, Any]], world: int
     ) -> Verification:
         """The record of a trial by a worker, or by one per rank; that of an earlier trial which ended with its process, where there was one."""
         with self.workers.one() as worker, self._marked(trying) as left_records:
@@ -201,7 +201,7 @@ class Resolver:
                 self._record(left_records[0])
                 if left_records[0].key == trying.key:
                     return left_records[0]
-            outcome = verify(worker if world == 1 else shared_gang(world))
+            outcome = verify(worker if world == 1 else shared_group(world))
         if not outcome["judged"]:
             raise UnverifiableError(
                 f"{trying.kernel} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"

@@ -1,7 +1,7 @@
 """Verification in a child process: a fault kills the child, not the caller, and is recorded.
 
 The parent writes one JSON task per line and reads one JSON outcome per line. Run as ``python -m gristmill.autotune.worker``; with the
-arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank of a gang, which verifies collective operations together.
+arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank of a worker group, which verifies collective operations together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gristmill.kernel_registry.registry import default_registry
 TIMEOUT = 600.0
 """Seconds one verification may take, compilation included."""
 COLLECTIVE_SECONDS = 60.0
-"""Seconds that a rank of a gang waits for the others in one collective call."""
+"""Seconds that a rank of a worker group waits for the others in one collective call."""
 
 
 class Worker:
@@ -52,7 +52,7 @@ class Worker:
     def send(
         self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, rounds: int = 0
     ) -> None:
-        """Start a verification, or with rounds, of a gang's rank, its timing; `receive` returns the outcome."""
+        """Start a verification, or with rounds, of a worker group's rank, its timing; `receive` returns the outcome."""
         process = self._alive()
         task = {
             "op": op.name,
@@ -185,7 +185,7 @@ def _pump(stream: IO[str], outcomes: queue.Queue[str | None]) -> None:
 
 def main() -> None:
     """Answer tasks from standard input until it closes."""
-    from gristmill.autotune.gang_timing import time_together
+    from gristmill.autotune.group_timing import time_together
     from gristmill.autotune.verify import Verifier, verify
 
     # Kernels and libraries may print; the pipe to the parent carries outcomes only.
@@ -199,7 +199,7 @@ def main() -> None:
 
         rank, world, kind, file = sys.argv[1:]
         torch.set_num_threads(1)
-        rendezvous("gang", int(rank), int(world), kind, file, COLLECTIVE_SECONDS)
+        rendezvous("workers", int(rank), int(world), kind, file, COLLECTIVE_SECONDS)
         check = verify  # no rank may try again alone
     for line in sys.stdin:
         task = json.loads(line)

@@ -1,4 +1,4 @@
-"""Compare kernels on problems: arms are timed in turn, audited, and judged together. `kernelbench compare` and `check` use it."""
+"""Compare kernels on problems: candidates are timed in turn, audited, and judged together. `kernelbench compare` and `check` use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.place import Place
-from gristmill.bench.statistics.rounds import ROUNDS, SECONDS, Heat, race
+from gristmill.autotune.rounds import ROUNDS, Rounds
+from gristmill.bench.statistics.race import SECONDS, race
 from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict, judge
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
@@ -26,7 +27,7 @@ FLOOR = ("floor_us", "floor_source", "fraction_of_floor", "bound", "note")
 """The fields of a row about its floor."""
 
 TWIN = "(again)"
-"""Name suffix of the baseline's second arm, whose difference from the first is noise."""
+"""Name suffix of the baseline's second candidate, whose difference from the first is noise."""
 
 
 @dataclass
@@ -114,27 +115,31 @@ def compare(
     """
     rows: list[Row] = []
     raced: list[_Raced] = []
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for group in _groups(cases, here):
-        heats: dict[str, Heat] = {}
+        timed: dict[str, Rounds] = {}
         for case in group:
             progress(f"{case.key}: preparing")
-            arms, failed = _arms(case, here, hot)
+            candidates, failed = _candidates(case, here, hot)
             rows += failed
-            if arms:
-                heats[case.key] = Heat(
-                    arms, between=auditor(arms, chance), clock=sm_clock(here.device or "cpu")
+            if candidates:
+                timed[case.key] = Rounds(
+                    candidates, between=auditor(candidates, rng), clock=sm_clock(here.device or "cpu")
                 )
-        race(heats, rule, rounds=rounds, seconds=seconds, seed=seed, shift=shift, progress=progress)
+        race(timed, rule, rounds=rounds, seconds=seconds, seed=seed, shift=shift, progress=progress)
         raced += [
-            finished for case in group if case.key in heats for finished in _finish(case, heats[case.key])
+            finished for case in group if case.key in timed for finished in _finish(case, timed[case.key])
         ]
-    verdicts = judge([arm.logs for arm in raced], rule, seed=seed)
-    twins = {arm.case.key: verdict for arm, verdict in zip(raced, verdicts, strict=True) if arm.twin}
+    verdicts = judge([candidate.logs for candidate in raced], rule, seed=seed)
+    twins = {
+        candidate.case.key: verdict
+        for candidate, verdict in zip(raced, verdicts, strict=True)
+        if candidate.twin
+    }
     rows += [
-        _settle(arm, verdict, twins[arm.case.key], rule)
-        for arm, verdict in zip(raced, verdicts, strict=True)
-        if not arm.twin
+        _settle(candidate, verdict, twins[candidate.case.key], rule)
+        for candidate, verdict in zip(raced, verdicts, strict=True)
+        if not candidate.twin
     ]
     place = {case.key: number for number, case in enumerate(cases)}
     return sorted(rows, key=lambda row: (row.verdict == GAP, place[f"{row.op} {row.problem}"]))
@@ -142,8 +147,8 @@ def compare(
 
 def add_floors(rows: Sequence[Row], cases: Sequence[Case], here: Place) -> None:
     """Set the floor of every row that has a time, measured in the timing mode of the row."""
+    from gristmill.autotune.candidate import TimingMode
     from gristmill.autotune.floor import row_floor
-    from gristmill.bench.arms import TimingMode
 
     costs = {(case.op.name, str(case.problem)): case.op.cost(case.problem) for case in cases}
     for row in rows:
@@ -180,15 +185,15 @@ def _groups(cases: Sequence[Case], here: Place) -> list[list[Case]]:
     return groups
 
 
-def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
-    """The arms that can run, the baseline and its twin first; and rows for kernels that cannot run or are wrong."""
+def _candidates(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
+    """The candidates that can run, the baseline and its twin first; and rows for kernels that cannot run or are wrong."""
+    from gristmill.autotune.candidate import Candidate, WrongResultError, shared_rotations
     from gristmill.autotune.errors import UnverifiableError
-    from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     device = here.device or "cpu"
-    rows, arms = [], []
+    rows, candidates = [], []
     kernels = [case.baseline, *case.others]
-    gaps = {kernel.name: why_not(kernel, case.problem, here) for kernel in kernels}
+    gaps = {kernel.name: here.why_not(kernel, case.problem) for kernel in kernels}
     able = [kernel for kernel in kernels if not gaps[kernel.name]]
     rows += [_failed(case, kernel, GAP, gaps[kernel.name]) for kernel in case.others if gaps[kernel.name]]
     if gaps[case.baseline.name]:
@@ -208,19 +213,16 @@ def _arms(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row]]:
         try:
             if wrong := verified(case.op, kernel, config, case.problem, device):
                 raise WrongResultError(wrong)
-            arms += [Watched(KernelArm(kernel, config, rotations[kernel.name], name=name)) for name in names]
+            candidates += [
+                Watched(Candidate(kernel, config, rotations[kernel.name], name=name)) for name in names
+            ]
         except (WrongResultError, UnverifiableError) as error:
             verdict = WRONG if isinstance(error, WrongResultError) else GAP
             rows.append(_failed(case, kernel, verdict, str(error)))
             if kernel is case.baseline:
                 why = f"the baseline {'is wrong' if verdict == WRONG else 'cannot be tried'}: {error}"
                 return [], rows + [_failed(case, other, GAP, why) for other in able if other is not kernel]
-    return arms, rows
-
-
-def why_not(kernel: Kernel, problem: Problem, here: Place) -> str:
-    """Why `kernel` cannot run `problem` here; "" if it can."""
-    return "; ".join(kernel.why_not(problem, here.target, here.build))
+    return candidates, rows
 
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
@@ -239,39 +241,41 @@ def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: s
 
 
 class Watched:
-    """An arm that is no longer timed once an audit finds it wrong. The others continue; its time is that of its last sample."""
+    """A candidate that is no longer timed once an audit finds it wrong. The others continue; its time is that of its last sample."""
 
-    def __init__(self, arm: Any) -> None:
-        self.arm, self.name, self.wrong = arm, arm.name, ""
+    def __init__(self, candidate: Any) -> None:
+        self.candidate, self.name, self.wrong = candidate, candidate.name, ""
         self.times: list[float] = []
 
     def sample(self) -> float:
-        return float(self.arm.samples[-1] if self.wrong and self.arm.samples else self.arm.sample())
+        return float(
+            self.candidate.samples[-1] if self.wrong and self.candidate.samples else self.candidate.sample()
+        )
 
     def audit(self, last: bool = False) -> None:
-        from gristmill.bench.arms import WrongResultError
+        from gristmill.autotune.candidate import WrongResultError
 
         if self.wrong:
             return
         try:
-            (self.arm.conclude if last else self.arm.audit)()
+            (self.candidate.conclude if last else self.candidate.audit)()
         except WrongResultError as error:
             self.wrong = str(error)
 
 
-def auditor(arms: Sequence[Watched], chance: random.Random) -> Callable[[], None]:
-    """The function to call between rounds: it audits an arm at random, each about twice in the first sixteen rounds."""
+def auditor(candidates: Sequence[Watched], rng: random.Random) -> Callable[[], None]:
+    """The function to call between rounds: it audits a candidate at random, each about twice in the first sixteen rounds."""
 
     def between() -> None:
-        if chance.random() < len(arms) / 8:
-            chance.choice(arms).audit()
+        if rng.random() < len(candidates) / 8:
+            rng.choice(candidates).audit()
 
     return between
 
 
 @dataclass
 class _Raced:
-    """An arm after its race, with its samples and the outcome of its audits. twin: it is the baseline's second arm."""
+    """A candidate after its race, with its samples and the outcome of its audits. twin: it is the baseline's second candidate."""
 
     case: Case
     row: Row
@@ -280,16 +284,16 @@ class _Raced:
     wrong: str
 
 
-def _finish(case: Case, heat: Heat) -> list[_Raced]:
-    arms = cast(list[Watched], heat.arms)
-    for arm in arms:
-        arm.audit(last=True)
-    first, twin, *_ = arms
-    base = tuple(heat.kept(first.name))
+def _finish(case: Case, timed: Rounds) -> list[_Raced]:
+    candidates = cast(list[Watched], timed.candidates)
+    for candidate in candidates:
+        candidate.audit(last=True)
+    first, twin, *_ = candidates
+    base = tuple(timed.kept(first.name))
     spoilt = next((f"the baseline is wrong: {a.wrong}" for a in (first, twin) if a.wrong), "")
     raced = []
-    for arm in arms[1:]:
-        times, kernel = tuple(heat.kept(arm.name)), arm.arm.kernel
+    for candidate in candidates[1:]:
+        times, kernel = tuple(timed.kept(candidate.name)), candidate.candidate.kernel
         row = Row(
             case.op.name,
             str(case.problem),
@@ -298,14 +302,16 @@ def _finish(case: Case, heat: Heat) -> list[_Raced]:
             UNCLEAR,
             us=statistics.median(times),
             baseline_us=statistics.median(base),
-            error=arm.arm.error,
+            error=candidate.candidate.error,
             tolerance=case.op.tolerance(case.problem).limit,
-            timing=arm.arm.timing,
-            config=arm.arm.config,
+            timing=candidate.candidate.timing,
+            config=candidate.candidate.config,
             samples=times,
             baseline_samples=base,
         )
-        raced.append(_Raced(case, row, heat.logs(arm.name), arm is twin, arm.wrong or spoilt))
+        raced.append(
+            _Raced(case, row, timed.logs(candidate.name), candidate is twin, candidate.wrong or spoilt)
+        )
     return raced
 
 

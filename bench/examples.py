@@ -28,10 +28,10 @@ class Example:
 
     def verify(self, worker: Any, device: str) -> dict[str, Any]:
         """The outcome, in a child process of `worker`; of collective operations in one per rank."""
-        from gristmill.autotune.gang import shared_gang
+        from gristmill.autotune.worker_group import shared_group
 
         world = self.op.world(self.problem)
-        together = worker if world == 1 else shared_gang(world)
+        together = worker if world == 1 else shared_group(world)
         outcome: dict[str, Any] = together.verify(self.op, self.kernel, self.config, self.problem, device)
         return outcome
 

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from gristmill.autotune.place import Place
-from gristmill.bench.compare import why_not
 from gristmill.bench.shapes import Call
 from gristmill.bench.suites import OF_AN_OPERATION, expand, load_suite, suite_names
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -164,7 +163,7 @@ def configured(kernel: Kernel, problem: Problem, here: Place, text: str) -> Conf
 def baseline_of(op: Op, problem: Problem, pattern: str, here: Place) -> Kernel:
     """The baseline kernel: the first match that can run the problem here, else the first match."""
     matches = named(op, pattern)
-    return next((k for k in matches if not why_not(k, problem, here)), matches[0])
+    return next((k for k in matches if not here.why_not(k, problem)), matches[0])
 
 
 def able(op: Op, here: Place) -> list[Kernel]:

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from gristmill.autotune.place import Place, imported, place
-from gristmill.bench.statistics.rounds import ROUNDS
+from gristmill.autotune.rounds import ROUNDS
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -92,7 +92,7 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
         hot: bool = False,
         rounds: int = ROUNDS,
     ) -> KernelTimes:
-        from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
+        from gristmill.autotune.candidate import Candidate, WrongResultError, shared_rotations
         from gristmill.bench.compare import verified
 
         here, known = place(target), default_registry().op(op)
@@ -103,23 +103,23 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
         # On a GPU a fault destroys the context, and later tests fail with it: verification in a child process comes first.
         if here.device != "cpu" and (wrong := verified(known, chosen, config, parsed, here.device)):
             raise WrongResultError(f"{chosen.name}: {wrong}")
-        arm = KernelArm(
+        candidate = Candidate(
             chosen, config, shared_rotations(known, parsed, here.device, [chosen], hot=hot)[chosen.name]
         )
         samples: list[float] = []
 
         def sample() -> None:
-            us = arm.sample()
+            us = candidate.sample()
             samples.append(us)
             _kernel_clock.seconds += us * 1e-6
 
         def before() -> None:
             if len(samples) % AUDITS == AUDITS - 1:
-                arm.audit()
+                candidate.audit()
 
         benchmark.group = benchmark.group or f"{op} {parsed}"
         benchmark.pedantic(sample, setup=before, rounds=rounds)
-        arm.conclude()
+        candidate.conclude()
         cost, us = known.cost(parsed), statistics.median(samples)
         benchmark.extra_info |= {
             "op": op,
@@ -128,14 +128,14 @@ def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., Ker
             "config": dict(config),
             "target": here.target.name,
             "device": here.target.device,
-            "timing": arm.timing,
-            "error": arm.error,
+            "timing": candidate.timing,
+            "error": candidate.error,
             "tolerance": known.tolerance(parsed).limit,
             "gbs": cost.bytes / us / 1e3,
             "tflops": cost.flops / us / 1e6,
         }
         return KernelTimes(
-            chosen.name, us, tuple(samples), arm.error, known.tolerance(parsed).limit, arm.timing
+            chosen.name, us, tuple(samples), candidate.error, known.tolerance(parsed).limit, candidate.timing
         )
 
     return run

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gristmill.autotune.gang import shared_gang
 from gristmill.autotune.place import Place
 from gristmill.autotune.timing import summarize
-from gristmill.bench.compare import WRONG, why_not
+from gristmill.autotune.worker_group import shared_group
+from gristmill.bench.compare import WRONG
 from gristmill.bench.timings import TIMINGS, gap_row
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
@@ -44,17 +44,17 @@ def rank_rows(
 
 
 def _row(op: Op, problem: Problem, kernel: Kernel, here: Place, config: Config | None) -> dict[str, Any]:
-    if reason := why_not(kernel, problem, here):
+    if reason := here.why_not(kernel, problem):
         return gap_row(op, problem, kernel.name, reason)
     config = dict(kernel.config(problem, here.target) if config is None else config)
-    gang, device = shared_gang(op.world(problem)), here.device or "cpu"
+    group, device = shared_group(op.world(problem)), here.device or "cpu"
     row = gap_row(op, problem, kernel.name, "") | {"config": config}
-    outcome = gang.verify(op, kernel, config, op.verification(problem, kernel, config), device)
+    outcome = group.verify(op, kernel, config, op.verification(problem, kernel, config), device)
     if not outcome["ok"]:
         wrong = bool(outcome["judged"])
         reason = f"{WRONG if wrong else 'not timed'}: {outcome['reason']}"
         return row | {"reason": reason, "wrong": wrong}
-    timed = gang.time(op, kernel, config, problem, device, ROUNDS)
+    timed = group.time(op, kernel, config, problem, device, ROUNDS)
     if not timed["ok"]:
         return row | {"reason": f"not timed: {timed['reason']}"}
     for timing in TIMINGS:

@@ -14,7 +14,6 @@ The minimum of many noisy times is biased low, so regrets are overstated rather 
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import statistics
@@ -23,11 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.autotune.halving import KEEP_WITHIN
+from gristmill.autotune.options import Job, Option, options
 from gristmill.autotune.place import Place
-from gristmill.bench.halving import KEEP_WITHIN
-from gristmill.bench.options import Job, Option, options
-from gristmill.bench.statistics.rounds import Heat
-from gristmill.bench.verifying import verify_all
+from gristmill.autotune.rounds import Rounds
+from gristmill.autotune.tune import prepared
+from gristmill.autotune.verifying import verify_all
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
@@ -202,20 +202,20 @@ def _candidates(job: Job, here: Place, store: Store) -> list[Option]:
 
 def _time(
     job: Job,
-    candidates: Sequence[Option],
+    choices: Sequence[Option],
     outcomes: dict[Any, Verification],
     here: Place,
     store: Store,
-    chance: random.Random,
+    rng: random.Random,
 ) -> Studied:
-    from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
+    from gristmill.autotune.candidate import WrongResultError
 
     stored_times = [
         t for t in store.times(job.op.name, target_key(here.target)) if t.problem == str(job.problem)
     ]
     studied = Studied(job, exact=bool(stored_times))
     fit = []
-    for option in candidates:
+    for option in choices:
         record = outcomes.get(_key(job, option))
         if record is None:
             studied.missing += 1
@@ -223,40 +223,35 @@ def _time(
             fit.append(option)
         else:
             studied.wrong.append(f"{option.name}: {record.reason}")
-    gc.collect()  # arms of the last problem hold argument lists and graphs in reference cycles
-    rotations = shared_rotations(job.op, job.problem, here.device or "cpu", [o.kernel for o in fit])
-    arms: dict[tuple[str, str], Any] = {}
     for option in fit:
         key = option.kernel.name, config_key(option.config)
         studied.configs[key] = dict(option.config)
         studied.defaults |= {key} if option.default else set()
-        try:
-            arms[key] = KernelArm(
-                option.kernel, option.config, rotations[option.kernel.name], name=option.name, audited=False
-            )
-        except WrongResultError as error:
-            studied.wrong.append(f"{option.name}: {error}")
-    if not arms:
+    candidates = {
+        (one.kernel.name, config_key(one.config)): one
+        for one in prepared(job, fit, here.device or "cpu", studied.wrong)
+    }
+    if not candidates:
         return studied
-    once = {key: arm.sample() for key, arm in arms.items()}
+    once = {key: one.sample() for key, one in candidates.items()}
     far = HOPELESS * min(once.values())
     once |= {
-        key: min(us, arms[key].sample()) for key, us in once.items() if us > far
+        key: min(us, candidates[key].sample()) for key, us in once.items() if us > far
     }  # it may have been disturbed
-    heat = Heat([arm for key, arm in arms.items() if once[key] <= far])
-    heat.run(1, chance)
-    best_us = min(us for times in heat.times.values() for us in times)
-    heat.arms = [arm for arm in heat.arms if heat.times[arm.name][0] <= SLOW * best_us]
-    heat.run(ROUNDS - 1, chance)
-    studied.times = {key: heat.times.get(arm.name, [once[key]]) for key, arm in arms.items()}
+    timed = Rounds([one for key, one in candidates.items() if once[key] <= far])
+    timed.run(1, rng)
+    best_us = min(us for times in timed.times.values() for us in times)
+    timed.candidates = [one for one in timed.candidates if timed.times[one.name][0] <= SLOW * best_us]
+    timed.run(ROUNDS - 1, rng)
+    studied.times = {key: timed.times.get(one.name, [once[key]]) for key, one in candidates.items()}
     while studied.times:  # the best candidate must have given correct results while it was timed
         best = min(studied.times, key=studied.judged_us)
         try:
-            arms[best].audit()
+            candidates[best].audit()
             studied.best = best
             break
         except WrongResultError as error:
-            studied.wrong.append(f"{arms[best].name}: {error}")
+            studied.wrong.append(f"{candidates[best].name}: {error}")
             del studied.times[best]
     return studied
 

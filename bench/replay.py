@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from gristmill.autotune.options import Job
 from gristmill.autotune.place import Place, place
-from gristmill.bench.options import Job
 from gristmill.bench.regret import ROUNDS, Studied, ask
 from gristmill.bench.result_file import ResultError
 from gristmill.kernel_registry.build import Build

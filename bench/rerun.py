@@ -10,10 +10,9 @@ from typing import Any
 
 from gristmill.autotune.clock import now
 from gristmill.autotune.place import Place, imported
-from gristmill.bench.compare import why_not
+from gristmill.autotune.rounds import REPEATS
 from gristmill.bench.history import median_error
 from gristmill.bench.result_file import samples
-from gristmill.bench.statistics.rounds import REPEATS
 from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, judge, merge
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
@@ -69,7 +68,7 @@ def rerun(
     The uncertainty of the old median does not count: the nearer end of its interval is used. Old and new times were not taken
     in turn, so on another or a busy machine a difference may come from the machine.
     """
-    from gristmill.bench.arms import WrongResultError
+    from gristmill.autotune.candidate import WrongResultError
 
     rows = data["rows"]
     here = imported(
@@ -130,8 +129,8 @@ class _Gap(Exception):
 
 
 def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[float], float]:
+    from gristmill.autotune.candidate import Candidate, TimingMode, WrongResultError, shared_rotations
     from gristmill.autotune.errors import UnverifiableError
-    from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     try:
@@ -139,7 +138,7 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
         kernel, problem = default_registry().kernel(op.name, row["kernel"]), op.problem(row["problem"])
     except (UnknownError, ValueError) as error:
         raise _Gap(str(error)) from error
-    if reason := why_not(kernel, problem, here):
+    if reason := here.why_not(kernel, problem):
         raise _Gap(reason)
     # A configuration of another device's code level does not run here.
     same = row.get("config") is not None and here.device != "cpu"
@@ -156,15 +155,15 @@ def _measure(row: dict[str, Any], here: Place, rounds: int) -> tuple[Sequence[fl
         rotation = shared_rotations(op, problem, device, [kernel], hot=mode.hot)[kernel.name]
     except UnverifiableError as error:
         raise _Gap(str(error)) from error
-    arm = KernelArm(kernel, config, rotation, eager=mode.eager, isolated=mode.isolated)
+    candidate = Candidate(kernel, config, rotation, eager=mode.eager, isolated=mode.isolated)
     times: list[float] = []
     begin = now()
     while not times or (
         now() - begin < SECONDS and len(merge([math.log(us) for us in times])) < MERGED_ROUNDS
     ):
-        times += [min(arm.sample() for _ in range(REPEATS)) for _ in range(rounds)]
-    arm.conclude()
-    return times, arm.error
+        times += [min(candidate.sample() for _ in range(REPEATS)) for _ in range(rounds)]
+    candidate.conclude()
+    return times, candidate.error
 
 
 def differences(data: dict[str, Any], here: Place) -> list[str]:

@@ -15,8 +15,7 @@ from typing import Any
 
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.place import Place
-from gristmill.bench.compare import why_not
-from gristmill.bench.statistics.rounds import REPEATS
+from gristmill.autotune.rounds import REPEATS
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -111,7 +110,7 @@ def groups(store: Store, here: Place) -> list[Group]:
         if (timing.op, timing.kernel, timing.problem, config_key(timing.config), timing.timing) in known:
             continue
         problem = store.problem(registry.op(timing.op), timing.problem)
-        if problem is not None and not why_not(kernel, problem, here):
+        if problem is not None and not here.why_not(kernel, problem):
             grouped.setdefault(
                 (timing.op, timing.kernel), Group(timing.op, timing.kernel, [])
             ).records.append(timing)
@@ -130,9 +129,9 @@ def revalidate(
     """Measure a sample of every group again, and return the new records: those of the sample and, if it holds, those that
     are carried over."""
     records: list[Verification | Timing] = []
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for number, group in enumerate(groups_to_measure):
-        for timing in chance.sample(group.records, min(sample, len(group.records))):
+        for timing in rng.sample(group.records, min(sample, len(group.records))):
             progress(f"{number + 1}/{len(groups_to_measure)} {group.kernel} {timing.problem}")
             try:
                 group.again.append((measure or _remeasure)(timing, here))
@@ -173,7 +172,7 @@ _KEY = ("op", "kernel", "config", "problem", "target", "toolchain", "timing")
 
 
 def _remeasure(timing: Timing, here: Place) -> Remeasured:
-    from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, shared_rotations
+    from gristmill.autotune.candidate import Candidate, TimingMode, WrongResultError, shared_rotations
     from gristmill.bench.compare import verified
 
     op, kernel, problem = _named(timing)
@@ -183,12 +182,12 @@ def _remeasure(timing: Timing, here: Place) -> Remeasured:
     try:
         mode = TimingMode.parse(timing.timing)
         rotation = shared_rotations(op, problem, device, [kernel], hot=mode.hot)[kernel.name]
-        arm = KernelArm(kernel, timing.config, rotation, eager=mode.eager, isolated=mode.isolated)
-        samples = tuple(min(arm.sample() for _ in range(REPEATS)) for _ in range(ROUNDS))
-        arm.conclude()
+        candidate = Candidate(kernel, timing.config, rotation, eager=mode.eager, isolated=mode.isolated)
+        samples = tuple(min(candidate.sample() for _ in range(REPEATS)) for _ in range(ROUNDS))
+        candidate.conclude()
     except WrongResultError as error:
         return Remeasured(timing, None, reason=str(error))
-    return Remeasured(timing, statistics.median(samples), samples, arm.error)
+    return Remeasured(timing, statistics.median(samples), samples, candidate.error)
 
 
 def _records(one: Remeasured, here: Place) -> list[Verification | Timing]:

@@ -1,6 +1,6 @@
 """The times of kernels on a problem: cold and hot, captured and eager, interleaved and audited.
 
-`kernelbench bench` uses it. Arms are those that `compare` and `tune` race (`gristmill.bench.arms`), so there is one method of
+`kernelbench bench` uses it. Candidates are those that `compare` and `tune` race (`gristmill.autotune.candidate`), so there is one method of
 timing; here nothing is judged.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.place import Place
-from gristmill.bench.compare import WRONG, Watched, auditor, verified, why_not
-from gristmill.bench.statistics.rounds import Heat
+from gristmill.autotune.rounds import Rounds
+from gristmill.bench.compare import WRONG, Watched, auditor, verified
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -49,38 +49,38 @@ def kernel_rows(
     all_timings: False for the first of TIMINGS only.
     """
     rows = {kernel.name: _empty(op, problem, kernel.name) for kernel in kernels}
-    arms: dict[str, dict[str, Watched]] = {}
+    candidates: dict[str, dict[str, Watched]] = {}
     held = [*kernels, *([baseline] if baseline and baseline.name not in rows else [])]
     for kernel in held:
         row = rows.setdefault(kernel.name, _empty(op, problem, kernel.name))
         override = (configs or {}).get(kernel.name)
         config = (
             None
-            if why_not(kernel, problem, here)
+            if here.why_not(kernel, problem)
             else dict(kernel.config(problem, here.target) if override is None else override)
         )
         row["config"] = config
-        row["reason"] = why_not(kernel, problem, here)
+        row["reason"] = here.why_not(kernel, problem)
         if config is not None:
             _verify(row, op, kernel, problem, here)
     fit = [kernel for kernel in held if not rows[kernel.name]["reason"]]
     try:
-        for kernel, timing, arm, wrong in _arms(op, problem, fit, rows, here, all_timings):
-            if arm is None:
+        for kernel, timing, candidate, wrong in _candidates(op, problem, fit, rows, here, all_timings):
+            if candidate is None:
                 rows[kernel.name] |= {"reason": f"{WRONG}: {wrong}", "wrong": True}
             else:
-                arms.setdefault(kernel.name, {})[timing] = Watched(arm)
+                candidates.setdefault(kernel.name, {})[timing] = Watched(candidate)
     except UnverifiableError as error:
         for kernel in fit:
             rows[kernel.name]["reason"] = rows[kernel.name]["reason"] or str(error)
-        fit, arms = [], {}
-    racing = [watched for own in arms.values() for watched in own.values()]
+        fit, candidates = [], {}
+    racing = [watched for own in candidates.values() for watched in own.values()]
     if racing:
-        discarded = _race(racing, seconds * len(arms), seed, here.device or "cpu")
+        discarded = _race(racing, seconds * len(candidates), seed, here.device or "cpu")
         for kernel in fit:
             rows[kernel.name]["discarded"] = discarded
     for kernel in fit:
-        _fill(rows[kernel.name], op, problem, here, arms.get(kernel.name, {}))
+        _fill(rows[kernel.name], op, problem, here, candidates.get(kernel.name, {}))
     if baseline is not None:
         _hold(rows, baseline.name)
     return [rows[kernel.name] for kernel in held]
@@ -128,11 +128,11 @@ def _empty(op: Op, problem: Problem, name: str) -> dict[str, Any]:
     }
 
 
-def _arms(
+def _candidates(
     op: Op, problem: Problem, kernels: Sequence[Kernel], rows: dict[str, Any], here: Place, all_timings: bool
 ) -> Any:
-    """(kernel, timing mode, arm or None, what was wrong) for every kernel and mode."""
-    from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
+    """(kernel, timing mode, candidate or None, what was wrong) for every kernel and mode."""
+    from gristmill.autotune.candidate import Candidate, WrongResultError, shared_rotations
 
     device = here.device or "cpu"
     for hot in (False, True) if all_timings else (False,):
@@ -147,7 +147,7 @@ def _arms(
                 if rows[kernel.name]["reason"]:
                     continue  # it was wrong in another timing mode
                 try:
-                    arm = KernelArm(
+                    candidate = Candidate(
                         kernel,
                         rows[kernel.name]["config"],
                         rotations[kernel.name],
@@ -157,27 +157,27 @@ def _arms(
                 except WrongResultError as error:
                     yield kernel, "", None, str(error)
                     continue
-                arm.name = f"{kernel.name} {arm.timing}"
-                yield kernel, arm.timing, arm, ""
+                candidate.name = f"{kernel.name} {candidate.timing}"
+                yield kernel, candidate.timing, candidate, ""
 
 
-def _race(arms: Sequence[Watched], seconds: float, seed: int, device: str) -> int:
-    """Time `arms` in turn; returns the number of rounds that do not count because the device's clock differed."""
-    chance = random.Random(seed)
-    heat = Heat(arms, between=auditor(arms, chance), clock=sm_clock(device))
-    heat.run(LEAST, chance)
-    while heat.seconds < seconds and heat.rounds < MOST:
-        heat.run(2, chance)
-    for arm in arms:
-        arm.times = heat.kept(arm.name)
-        arm.audit(last=True)
-    return heat.rounds - len(heat.steady)
+def _race(candidates: Sequence[Watched], seconds: float, seed: int, device: str) -> int:
+    """Time `candidates` in turn; returns the number of rounds that do not count because the device's clock differed."""
+    rng = random.Random(seed)
+    timed = Rounds(candidates, between=auditor(candidates, rng), clock=sm_clock(device))
+    timed.run(LEAST, rng)
+    while timed.seconds < seconds and timed.count < MOST:
+        timed.run(2, rng)
+    for candidate in candidates:
+        candidate.times = timed.kept(candidate.name)
+        candidate.audit(last=True)
+    return timed.count - len(timed.steady)
 
 
 def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[str, Watched]) -> None:
+    from gristmill.autotune.candidate import TimingMode
     from gristmill.autotune.floor import row_floor
     from gristmill.autotune.timing import summarize
-    from gristmill.bench.arms import TimingMode
 
     if wrong := next((watched.wrong for watched in own.values() if watched.wrong), ""):
         row |= {"reason": f"{WRONG}: {wrong}", "wrong": True}
@@ -195,7 +195,7 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
         "gbs": cost.bytes / us / 1e3,
         "tflops": cost.flops / us / 1e6,
         **row_floor(cost, here.device or "cpu", us, captured=not mode.eager, hot=mode.hot).fields(us),
-        "error": max(watched.arm.error for watched in own.values()),
+        "error": max(watched.candidate.error for watched in own.values()),
     }
 
 

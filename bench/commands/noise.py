@@ -67,9 +67,9 @@ def noise(
 
     Exit status 0; 3 if the minimum effect is below the floor.
     """
+    from gristmill.autotune.candidate import Candidate, shared_rotations
     from gristmill.autotune.resolve import Resolver
-    from gristmill.bench.arms import KernelArm, shared_rotations
-    from gristmill.bench.compare import verified, why_not
+    from gristmill.bench.compare import verified
     from gristmill.bench.statistics.noise import NoiseError, self_test
     from gristmill.bench.statistics.verdict import Rule
 
@@ -81,14 +81,14 @@ def noise(
     else:
         kernel = default_registry().kernel(op.name, name)
         here = imported(here, [kernel])
-    config = kernel.config(problem, here.target) if not (gap := why_not(kernel, problem, here)) else {}
+    config = kernel.config(problem, here.target) if not (gap := here.why_not(kernel, problem)) else {}
     if gap or (gap := verified(op, kernel, config, problem, device)):
         raise click.UsageError(f"{kernel.name} cannot be timed on {problem}: {gap}")
     shared = shared_rotations(op, problem, device, [kernel], hot=hot)[kernel.name]
     with console.status(quiet=as_json) as progress:
         progress(f"{kernel.name} {problem}: {comparisons} comparisons with itself")
         measured = self_test(
-            lambda side: KernelArm(kernel, config, shared, name=side),
+            lambda side: Candidate(kernel, config, shared, name=side),
             Rule(min_effect=min_effect),
             comparisons=comparisons,
         )

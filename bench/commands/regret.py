@@ -69,7 +69,7 @@ def regret(
     tuned in this run       selection after tuning with half of this run's rounds, evaluated with the other half
     left out of tuning      the same, without the problem's own records
     """
-    from gristmill.bench.options import Job
+    from gristmill.autotune.options import Job
     from gristmill.bench.regret import study, unknown
     from gristmill.bench.regret import summary as summarized
     from gristmill.bench.replay import replay

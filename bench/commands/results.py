@@ -95,7 +95,7 @@ def repro(file: Path, row: int, as_json: bool) -> None:
     \b
     kernelbench repro results.json 12
     """
-    from gristmill.bench.arms import TimingMode
+    from gristmill.autotune.candidate import TimingMode
 
     data = result_file.read(file)
     if row >= len(data["rows"]):
@@ -125,7 +125,7 @@ def repro(file: Path, row: int, as_json: bool) -> None:
 
 _SCRIPT = """from gristmill.autotune.device import device_target
 from gristmill.autotune.rotation import Rotation
-from gristmill.bench.arms import KernelArm
+from gristmill.autotune.candidate import Candidate
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 
@@ -133,9 +133,9 @@ op = default_registry().op("{op}")
 kernel = default_registry().kernel("{op}", "{kernel}")
 problem = op.problem("{problem}")
 config = {config}
-arm = KernelArm(kernel, config, Rotation(op, kernel, problem, "{device}", hot={hot}), eager={eager}, isolated={isolated})
-print(sorted(arm.sample() for _ in range(15))[7], "us")
-arm.conclude()
+candidate = Candidate(kernel, config, Rotation(op, kernel, problem, "{device}", hot={hot}), eager={eager}, isolated={isolated})
+print(sorted(candidate.sample() for _ in range(15))[7], "us")
+candidate.conclude()
 """
 
 

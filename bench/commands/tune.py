@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gristmill import console
+from gristmill.autotune.options import Job
 from gristmill.autotune.place import place
 from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import model_calls, model_options
 from gristmill.bench.out_file import OutFile, store_to_write
 from gristmill.bench.problems import concrete, here_or_refuse
+from gristmill.bench.shapes import Call
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 
@@ -83,11 +86,10 @@ def tune(
     model, and for captured calls, they also have the saved time per token, and tables are ranked by it.
     """
     from gristmill.autotune.store import update
+    from gristmill.autotune.tune import tune as run
+    from gristmill.autotune.tune import with_tuned
     from gristmill.bench.capture import read as read_shapes
-    from gristmill.bench.options import Job
     from gristmill.bench.result_file import write
-    from gristmill.bench.tune import jobs_of, sampled, with_tuned
-    from gristmill.bench.tune import tune as run
 
     if sum(given is not None for given in (op_name, model, captured)) != 1:
         raise click.UsageError("give one of: an operation, a model with --model, or a file with --shapes")
@@ -183,6 +185,26 @@ def tune(
     more = {"out of time": "run the same command to continue", "known": "--redo tunes them again"}
     hints = "".join(f" ({state}: {hint})" for state, hint in more.items() if state in summary["states"])
     console.out().print(f"\n{states}{gain}{saved}. Written to {path}{hints}")
+
+
+def jobs_of(calls: Iterable[Call]) -> list[Job]:
+    """One job per problem, weighted by its number of calls in the model; those that move most data first."""
+    weights: dict[tuple[str, str], float] = {}
+    for call in calls:
+        weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
+    ops = default_registry().op
+    jobs = [Job(ops(op), ops(op).problem(problem), weight) for (op, problem), weight in weights.items()]
+    return sorted(jobs, key=lambda job: -job.weight * _size(job))
+
+
+def _size(job: Job) -> float:
+    cost = job.op.cost(job.problem)
+    return cost.bytes + cost.flops / 150  # a device does some hundred operations per byte
+
+
+def sampled(jobs: Iterable[Job]) -> float:
+    """Tokens that the calls of `jobs` generate, weighted: the draws of the operation `sample`, 0 if it is not among them."""
+    return sum(job.weight * job.problem.integer("m") for job in jobs if job.op.name == "sample")
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

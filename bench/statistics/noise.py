@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat, race
+from gristmill.autotune.rounds import ROUNDS, Rounds, Timeable
+from gristmill.bench.statistics.race import race
 from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict
 
 
@@ -36,13 +37,13 @@ class Noise:
 
 
 def self_test(
-    make: Callable[[str], Arm], rule: Rule, *, comparisons: int = 20, rounds: int = ROUNDS, seed: int = 0
+    make: Callable[[str], Timeable], rule: Rule, *, comparisons: int = 20, rounds: int = ROUNDS, seed: int = 0
 ) -> Noise:
-    """Compare `make("a")` with `make("b")`, two arms of the same kernel, `comparisons` times, each judged separately."""
+    """Compare `make("a")` with `make("b")`, two candidates of the same kernel, `comparisons` times, each judged separately."""
     verdicts = []
     for number in range(comparisons):
-        heat = Heat([make("a"), make("b")])
-        verdicts.append(race({"": heat}, rule, rounds=rounds, seed=seed + number)["", "b"])
+        timed = Rounds([make("a"), make("b")])
+        verdicts.append(race({"": timed}, rule, rounds=rounds, seed=seed + number)["", "b"])
     return summarize(verdicts)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.autotune.candidate import Candidate, WrongResultError
 from gristmill.autotune.rotation import Rotation
 from gristmill.autotune.verify import verify
-from gristmill.bench.arms import KernelArm, WrongResultError
 from gristmill.kernel_registry.kernel import Kernel, Workspace
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
@@ -69,7 +69,7 @@ def test_timing_hands_it_over_too() -> None:
     rotation = Rotation(
         OP, kernel(adds_what_is_there, 192, True), OP.problem("m=3,n=16,k=32,x=fp32,w=fp32"), "cpu"
     )
-    arms = [KernelArm(kernel(adds_what_is_there, 192, True), {}, rotation) for _ in range(2)]
-    assert all(arm.sample() > 0 and arm.error < 1e-6 for arm in arms)
+    candidates = [Candidate(kernel(adds_what_is_there, 192, True), {}, rotation) for _ in range(2)]
+    assert all(candidate.sample() > 0 and candidate.error < 1e-6 for candidate in candidates)
     with pytest.raises(WrongResultError):
-        KernelArm(kernel(forgets_to_clear, 192, True), {}, rotation)
+        Candidate(kernel(forgets_to_clear, 192, True), {}, rotation)

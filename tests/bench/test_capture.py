@@ -12,8 +12,8 @@ from click.testing import CliRunner
 import gristmill.ops as ops
 from gristmill.bench.capture import capturing, read, write
 from gristmill.bench.cli import cli
+from gristmill.bench.commands.tune import jobs_of
 from gristmill.bench.result_file import ResultError
-from gristmill.bench.tune import jobs_of
 
 
 def test_calls_are_counted_by_problem(policy_file, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gristmill.autotune.candidate import Candidate, WrongResultError
 from gristmill.autotune.rotation import Rotation
 from gristmill.autotune.verify import verify
-from gristmill.bench.arms import KernelArm, WrongResultError
 from gristmill.kernel_registry.registry import default_registry
 from tests.bench import cheats
 
@@ -21,16 +21,18 @@ def clean():
     cheats.leave()
 
 
-def timed(function) -> KernelArm:
+def timed(function) -> Candidate:
     kernel = cheats.kernel(function)
-    arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu"))
+    candidate = Candidate(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu"))
     for _ in range(6):
-        arm.sample()
-    arm.audit()
-    for _ in range(4 * len(arm.rotation.sets) // arm.calls):  # enough rounds for a cache to pay off
-        arm.sample()
-    arm.conclude()
-    return arm
+        candidate.sample()
+    candidate.audit()
+    for _ in range(
+        4 * len(candidate.rotation.sets) // candidate.calls
+    ):  # enough rounds for a cache to pay off
+        candidate.sample()
+    candidate.conclude()
+    return candidate
 
 
 @pytest.mark.parametrize("function", cheats.CHEATS, ids=lambda f: f.__name__)
@@ -40,8 +42,8 @@ def test_a_cheat_is_caught(function) -> None:
 
 
 def test_an_honest_kernel_is_not() -> None:
-    arm = timed(cheats.honest)
-    assert arm.error == 0.0 and arm.repeatable and arm.timing == "eager,cold"
+    candidate = timed(cheats.honest)
+    assert candidate.error == 0.0 and candidate.repeatable and candidate.timing == "eager,cold"
 
 
 PATIENT = [f for f in cheats.CHEATS if "thread" not in f.__name__ and "bits" not in f.__name__]
@@ -72,7 +74,9 @@ def test_every_operation_can_be_audited(op_name: str) -> None:
     problem = next(p for p in map(op.problem, op.examples[1:]) if kernel.accepts(p) is None)
     from gristmill.autotune.place import place
 
-    arm = KernelArm(kernel, kernel.config(problem, place("cpu").target), Rotation(op, kernel, problem, "cpu"))
+    candidate = Candidate(
+        kernel, kernel.config(problem, place("cpu").target), Rotation(op, kernel, problem, "cpu")
+    )
     for _ in range(3):
-        arm.sample()
-    arm.conclude()
+        candidate.sample()
+    candidate.conclude()

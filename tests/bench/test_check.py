@@ -14,11 +14,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gristmill.autotune.place import place
+from gristmill.autotune.rounds import ROUNDS, Rounds
 from gristmill.bench import baseline
 from gristmill.bench.cli import cli
 from gristmill.bench.compare import GAP, WRONG, Case, compare
 from gristmill.bench.result_file import ResultError
-from gristmill.bench.statistics.rounds import ROUNDS, Heat, race
+from gristmill.bench.statistics.race import race
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, Rule
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
@@ -142,9 +143,9 @@ def test_one_wrong_block_scale_is_2_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Any single block scale that is doubled, halved, zero or negative is reported."""
-    chance = random.Random(seed)
-    monkeypatch.setitem(WRONG_SCALE, "place", chance.randrange(1 << 20))
-    monkeypatch.setitem(WRONG_SCALE, "factor", chance.choice([2.0, 0.5, 0.0, -1.0]))
+    rng = random.Random(seed)
+    monkeypatch.setitem(WRONG_SCALE, "place", rng.randrange(1 << 20))
+    monkeypatch.setitem(WRONG_SCALE, "factor", rng.choice([2.0, 0.5, 0.0, -1.0]))
     path = tmp_path / "b.json"
     entry = {
         "op": "linear",
@@ -246,21 +247,21 @@ def test_a_baseline_of_no_ratio_is_a_mistake(tmp_path: Path) -> None:
 def test_rounds_go_on_until_the_change_is_clear() -> None:
     """A kernel that takes a fifth of its yardstick's time is FASTER at the first look, but its change is not
     yet clear then."""
-    chance = random.Random(0)
-    arms = [_Noisy("yard", 100.0, chance), _Noisy("kernel", 20.0, chance)]
+    rng = random.Random(0)
+    candidates = [_Noisy("yard", 100.0, rng), _Noisy("kernel", 20.0, rng)]
     entry = baseline.Entry("o", "p", "kernel", "yard", 0.19, 0.19, 0.19)
     for shift, looks in ((None, 1), (baseline.shifts([entry]), 2)):
-        heat = Heat(arms)
-        race({"o p": heat}, Rule(min_effect=0.05), **({} if shift is None else {"shift": shift}))
-        assert (heat.rounds > ROUNDS) == (looks > 1)
+        rounds = Rounds(candidates)
+        race({"o p": rounds}, Rule(min_effect=0.05), **({} if shift is None else {"shift": shift}))
+        assert (rounds.count > ROUNDS) == (looks > 1)
 
 
 class _Noisy:
-    def __init__(self, name: str, us: float, chance: random.Random) -> None:
-        self.name, self._us, self._chance = name, us, chance
+    def __init__(self, name: str, us: float, rng: random.Random) -> None:
+        self.name, self._us, self._rng = name, us, rng
 
     def sample(self) -> float:
-        return self._us * (1 + 0.1 * self._chance.random())
+        return self._us * (1 + 0.1 * self._rng.random())
 
 
 def test_a_wrong_result_outranks_a_slow_one(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from gristmill.autotune.candidate import Candidate, TimingMode, WrongResultError, timing_name
 from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
-from gristmill.bench.arms import KernelArm, TimingMode, WrongResultError, timing_name
 from gristmill.bench.cli import cli
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -60,9 +60,11 @@ def own_store(policy_file):
 
 
 def us(kernel, *, isolated: bool) -> float:
-    arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu", hot=True), isolated=isolated)
-    actual = min(arm.sample() for _ in range(40))  # a busy machine only adds time
-    arm.conclude()  # no audit objects
+    candidate = Candidate(
+        kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu", hot=True), isolated=isolated
+    )
+    actual = min(candidate.sample() for _ in range(40))  # a busy machine only adds time
+    candidate.conclude()  # no audit objects
     return actual
 
 
@@ -81,17 +83,17 @@ def test_calls_that_take_less_than_their_ties_are_no_reuse_of_results(
     """On a busy machine the ties may take longer than calls including their ties."""
     honest = default_registry().kernel("rms_norm", "rms_norm_cpu")
     config = honest.config(PROBLEM, place("cpu").target)
-    arm = KernelArm(
+    candidate = Candidate(
         honest, config, Rotation(cheats.OP, honest, PROBLEM, "cpu", hot=True), isolated=True, audited=False
     )
     # The first calls are audits, so that conclude looks closer.
     sample, disturbed = (
-        arm._timed.sample,
+        candidate._timed.sample,
         iter((1000.0, 1000.0)),
     )
-    monkeypatch.setattr(arm._timed, "sample", lambda *count: (sample(*count), next(disturbed, 5.0))[1])
-    arm.samples, arm._tie_us = [1.0], 50.0
-    arm.conclude()
+    monkeypatch.setattr(candidate._timed, "sample", lambda *count: (sample(*count), next(disturbed, 5.0))[1])
+    candidate.samples, candidate._tie_us = [1.0], 50.0
+    candidate.conclude()
 
 
 def test_an_honest_kernel_takes_as_long_isolated() -> None:
@@ -101,8 +103,8 @@ def test_an_honest_kernel_takes_as_long_isolated() -> None:
         honest.config(problem, place("cpu").target),
         Rotation(cheats.OP, honest, problem, "cpu"),
     )
-    arms = [KernelArm(honest, config, rotation, isolated=isolated) for isolated in (False, True)]
-    times = [[min(arm.sample() for _ in range(3)) for arm in arms] for _ in range(15)]
+    candidates = [Candidate(honest, config, rotation, isolated=isolated) for isolated in (False, True)]
+    times = [[min(candidate.sample() for _ in range(3)) for candidate in candidates] for _ in range(15)]
     assert statistics.median(b / a for a, b in times) == pytest.approx(1.0, abs=0.2)
 
 
@@ -131,10 +133,10 @@ def test_cheats_are_caught_in_isolated_calls_too() -> None:
     cheats.leave()
     kernel = cheats.kernel(cheats.writes_skipped_after_a_while)
     with pytest.raises(WrongResultError):
-        arm = KernelArm(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu"), isolated=True)
+        candidate = Candidate(kernel, {}, Rotation(cheats.OP, kernel, PROBLEM, "cpu"), isolated=True)
         for _ in range(60):
-            arm.sample()
-        arm.conclude()
+            candidate.sample()
+        candidate.conclude()
     cheats.leave()
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SUITE = """
 from dataclasses import replace
 import pytest
-from gristmill.bench.arms import WrongResultError
+from gristmill.autotune.candidate import WrongResultError
 from gristmill.autotune.place import place
 from tests.bench import cheats, slowed
 
@@ -108,7 +108,7 @@ def test_times_are_those_of_the_kernel(outcome: tuple[str, dict[str, Any]]) -> N
 
 def test_a_cheat_fails_its_test(outcome: tuple[str, dict[str, Any]]) -> None:
     shown, stored = outcome
-    assert "FAILED test_theirs.py::test_cheat - gristmill.bench.arms.WrongResultError" in shown
+    assert "FAILED test_theirs.py::test_cheat - gristmill.autotune.candidate.WrongRes" in shown
 
 
 def test_what_cannot_run_is_skipped_with_its_reason(outcome: tuple[str, dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gristmill.autotune.gang import Gang
+from gristmill.autotune.worker_group import WorkerGroup
 from gristmill.bench import rank_rows
 from gristmill.bench.cli import cli
 from gristmill.kernel_registry.policy import Policy
@@ -40,9 +40,9 @@ def test_collective_kernels_are_timed_and_saved(
 
 def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [{"ok": True, "times": {"eager,hot": us}} for us in ([1.0, 5.0], [3.0, 2.0])]
-    gang = Gang(2)
-    monkeypatch.setattr(gang, "_together", lambda *task: ranks)
-    assert gang.time(None, None, {}, None, "cpu", 2)["times"] == {"eager,hot": [3.0, 5.0]}
+    group = WorkerGroup(2)
+    monkeypatch.setattr(group, "_together", lambda *task: ranks)
+    assert group.time(None, None, {}, None, "cpu", 2)["times"] == {"eager,hot": [3.0, 5.0]}
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune.options import Job, Option
 from gristmill.autotune.place import place
 from gristmill.bench import regret
 from gristmill.bench.cli import cli
-from gristmill.bench.options import Job, Option
 from gristmill.bench.regret import Studied, summary
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune.options import Job, options
 from gristmill.autotune.place import place
 from gristmill.bench import regret
 from gristmill.bench.cli import cli
-from gristmill.bench.options import Job, options
 from gristmill.bench.regret import Studied, ask, summary, unknown
 from gristmill.bench.replay import replay
 from gristmill.bench.result_file import ResultError, record

@@ -8,11 +8,12 @@ import random
 import numpy as np
 import pytest
 
+from gristmill.autotune.candidate import Candidate, shared_rotations
 from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.place import place
-from gristmill.bench.arms import KernelArm, shared_rotations
+from gristmill.autotune.rounds import Rounds
 from gristmill.bench.statistics.noise import Noise, NoiseError, self_test, summarize
-from gristmill.bench.statistics.rounds import Heat, race
+from gristmill.bench.statistics.race import race
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, UNCLEAR, Rule, judge, merge
 from tests.bench import slowed
 
@@ -88,7 +89,7 @@ def test_a_time_of_zero_is_refused() -> None:
 
 
 class Clockwork:
-    """An arm with random times, a drift that all arms share, and a penalty for being first."""
+    """A candidate with random times, a drift that all candidates share, and a penalty for being first."""
 
     drift = 0.0
 
@@ -103,20 +104,20 @@ class Clockwork:
 
 def test_unclear_rows_get_more_rounds_and_others_do_not() -> None:
     rng = np.random.default_rng(4)
-    clear = Heat([Clockwork("base", 10, rng), Clockwork("slow", 13, rng)])
-    edge = Heat([Clockwork("base", 10, rng), Clockwork("edge", 10.3, rng)])
+    clear = Rounds([Clockwork("base", 10, rng), Clockwork("slow", 13, rng)])
+    edge = Rounds([Clockwork("base", 10, rng), Clockwork("edge", 10.3, rng)])
     verdicts = race({"clear": clear, "edge": edge}, Rule())
-    assert verdicts["clear", "slow"].verdict == SLOWER and clear.rounds == 16
-    assert edge.rounds > 16 and verdicts["edge", "edge"].rounds == edge.rounds
+    assert verdicts["clear", "slow"].verdict == SLOWER and clear.count == 16
+    assert edge.count > 16 and verdicts["edge", "edge"].rounds == edge.count
 
 
-def test_every_arm_is_timed_in_every_round() -> None:
+def test_every_candidate_is_timed_in_every_round() -> None:
     rng = np.random.default_rng(5)
-    arms = [Clockwork(name, 10, rng) for name in "abc"]
-    heat = Heat(arms)
-    race({"": heat}, Rule(min_effect=0.2))
-    assert {len(heat.times[arm.name]) for arm in arms} == {heat.rounds} and len(
-        {arm.taken for arm in arms}
+    candidates = [Clockwork(name, 10, rng) for name in "abc"]
+    rounds = Rounds(candidates)
+    race({"": rounds}, Rule(min_effect=0.2))
+    assert {len(rounds.times[candidate.name]) for candidate in candidates} == {rounds.count} and len(
+        {candidate.taken for candidate in candidates}
     ) == 1
 
 
@@ -134,27 +135,29 @@ def test_a_threshold_below_the_noise_is_refused() -> None:
 # Real kernels on this machine, however noisy.
 
 
-def arm(kernel, name: str = "") -> KernelArm:
+def candidate(kernel, name: str = "") -> Candidate:
     here = place("cpu")
     rotation = (
-        arm.shared.get(kernel.name)
+        candidate.shared.get(kernel.name)
         or shared_rotations(slowed.OP, slowed.PROBLEM, "cpu", [kernel])[kernel.name]
     )
-    arm.shared[slowed.HONEST.name] = arm.shared[slowed.SLOWER.name] = rotation
-    return KernelArm(kernel, kernel.config(slowed.PROBLEM, here.target), rotation, name=name)
+    candidate.shared[slowed.HONEST.name] = candidate.shared[slowed.SLOWER.name] = rotation
+    return Candidate(kernel, kernel.config(slowed.PROBLEM, here.target), rotation, name=name)
 
 
-arm.shared = {}
+candidate.shared = {}
 
 
 def slower_called(times: int) -> int:
-    honest, slower = arm(slowed.HONEST), arm(slowed.SLOWER)
-    actual = [race({"": Heat([honest, slower])}, Rule(), seed=seed)["", slower.name] for seed in range(times)]
+    honest, slower = candidate(slowed.HONEST), candidate(slowed.SLOWER)
+    actual = [
+        race({"": Rounds([honest, slower])}, Rule(), seed=seed)["", slower.name] for seed in range(times)
+    ]
     return sum(v.verdict == SLOWER for v in actual)
 
 
 def test_a_kernel_is_the_same_as_itself() -> None:
-    noise = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=10)
+    noise = self_test(lambda name: candidate(slowed.HONEST, name), Rule(), comparisons=10)
     assert noise.false == 0, noise
 
 
@@ -165,7 +168,7 @@ def test_eight_percent_slower_is_called_slower() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # 150 to 700 seconds on two cores with a load of five to thirteen
 def test_200_comparisons_of_a_kernel_with_itself() -> None:
-    noise = self_test(lambda name: arm(slowed.HONEST, name), Rule(), comparisons=200)
+    noise = self_test(lambda name: candidate(slowed.HONEST, name), Rule(), comparisons=200)
     assert noise.false <= 2, noise
 
 
@@ -182,19 +185,22 @@ def test_rounds_off_the_median_clock_do_not_count() -> None:
         np.random.default_rng(3),
         iter([1980.0] * 6 + [1200.0] * 3 + [1980.0, 1965.0, None] + [1980.0] * 4),
     )
-    heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=lambda: next(clocks))
-    heat.run(16, random.Random(0))
-    assert heat.steady == [n for n in range(16) if n not in (6, 7, 8)]
-    assert heat.kept("base") == [heat.times["base"][n] for n in heat.steady] and len(heat.logs("other")) == 13
+    rounds = Rounds([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=lambda: next(clocks))
+    rounds.run(16, random.Random(0))
+    assert rounds.steady == [n for n in range(16) if n not in (6, 7, 8)]
+    assert (
+        rounds.kept("base") == [rounds.times["base"][n] for n in rounds.steady]
+        and len(rounds.logs("other")) == 13
+    )
 
 
 def test_a_clock_that_wanders_or_is_unknown_discards_nothing() -> None:
     for clock in (None, lambda: None, iter([500.0 * n for n in range(1, 9)]).__next__):
         rng = np.random.default_rng(4)
-        heat = Heat([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=clock)
-        assert heat.logs("other") == []
-        heat.run(8, random.Random(0))
-        assert heat.steady == [*range(8)] and len(heat.logs("other")) == 8
+        rounds = Rounds([Clockwork("base", 10, rng), Clockwork("other", 10, rng)], clock=clock)
+        assert rounds.logs("other") == []
+        rounds.run(8, random.Random(0))
+        assert rounds.steady == [*range(8)] and len(rounds.logs("other")) == 8
 
 
 def test_a_cpu_has_no_clock_to_read() -> None:

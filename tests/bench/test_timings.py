@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from gristmill.autotune import worker
+from gristmill.autotune.candidate import timing_name
 from gristmill.autotune.place import place
 from gristmill.bench import compare, timings
-from gristmill.bench.arms import timing_name
 from gristmill.bench.cli import cli
 from gristmill.bench.problems import baseline_of, chosen, missing_peers, workloads
 from gristmill.bench.shapes import MIXES, calls, load_config

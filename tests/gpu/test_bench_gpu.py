@@ -1,4 +1,4 @@
-"""Measuring on a GPU: audited arms, kernels that cheat with streams, comparisons, ceilings, tuning."""
+"""Measuring on a GPU: audited candidates, kernels that cheat with streams, comparisons, ceilings, tuning."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import gc
 import pytest
 import torch
 
+from gristmill.autotune.candidate import Candidate, WrongResultError
 from gristmill.autotune.disturbance import GPU_REASONS
 from gristmill.autotune.floor import remeasure
+from gristmill.autotune.options import Job
 from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
-from gristmill.bench.arms import KernelArm, WrongResultError
+from gristmill.autotune.tune import tune
 from gristmill.bench.compare import Case, compare
-from gristmill.bench.options import Job
 from gristmill.bench.statistics.noise import self_test
 from gristmill.bench.statistics.verdict import FASTER, SLOWER, Rule
 from gristmill.bench.timings import TIMINGS, kernel_rows
-from gristmill.bench.tune import tune
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
@@ -71,9 +71,9 @@ def kernel(function, **more) -> Kernel:
     )
 
 
-def arm(spec: Kernel, problem: str = PROBLEM, *, hot: bool = False) -> KernelArm:
+def candidate(spec: Kernel, problem: str = PROBLEM, *, hot: bool = False) -> Candidate:
     config = spec.config(OP.problem(problem), place(None).target)
-    measured = KernelArm(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0", hot=hot))
+    measured = Candidate(spec, config, Rotation(OP, spec, OP.problem(problem), "cuda:0", hot=hot))
     for _ in range(6):
         measured.sample()
     measured.conclude()
@@ -86,8 +86,11 @@ def clean():
 
 
 def test_an_honest_kernel_passes_captured_and_eager() -> None:
-    assert arm(kernel(honest)).timing == "graph,cold" and arm(kernel(honest, capturable=False)).error == 0.0
-    measured = arm(default_registry().kernel("rms_norm", "rms_norm_triton"))
+    assert (
+        candidate(kernel(honest)).timing == "graph,cold"
+        and candidate(kernel(honest, capturable=False)).error == 0.0
+    )
+    measured = candidate(default_registry().kernel("rms_norm", "rms_norm_triton"))
     assert measured.repeatable and measured.samples[-1] > 10
 
 
@@ -98,14 +101,14 @@ def test_work_left_on_another_stream_is_caught(cheat, capturable: bool, hot: boo
     for problem in (PROBLEM, "m=64,n=2048"):  # a long call, and one that is nearly done when it returns
         # The error is infinite where poison is left, and finite where it has been overwritten.
         with pytest.raises(WrongResultError, match="cannot be captured|over the tolerance|changed after"):
-            arm(kernel(cheat, capturable=capturable), problem, hot=hot)
+            candidate(kernel(cheat, capturable=capturable), problem, hot=hot)
 
 
 @pytest.mark.parametrize("hot", [True, False])
 def test_work_that_is_waited_for_is_none_of_that(hot: bool) -> None:
     for problem in (PROBLEM, "m=64,n=2048"):
         assert (
-            arm(kernel(work_handed_over_and_back, capturable=False), problem, hot=hot).timing
+            candidate(kernel(work_handed_over_and_back, capturable=False), problem, hot=hot).timing
             == f"eager,{'hot' if hot else 'cold'}"
         )
 
@@ -113,7 +116,7 @@ def test_work_that_is_waited_for_is_none_of_that(hot: bool) -> None:
 @pytest.mark.parametrize("capturable", [True, False])
 def test_cached_results_are_caught(capturable: bool) -> None:
     with pytest.raises(WrongResultError, match="over the tolerance"):
-        arm(kernel(results_cached_by_pointer, capturable=capturable))
+        candidate(kernel(results_cached_by_pointer, capturable=capturable))
 
 
 def test_comparisons_are_right_and_quiet(policy_file) -> None:
@@ -124,7 +127,7 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
     assert row.verdict in (FASTER, SLOWER) and row.noise is not None and row.noise < 0.02, row
     shared = Rotation(OP, triton, OP.problem(PROBLEM), "cuda:0")
     configuration = self_test(
-        lambda name: KernelArm(triton, triton.config(OP.problem(PROBLEM), device.target), shared, name=name),
+        lambda name: Candidate(triton, triton.config(OP.problem(PROBLEM), device.target), shared, name=name),
         Rule(),
         comparisons=20,
     )
@@ -163,7 +166,7 @@ def test_an_old_graph_freed_meanwhile_does_not_spoil_a_capture() -> None:
     gc.set_threshold(1)  # collects at nearly every allocation
     try:
         for _ in range(5):
-            measured = KernelArm(spec, config, rotation)
+            measured = Candidate(spec, config, rotation)
             measured.self = measured  # a cycle: only a collection frees its graph
             measured.sample()
     finally:

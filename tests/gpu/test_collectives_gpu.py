@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gristmill.autotune.captures import capturing
-from gristmill.autotune.gang import Gang
+from gristmill.autotune.worker_group import WorkerGroup
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import rendezvous
@@ -45,15 +45,15 @@ SHAPES = (
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Gang]:
-    """Returns a gang of two GPUs."""
-    gang = Gang(2, timeout=120)
-    yield gang
-    gang.close()
+def pair() -> Iterator[WorkerGroup]:
+    """Returns a worker group of two GPUs."""
+    group = WorkerGroup(2, timeout=120)
+    yield group
+    group.close()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_two_ranks_match_the_reference(pair: Gang, kernel: Any) -> None:
+def test_two_ranks_match_the_reference(pair: WorkerGroup, kernel: Any) -> None:
     op, checked = REGISTRY.op(kernel.op), 0
     for shape in SHAPES:
         problem = op.problem(f"{shape},world=2")

@@ -85,7 +85,8 @@ def test_a_suite_on_a_gpu(tmp_path: Path) -> None:
     assert "2 failed, 5 passed" in process.stdout, process.stdout + process.stderr
     for name in ("left_on_another_stream", "cached"):
         assert (
-            f"FAILED test_theirs.py::test_{name} - gristmill.bench.arms.WrongResultError" in process.stdout
+            f"FAILED test_theirs.py::test_{name} - gristmill.autotune.candidate.WrongResultError"
+            in process.stdout
         ), process.stdout
     output = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]}
     cold, hot, eager, long = (

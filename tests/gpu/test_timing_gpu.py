@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gristmill.autotune import timing
+from gristmill.autotune.candidate import Candidate
 from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
-from gristmill.bench.arms import KernelArm
-from gristmill.bench.statistics.rounds import Heat
+from gristmill.autotune.rounds import Rounds
 from gristmill.kernel_registry.registry import default_registry
 
 pytestmark = pytest.mark.gpu
@@ -76,9 +76,11 @@ def test_rounds_have_their_clock(policy_file) -> None:
     policy_file()
     op, device = default_registry().op("rms_norm"), place(None)
     kernel, problem = default_registry().kernel("rms_norm", "rms_norm_triton"), op.problem("m=256,n=4096")
-    arm = KernelArm(kernel, kernel.config(problem, device.target), Rotation(op, kernel, problem, "cuda:0"))
-    heat = Heat([arm], clock=sm_clock("cuda:0"))
-    heat.run(9, random.Random(0))
+    candidate = Candidate(
+        kernel, kernel.config(problem, device.target), Rotation(op, kernel, problem, "cuda:0")
+    )
+    rounds = Rounds([candidate], clock=sm_clock("cuda:0"))
+    rounds.run(9, random.Random(0))
     if torch.version.cuda is not None:
-        assert len(heat.clocks) == 9 and all(mhz and mhz > 100 for mhz in heat.clocks)
-    assert 5 <= len(heat.steady) <= 9 and len(heat.kept(arm.name)) == len(heat.steady)
+        assert len(rounds.clocks) == 9 and all(mhz and mhz > 100 for mhz in rounds.clocks)
+    assert 5 <= len(rounds.steady) <= 9 and len(rounds.kept(candidate.name)) == len(rounds.steady)

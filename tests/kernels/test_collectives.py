@@ -1,4 +1,4 @@
-"""Collective operations: verified by gangs of processes, on odd shapes in every dtype; a rank that died is replaced."""
+"""Collective operations: verified by worker groups of processes, on odd shapes in every dtype; a rank that died is replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gristmill import ops
 from gristmill.autotune.device import device_target
-from gristmill.autotune.gang import Gang
+from gristmill.autotune.worker_group import WorkerGroup
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -23,22 +23,22 @@ SHAPES = ("m=1,n=1", "m=7,n=257,x=fp32", "m=7,n=257", "m=33,n=64,x=fp16")
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Gang]:
-    """Returns a gang of two ranks, which all tests of this module share."""
-    gang = Gang(2, timeout=90)
-    yield gang
-    gang.close()
+def pair() -> Iterator[WorkerGroup]:
+    """Returns a worker group of two ranks, which all tests of this module share."""
+    group = WorkerGroup(2, timeout=90)
+    yield group
+    group.close()
 
 
-def verified(gang: Gang, kernel: Kernel, problem: str) -> dict[str, Any]:
+def verified(group: WorkerGroup, kernel: Kernel, problem: str) -> dict[str, Any]:
     """Returns the outcome of a kernel with its default configuration."""
     op = REGISTRY.op(kernel.op)
     asked = op.problem(problem)
-    return gang.verify(op, kernel, kernel.config(asked, device_target("cpu", Policy())), asked, "cpu")
+    return group.verify(op, kernel, kernel.config(asked, device_target("cpu", Policy())), asked, "cpu")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_two_ranks_match_the_reference(pair: Gang, kernel: Kernel) -> None:
+def test_two_ranks_match_the_reference(pair: WorkerGroup, kernel: Kernel) -> None:
     op = REGISTRY.op(kernel.op)
     for shape in SHAPES:
         outcome = verified(pair, kernel, f"{shape},world=2")
@@ -50,29 +50,29 @@ def test_two_ranks_match_the_reference(pair: Gang, kernel: Kernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_match_the_reference(world: int) -> None:
-    gang = Gang(world, timeout=90)
+    group = WorkerGroup(world, timeout=90)
     try:
         for kernel in KERNELS:
             for shape in SHAPES:
-                outcome = verified(gang, kernel, f"{shape},world={world}")
+                outcome = verified(group, kernel, f"{shape},world={world}")
                 assert outcome["ok"], (shape, outcome["reason"])
     finally:
-        gang.close()
+        group.close()
 
 
 @pytest.mark.slow
 def test_a_dead_rank_is_replaced_with_its_peers() -> None:
-    op, kernel, gang = REGISTRY.op("all_reduce"), KERNELS[0], Gang(2, timeout=90)
+    op, kernel, group = REGISTRY.op("all_reduce"), KERNELS[0], WorkerGroup(2, timeout=90)
     problem = op.problem("m=1,n=8,world=2")
     try:
-        assert gang.verify(op, kernel, {}, problem, "cpu")["ok"]
-        process = gang._workers[1]._process
+        assert group.verify(op, kernel, {}, problem, "cpu")["ok"]
+        process = group._workers[1]._process
         assert process is not None
         process.kill()
         process.wait()
-        assert gang.verify(op, kernel, {}, problem, "cpu")["ok"]
+        assert group.verify(op, kernel, {}, problem, "cpu")["ok"]
     finally:
-        gang.close()
+        group.close()
 
 
 @pytest.mark.parametrize("fault", ["one element", "a rank left out"])

@@ -61,14 +61,14 @@ def cached(engine: Engine) -> dict[int, tuple[int | None, tuple[int, ...]]]:
 def test_the_mirror_equals_the_cache(seed: int) -> None:
     engine, _ = fake_engine(num_blocks=24, max_seqs=4)
     engine.record_cache_events()
-    chance, mirror = random.Random(seed), Mirror()
+    rng, mirror = random.Random(seed), Mirror()
     kinds: set[type] = set()
-    stems = [[chance.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
+    stems = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
     for step in range(300):
-        if chance.random() < 0.5:
-            tail = [chance.randrange(VOCAB) for _ in range(chance.randrange(1, 9))]
-            engine.add_request(str(step), chance.choice(stems) + tail, PARAMS)
-        if chance.random() < 0.02:
+        if rng.random() < 0.5:
+            tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]
+            engine.add_request(str(step), rng.choice(stems) + tail, PARAMS)
+        if rng.random() < 0.02:
             engine.reset_prefix_cache()
         engine.step()
         events = engine.take_cache_events()
@@ -83,15 +83,15 @@ def test_the_mirror_equals_the_cache(seed: int) -> None:
 def test_events_that_nobody_takes_are_bounded(seed: int) -> None:
     """What is taken late, and what is recorded late, is what the cache holds, and then what changes."""
     engine, _ = fake_engine(num_blocks=24, max_seqs=4)
-    chance, mirror = random.Random(seed), Mirror()
+    rng, mirror = random.Random(seed), Mirror()
     for step in range(600):
-        if chance.random() < 0.5:
-            tokens = [chance.randrange(4) for _ in range(chance.randrange(8, 30))]
+        if rng.random() < 0.5:
+            tokens = [rng.randrange(4) for _ in range(rng.randrange(8, 30))]
             engine.add_request(str(step), tokens, PARAMS)
         engine.step()
-        if step == 50 or (step > 50 and chance.random() < 0.005):
+        if step == 50 or (step > 50 and rng.random() < 0.005):
             engine.record_cache_events()  # for a router that begins anew
-        if step > 50 and chance.random() < 0.02:
+        if step > 50 and rng.random() < 0.02:
             events = engine.take_cache_events()
             blocks = sum(
                 len(event.block_hashes) for event in events if not isinstance(event, AllBlocksCleared)

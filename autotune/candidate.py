@@ -1,4 +1,4 @@
-"""Arms: a kernel on a problem, timed in turn with others and audited meanwhile.
+"""Candidates: a kernel on a problem, timed in turn with others and audited meanwhile.
 
 An audit is a timed sample like any other, over arguments whose content was just replaced in place and whose outputs were
 poisoned: afterwards they must hold what the reference makes of the new content. See `gristmill.autotune.rotation`.
@@ -41,11 +41,11 @@ class WrongResultError(RuntimeError):
 
 
 PAUSE, PAUSE_AT_LEAST, CYCLES = 2.0, 10e-3, 2e9
-"""The pause of an eager GPU arm's stream before calls are audited for unfinished work: a multiple of the calls' time, the
+"""The pause of an eager GPU candidate's stream before calls are audited for unfinished work: a multiple of the calls' time, the
 minimum in seconds, and the highest rate in Hz of the counter that measures the pause."""
 
 
-class KernelArm:
+class Candidate:
     """`kernel` with `config` over the argument lists of `rotation`. name: in tables; the kernel's own by default.
 
     eager: on a GPU, launch each call even if a graph could hold it. Kernels that cannot be captured are always launched.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gristmill.autotune.place import Place
-from gristmill.bench.compare import why_not
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -45,7 +44,7 @@ class Option:
 def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
     """Every kernel that can run and that the cost models do not rule out, with its configurations; large spaces are
     sampled. every: no exclusion and no sampling."""
-    kernels = [k for k in default_registry().kernels_of(job.op.name) if not why_not(k, job.problem, here)]
+    kernels = [k for k in default_registry().kernels_of(job.op.name) if not here.why_not(k, job.problem)]
     kernels = [
         k
         for k in kernels

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gristmill.autotune.options import Job, Option, options
 from gristmill.autotune.place import place
-from gristmill.bench.options import Job, Option, options
+from gristmill.autotune.verifying import CHUNK, chunks, verify_all
 from gristmill.bench.suites import load_suite
-from gristmill.bench.verifying import CHUNK, chunks, verify_all
 
 
 class Recorder:

@@ -14,27 +14,27 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gristmill.autotune.clock import now
-from gristmill.bench.statistics.rounds import ROUNDS, Arm, Heat
+from gristmill.autotune.rounds import ROUNDS, Rounds, Timeable
 
 FINALISTS = 3
 KEEP_WITHIN = 1.5
 """A candidate this many times slower than the best one is dropped, even if it is in the better half."""
 
 
-A = TypeVar("A", bound=Arm)
+A = TypeVar("A", bound=Timeable)
 
 
 @dataclass(frozen=True)
 class Placed(Generic[A]):
     """A finalist. us: median microseconds of its rounds in the final."""
 
-    arm: A
+    candidate: A
     us: float
     samples: tuple[float, ...]
 
 
 def halve(
-    arms: Sequence[A],
+    candidates: Sequence[A],
     *,
     keep: Sequence[A] = (),
     deadline: float = math.inf,
@@ -44,52 +44,54 @@ def halve(
     mhz: Callable[[], float | None] | None = None,
     kind: Callable[[A], str] | None = None,
 ) -> list[Placed[A]]:
-    """The finalists of `arms`, fastest first. keep: arms that are in the final whatever their time (the default).
+    """The finalists of `candidates`, fastest first. keep: candidates that are in the final whatever their time (the default).
 
-    kind: the group of an arm (its kernel). The fastest arm of each kind is in the final too, unless it is KEEP_WITHIN times slower
+    kind: the group of a candidate (its kernel). The fastest of each kind is in the final too, unless it is KEEP_WITHIN times slower
     than the best: selection for a similar problem prefers kernels with measured times to all others.
     deadline: on `clock`. After it no further stage starts, and the final has the least number of rounds that can rank.
     mhz: reads the device's clock; rounds of the final off its median do not count.
     """
-    if not arms:
+    if not candidates:
         return []
-    chance = random.Random(seed)
-    left, take = list(arms), 1
-    seen: dict[str, list[float]] = {arm.name: [] for arm in left}
+    rng = random.Random(seed)
+    left, take = list(candidates), 1
+    seen: dict[str, list[float]] = {one.name: [] for one in left}
     while len(left) > FINALISTS and clock() < deadline:
-        heat = Heat(left)
-        heat.run(take, chance)
-        for arm in left:
-            seen[arm.name] += heat.times[arm.name]
+        stage = Rounds(left)
+        stage.run(take, rng)
+        for candidate in left:
+            seen[candidate.name] += stage.times[candidate.name]
         # The minimum of a few rounds ranks better than their median: disturbances only make a run longer.
-        left.sort(key=lambda arm: min(seen[arm.name]))
+        left.sort(key=lambda one: min(seen[one.name]))
         best = min(seen[left[0].name])
         count = max(FINALISTS, len(left) // 2)
-        left = [arm for arm in left[:count] if min(seen[arm.name]) <= KEEP_WITHIN * best]
+        left = [one for one in left[:count] if min(seen[one.name]) <= KEEP_WITHIN * best]
         take *= 2
         if len(left) <= FINALISTS:
             break
     finalists = left[:FINALISTS]
     if kind is not None:
-        finalists += _others(arms, seen, {kind(arm) for arm in finalists}, kind)
-    finalists += [arm for arm in keep if arm not in finalists]
-    final = Heat(finalists, clock=mhz)
-    final.run(2, chance)
-    while final.rounds < rounds and clock() < deadline:
-        final.run(2, chance)
+        finalists += _others(candidates, seen, {kind(one) for one in finalists}, kind)
+    finalists += [one for one in keep if one not in finalists]
+    final = Rounds(finalists, clock=mhz)
+    final.run(2, rng)
+    while final.count < rounds and clock() < deadline:
+        final.run(2, rng)
     placed = [
-        Placed(arm, statistics.median(final.kept(arm.name)), tuple(final.kept(arm.name))) for arm in finalists
+        Placed(one, statistics.median(final.kept(one.name)), tuple(final.kept(one.name))) for one in finalists
     ]
     return sorted(placed, key=lambda one: one.us)
 
 
 def _others(
-    arms: Sequence[A], seen: dict[str, list[float]], there: set[str], kind: Callable[[A], str]
+    candidates: Sequence[A], seen: dict[str, list[float]], there: set[str], kind: Callable[[A], str]
 ) -> list[A]:
-    """The fastest arm of each kind that is not in `there`, if it is near the best."""
+    """The fastest candidate of each kind that is not in `there`, if it is near the best."""
     fastest: dict[str, A] = {}
-    timed = sorted((arm for arm in arms if seen[arm.name]), key=lambda arm: min(seen[arm.name]))
-    for arm in timed:
-        if kind(arm) not in there and min(seen[arm.name]) <= KEEP_WITHIN * min(seen[timed[0].name]):
-            fastest.setdefault(kind(arm), arm)
+    timed = sorted((one for one in candidates if seen[one.name]), key=lambda one: min(seen[one.name]))
+    for candidate in timed:
+        if kind(candidate) not in there and min(seen[candidate.name]) <= KEEP_WITHIN * min(
+            seen[timed[0].name]
+        ):
+            fastest.setdefault(kind(candidate), candidate)
     return list(fastest.values())

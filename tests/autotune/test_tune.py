@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from gristmill.autotune import tune as tuning
+from gristmill.autotune.halving import halve
+from gristmill.autotune.options import MOST, Job, Option, options
 from gristmill.autotune.place import place
-from gristmill.bench import tune as tuning
+from gristmill.autotune.verifying import verify_all
 from gristmill.bench.cli import cli
-from gristmill.bench.halving import halve
-from gristmill.bench.options import MOST, Job, Option, options
+from gristmill.bench.commands.tune import jobs_of, sampled
 from gristmill.bench.shapes import Step, calls, load_config
-from gristmill.bench.tune import jobs_of
-from gristmill.bench.verifying import verify_all
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, target_key
 from tests.bench import cheats, slowed
@@ -44,34 +44,36 @@ def test_halving_finds_the_fastest_and_spends_little_on_the_rest() -> None:
     right = 0
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        arms = [Drawn(str(n), 10 * (1 + 0.05 * n), rng) for n in range(40)]
-        placed = halve(arms, keep=[arms[30]], seed=seed)
-        right += placed[0].arm.name in ("0", "1")
-        assert "30" in {one.arm.name for one in placed} and len(placed) == 4
-        assert sum(arm.taken for arm in arms[20:30]) < 10 * 4 and arms[0].taken > 40
+        candidates = [Drawn(str(n), 10 * (1 + 0.05 * n), rng) for n in range(40)]
+        placed = halve(candidates, keep=[candidates[30]], seed=seed)
+        right += placed[0].candidate.name in ("0", "1")
+        assert "30" in {one.candidate.name for one in placed} and len(placed) == 4
+        assert sum(candidate.taken for candidate in candidates[20:30]) < 10 * 4 and candidates[0].taken > 40
     assert right >= 19
 
 
 def test_the_final_has_the_fastest_of_each_kind_that_comes_near() -> None:
     rng = np.random.default_rng(3)
-    arms = [
+    candidates = [
         Drawn(f"{kind}{n}", base * (1 + 0.02 * n), rng)
         for kind, base in (("a", 10), ("b", 12.5), ("c", 40))
         for n in range(8)
     ]
-    placed = [one.arm.name for one in halve(arms, seed=1, kind=lambda arm: arm.name[0])]
+    placed = [
+        one.candidate.name for one in halve(candidates, seed=1, kind=lambda candidate: candidate.name[0])
+    ]
     assert (
         sum(name.startswith("a") for name in placed) == 3
         and sum(name.startswith("b") for name in placed) == 1
     )
     assert not any(name.startswith("c") for name in placed), "four times slower than the best"
-    assert not any(one.arm.name.startswith("b") for one in halve(arms, seed=1))
+    assert not any(one.candidate.name.startswith("b") for one in halve(candidates, seed=1))
 
 
 def test_a_deadline_ends_it_with_an_answer() -> None:
     rng = np.random.default_rng(0)
-    arms = [Drawn(str(n), 10 + n, rng) for n in range(9)]
-    placed = halve(arms, deadline=0.0, clock=lambda: 1.0)
+    candidates = [Drawn(str(n), 10 + n, rng) for n in range(9)]
+    placed = halve(candidates, deadline=0.0, clock=lambda: 1.0)
     assert placed and len(placed[0].samples) == 2
 
 
@@ -109,7 +111,7 @@ def test_tuning_on_this_machine_fills_the_store_and_goes_on_where_it_stopped(pol
 def test_what_is_saved_is_ranked_by_token(policy_file, tmp_path: Path) -> None:
     policy_file()
     loaded = jobs_of(calls(load_config("llama-3-8b"), 1, [Step.decode("32x64*3"), Step.prefill("2x512")]))
-    assert tuning.sampled(loaded) == 32 * 3 + 2  # one per sequence, for each step as often as it occurs
+    assert sampled(loaded) == 32 * 3 + 2  # one per sequence, for each step as often as it occurs
     live = tmp_path / "live.json"
     rows = [
         {"op": "rms_norm", "problem": "m=3,n=64", "count": 7},

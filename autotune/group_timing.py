@@ -1,4 +1,4 @@
-"""Timing of a collective kernel by the ranks of a gang, in one rank: all make the same calls, however long they take.
+"""Timing of a collective kernel by a worker group, in one rank: all make the same calls, however long they take.
 
 A barrier precedes each round, so a round includes no wait for a rank that is late by more than that.
 """

@@ -18,7 +18,7 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
 
-class Gang:
+class WorkerGroup:
     """`world` child processes that verify and time together, with the interface of `Worker`. On GPUs rank r has device r."""
 
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
@@ -98,6 +98,6 @@ class Gang:
 
 
 @cache
-def shared_gang(world: int) -> Gang:
-    """The gang of this process for `world` ranks."""
-    return Gang(world)
+def shared_group(world: int) -> WorkerGroup:
+    """The worker group of this process for `world` ranks."""
+    return WorkerGroup(world)

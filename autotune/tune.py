@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.autotune.clock import now
 from gristmill.autotune.gpu_clock import sm_clock
+from gristmill.autotune.halving import halve
+from gristmill.autotune.options import Job, Option, options
 from gristmill.autotune.place import Place
-from gristmill.bench.halving import halve
-from gristmill.bench.options import Job, options
-from gristmill.bench.shapes import Call
-from gristmill.bench.verifying import verify_all
+from gristmill.autotune.verifying import verify_all
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, target_key
-from gristmill.kernel_registry.times import of_present_code
+from gristmill.kernel_registry.times import deployed, of_present_code
+
+if TYPE_CHECKING:
+    from gristmill.autotune.candidate import Candidate
 
 
 @dataclass
@@ -50,38 +53,13 @@ class Tuned:
         }
 
 
-def jobs_of(calls: Iterable[Call]) -> list[Job]:
-    """One job per problem, weighted by its number of calls in the model; those that move most data first."""
-    weights: dict[tuple[str, str], float] = {}
-    for call in calls:
-        weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
-    registry = default_registry()
-    jobs = [
-        Job(registry.op(op), registry.op(op).problem(problem), weight)
-        for (op, problem), weight in weights.items()
-    ]
-    return sorted(jobs, key=lambda job: -job.weight * _size(job))
-
-
-def sampled(jobs: Iterable[Job]) -> float:
-    """Tokens that the calls of `jobs` generate, weighted: the draws of the operation `sample`, 0 if it is not among them."""
-    return sum(job.weight * job.problem.integer("m") for job in jobs if job.op.name == "sample")
-
-
-def _size(job: Job) -> float:
-    cost = job.op.cost(job.problem)
-    return cost.bytes + cost.flops / 150  # a device does some hundred operations per byte
-
-
 def known(job: Job, here: Place, store: Store) -> bool:
     """Whether the problem is tuned: the store has times of it with the present toolchain in the timing mode of deployment,
     and none is of code that has changed since."""
     own = [
         t
         for t in store.times(job.op.name, target_key(here.target))
-        if t.problem == str(job.problem)
-        and t.toolchain == here.build.key()
-        and not {"hot", "isolated"} & {*t.timing.split(",")}
+        if t.problem == str(job.problem) and t.toolchain == here.build.key() and deployed(t)
     ]
     return bool(own) and not any(_outdated(t) for t in own)
 
@@ -153,83 +131,90 @@ def tune(
 
 
 def _one(job: Job, here: Place, deadline: float, pool: Sequence[Any]) -> tuple[Tuned, list[Any]]:
+    from gristmill.autotune.candidate import WrongResultError
     from gristmill.autotune.errors import UnverifiableError
-    from gristmill.bench.arms import KernelArm, WrongResultError, shared_rotations
 
     begin, device = now(), here.device or "cpu"
     tuned = Tuned(job.op.name, str(job.problem), job.weight, "tuned")
-    candidates = options(job, here)
-    tuned.options = len(candidates)
-    records: list[Any] = [*verify_all([(job, option) for option in candidates], here, pool, deadline)]
+    choices = options(job, here)
+    tuned.options = len(choices)
+    records: list[Any] = [*verify_all([(job, option) for option in choices], here, pool, deadline)]
     verdicts = {(r.kernel, r.config): r for r in records}
     fit = []
-    for option in candidates:
+    for option in choices:
         record = verdicts.get((option.kernel.name, config_key(option.config)))
         if record is not None and record.ok:
             fit.append(option)
         elif record is not None:
             tuned.wrong.append(f"{option.name}: {record.reason}")
-    gc.collect()  # arms of the last problem hold argument lists and graphs in reference cycles
     try:
-        rotations = shared_rotations(job.op, job.problem, device, [o.kernel for o in fit])
+        candidates = prepared(job, fit, device, tuned.wrong, deadline)
     except UnverifiableError as error:
-        tuned.reason, fit = str(error), []
-    arms: list[KernelArm] = []
-    for option in fit:
-        if arms and now() > deadline:
-            break
-        try:
-            arms.append(
-                KernelArm(
-                    option.kernel,
-                    option.config,
-                    rotations[option.kernel.name],
-                    name=option.name,
-                    audited=False,
-                )
-            )
-        except WrongResultError as error:
-            tuned.wrong.append(f"{option.name}: {error}")
+        tuned.reason, candidates = str(error), []
     by_name = {option.name: option for option in fit}
-    defaults = [arm for arm in arms if by_name[arm.name].default]
-    best_default = sorted(defaults, key=lambda arm: arm.sample())[:1]
+    defaults = [one for one in candidates if by_name[one.name].default]
     placed = []
     for one in halve(
-        arms,
-        keep=best_default,
+        candidates,
+        keep=sorted(defaults, key=lambda one: one.sample())[:1],
         deadline=deadline,
         mhz=sm_clock(device),
-        kind=lambda arm: by_name[arm.name].kernel.name,
+        kind=lambda one: one.kernel.name,
     ):
         try:
-            one.arm.conclude()
+            one.candidate.conclude()
             placed.append(one)
         except WrongResultError as error:
-            tuned.wrong.append(f"{one.arm.name}: {error}")
-    where = {"target": target_key(here.target), "toolchain": here.build.key()}
+            tuned.wrong.append(f"{one.candidate.name}: {error}")
     for one in placed:
-        option = by_name[one.arm.name]
+        kernel, config = one.candidate.kernel, one.candidate.config
         records.append(
             Timing(
                 op=job.op.name,
-                kernel=option.kernel.name,
-                code=option.kernel.code_hash(option.config, built=True),
-                config=dict(option.config),
+                kernel=kernel.name,
+                code=kernel.code_hash(config, built=True),
+                config=config,
                 problem=str(job.problem),
+                target=target_key(here.target),
+                toolchain=here.build.key(),
                 us=one.us,
                 samples=one.samples,
-                timing=one.arm.timing,
-                **where,
+                timing=one.candidate.timing,
             )
         )
     if placed:
-        winner = by_name[placed[0].arm.name]
+        winner = placed[0].candidate
         tuned.kernel, tuned.config, tuned.us = winner.kernel.name, winner.config, placed[0].us
-        tuned.default_us = min((one.us for one in placed if by_name[one.arm.name].default), default=None)
-    else:
-        tuned.state, tuned.reason = (
-            "nothing ran",
-            tuned.reason or "; ".join(tuned.wrong) or "no kernel can run it here",
+        tuned.default_us = min(
+            (one.us for one in placed if by_name[one.candidate.name].default), default=None
         )
+    else:
+        tuned.state = "nothing ran"
+        tuned.reason = tuned.reason or "; ".join(tuned.wrong) or "no kernel can run it here"
     tuned.seconds = now() - begin
     return tuned, records
+
+
+def prepared(
+    job: Job, choices: Sequence[Option], device: str, wrong: list[str], deadline: float = math.inf
+) -> list[Candidate]:
+    """The verified `choices`, ready to be timed, named by `Option.name`; after `deadline` (`now`) no further one but the first.
+
+    wrong: gets a line for every one that failed. UnverifiableError for a problem that is larger than the memory.
+    """
+    from gristmill.autotune.candidate import Candidate, WrongResultError, shared_rotations
+
+    gc.collect()  # candidates of the last problem hold argument lists and graphs in reference cycles
+    rotations = shared_rotations(job.op, job.problem, device, [option.kernel for option in choices])
+    candidates: list[Candidate] = []
+    for option in choices:
+        if candidates and now() > deadline:
+            break
+        rotation = rotations[option.kernel.name]
+        try:
+            candidates.append(
+                Candidate(option.kernel, option.config, rotation, name=option.name, audited=False)
+            )
+        except WrongResultError as error:
+            wrong.append(f"{option.name}: {error}")
+    return candidates

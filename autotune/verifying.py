@@ -14,8 +14,8 @@ from threading import Event
 from typing import Any
 
 from gristmill.autotune.clock import now
+from gristmill.autotune.options import Job, Option
 from gristmill.autotune.place import Place
-from gristmill.bench.options import Job, Option
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.store import Verification, config_key, target_key
