@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.autotune.place import Place
-from gristmill.bench import result_file
+from gristmill.bench import result_file, result_text
 from gristmill.bench.examples import Example
 from gristmill.bench.result_file import ResultError
 from gristmill.kernel_registry.kernel import Kernel
@@ -78,7 +78,7 @@ def digest(content: Mapping[str, Any]) -> str:
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a report atomically."""
-    result_file.replace(path, json.dumps(content, indent=1) + "\n")
+    result_file.replace(path, result_text.text(content, digits=None))
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -82,14 +82,8 @@ class Studied:
         return min(self.times[key][ROUNDS // 2 :] or self.times[key])
 
     def as_dict(self) -> dict[str, Any]:
-        """The row of JSON and result files: the best candidate's time as `us`, and those near it."""
+        """The row of JSON and result files: the best candidate's time as `us`, and the times of all."""
         best_us = None if self.best is None else self.judged_us(self.best)
-        picked = set(self.picks.values())
-        near = [
-            key
-            for key in self.times
-            if best_us is not None and (key in picked or self.judged_us(key) <= SHOWN * best_us)
-        ]
         return {
             "op": self.job.op.name,
             "problem": str(self.job.problem),
@@ -104,22 +98,23 @@ class Studied:
                 name: {"kernel": k, "config": c, "us": self.judged_us((k, c)), "regret": self.regrets[name]}
                 for name, (k, c) in self.picks.items()
             },
-            "near": [
-                {"kernel": k, "config": c, "samples": self.times[k, c]}
-                for k, c in sorted(near, key=self.judged_us)
-            ],
             "times": self._table(),
             "seconds": round(self.seconds, 2),
         }
 
     def _table(self) -> dict[str, dict[str, Any]]:
-        """The judged time of every candidate by kernel: the names of a configuration's parts once, then their values."""
+        """The time of every candidate by kernel: the names of a configuration's parts once, then their values. Candidates near the best
+        one, and those picked, have a time per round; others the judged time alone."""
         table: dict[str, dict[str, Any]] = {}
-        for kernel, config in sorted(self.times, key=self.judged_us):
+        picked = set(self.picks.values())
+        nearest = 0.0 if self.best is None else SHOWN * self.judged_us(self.best)
+        for key in sorted(self.times, key=self.judged_us):
+            kernel, config = key
             names = ",".join(part.partition("=")[0] for part in config.split(","))
             values = ",".join(part.partition("=")[2] for part in config.split(","))
-            table.setdefault(kernel, {"of": names, "us": {}})["us"][values] = round(
-                self.judged_us((kernel, config)), 3
+            us = self.judged_us(key)
+            table.setdefault(kernel, {"of": names, "us": {}})["us"][values] = (
+                self.times[key] if key in picked or us <= nearest else us
             )
         return table
 

@@ -65,8 +65,8 @@ def _studied(row: dict[str, Any], here: Place, store: Store) -> Studied:
         names = table["of"].split(",")
         for values, us in table["us"].items():
             parts = zip(names, values.split(","), strict=True)
-            one.times[kernel, ",".join(f"{name}={value}" for name, value in parts if name)] = [us] * ROUNDS
-    one.times |= {(near["kernel"], near["config"]): near["samples"] for near in row["near"]}
+            key = kernel, ",".join(f"{name}={value}" for name, value in parts if name)
+            one.times[key] = us if isinstance(us, list) else [us] * ROUNDS
     one.times = {key: us for key, us in one.times.items() if key[0] in kernels}
     for kernel, config in one.times:
         one.configs[kernel, config] = dict(part.partition("=")[::2] for part in config.split(",") if part)

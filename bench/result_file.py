@@ -1,4 +1,4 @@
-"""Result files: measurements with raw samples, device, environment and command. JSON, written atomically."""
+"""Result files of `kernelbench`: measurements with samples, device, environment and command. JSON, written atomically."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.autotune.place import Place
+from gristmill.bench.result_text import text
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import config_key
 
@@ -40,15 +41,15 @@ def record(here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str
 
 def write(path: str | Path, here: Place, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write a result file atomically: readers see the old one or the new one."""
-    replace(Path(path), json.dumps(record(here, rows, **more), indent=1) + "\n")
+    replace(Path(path), text(record(here, rows, **more)))
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(content, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # left after a full disk or an interrupt

@@ -1,4 +1,4 @@
-"""Attention on CPUs beside torch's scaled_dot_product_attention and the limits of the machine, interleaved, with raw samples.
+"""Attention on CPUs beside torch's scaled_dot_product_attention and the limits of the machine, interleaved.
 
     python -m lab.attention_cpu --threads 2 --out attention_cpu.json
 
@@ -11,7 +11,6 @@ larger.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -34,6 +33,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from lab.cpu import FLOOR_BYTES, made_case
+from lab.result import write_result
 
 COLD_BYTES = 128 << 20
 MATMUL = 1536
@@ -122,7 +122,7 @@ def sample(call: Callable[[], object], seconds: float = 0.02) -> list[float]:
 @click.option("--cases", default=",".join(name for name in CASES if name != "smallest"), help="By commas.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch's pool. Default: OMP_NUM_THREADS.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples to this JSON file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a result file.")
 def main(cases: str, rounds: int, threads: int | None, out: Path | None) -> None:
     """Time attention on this CPU beside torch's, the read bandwidth and the float32 matrix product."""
     unknown = [name for name in cases.split(",") if name not in CASES]
@@ -155,7 +155,7 @@ def main(cases: str, rounds: int, threads: int | None, out: Path | None) -> None
             "load": os.getloadavg()[0],
         }
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
+        write_result(out, {"about": about, "rows": rows})
     figures = ("ms", "GB/s", "Gflop/s", "limit", "of limit", "sdpa", "sdpa fp32")
     console.table(
         f"{target.device}, {target.name}, {torch.get_num_threads()} thread(s)",
@@ -180,7 +180,7 @@ def main(cases: str, rounds: int, threads: int | None, out: Path | None) -> None
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """Medians, rates and the raw samples. speedup: torch's time over the kernel's."""
+    """Medians, rates and the samples. speedup: torch's time over the kernel's."""
     cost = default_registry().op(case.op).cost(case.problem)
     medians = {label: median(us) for label, us in case.us.items()}
     us = medians["gristmill"]

@@ -1,4 +1,4 @@
-"""The C++ kernels of every operation next to the read bandwidth of the same machine, interleaved, with raw samples.
+"""The C++ kernels of every operation next to the read bandwidth of the same machine, interleaved.
 
     python -m lab.cpu --threads 1 --out cpu.json
 
@@ -11,7 +11,6 @@ the medians.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -32,6 +31,7 @@ from gristmill.autotune.rotation import Rotation
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.load import load
+from lab.result import write_result
 
 DECODE = "heads=32,kv_heads=8"
 CASES = (
@@ -93,7 +93,7 @@ class Case:
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch's pool. Default: OMP_NUM_THREADS.")
 @click.option("--level", metavar="LEVEL", help="Code level: avx2, avx512 ... Default: the best one here.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples to this JSON file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a result file.")
 def main(only: str, rounds: int, threads: int | None, level: str | None, out: Path | None) -> None:
     """Time the C++ kernels of CASES, as fractions of the read bandwidth of this machine."""
     if threads is not None:
@@ -148,7 +148,7 @@ def main(only: str, rounds: int, threads: int | None, level: str | None, out: Pa
             "read_gbs": floor / 1e3,
             "load": os.getloadavg()[0],
         }
-        out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
+        write_result(out, {"about": about, "rows": rows})
     figures = ("least µs", "median µs", "GB/s", "of floor", "by medians")
     console.table(
         f"{target.device}, {target.name}, {torch.get_num_threads()} thread(s), reads {floor / 1e3:.1f} GB/s",

@@ -29,6 +29,7 @@ from gristmill import LLM, Policy, SamplingParams
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from lab import gguf_model
+from lab.result import write_result
 
 SHORT, LONG = 2, 26
 LAYERS = 28
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [measure(kind, options.layers, options, Path(folder)) for kind in options.kinds.split(",")]
     about = environment(device_target("cpu", Policy()), f"python -m lab.cpu_models {shlex.join(argv)}")
-    Path(options.out).write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    write_result(options.out, {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from gristmill import LLM, SamplingParams
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
+from lab.result import write_result
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -339,7 +340,7 @@ def main(argv: list[str] | None = None) -> None:
                 "same_ids": len({str(row["ids"]) for row in rows}) == 1,
                 "rows": rows,
             }
-            Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
     for row in rows:
         mode = "asynchronous" if row["async_steps"] else "synchronous"
         speed = statistics.median(row["tokens_per_second"])

@@ -34,6 +34,7 @@ from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
 from lab.engine import SHAPES, random_model, repeat_layers
+from lab.result import write_result
 
 LARGEST_ID = 10_000
 CHILD = "from lab.engine_turns_child import main; main()"
@@ -266,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
 
             def save() -> None:
                 result = {"about": about, "started": started, "starts": starts, "summary": summary(rows)}
-                Path(options.out).write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+                write_result(options.out, result | {"rows": rows})
 
             play(engines, options, top, rows, save)
         finally:

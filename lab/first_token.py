@@ -27,6 +27,7 @@ from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from lab import gguf_model
+from lab.result import write_result
 
 PHASES = ("start", "torch", "gristmill", "header", "tokenizer", "plans", "packing", "weights", "step")
 CASES: dict[str, tuple[str, str | None, int]] = {"Q4_0": ("Q4_0", "BF16", 28), "BF16": ("BF16", None, 20)}
@@ -77,7 +78,7 @@ def measure(model: Path, rounds: int, cache: Path, options: tuple[str, ...] = ()
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="The folder for models; those that are there are used. Default: a temporary one.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Write the samples to this JSON file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a result file.")
 def main(only: str, rounds: int, quant_head: str | None, folder: Path | None, out: Path | None) -> None:
     """Time from process start to the first token of GGUF files."""
     cases = {name: case for name, case in CASES.items() if only in name}
@@ -97,7 +98,7 @@ def main(only: str, rounds: int, quant_head: str | None, folder: Path | None, ou
             if out is not None:  # after every case, so that an interrupted run keeps its results
                 about = environment(place("cpu").target, command)
                 out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
+                write_result(out, {"about": about, "rows": rows})
     columns = ("model", "MB", *PHASES, "total", "less torch", "command", "peak MB", "weights MB")
     console.table(
         "Seconds to the first token, medians",

@@ -27,12 +27,13 @@ import torch
 from gristmill import LLM, SamplingParams
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
-from gristmill.bench.result_file import SCHEMA, replace
+from gristmill.bench.result_file import SCHEMA
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.checkpoints.gguf import GgufCheckpoint
 from gristmill.quant.formats import open_format
 from gristmill.runtime.explain import summarize
 from gristmill.runtime.loader.open import gguf_architectures
+from lab.result import write_result
 
 PROMPTS = (
     "The capital of France is",
@@ -195,7 +196,7 @@ def main() -> int:
     print(json.dumps(result, indent=1))
     if options.out is not None:
         about = environment(place(where).target, command) | {"settings": {"model": options.model.name}}
-        replace(options.out, json.dumps({"schema": SCHEMA, "about": about, **result}, indent=1) + "\n")
+        write_result(options.out, {"schema": SCHEMA, "about": about, **result})
     return 0 if compared is None or compared["equal"] else 1
 
 

@@ -9,7 +9,6 @@ the time from the first token of a prompt until its blocks are in a store; ``fai
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import replace
@@ -32,6 +31,7 @@ from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
+from lab.result import write_result
 
 BLOCK = 16
 
@@ -138,7 +138,7 @@ def main(
         rows += measure(model, length, list(stores), rounds)
         if out is not None:  # after every length, so that an interrupted run keeps its results
             about = environment(here.target, command)
-            out.write_text(json.dumps({"about": about, "model": name, "rows": rows}) + "\n")
+            write_result(out, {"about": about, "model": name, "rows": rows})
     console.table(
         f"First token of {name}, {config.num_layers} layers",
         ["tokens", "case", "ms", "GB", "GB/s", "saved after, ms", "failures"],

@@ -1,4 +1,4 @@
-"""Linear with int8 activations on a CPU beside onnxruntime, ggml, torch and our weight-only kernels, interleaved, with raw samples.
+"""Linear with int8 activations on a CPU beside onnxruntime, ggml, torch and our weight-only kernels, interleaved.
 
     python -m lab.linear_a8 --threads 1 --ggml build/ggml/src --out linear_a8.json
 
@@ -11,7 +11,6 @@ not installed is left out, with its reason.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -37,6 +36,7 @@ from gristmill.kernels.linear.op import OP
 from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack, quantize
 from lab.linear_peers import Ggml, ggml_blocks, onnxruntime_call
+from lab.result import write_result
 
 FLOOR_BYTES = 256 << 20
 PAUSE = 0.02
@@ -205,7 +205,7 @@ def copies_of(bytes: int, m: int) -> int:
 @click.option(
     "--ggml", "directory", type=click.Path(path_type=Path, exists=True), help="Where libggml-base.so is."
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples to this JSON file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a result file.")
 def main(
     shapes: tuple[str, ...],
     schemes: tuple[str, ...],
@@ -250,7 +250,7 @@ def main(
                 show(results[-1])
                 if out:
                     out.parent.mkdir(parents=True, exist_ok=True)
-                    out.write_text(json.dumps({"about": about, "rows": results}) + "\n")
+                    write_result(out, {"about": about, "rows": results})
 
 
 def command_of(arguments: list[str]) -> str:

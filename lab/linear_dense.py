@@ -10,7 +10,6 @@ a sum in float64, as the operation defines them.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, target_key
 from gristmill.kernels.load import load
 from lab.gpu_graphs import DEVICE, Call, Graphs, cold_count, environment, floor_us
+from lab.result import write_result
 
 OURS = "linear_dense_decode_sm90"
 SHAPES = (
@@ -131,7 +131,12 @@ def measure(
         "floor_us": 0.0 if DEVICE == "cpu" else floor_us(weights.copies[0].nbytes)[0],
         "errors": errors,
         "configs": {name: config for name, (_, config) in configs.items()},
-        "trial": {str(dict(space[int(name)])): time for name, time in trial.items()} if trial else {},
+        "trial": {
+            "of": ",".join(space[0]),
+            "us": {",".join(map(str, space[int(name)].values())): time for name, time in trial.items()},
+        }
+        if trial
+        else {},
         "samples": samples,
     }
 
@@ -167,8 +172,8 @@ def main() -> int:
             times = "  ".join(f"{name} {us:.2f}" for name, us in row["us"].items())
             worst = max(row["errors"].values())
             print(f"{row['problem']}: floor {row['floor_us']:.2f}  {times}  error {worst:.1e}", flush=True)
-        options.out.write_text(
-            json.dumps({"command": command, "before": before, "after": environment(), "rows": rows})
+        write_result(
+            options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
         )
         if options.store:
             options.store.write_text(dump(store))

@@ -12,7 +12,6 @@ file is written after each weight.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ from gristmill.kernels.linear.w8a8_sm90.shapes import operands_of, workspace_byt
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.activations import QuantAct, quantize_activation
 from lab.gpu_graphs import DEVICE, Call, Graphs, cold_count, environment
+from lab.result import write_result
 
 SHAPES = "7168x2048,4096x7168,24576x1536"
 SCHEMES = "fp8_block.fp8_g128,fp8_ch.fp8_token,int8_ch.int8_token"
@@ -315,8 +315,8 @@ def main() -> int:
             for m in options.m.split(","):
                 rows.append(measure(problem, int(m), options.kernels.split(","), options.rounds, store))
                 print(line(rows[-1]), flush=True)
-            options.out.write_text(
-                json.dumps({"command": command, "before": before, "after": environment(), "rows": rows})
+            write_result(
+                options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
             )
             if options.store:
                 options.store.write_text(dump(store))

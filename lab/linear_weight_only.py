@@ -13,7 +13,6 @@ each shape.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -45,6 +44,7 @@ from lab.gpu_graphs import (
     links,
 )
 from lab.humming_choices import humming_choices
+from lab.result import fastest_per_kernel, write_result
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
 MORE = (
@@ -362,8 +362,11 @@ def main() -> int:
                     print(line(rows[-1]), flush=True)
             del shape
             torch.cuda.empty_cache()
-            options.out.write_text(
-                json.dumps({"command": command, "before": before, "after": environment(), "rows": rows})
+            write_result(
+                options.out,
+                fastest_per_kernel(
+                    {"command": command, "before": before, "after": environment(), "rows": rows}
+                ),
             )
             if options.store:
                 options.store.write_text(dump(store))

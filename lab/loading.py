@@ -17,7 +17,6 @@ unchanged; words are transposed if a format stores columns instead of rows; the 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -36,6 +35,7 @@ from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
 from lab.loading_cases import CASES, Made, synthesize
 from lab.loading_turns import CALLS, turn
+from lab.result import write_result
 
 
 def drop(folder: Path) -> None:
@@ -139,7 +139,7 @@ def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     type=click.Path(path_type=Path, file_okay=False),
     help="The folder for models. Default: the system's temporary folder.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Write the raw samples to this JSON file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a result file.")
 def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | None, out: Path | None) -> None:
     """Time the loading of quantized checkpoints next to safetensors."""
     names = [name for name in CASES if only in name]
@@ -164,9 +164,7 @@ def main(gigabytes: float, rounds: int, only: str, cold: bool, folder: Path | No
         if out:  # after every case, so that an interrupted run keeps its results
             command = f"python -m lab.loading --gigabytes {gigabytes:g} --rounds {rounds}"
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(
-                json.dumps({"about": environment(place("cpu").target, command), "rows": rows}) + "\n"
-            )
+            write_result(out, {"about": environment(place("cpu").target, command), "rows": rows})
     console.table(
         f"Loading, as a multiple of safetensors' time, {torch.get_num_threads()} thread(s)",
         COLUMNS,

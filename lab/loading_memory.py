@@ -36,6 +36,7 @@ from gristmill.quant.checkpoints.safetensors import INDEX, SafetensorsCheckpoint
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import model_table
+from lab.result import write_result
 
 COMMON = {
     "vocab_size": 4096,
@@ -220,7 +221,7 @@ def main(gigabytes: float, only: str | None, folder: Path | None, out: Path | No
                         f"python -m lab.loading_memory --gigabytes {gigabytes:g}",
                     )
                     out.parent.mkdir(parents=True, exist_ok=True)
-                    out.write_text(json.dumps({"about": about, "rows": rows}) + "\n")
+                    write_result(out, {"about": about, "rows": rows})
         finally:
             shutil.rmtree(made)
     console.table("Memory while quantizing at load, MB", COLUMNS, cells(rows), right=COLUMNS[2:])

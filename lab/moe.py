@@ -10,7 +10,6 @@ without 8-bit activations runs such a case with activations in bf16.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from gristmill.kernels.random_inputs import Draw
 from gristmill.quant import QuantTensor, pack, quantize
 from lab.attention_timing import Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
+from lab.result import write_result
 
 KERNELS = "moe_sm90,moe_epilogue_sm90,moe_w8a8_sm90,moe_chain_w_triton"
 ROUNDED = 4
@@ -228,7 +228,7 @@ def main() -> int:
         print(name, rows[-1]["us"], rows[-1]["difference"], flush=True)
         if options.out:
             result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
     return 0
 
 

@@ -8,7 +8,6 @@ CUDA graphs over caches that rotate through four times the L2, replayed in turn;
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.paged_attention.op import OP
 from lab.attention_timing import Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
+from lab.result import write_result
 
 KERNELS = "paged_attention_sm90,paged_attention_triton_split"
 
@@ -297,11 +297,8 @@ def main() -> int:
         rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
         print(name, rows[-1]["us"], rows[-1]["tflops"], flush=True)
         if options.out:
-            options.out.write_text(
-                json.dumps(
-                    {"command": command, "before": before, "after": environment(), "rows": rows}, indent=1
-                )
-                + "\n"
+            write_result(
+                options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
             )
     return 0
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from gristmill.autotune.place import place
 from gristmill.bench.result_file import SCHEMA, replace
+from gristmill.bench.result_text import text
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme, cdiv
 from lab.quality_table import render
 
@@ -241,22 +242,13 @@ def run(
     for row in sweep(todo, settings, jobs, seconds):
         data["rows"].append(row | {"run": len(data["runs"]) - 1})
         data["rows"].sort(key=lambda r: order.get(key_of(r), len(order)))
-        replace(out, _text(data))
+        replace(out, text(data, digits=None))
         print(
             f"{' '.join(key_of(row)):40} {row['loss']:.4f}  {row['seconds']} s",
             flush=True,
         )
     measured = {key_of(row) for row in data["rows"]}
     return sum(case.key not in measured for case in all_cases)
-
-
-def _text(data: dict[str, Any]) -> str:
-    """JSON, a row a line."""
-    head = json.dumps({name: value for name, value in data.items() if name != "rows"}, indent=1).removesuffix(
-        "\n}"
-    )
-    rows = ",\n  ".join(json.dumps(row) for row in data["rows"])
-    return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ logits from a normal distribution of width 2. `floor` in a row: the fastest kern
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from functools import partial
@@ -22,6 +21,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from lab.attention_timing import Calls, Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment, floor_us
+from lab.result import write_result
 
 OP = default_registry().op("sample")
 KERNELS = "sample_sm90,sample_triton"
@@ -100,7 +100,7 @@ def main() -> int:
         print(case, "floor", rows[-1]["floor"], rows[-1]["us"], flush=True)
         if options.out:
             result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
     return 0
 
 

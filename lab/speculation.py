@@ -10,7 +10,6 @@ for rounding. Every method's ids are compared with those without drafts; a promp
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -20,8 +19,9 @@ from typing import Any
 from gristmill import LLM, SamplingParams, Speculation
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
-from gristmill.bench.result_file import SCHEMA, replace
+from gristmill.bench.result_file import SCHEMA
 from gristmill.tools.evaluate import read_tokens
+from lab.result import write_result
 
 STRIDE = 3001
 """Tokens between the beginnings of two prompts."""
@@ -111,7 +111,7 @@ def main() -> int:
         "max_tokens": options.max_tokens,
     }
     about = environment(place("cpu").target, command) | {"settings": settings}
-    replace(options.out, json.dumps({"schema": SCHEMA, "about": about, "rows": rows}, indent=1) + "\n")
+    write_result(options.out, {"schema": SCHEMA, "about": about, "rows": rows})
     return 0
 
 

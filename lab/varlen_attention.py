@@ -12,7 +12,6 @@ values of the heads. The expanded forms gather the latents of cached tokens and 
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from gristmill.kernels.attention.mla_attention import op as mla_attention
 from gristmill.kernels.attention.varlen_attention.op import OP
 from lab.attention_timing import Calls, Sweep, compare, parser, sweep_of
 from lab.gpu_graphs import DEVICE, cold_count, environment
+from lab.result import write_result
 
 KERNELS = "varlen_attention_sm90,varlen_attention_triton"
 MATRIX_TFLOPS = 785.0
@@ -279,7 +279,7 @@ def main() -> int:
         print(name, rows[-1]["us"], rows[-1]["tflops"], rows[-1]["difference"], flush=True)
         if options.out:
             result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
     return 0
 
 

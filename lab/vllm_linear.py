@@ -35,6 +35,7 @@ from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import model_table
 from lab.engine import SHAPES, random_model, repeat_layers, workload
+from lab.result import write_result
 
 BASELINE = "vllm"
 EXPLAIN = "gristmill.integrations.vllm.Explain"
@@ -223,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
                     "ratios": ratios(rows),
                     "rows": rows,
                 }
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                write_result(options.out, result)
                 decode = {batch: round(min(ms), 3) for batch, ms in rows[-1]["decode_ms"].items()}
                 speed = statistics.median(rows[-1]["tokens_per_second"])
                 print(f"{engine:14} ms per token by batch {decode}, {speed:.0f} tokens/s", flush=True)

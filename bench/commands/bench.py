@@ -67,7 +67,7 @@ from gristmill.kernel_registry.registry import default_registry
     "--results",
     type=OutFile(),
     metavar="FILE",
-    help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.",
+    help="Write a result file: rows with samples, device, driver, clocks, versions, command.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 def bench(

@@ -50,7 +50,7 @@ from gristmill.kernel_registry.op import Op
     help="A problem gets no more rounds after this time.",
 )
 @click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with raw samples.")
+@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with samples.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.pass_context
 def compare(

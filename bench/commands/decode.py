@@ -50,7 +50,7 @@ from gristmill.bench.result_file import write
     "--out",
     type=OutFile(),
     metavar="FILE",
-    help="Write a result file: rows with raw samples, device, driver, clocks, versions, command.",
+    help="Write a result file: rows with samples, device, driver, clocks, versions, command.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def decode(

@@ -103,7 +103,7 @@ def test_the_command(tmp_path: Path) -> None:
         str(out),
     ]
     result = CliRunner().invoke(loading.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0 and '"cache": "cold"' in out.read_text() and not list(tmp_path.glob("tmp*"))
+    assert result.exit_code == 0 and '"cache":"cold"' in out.read_text() and not list(tmp_path.glob("tmp*"))
     assert CliRunner().invoke(loading.main, ["--case", "none of them"]).exit_code == 2
 
 
