@@ -81,8 +81,8 @@ class Candidate:
         self._isolated = isolated
         if isolated and (why := rotation.tied()):
             raise ValueError(f"{kernel.name} cannot be timed isolated: {why}")
-        # Scratch memory of its own: rotations are shared among kernels.
-        self._scratch = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
+        # A workspace of its own: rotations are shared among kernels.
+        self._workspace = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
         lists = len(rotation.sets)
         # A second round would use lists that the first one has changed.
         once_only = rotation.in_place and lists > 1
@@ -116,8 +116,8 @@ class Candidate:
 
     def _step(self) -> None:
         arguments = self.rotation.next()
-        if self._scratch is not None:
-            place, memory = self._scratch
+        if self._workspace is not None:
+            place, memory = self._workspace
             arguments[place] = memory
         self._launch(self.config, *arguments)
         if self._isolated:

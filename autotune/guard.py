@@ -51,7 +51,7 @@ class Guarded:
 
 
 def written(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """The arguments that `op` writes in place, its scratch memory apart."""
+    """The arguments that `op` writes in place, its workspace apart."""
     return [
         a
         for p, a in zip(op.parameters, arguments, strict=True)

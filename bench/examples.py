@@ -58,7 +58,7 @@ def examples(
     for kernel in meant:
         op = registry.op(kernel.op)
         reasons, before = [], len(runs)
-        for text in op.proofs(kernel):
+        for text in op.test_problems(kernel):
             problem = op.problem(text)
             if why := kernel.why_not(problem, here.target, here.build):
                 reasons.append("; ".join(why))

@@ -161,7 +161,7 @@ def _finding(
     if interprets(kernel, target):
         return Finding("unjudged", "on a CPU Triton only interprets")
     codes: dict[str, str] = {}
-    expected = [str(op.problem(text)) for text in op.proofs(kernel)]
+    expected = [str(op.problem(text)) for text in op.test_problems(kernel)]
     present, old = [], ""
     for one in rows:
         key = json.dumps(one["config"], sort_keys=True)

@@ -154,7 +154,7 @@ class Op:
         """The number of processes that call `problem` together."""
         return 1 if self.ranks is None else problem.integer(self.ranks)
 
-    def proofs(self, kernel: Kernel) -> list[str]:
+    def test_problems(self, kernel: Kernel) -> list[str]:
         """The problems that `kernel` is tested on: the operation's examples and its own, as far as it accepts them."""
         texts = dict.fromkeys((*self.examples, *kernel.examples))
         return [text for text in texts if kernel.accepts(self.problem(text)) is None]

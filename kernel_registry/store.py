@@ -86,6 +86,10 @@ class Timing:
         return (self.op, self.kernel, config, self.problem, self.target, self.toolchain, self.timing)
 
 
+Timed = tuple[Problem, list[Timing]]
+"""A measured problem and its times."""
+
+
 @dataclass
 class Store:
     """Records in memory. Pure data: looking up reads no file."""
@@ -93,6 +97,9 @@ class Store:
     verifications: dict[tuple[str, ...], Verification] = field(default_factory=dict)
     _timings: dict[tuple[str, ...], Timing] = field(default_factory=dict, repr=False)
     _by_place: dict[tuple[str, str], dict[tuple[str, ...], Timing]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _alike: dict[tuple[str, str], dict[tuple[Any, ...], list[Timed]]] = field(
         default_factory=dict, repr=False, compare=False
     )
     _problems: dict[tuple[str, str], Problem | None] = field(default_factory=dict, repr=False, compare=False)
@@ -104,6 +111,7 @@ class Store:
             return
         self._timings[record.key] = record
         self._by_place.setdefault((record.op, record.target), {})[record.key] = record
+        self._alike.pop((record.op, record.target), None)
 
     @property
     def timings(self) -> list[Timing]:
@@ -114,12 +122,27 @@ class Store:
         """Every measured time of `op` on the device `target` (a `target_key`)."""
         return self._by_place.get((op, target), {}).values()
 
-    def sibling_times(self, op: str, target: Target) -> Iterable[Timing]:
-        """Measured times of `op` on other devices of the same target name."""
+    def siblings(self, op: str, target: Target) -> list[str]:
+        """Other devices of the same target name that `op` was measured on, as `target_key`s."""
         own = target_key(target)
-        for (name, place), records in self._by_place.items():
-            if name == op and place != own and place.partition("|")[0] == target.name:
-                yield from records.values()
+        return [
+            place
+            for name, place in self._by_place
+            if name == op and place != own and place.partition("|")[0] == target.name
+        ]
+
+    def alike(self, op: Op, target: str, problem: Problem) -> Iterable[Timed]:
+        """The measured problems of `op` on the device `target` (a `target_key`) that differ from `problem` in sizes alone."""
+        index = self._alike.get((op.name, target))
+        if index is None:
+            by_problem: dict[str, list[Timing]] = {}
+            for timing in self.times(op.name, target):
+                by_problem.setdefault(timing.problem, []).append(timing)
+            index = self._alike[op.name, target] = {}
+            for text, timings in by_problem.items():
+                if (measured := self.problem(op, text)) is not None:
+                    index.setdefault(_kind(measured), []).append((measured, timings))
+        return index.get(_kind(problem), ())
 
     def problem(self, op: Op, text: str) -> Problem | None:
         """The problem that a record is for, parsed once; None for one that `op` no longer has: the record is not used."""
@@ -266,6 +289,11 @@ def distance(a: Problem, b: Problem, dynamic: frozenset[str] = frozenset()) -> f
         else:
             total += step
     return total + furthest
+
+
+def _kind(problem: Problem) -> tuple[Any, ...]:
+    """The values of a problem that are no sizes: between problems that differ in them, `distance` is infinite."""
+    return tuple(int if _is_size(value) else value for _, value in problem.values)
 
 
 def _is_size(value: object) -> bool:

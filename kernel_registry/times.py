@@ -32,22 +32,18 @@ class Times:
     def __init__(self, op: Op, problem: Problem, target: Target, build: Build, store: Store) -> None:
         self.op, self.problem, self.target, self.build = op, problem, target, build
         self._near: dict[str, list[_Near]] = {}
-        places: dict[str, tuple[Problem, float, bool] | None] = {}
         own = target_key(target)
-        for sibling, records in (
-            (False, store.times(op.name, own)),
-            (True, store.sibling_times(op.name, target)),
-        ):
-            for timing in records:
-                if timing.problem not in places:
-                    places[timing.problem] = self._place(store.problem(op, timing.problem))
-                place = places[timing.problem]
-                if (
-                    place is not None
-                    and deployed(timing)
-                    and timing.toolchain.endswith(",interpreter") == build.triton_interpreter
-                ):
-                    self._near.setdefault(timing.kernel, []).append(_Near(timing, *place, sibling))
+        for place in (own, *store.siblings(op.name, target)):
+            for at, timings in store.alike(op, place, problem):
+                if (far := distance(problem, at, op.dynamic)) > NEAR_LIMIT:
+                    continue
+                same = op.static(problem) == op.static(at)
+                for timing in timings:
+                    interpreted = timing.toolchain.endswith(",interpreter")
+                    if deployed(timing) and interpreted == build.triton_interpreter:
+                        self._near.setdefault(timing.kernel, []).append(
+                            _Near(timing, at, far, same, place != own)
+                        )
 
     def config(self, kernel: Kernel) -> Config | None:
         """The fastest configuration that the present code of `kernel` was measured with, for the same static problem.
@@ -102,14 +98,6 @@ class Times:
 
     def _records_of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])
-
-    def _place(self, at: Problem | None) -> tuple[Problem, float, bool] | None:
-        """A tuned problem, its distance, and whether its static part is this one's; None when it is not near."""
-        far = NEAR_LIMIT + 1 if at is None else distance(self.problem, at, self.op.dynamic)
-        if at is None or far > NEAR_LIMIT:
-            return None
-        pairs = zip(self.problem.values, at.values, strict=True)
-        return at, far, all(own == other for own, other in pairs if own[0] not in self.op.dynamic)
 
     def _scale(self, kernel: Kernel, at: Problem) -> float:
         if kernel.estimate is not None and kernel.accepts(at) is None:

@@ -71,7 +71,9 @@ def test_a_report_has_device_versions_and_the_hash_of_what_ran(proven: dict[str,
     assert environment["target"] == "cpu:avx2" and environment["device"] and environment["torch"]
     kernel = default_registry().kernel("rms_norm", KERNEL)
     op = default_registry().op("rms_norm")
-    assert [row["problem"] for row in proven["rows"]] == [str(op.problem(text)) for text in op.proofs(kernel)]
+    assert [row["problem"] for row in proven["rows"]] == [
+        str(op.problem(text)) for text in op.test_problems(kernel)
+    ]
     for row in proven["rows"]:
         assert row["ok"] is True and row["error"] <= row["tolerance"] and row["config"] == {"level": "avx2"}
         assert row["code"] == kernel.code_hash({"level": "avx2"})
@@ -228,7 +230,7 @@ def test_a_report_of_a_card_makes_its_letters_bold(
         report["environment"].update(target="gfx1100", device="AMD Radeon RX 7900 XTX")
         row = report["rows"][0]
         report["rows"] = []
-        for text in op.proofs(kernel):
+        for text in op.test_problems(kernel):
             problem = op.problem(text)
             config = dict(kernel.config(problem, gfx1100))
             own = {"kernel": kernel.name, "problem": str(problem), "config": config}

@@ -46,7 +46,7 @@ def _rows() -> list[object]:
 
 def _alone(op: Op, kernel: Kernel) -> list[str]:
     """Returns the problems of one process; tests/gpu/test_collectives_gpu.py has those of two."""
-    return [text for text in op.proofs(kernel) if op.world(op.problem(text)) == 1]
+    return [text for text in op.test_problems(kernel) if op.world(op.problem(text)) == 1]
 
 
 def _largest(op: Op, kernel: Kernel) -> str | None:

@@ -39,7 +39,7 @@ def _rows() -> list[object]:
                 continue
             rows += [
                 pytest.param(op, kernel, target, text, id=f"{kernel.name}-{target.name}-{text}")
-                for text in op.proofs(kernel)
+                for text in op.test_problems(kernel)
             ]
     return rows
 
@@ -121,7 +121,7 @@ def test_operation_is_consistent(op: Op) -> None:
 def test_every_kernel_has_problems_to_prove_it_on(kernel: Kernel) -> None:
     """A kernel that accepts none of its operation's examples declares its own, and accepts those."""
     op = REGISTRY.op(kernel.op)
-    assert op.proofs(kernel) and {*kernel.examples} <= {*op.proofs(kernel)}
+    assert op.test_problems(kernel) and {*kernel.examples} <= {*op.test_problems(kernel)}
 
 
 @pytest.mark.parametrize("op", REGISTRY.ops.values(), ids=lambda op: op.name)

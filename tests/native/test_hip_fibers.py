@@ -94,7 +94,7 @@ def run(kernel: Kernel, text: str, arch: str, split: int | None = None) -> tuple
     return error(problem, arguments, [out], [expected]) / OP.tolerance(problem).limit, out
 
 
-CASES = [(kernel, text) for kernel in KERNELS for text in OP.proofs(kernel)]
+CASES = [(kernel, text) for kernel in KERNELS for text in OP.test_problems(kernel)]
 
 
 @pytest.mark.parametrize("arch", LANES)

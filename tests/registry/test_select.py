@@ -10,7 +10,7 @@ from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.select import NoKernelError, Selection, able, select
-from gristmill.kernel_registry.store import Store, Timing, distance, target_key
+from gristmill.kernel_registry.store import Store, Timing, distance, shipped_times, target_key
 from gristmill.kernel_registry.target import Target
 from tests.registry.fakes import BUILD, H200, OP, kernel, problem, timed, verified
 
@@ -370,3 +370,23 @@ def test_able_kernels_are_those_that_selection_ranks(target: str, policy: Policy
             ranked = select(op, at, kernels, device, BUILD, Store(), policy, layouts=layouts).candidates
             expected = {c.kernel.name for c in ranked if c.verdict in ("selected", "eligible", "unverified")}
             assert {k.name for k in able(op, at, kernels, device, BUILD, policy, layouts)} == expected
+
+
+def test_the_index_of_measured_problems_misses_none_that_is_near() -> None:
+    """Against a scan of every shipped time, also after a time was added."""
+    op, store, place = default_registry().op("linear"), Store(), "sm_90|NVIDIA H200"
+    shipped = [t for t in shipped_times() if t.op == "linear" and t.target == place]
+    for timing in shipped[1:]:
+        store.add(timing)
+
+    def found(text: str) -> set[tuple[str, ...]]:
+        near = store.alike(op, place, op.problem(text))
+        return {t.key for at, own in near if distance(op.problem(text), at) <= 1 for t in own}
+
+    def scanned(text: str) -> set[tuple[str, ...]]:
+        return {t.key for t in store.timings if distance(op.problem(text), op.problem(t.problem)) <= 1}
+
+    texts = ["m=3,n=4096,k=4096,w=int4_g128", "m=100,n=6144,k=4096,w=fp8", shipped[0].problem]
+    assert all(found(text) == scanned(text) for text in texts) and found(texts[0])
+    store.add(shipped[0])
+    assert shipped[0].key in found(texts[2]) and found(texts[2]) == scanned(texts[2])
