@@ -37,7 +37,7 @@ unexport PYTHONPATH PYTHONHOME
 KEY := $(shell { cat $(CONSTRAINTS) pyproject.toml; echo "$(TORCH_SPEC)" "$(PYTHON)" "$(VENV_DIR)"; } 2>/dev/null | cksum | cut -d' ' -f1)
 SETUP := $(VENV)/.setup-$(KEY)
 
-.PHONY: help run test test-full build lint format setup clean
+.PHONY: help run test test-full build lint format generate setup clean
 
 help:  ## this list
 	@echo "gristmill: LLM inference kernels, chosen by measurement"
@@ -71,6 +71,9 @@ lint: $(SETUP)  ## formatters, ruff, dead code, duplicates, mypy and the import 
 format: $(SETUP)  ## format Python, C++ and CUDA sources in place
 	@ruff format --quiet .
 	@git ls-files -z '*.cpp' '*.cu' '*.hip' '*.h' '*.cuh' '*.c' | xargs -0 clang-format -i
+
+generate: build  ## write the generated pages, stubs and tables
+	@"$(PY)" ci/generate.py
 
 setup: $(SETUP)
 

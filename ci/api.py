@@ -1,17 +1,11 @@
-"""Write the reference of the public interface, docs/api.md, and the stub of gristmill.ops, src/gristmill/ops.pyi.
-
-python ci/api.py            write both
-python ci/api.py --check    write nothing; exit 1 if one of them is out of date
-"""
+"""The reference of the public interface, docs/api.md, and the stub of gristmill.ops, src/gristmill/ops.pyi. `generate.py` writes them."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +88,7 @@ OPS_HELPERS = ("bind", "layouts", "prepare", "release", "resolver", "seal")
 
 HEAD = """# Public interface
 
-Written by `python ci/api.py` from signatures and docstrings; do not edit. `import gristmill` offers every name of this page
+Written by `python ci/generate.py` from signatures and docstrings; do not edit. `import gristmill` offers every name of this page
 and imports neither torch nor a kernel before one is used. Shapes are in square brackets, `...` stands for any leading
 dimensions; times are microseconds, sizes bytes, unless said otherwise.
 
@@ -300,7 +294,7 @@ def stub_function(name: str, signature: inspect.Signature, doc: str | None) -> s
 def stub() -> str:
     """src/gristmill/ops.pyi."""
     head = (
-        '"""Written by `python ci/api.py` from the registry; do not edit."""\n\n'
+        '"""Written by `python ci/generate.py` from the registry; do not edit."""\n\n'
         "from collections.abc import Collection, Iterable, Mapping, Sequence\n\n"
         "import torch\n"
         "from torch import Tensor\n\n"
@@ -318,28 +312,3 @@ def stub() -> str:
     for name, op in sorted(default_registry().ops.items()):
         parts.append(stub_function(name, signature(op), documentation(op)))
     return head + "\n" + "\n\n".join(parts) + "\n"
-
-
-def main() -> int:
-    """Write or check; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
-    checking = parser.parse_args().check
-    stale = []
-    for path, text in ((PAGE, page()), (STUB, stub())):
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(path.name)
-            if not checking:
-                path.write_text(text, encoding="utf-8")
-    if stale:
-        print(
-            f"{'out of date' if checking else 'written'}: {', '.join(stale)}"
-            + ("; run python ci/api.py" if checking else "")
-        )
-    return 1 if stale and checking else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

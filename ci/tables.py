@@ -1,32 +1,26 @@
-"""Write docs/kernels.md, the table of operations in README.md, and the grades of proof from the registry.
-
-python ci/tables.py            write both
-python ci/tables.py --check    write nothing; exit 1 if one of them is out of date
-"""
+"""docs/kernels.md and the table of operations in README.md, from the registry. `generate.py` writes them."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from gristmill.kernel_registry.build import Build, normal_name
-from gristmill.kernel_registry.grades import FAILED, RECORDS, best
+from gristmill.kernel_registry.grades import FAILED, best
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.registry import Registry, default_registry
+from gristmill.kernel_registry.registry import Registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grades import proved, records, reported, tested  # noqa: E402
+from grades import proved, reported, tested  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
-README = ROOT / "README.md"
 BEGIN, END = "<!-- ops-table -->", "<!-- /ops-table -->"
 
 COLUMNS = (
@@ -230,7 +224,7 @@ def page(registry: Registry) -> str:
     """docs/kernels.md."""
     head = (
         "# Operations and kernels\n\n"
-        "Written by `python ci/tables.py` from the registry; do not edit. *Rank* counts before anything was measured: then\n"
+        "Written by `python ci/generate.py` from the registry; do not edit. *Rank* counts before anything was measured: then\n"
         "measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names devices\n"
         "with reports (`bench/results/*/operations/*.json`, `bench/results/proofs/*.json`), or whose device tests passed.\n"
         "The tests run every C++ kernel at\n"
@@ -252,37 +246,3 @@ def readme(registry: Registry, text: str) -> str:
     if not mark:
         raise ValueError(f"README.md has {BEGIN} but no {END} after it")
     return f"{before}{BEGIN}\n{ops_table(registry)}{END}{after}"
-
-
-def main() -> int:
-    """Write or check; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if a table is out of date"
-    )
-    checking = parser.parse_args().check
-    registry = default_registry()
-    stale = []
-    texts: tuple[tuple[Path, Callable[[], str]], ...] = (  # the records first: the tables read them
-        (RECORDS, lambda: records(registry)),
-        (PAGE, lambda: page(registry)),
-        (README, lambda: readme(registry, README.read_text(encoding="utf-8"))),
-    )
-    for path, make in texts:
-        text = make()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(path.name)
-            if not checking:
-                path.write_text(text, encoding="utf-8")
-    if stale:
-        print(
-            f"{'out of date' if checking else 'written'}: {', '.join(stale)}"
-            + ("; run python ci/tables.py" if checking else "")
-        )
-    return 1 if stale and checking else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

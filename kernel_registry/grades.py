@@ -1,7 +1,7 @@
 """Grades of proof: what shows that a kernel computes what its operation says on a target, best first.
 
 ``here`` is a record of the store, made by the first use (`Resolver`). The other grades come from ``grades.json``, which
-``python ci/tables.py`` derives from result files, proof reports (`kernelbench prove`), tests, and the baseline of the compile matrix, and
+``python ci/generate.py`` derives from result files, proof reports (`kernelbench prove`), tests, and the baseline of the compile matrix, and
 CI compares with them. Without a record there is no grade. What comes from a proof report carries the hash of the kernel's code, and
 counts while the code has it: for the kernel, or, if it was wrong there, against it and every other grade.
 """

@@ -1,7 +1,7 @@
 """The cost of quantization: perplexity of models in every scheme by every method.
 
     python -m lab.quality --models examples/models/docs-llama --tokens examples/models/eval_tokens.u16 --out quality.json
-    python -m lab.quality --table bench/results/quality.json --readme README.md
+    python -m lab.quality --table quality.json
 
 Each row has the `command` that reproduces it: `gristmill quantize` writes a directory, `gristmill eval` reads it. Weights are
 dequantized and multiplied in float32, so that rows differ only by their weights. Rows of a quantized KV cache have the weights as
@@ -271,18 +271,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that")
     parser.add_argument("--out", type=Path, help="JSON result file; its rows are not measured again")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of this result file")
-    parser.add_argument(
-        "--readme", type=Path, metavar="FILE", help="write the table between the marks of this document"
-    )
     options = parser.parse_args()
     if options.table is not None:
-        text = render(json.loads(options.table.read_text(encoding="utf-8")))
-        if options.readme is None:
-            print(text)
-        else:
-            from lab.quality_table import into
-
-            replace(options.readme, into(options.readme.read_text(encoding="utf-8"), text))
+        print(render(json.loads(options.table.read_text(encoding="utf-8"))))
         return 0
     if not options.models or options.tokens is None or options.out is None:
         parser.error("--models, --tokens and --out are needed, or --table")

@@ -6,7 +6,7 @@ Every operation of the registry is here as a function, and as one torch operator
 traced code. ``plan`` is the handle of a `BoundPlan` (0: find the kernel from the arguments; the answer is remembered). Outputs
 are positional: keyword arguments cost more per call than a plan.
 
-Signatures for type checkers are in ops.pyi, which ``python ci/api.py`` writes.
+Signatures for type checkers are in ops.pyi, which ``python ci/generate.py`` writes.
 """
 
 from __future__ import annotations

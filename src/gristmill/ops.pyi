@@ -1,4 +1,4 @@
-"""Written by `python ci/api.py` from the registry; do not edit."""
+"""Written by `python ci/generate.py` from the registry; do not edit."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

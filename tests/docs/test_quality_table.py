@@ -1,5 +1,4 @@
-"""The loss of quantization: README's table is that of the result file, and the file supports the claims about
-the methods."""
+"""The loss of quantization: the result file supports the claims about the methods."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.quality import AUTO, KV_DTYPES, Case, Settings, command, key_of
-from lab.quality_table import into, render
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "bench" / "results" / "quality.json"
-HOW = f"run python -m lab.quality --table {FILE.relative_to(ROOT)} --readme README.md"
 DATA = json.loads(FILE.read_text(encoding="utf-8"))
 ROWS: dict[tuple[str, str, str], dict[str, Any]] = {
     (r["model"], r["scheme"], r["method"]): r for r in DATA["rows"] if "kv" not in r
@@ -30,11 +27,6 @@ def worse(row: dict[str, Any], than: dict[str, Any]) -> bool:
         return difference > 0
     each = [a - b for a, b in zip(row["window_losses"], than["window_losses"], strict=True)]
     return difference > 2 * statistics.stdev(each) / len(each) ** 0.5
-
-
-def test_the_readme_holds_the_table() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert into(text, render(DATA)) == text, HOW
 
 
 def test_rows_are_whole_and_repeatable() -> None:

@@ -1,0 +1,40 @@
+"""Generated files are what `make generate` writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+import generate  # noqa: E402
+
+
+def test_every_generated_file_is_current() -> None:
+    assert [str(path.relative_to(ROOT)) for path in generate.stale()] == [], "run make generate"
+
+
+def test_a_file_that_was_edited_is_seen_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited, current = tmp_path / "ops.pyi", tmp_path / "api.md"
+    edited.write_text("eps: int")
+    current.write_text("page")
+    monkeypatch.setattr(generate, "FILES", {edited: lambda: "eps: float", current: lambda: "page"})
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
+    assert generate.main() == 1 and f"{edited}: out of date" in capsys.readouterr().out
+    assert edited.read_text() == "eps: int"
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    assert generate.main() == 0 and capsys.readouterr().out == f"{edited}: written\n"
+    assert edited.read_text() == "eps: float"
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
+    assert generate.main() == 0 and capsys.readouterr().out == ""
+
+
+def test_files_that_are_missing_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "api.md"
+    monkeypatch.setattr(generate, "FILES", {path: lambda: "page"})
+    assert generate.stale() == [path] and not path.exists()
+    assert generate.stale(write=True) == [path] and path.read_text() == "page"
