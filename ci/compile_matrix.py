@@ -218,6 +218,12 @@ def judge(pair: Pair, usage: dict[str, Any], baseline: dict[str, Any] | None) ->
     return None
 
 
+def lines(entries: dict[str, Any]) -> str:
+    """A baseline as JSON, one line per pair."""
+    rows = (f"{json.dumps(key)}: {json.dumps(entries[key], sort_keys=True)}" for key in sorted(entries))
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
 def main() -> int:
     """Run the matrix; 0 when every pair is as good as its baseline."""
     parser = argparse.ArgumentParser(
@@ -290,7 +296,7 @@ def main() -> int:
         existing = {pair.key for pair in pairs(None, None)}
         retained = {key: value for key, value in baseline.items() if key in existing}
         shown = {key: {k: v for k, v in result.items() if k != "missing"} for key, result in results.items()}
-        options.baseline.write_text(json.dumps(retained | shown, indent=0, sort_keys=True) + "\n")
+        options.baseline.write_text(lines(retained | shown))
     stamps_path.parent.mkdir(parents=True, exist_ok=True)
     stamps_path.write_text(json.dumps(stamps, sort_keys=True))
     cannot = sum("cannot" in results[pair.key] for pair in work)
