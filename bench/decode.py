@@ -26,7 +26,7 @@ from gristmill.runtime.decode_graphs import LARGEST, padded
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.kv_cache.paged import PagedCache, token_bytes
-from gristmill.runtime.layers.linear import Linear, SplitLinear, Summand
+from gristmill.runtime.layers.linear import Linear, PartialSum, SplitLinear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.random import random_model
@@ -172,7 +172,7 @@ def _norms(model: Model, rows: int) -> Callable[[], Any]:
         torch.zeros(rows, model.config.hidden_size, dtype=plans.dtype, device=plans.device) for _ in range(2)
     )
     first, *others = norms
-    part = Summand(x) if plans.mesh.world > 1 else x
+    part = PartialSum(x) if plans.mesh.world > 1 else x
     return lambda: [first.add(x, residual), *(norm.add(part, residual) for norm in others)]
 
 

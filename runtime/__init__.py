@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gristmill._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from gristmill.quant.checkpoints.shards import Cut as Cut
+    from gristmill.quant.checkpoints.shards import ShardSpec as ShardSpec
     from gristmill.quant.checkpoints.table import Weight as Weight
     from gristmill.quant.checkpoints.table import WeightTable as WeightTable
     from gristmill.runtime.async_engine import AsyncEngine as AsyncEngine

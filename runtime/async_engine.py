@@ -322,13 +322,13 @@ class AsyncEngine:
         if self._metrics is not None:
             self._metrics.step(engine)
         self._publish(engine)
-        plan = engine.last_plan
-        if plan is not None:
-            for name, hits in plan.admitted.items():
+        step = engine.last_step
+        if step is not None:
+            for name, hits in step.admitted.items():
                 if (request := self._requests.added(name)) is not None:
                     cached_tokens = len(hits) * engine.scheduler.config.block_size
                     self._scheduled(request, name, cached_tokens, engine.last_launched)
-            for name in plan.preempted:
+            for name in step.preempted:
                 request = self._requests.added(name)
                 choice = None if request is None else request.open.get(name)
                 if request is not None and request.span is not None and choice is not None:

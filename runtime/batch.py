@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The part of each token's context that is in the cache of this rank, where ranks share a context (`layers.spread_attention`).
+class ContextShard:
+    """The part of each token's context that is in the cache of this rank, where ranks share a context (`layers.context_parallel`).
 
     Every token is a sequence: block_table int32 [T, width], query_start int32 [T + 1], seq_lens int32 [T], at least 1. max_ctx: the
     longest. empty: bool [T], where the rank has no key of a context, and the one of seq_lens does not count.
@@ -37,8 +37,8 @@ class Batch:
     query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
     tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
     logits are computed. lengths: new tokens and context of each sequence, as the host knows them; () where it does not, in a step that
-    is captured. others: the step for the other groups of layers (`kv_cache.groups`), with slots and block tables of their own. spread:
-    None = the whole context of each token is in the cache.
+    is captured. others: the step for the other groups of layers (`kv_cache.groups`), with slots and block tables of their own.
+    context_shard: None = the whole context of each token is in the cache.
     """
 
     tokens: Tensor
@@ -52,7 +52,7 @@ class Batch:
     max_ctx: int
     lengths: tuple[tuple[int, int], ...]
     others: tuple[Batch, ...] = ()
-    spread: Spread | None = None
+    context_shard: ContextShard | None = None
     _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
@@ -126,7 +126,7 @@ def with_groups(batch: Batch, slots: Sequence[Tensor], tables: Sequence[Tensor])
     return replace(batch, others=tuple(replace(batch, slots=s, block_table=t) for s, t in others))
 
 
-def spread_batch(batch: Batch, rank: int, world: int, block_size: int) -> Batch:
+def shard_context(batch: Batch, rank: int, world: int, block_size: int) -> Batch:
     """The batch of one of `world` ranks, each with `block_size` tokens of every block of the batch: with its slots, -1 for tokens of
     others, and its part of the contexts."""
     whole = world * block_size
@@ -139,14 +139,14 @@ def spread_batch(batch: Batch, rank: int, world: int, block_size: int) -> Batch:
 
     count, device = len(batch.tokens), batch.tokens.device
     lengths = kept(batch.positions + 1)
-    spread = Spread(
+    shard = ContextShard(
         batch.block_table.repeat_interleave(batch.query_start.diff(), 0, output_size=count),
         torch.arange(count + 1, dtype=torch.int32, device=device),
         lengths.clamp(min=1).to(torch.int32),
         max(1, int(kept(torch.tensor(batch.max_ctx)))),
         lengths == 0,
     )
-    return replace(batch, slots=slots, spread=spread)
+    return replace(batch, slots=slots, context_shard=shard)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ has sampled is read on the device, from the row of its request, and the sampled 
 before they are sampled (penalties, bans) uses a graph that ends with the logits. A step that verifies drafts uses a graph of the
 engine's most tokens per sequence; sequences with fewer are padded at their end.
 
-A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their scratch
-memory, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
+A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their
+workspaces, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
 no memory is left out: its steps run kernel by kernel.
 """
 
@@ -239,7 +239,7 @@ class DecodeGraphs:
             with torch.cuda.stream(stream):
                 made.buffers.clear()
                 self.compute(made)
-                made.holds = self.model.plans.arenas.held()
+                made.holds = self.model.plans.workspaces.held()
             try:
                 return self._record(made, stream)
             except RuntimeError as error:

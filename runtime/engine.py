@@ -47,14 +47,14 @@ from gristmill.runtime.scheduler import (
     Request,
     RequestOutput,
     ScheduledRequest,
+    ScheduledStep,
     Scheduler,
     SchedulerConfig,
-    StepPlan,
     TokenLogprobs,
 )
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.context import DraftContext
-from gristmill.runtime.speculation.hidden_drafts import scratch_blocks
+from gristmill.runtime.speculation.hidden_drafts import draft_blocks
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline
 from gristmill.runtime.steps_in_flight import DEPTH
@@ -183,7 +183,7 @@ class Engine(EngineMemory):
             tensor_parallel=tensor_parallel,
         )
         open_draft = load_draft = draft_model = None
-        scratch = 0
+        spare = 0
         if speculation is not None and tensor_parallel > 1:
             raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
         if type(context_parallel) is not bool or (context_parallel and tensor_parallel == 1):
@@ -219,7 +219,7 @@ class Engine(EngineMemory):
                 max_batch_tokens=max_batch_tokens,
                 num_blocks=num_blocks,
                 decode_graphs=decode_graphs,
-                spreads_context=context_parallel,
+                context_parallel=context_parallel,
             )
             num_blocks, block_size = runner.cache.num_blocks, runner.cache.block_size
             max_seqs = runner.max_seqs
@@ -230,12 +230,12 @@ class Engine(EngineMemory):
             limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
             max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
             if speculation is not None and speculation.spec.shares_blocks:
-                scratch = max_seqs * scratch_blocks(speculation.most_tokens, block_size)
+                spare = max_seqs * draft_blocks(speculation.most_tokens, block_size)
             if draft_model is None:  # whose cache has the blocks of one table
                 groups = getattr(loaded, "kv_groups", ())
             if num_blocks is None:
                 num_blocks = cache_blocks(
-                    loaded, block_size, memory, max_seqs, limit, draft_model, groups, scratch
+                    loaded, block_size, memory, max_seqs, limit, draft_model, groups, spare
                 )
         try:
             config = SchedulerConfig(
@@ -262,7 +262,7 @@ class Engine(EngineMemory):
             )
         draft = None
         if draft_model is not None:
-            draft_cache = make_cache(draft_model, num_blocks + scratch, block_size)
+            draft_cache = make_cache(draft_model, num_blocks + spare, block_size)
             draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
         self._start(runner, config, seed, async_steps, quant, speculation, draft, transfer)
 
@@ -339,8 +339,8 @@ class Engine(EngineMemory):
             None  # time (time.monotonic) from which a step ends all unfinished requests
         )
         self._clock = time.monotonic
-        self.last_plan: StepPlan | None = None
-        """The plan of the step that the last outputs are of, for metrics; None before the first."""
+        self.last_step: ScheduledStep | None = None
+        """The step that the last outputs are of, for metrics; None before the first."""
         self.last_launched = 0.0
         """When that step was launched, by time.monotonic."""
         self._with_logprobs: set[str] = set()
@@ -497,10 +497,10 @@ class Engine(EngineMemory):
         self.ownership.check()
         if self._abort_at is not None and self._clock() >= self._abort_at:
             self._abort_at = None
-            self.last_plan = None
+            self.last_step = None
             return self.abort()
         if self.residency.reason:
-            self.last_plan = None
+            self.last_step = None
             return []
         try:
             return self._advance()
@@ -515,7 +515,7 @@ class Engine(EngineMemory):
         if self.transfer is not None:
             self.transfer.load()
         outputs, logprobs = self._pipeline.advance()
-        self.last_plan, self.last_launched = self._pipeline.last_plan, self._pipeline.last_launched
+        self.last_step, self.last_launched = self._pipeline.last_step, self._pipeline.last_launched
         if self._with_logprobs:
             self._attach(outputs, logprobs)
         if self.transfer is not None and not self.scheduler.running and not outputs:

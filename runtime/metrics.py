@@ -142,10 +142,10 @@ class Metrics:
         metrics["num_requests_running"].set(len(scheduler.running))
         metrics["num_requests_waiting"].set(len(scheduler.waiting) + len(scheduler.held))
         metrics["kv_cache_usage_perc"].set(scheduler.pool.num_referenced / scheduler.config.num_blocks)
-        plan = engine.last_plan
-        if plan is not None and plan.entries:
-            metrics["iteration_tokens_total"].observe(plan.num_tokens)
-            metrics["num_preemptions"].inc(len(plan.preempted))
+        step = engine.last_step
+        if step is not None and step.entries:
+            metrics["iteration_tokens_total"].observe(step.num_tokens)
+            metrics["num_preemptions"].inc(len(step.preempted))
 
         if engine.speculator is not None:
             self._count_drafts(engine.speculator.counts)

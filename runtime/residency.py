@@ -42,7 +42,7 @@ class Residency:
         return "the engine sleeps: call wake_up" if self.absent else self.outdated
 
     def sleep(self, level: int) -> None:
-        """Give back the cache, decode graphs, scratch memory and the weights: to host memory (level 1), or discarded (level 2).
+        """Give back the cache, decode graphs, workspaces and the weights: to host memory (level 1), or discarded (level 2).
 
         On a CPU level 1 leaves the weights where they are.
         """
@@ -51,7 +51,7 @@ class Residency:
             torch.cuda.synchronize(device)  # a step whose requests have ended may still run
         self._graphs = runner.decode is not None
         runner.decode = None
-        runner.model.plans.arenas.clear()
+        runner.model.plans.workspaces.clear()
         runner.cache.release()
         self.absent = {"kv_cache"}
         if level == 2 or device.type == "cuda":

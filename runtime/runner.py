@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Batch, make_batch, make_feedback, send, spread_batch
+from gristmill.runtime.batch import Batch, make_batch, make_feedback, send, shard_context
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import ErrorInfo, UsageError
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
@@ -97,7 +97,7 @@ class Runner:
             self.decode.most_drafts = most
 
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
-        """Compute the entries of a plan; returns one id per row: 1 + drafts rows for each entry that samples, in order.
+        """Compute the entries of a step; returns one id per row: 1 + drafts rows for each entry that samples, in order.
 
         Logits are computed only for those, and only ids are copied from the device.
         """
@@ -260,9 +260,9 @@ class Runner:
 
     def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
         mesh, size = self.model.plans.mesh, self.cache.block_size
-        if mesh.spreads_context:
+        if mesh.context_parallel:
             batch = make_batch(entries, size * mesh.world, self.device, all_rows)
-            return spread_batch(batch, mesh.rank, mesh.world, size)
+            return shard_context(batch, mesh.rank, mesh.world, size)
         return make_batch(entries, size, self.device, all_rows, groups=len(self.cache.windows))
 
     @torch.inference_mode()

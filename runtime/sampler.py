@@ -74,7 +74,7 @@ class Sampler:
             sampling.min_p,
             sampling.seed,
             sampling.index,
-            self.plans.scratch(plan, len(ids)),
+            self.plans.workspace(plan, len(ids)),
             ids,
         )
 

@@ -1,4 +1,4 @@
-"""The steps of an engine in flight: each is planned and launched before the results of the one before it are there, as far as it can be.
+"""The steps of an engine in flight: each is scheduled and launched before the results of the one before it are there, as far as it can be.
 
 A step that needs the host between the steps waits for the results: where logits are processed or read on the host (penalties, bans,
 grammars, log-probabilities), where drafts are verified, and where the scheduler must preempt a request. It runs alone, as synchronous
@@ -14,7 +14,13 @@ from typing import Any, Protocol
 
 from gristmill.runtime.runner import PromptLogprobs, StepResult
 from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.scheduler import RequestOutput, ScheduledRequest, Scheduler, StepPlan, TokenLogprobs
+from gristmill.runtime.scheduler import (
+    RequestOutput,
+    ScheduledRequest,
+    ScheduledStep,
+    Scheduler,
+    TokenLogprobs,
+)
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.speculation.verify import sampling_rows
 
@@ -60,7 +66,7 @@ class _InFlight:
     """A step whose outputs were not taken yet. step: as `StepRunner.launch` returned it, or a StepResult, of a step whose logits are
     processed on the host, and which is computed already."""
 
-    plan: StepPlan
+    scheduled: ScheduledStep
     step: Any
     launched: float
 
@@ -86,7 +92,7 @@ class StepPipeline:
         self.depth = depth if speculator is None else 1
         self.speculator = speculator
         self.in_flight: list[_InFlight] = []  # oldest first
-        self.last_plan: StepPlan | None = None
+        self.last_step: ScheduledStep | None = None
         self.last_launched = 0.0
         self._sampling_row = sampling_row
         self._with_logprobs, self._prompts = with_logprobs, prompts
@@ -94,7 +100,7 @@ class StepPipeline:
     def advance(self) -> tuple[list[RequestOutput], Mapping[str, list[TokenLogprobs]]]:
         """Launch what can be launched, and wait for the oldest step. Its outputs, and the log-probabilities of their tokens by request.
 
-        last_plan becomes the plan of that step; it is empty if there was nothing to do. last_launched: when it was planned, by
+        last_step becomes that step; it is empty if there was nothing to do. last_launched: when it was scheduled, by
         time.monotonic. An exception discards all steps in flight.
         """
         while len(self.in_flight) < self.depth and self._launch():
@@ -105,8 +111,12 @@ class StepPipeline:
         try:
             step = oldest.step
             result = step if isinstance(step, StepResult) else StepResult(self.runner.collect(step), {})
-            runs = result.ids if self.speculator is None else self.speculator.verify(oldest.plan, result.ids)
-            outputs = self.scheduler.update(oldest.plan, runs)
+            runs = (
+                result.ids
+                if self.speculator is None
+                else self.speculator.verify(oldest.scheduled, result.ids)
+            )
+            outputs = self.scheduler.update(oldest.scheduled, runs)
         except BaseException:
             self.discard()
             raise
@@ -115,16 +125,16 @@ class StepPipeline:
             for output in outputs:
                 if output.error is not None:
                     output.error = result.errors.get(output.id, output.error)
-        self.last_plan, self.last_launched = oldest.plan, oldest.launched
+        self.last_step, self.last_launched = oldest.scheduled, oldest.launched
         return outputs, result.logprobs
 
     def drop_idle(self) -> None:
         """Do not wait for steps in flight whose requests have all ended."""
-        if self.in_flight and not any(self.scheduler.serves(one.plan) for one in self.in_flight):
+        if self.in_flight and not any(self.scheduler.serves(one.scheduled) for one in self.in_flight):
             self.discard()
 
     def discard(self) -> None:
-        """Forget all steps in flight; what is left of their requests is planned again."""
+        """Forget all steps in flight; what is left of their requests is scheduled again."""
         for one in self.in_flight:
             if not isinstance(one.step, StepResult):
                 self.runner.drop(one.step)
@@ -133,39 +143,39 @@ class StepPipeline:
             self.scheduler.discard(self.scheduler.in_flight[0])
 
     def _launch(self) -> bool:
-        """Plan a step and launch it; False if there is none to run before the results of the step in flight."""
+        """Schedule a step and launch it; False if there is none to run before the results of the step in flight."""
         ahead = bool(self.in_flight)
         if ahead and isinstance(self.in_flight[-1].step, StepResult):
             return False
         if self.speculator is not None:
             self.speculator.propose()
         begin = time.monotonic()
-        plan = self.scheduler.plan()
+        scheduled = self.scheduler.schedule()
         if not ahead:
-            self.last_plan = plan
-        detailed = self._needs_logits(plan)
-        if not plan.entries or (ahead and detailed):
+            self.last_step = scheduled
+        detailed = self._needs_logits(scheduled)
+        if not scheduled.entries or (ahead and detailed):
             return False
-        self.scheduler.commit(plan)
+        self.scheduler.commit(scheduled)
         try:
-            rows = [self._sampling_row(entry) for entry in plan.sampling()]
-            if plan.has_drafts:
-                pairs = zip(plan.sampling(), rows, strict=True)
+            rows = [self._sampling_row(entry) for entry in scheduled.sampling()]
+            if scheduled.has_drafts:
+                pairs = zip(scheduled.sampling(), rows, strict=True)
                 rows = [row for entry, first in pairs for row in sampling_rows(entry, first)]
             step: Any
             if detailed:
-                step = self.runner.run_detailed(plan.entries, rows, self._prompts)
+                step = self.runner.run_detailed(scheduled.entries, rows, self._prompts)
             else:
-                step = self.runner.launch(plan.entries, rows)
+                step = self.runner.launch(scheduled.entries, rows)
         except BaseException:
             self.discard()
             raise
-        self.in_flight.append(_InFlight(plan, step, begin))
+        self.in_flight.append(_InFlight(scheduled, step, begin))
         return True
 
-    def _needs_logits(self, plan: StepPlan) -> bool:
+    def _needs_logits(self, scheduled: ScheduledStep) -> bool:
         """Whether logits of the step are processed or read on the host, which takes the tokens of all steps before it."""
         processed, read = self.runner.processors, self._with_logprobs
         return bool(processed or read) and any(
-            entry.id in processed or entry.id in read for entry in plan.entries
+            entry.id in processed or entry.id in read for entry in scheduled.entries
         )

@@ -23,7 +23,7 @@ from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.kv_cache.paged import PagedCache
-from gristmill.runtime.layers.linear import Linear, SplitLinear, Summand
+from gristmill.runtime.layers.linear import Linear, PartialSum, SplitLinear
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
@@ -220,7 +220,7 @@ class _Experts:
         self.gate_up = table[f"{layer.target}.gate_up"]
         self.down = table[f"{layer.target}.down"]
 
-    def __call__(self, x: Tensor) -> Tensor | Summand:
+    def __call__(self, x: Tensor) -> Tensor | PartialSum:
         ids = self.layer.route(x)[1]
         for expert in ids.unique().tolist():
             rows = x[(ids == expert).any(1)].float()

@@ -1,8 +1,9 @@
-"""Which rows, columns and experts of a weight each rank has (Shoeybi et al., 2019, arXiv:1909.08053). Pure functions of sizes.
+"""Which rows, columns and experts of a weight each rank holds (Megatron-LM, Shoeybi et al., 2019, arXiv:1909.08053).
 
-Matrices that produce the inner dimension of a block (q/k/v, gate/up) are cut by rows, those that consume it (output, down) by columns:
-each rank then computes a part of the sum, and one all-reduce completes it. Heads stay whole. KV heads that are fewer than the ranks
-are replicated. Experts are cut by index. The latent projections of MLA, norms and routers have no cut: every rank has them.
+Matrices that produce the inner dimension of a block (q/k/v, gate/up) are sharded by rows (column-parallel in Megatron's transposed
+notation), those that consume it (output, down) by columns: each rank computes a partial sum, and one all-reduce completes it. Heads stay
+whole. KV heads that are fewer than the ranks are replicated. Experts are sharded by index. The latent projections of MLA, norms and routers
+are replicated.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
-from gristmill.quant import QuantTensor, concat
 from gristmill.quant.errors import UsageError
+from gristmill.quant.sharding import concat
+from gristmill.quant.tensor import QuantTensor
 
 Range = tuple[int, int]
-"""First and last + 1."""
+"""First index and last index + 1."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of rows or columns, or the experts, that the ranks share among themselves: q, k and v are three pieces.
+class Shard:
+    """A run of rows, columns or experts that is divided among the ranks. q, k and v of a fused matrix are three of them.
 
-    heads: how many heads it has, each of which stays whole; 0 = it is not made of heads. Then ranges begin at multiples of `unit`
-    where every rank gets one, so that scales of groups and of 128-blocks are not divided.
+    Attributes:
+        length: rows, columns or experts.
+        heads: number of heads, each of which stays on one rank; 0 = not made of heads.
+        unit: without heads, ranges start at multiples of this if every rank then gets one, so that scale groups and 128-blocks are not
+            divided.
     """
 
     length: int
@@ -34,10 +39,10 @@ class Piece:
     unit: int = BLOCK
 
     def range(self, rank: int, world: int) -> Range:
-        """The part of a rank. Parts differ by at most one head or one unit.
+        """The range of a rank. Ranges differ by at most one head or one unit.
 
         Raises:
-            UsageError: heads that `world` neither divides nor is a multiple of; fewer entries than ranks.
+            UsageError: `world` neither divides the number of heads nor is a multiple of it, or there are fewer entries than ranks.
         """
         if self.heads:
             size = self.length // self.heads
@@ -63,50 +68,54 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How ranks share a weight. dim: what is divided. pieces: consecutive runs along it, each divided separately; of a fused matrix
-    they run on over the parts."""
+class ShardSpec:
+    """How a weight is sharded.
+
+    Attributes:
+        dim: the dimension that is divided.
+        shards: consecutive runs along it, each divided on its own. In a fused matrix they continue across its parts.
+    """
 
     dim: Literal["rows", "columns", "experts"]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
 
     @staticmethod
-    def rows(*lengths: int, unit: int = BLOCK) -> Cut:
-        """Rows of each part, anywhere."""
-        return Cut("rows", tuple(Piece(length, unit=unit) for length in lengths))
+    def rows(*lengths: int, unit: int = BLOCK) -> ShardSpec:
+        """By rows; `lengths` of the parts of a fused matrix."""
+        return ShardSpec("rows", tuple(Shard(length, unit=unit) for length in lengths))
 
     @staticmethod
-    def columns(length: int) -> Cut:
-        """Columns, anywhere."""
-        return Cut("columns", (Piece(length),))
+    def columns(length: int) -> ShardSpec:
+        """By columns."""
+        return ShardSpec("columns", (Shard(length),))
 
     @staticmethod
-    def head_rows(*heads: int, size: int) -> Cut:
-        """Rows by heads of `size` rows; heads: of each part."""
-        return Cut("rows", tuple(Piece(count * size, count) for count in heads))
+    def head_rows(*heads: int, size: int) -> ShardSpec:
+        """By heads of `size` rows; `heads` of each part."""
+        return ShardSpec("rows", tuple(Shard(count * size, count) for count in heads))
 
     @staticmethod
-    def head_columns(heads: int, size: int) -> Cut:
-        """Columns by heads of `size` columns."""
-        return Cut("columns", (Piece(heads * size, heads),))
+    def head_columns(heads: int, size: int) -> ShardSpec:
+        """By heads of `size` columns."""
+        return ShardSpec("columns", (Shard(heads * size, heads),))
 
     @staticmethod
-    def experts(count: int) -> Cut:
-        """Experts by index."""
-        return Cut("experts", (Piece(count, unit=1),))
+    def experts(count: int) -> ShardSpec:
+        """By expert index."""
+        return ShardSpec("experts", (Shard(count, unit=1),))
 
     def ranges(self, rank: int, world: int) -> list[Range]:
-        """What a rank has, piece by piece, in positions over all pieces."""
+        """The ranges of a rank, one per shard, in positions over all shards."""
         ranges, start = [], 0
-        for piece in self.pieces:
-            first, last = piece.range(rank, world)
+        for shard in self.shards:
+            first, last = shard.range(rank, world)
             ranges.append((start + first, start + last))
-            start += piece.length
+            start += shard.length
         return ranges
 
 
 def of_parts(ranges: list[Range], lengths: tuple[int, ...]) -> list[list[Range]]:
-    """Ranges over all parts of these lengths, as ranges of each part."""
+    """Ranges over all parts of a fused matrix, as ranges within each part of these lengths."""
     divided, start = [], 0
     for length in lengths:
         inside = [(max(a, start) - start, min(b, start + length) - start) for a, b in ranges]
@@ -116,8 +125,14 @@ def of_parts(ranges: list[Range], lengths: tuple[int, ...]) -> list[list[Range]]
 
 
 @dataclass(frozen=True)
-class Share:
-    """rows: of each part, the ranges that a rank keeps, in order. columns: None = all. experts: a range of their indices."""
+class LocalRanges:
+    """What one rank holds of a weight.
+
+    Attributes:
+        rows: per part, the ranges of rows, in order.
+        columns: the range of columns; None = all.
+        experts: the range of expert indices.
+    """
 
     rows: tuple[tuple[Range, ...], ...]
     columns: Range | None = None
@@ -125,31 +140,41 @@ class Share:
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Rows of each part."""
+        """Number of rows of each part."""
         return tuple(sum(last - first for first, last in ranges) for ranges in self.rows)
 
 
-def share_of(cut: Cut | None, rows: tuple[int, ...], experts: int, rank: int, world: int) -> Share:
-    """The share of a rank. rows: of each part; experts: of each of them, 0 = no experts."""
-    whole = Share(tuple(((0, count),) for count in rows), None, (0, experts))
-    if cut is None or world == 1:
+def local_ranges(
+    spec: ShardSpec | None, rows: tuple[int, ...], experts: int, rank: int, world: int
+) -> LocalRanges:
+    """What a rank holds of a weight.
+
+    Args:
+        spec: None = replicated.
+        rows: number of rows of each part.
+        experts: number of experts; 0 = none.
+    """
+    whole = LocalRanges(tuple(((0, count),) for count in rows), None, (0, experts))
+    if spec is None or world == 1:
         return whole
-    ranges = cut.ranges(rank, world)
-    if cut.dim == "rows":
+    ranges = spec.ranges(rank, world)
+    if spec.dim == "rows":
         return replace(whole, rows=tuple(map(tuple, of_parts(ranges, rows))))
     (only,) = ranges
-    return replace(whole, columns=only) if cut.dim == "columns" else replace(whole, experts=only)
+    return replace(whole, columns=only) if spec.dim == "columns" else replace(whole, experts=only)
 
 
-def float_share(tensor: Tensor, rows: tuple[Range, ...], columns: Range | None = None) -> Tensor:
-    """The share of [N, ...] or, of columns, [N, K]: a view where it is one range of rows, so that only that range is read."""
-    pieces = [tensor[first:last] for first, last in rows]
-    kept = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return kept if columns is None else kept[:, columns[0] : columns[1]].contiguous()
+def shard_floats(tensor: Tensor, rows: tuple[Range, ...], columns: Range | None = None) -> Tensor:
+    """These rows and columns of [N, ...]: a view if it is one range of rows, so that only that range is read from a file."""
+    kept = [tensor[first:last] for first, last in rows]
+    joined = kept[0] if len(kept) == 1 else torch.cat(kept)
+    return joined if columns is None else joined[:, columns[0] : columns[1]].contiguous()
 
 
-def quant_share(weight: QuantTensor, rows: tuple[Range, ...], columns: Range | None = None) -> QuantTensor:
-    """The share of a quantized [N, K], exactly; the weight itself if it is all of it."""
+def shard_quantized(
+    weight: QuantTensor, rows: tuple[Range, ...], columns: Range | None = None
+) -> QuantTensor:
+    """These rows and columns of a quantized [N, K], exactly; the weight itself if that is all of it."""
     if columns is not None and columns != (0, weight.k):
         weight = weight.narrow(-1, columns[0], columns[1] - columns[0])
     if rows == ((0, weight.n),):
@@ -157,6 +182,6 @@ def quant_share(weight: QuantTensor, rows: tuple[Range, ...], columns: Range | N
     return concat([weight.narrow(-2, first, last - first) for first, last in rows], -2)
 
 
-def rounds_rows_alone(scheme: QuantScheme) -> bool:
-    """Whether a row is rounded to the same codes without the other rows: it shares no scale with them."""
+def quantizes_rows_independently(scheme: QuantScheme) -> bool:
+    """Whether a row gets the same codes without the other rows: it shares no scale with them."""
     return scheme.granularity in ("group", "channel") and not scheme.has_global

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from gristmill.quant.checkpoints.shards import Cut, Range
+from gristmill.quant.checkpoints.shards import Range, ShardSpec
 
 Kind = Literal["linear", "kept", "fp32"]
 
@@ -32,7 +32,7 @@ class Weight:
     kind: Kind = "kept"
     experts: int = 0
     stacked: bool = False
-    cut: Cut | None = None
+    shard: ShardSpec | None = None
     interleaved: bool = False
 
     def part_names(self, experts: Range | None = None) -> list[str]:

@@ -39,13 +39,13 @@ def cache_blocks(
     max_model_len: int,
     draft: Model | None = None,
     groups: Sequence[KVGroup] = (),
-    scratch: int = 0,
+    spare: int = 0,
 ) -> int:
     """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a fraction of the free memory (a float up to 1).
 
     None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the need of max_seqs sequences of max_model_len tokens, but
     at most `CPU_CACHE_BYTES`, and at least one sequence. draft: a draft model, whose cache has as many blocks in the same memory, and
-    `scratch` more.
+    `spare` more.
     groups: of the cache; a block holds its tokens in the layers of one of them.
 
     Raises:
@@ -75,7 +75,7 @@ def cache_blocks(
             f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
         )
     size = int(share * _free_bytes(device) if isinstance(share, float) else share)
-    count = (size - scratch * sizes[-1]) // block_bytes
+    count = (size - spare * sizes[-1]) // block_bytes
     if count < 1:
         raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")
     return count

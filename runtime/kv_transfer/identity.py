@@ -69,7 +69,7 @@ def root_key(identity: str, model: Model, cache: PagedCache) -> bytes:
 def root_of_ranks(identity: str, ranks: RanksConfig, nbytes: int) -> bytes:
     """As `root_key`, of a model over ranks: also the number of ranks, and what each of them has. nbytes: of a block on all of them."""
     loading = {name: str(value) for name, value in ranks.loading.items() if name != "path"}
-    parts = (identity, ranks.world, ranks.spreads_context, sorted(loading.items()), nbytes)
+    parts = (identity, ranks.world, ranks.context_parallel, sorted(loading.items()), nbytes)
     return hashlib.sha256(repr(parts).encode()).digest()
 
 

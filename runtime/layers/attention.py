@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.layers.linear import Summand, load_linear
+from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.weights import Weights
@@ -16,7 +16,7 @@ class Attention:
     """Fused q/k/v projection; norm per head (Qwen3), rotary embedding and cache write in one call; attention; output projection.
 
     window: keys that a query sees, including its own; 0 = all. Sinks are used if the table has them. scales: (k_scale, v_scale) of a
-    quantized cache with scales per tensor or head, from the checkpoint or 1.0; scales per token are part of the cache. summed: as of `load_linear`.
+    quantized cache with scales per tensor or head, from the checkpoint or 1.0; scales per token are part of the cache. reduce: as of `load_linear`.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Attention:
         rope: Rope,
         window: int = 0,
         *,
-        summed: bool = True,
+        reduce: bool = True,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.scale = c.head_dim**-0.5
@@ -47,7 +47,7 @@ class Attention:
         self.k_norm = weights.tensor(f"{name}.k_norm") if c.qk_norm else None
         self.eps = c.rms_eps
         plans.own(self.q_norm, self.k_norm)
-        self.out = load_linear(plans, weights, f"{name}.out", summed=summed)
+        self.out = load_linear(plans, weights, f"{name}.out", reduce=reduce)
         self.write = plans.bind(
             "qk_norm_rope_cache",
             heads=c.num_heads,
@@ -74,7 +74,7 @@ class Attention:
             kv_scale=form.kv_scale,
         )
 
-    def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor | Summand:
+    def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor | PartialSum:
         """x [tokens, hidden], cache (K, V) or (K, V, k_scale, v_scale) -> [tokens, hidden]."""
         k_cache, v_cache, *token_scales = cache
         k_scale, v_scale = token_scales or self.scales
@@ -110,7 +110,7 @@ class Attention:
             self.window,
             self.sinks,
             None,
-            self.plans.scratch(self.attend, tokens),
+            self.plans.workspace(self.attend, tokens),
             k_scale,
             v_scale,
             0.0,

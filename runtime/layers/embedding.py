@@ -9,7 +9,7 @@ from gristmill.quant import QuantTensor
 from gristmill.quant.checkpoints.shards import Range
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import Packed, row_reader
-from gristmill.runtime.layers.linear import Linear, SumOfRanks
+from gristmill.runtime.layers.linear import AllReduce, Linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
@@ -27,7 +27,7 @@ class Embedding:
         self._read_rows = row_reader(weight.layout) if isinstance(weight, Packed) else None
         self._dtype = plans.dtype
         self._range = ranges[plans.mesh.rank]
-        self._sum = SumOfRanks(plans, weight.shape[-1]) if len(ranges) > 1 else None
+        self._all_reduce = AllReduce(plans, weight.shape[-1]) if len(ranges) > 1 else None
         if isinstance(self.weight, Tensor):
             plans.own(self.weight)
         elif isinstance(self.weight, QuantTensor):
@@ -35,12 +35,12 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
-        if self._sum is None:
+        if self._all_reduce is None:
             return self._rows(tokens)
         first, last = self._range
         rows = self._rows((tokens - first).clamp_(0, last - first - 1))
         outside = (tokens < first) | (tokens >= last)
-        return self._sum(rows.masked_fill_(outside[:, None], 0))
+        return self._all_reduce(rows.masked_fill_(outside[:, None], 0))
 
     def _rows(self, tokens: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
@@ -86,11 +86,11 @@ def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embe
 
     A tied matrix is in memory once if its layout reads single rows, or is the matrix itself; else it is kept beside the packed one.
     """
-    part, ranges = weights.vocabulary("embedding"), weights.shared_ranges("embedding")
+    part, ranges = weights.vocabulary("embedding"), weights.shard_ranges("embedding")
     matrix = part.weight
     if not tied:
         embedding = Embedding(plans, owned(matrix), ranges)
-        part, ranges = weights.vocabulary("head"), weights.shared_ranges("head")
+        part, ranges = weights.vocabulary("head"), weights.shard_ranges("head")
         return embedding, LogitsHead(plans, owned(part.weight), ranges, part.declared)
     head = LogitsHead(plans, matrix, ranges, part.declared)
     for packed in head.weight.packed.values():

@@ -76,7 +76,7 @@ def split(batch: Batch, mla: MlaConfig, block_size: int) -> Forms:
     A cache that is spread over ranks has no context as a whole: there all sequences are un-absorbed if they are new, and absorbed otherwise.
     """
     lengths = batch.lengths
-    if batch.spread is None:
+    if batch.context_shard is None:
         chosen = [i for i, (new, context) in enumerate(lengths) if expands(new, context, mla)]
     else:
         chosen = [*range(len(lengths))] if all(new == context for new, context in lengths) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple, overload
 
@@ -61,8 +62,8 @@ class Linear:
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns)
         if rows:
-            scratch = self.plans.scratch(self.plan, rows)
-            self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, scratch, out)
+            workspace = self.plans.workspace(self.plan, rows)
+            self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, workspace, out)
         return out
 
 
@@ -111,78 +112,81 @@ class SplitLinear:
         return out
 
 
-class Summand(NamedTuple):
-    """What a layer returns if it leaves its sum over the ranks to the caller: to the norm after it (`RMSNorm.add`), for example.
+class PartialSum(NamedTuple):
+    """The result of a row-parallel layer before the sum over the ranks, which the caller completes: `RMSNorm.add`, for example.
 
-    x: [tokens, hidden], contiguous, of this rank.
+    Attributes:
+        x: [tokens, hidden], contiguous, of this rank.
     """
 
     x: Tensor
 
 
-class SumOfRanks:
-    """x of every rank becomes the sum over all ranks, in place. columns: of x."""
+class AllReduce:
+    """The sum over all ranks of x [tokens, columns], in place."""
 
     def __init__(self, plans: Plans, columns: int) -> None:
         self.mesh = plans.mesh
         self.plan = plans.bind("all_reduce", n=columns, x=plans.x, world=self.mesh.world)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, columns], contiguous; returned."""
+        """x [tokens, columns], contiguous, which is returned."""
         self.plan(x, self.mesh.group, self.mesh.world)
         return x
 
 
-class SummandLinear:
-    """A linear layer whose columns the ranks share, without a bias: the product of this rank."""
+class RowParallelLinear:
+    """A linear layer whose input dimension is sharded over the ranks (Megatron-LM's row parallelism).
 
-    def __init__(self, part: Linear | SplitLinear) -> None:
-        self.part, self.target = part, part.target
+    Args:
+        local: the layer over the columns of this rank, without a bias.
+        bias: added after the sum; it takes `reduce`.
+        reduce: whether a call sums over the ranks; if not, it returns a `PartialSum`.
+    """
 
-    def __call__(self, x: Tensor) -> Summand:
-        """x [tokens, K of this rank] -> [tokens, N]."""
-        return Summand(self.part(x))
-
-
-class SummedLinear:
-    """A linear layer whose columns the ranks share: the sum of their products, and then the bias."""
-
-    def __init__(self, plans: Plans, part: Linear | SplitLinear, bias: Tensor | None) -> None:
-        self.part, self.bias, self.target = part, bias, part.target
-        self.sum = SumOfRanks(plans, part.columns)
+    def __init__(
+        self, plans: Plans, local: Linear | SplitLinear, bias: Tensor | None = None, *, reduce: bool = True
+    ) -> None:
+        self.local, self.bias, self.target = local, bias, local.target
+        self.all_reduce = AllReduce(plans, local.columns) if reduce else None
         plans.own(bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | PartialSum:
         """x [tokens, K of this rank] -> [tokens, N]."""
-        y = self.sum(self.part(x))
+        y = self.local(x)
+        if self.all_reduce is None:
+            return PartialSum(y)
+        y = self.all_reduce(y)
         return y if self.bias is None else y.add_(self.bias)
 
 
 @overload
 def load_linear(
-    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., summed: Literal[True] = ...
-) -> Linear | SplitLinear | SummedLinear: ...
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., reduce: Literal[True] = ...
+) -> Callable[[Tensor], Tensor]: ...
 
 
 @overload
 def load_linear(
-    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., summed: bool
-) -> Linear | SplitLinear | SummedLinear | SummandLinear: ...
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., reduce: bool
+) -> Callable[[Tensor], Tensor | PartialSum]: ...
 
 
 def load_linear(
-    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False, summed: bool = True
-) -> Linear | SplitLinear | SummedLinear | SummandLinear:
+    plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False, reduce: bool = True
+) -> Callable[[Tensor], Tensor | PartialSum]:
     """The linear layer of a parameter, with a bias if the table has ``TARGET.bias``.
 
-    summed: False leaves the sum over the ranks, if they share its columns, to the caller, who gets a `Summand`. A bias is added after
-    the sum: a layer that has one sums by itself.
+    Args:
+        target: the parameter's name in the model's table.
+        silu_mul: the weight holds gate and up; the result is silu(gate) * up.
+        reduce: False lets a row-parallel layer without a bias return a `PartialSum`.
     """
     parts, bias = _loaded(plans, weights.parts(target)), weights.optional(f"{target}.bias")
     if not weights.is_partial(target):
         return _linear(plans, parts, bias, target, silu_mul)
-    part = _linear(plans, parts, None, target, silu_mul)
-    return SummedLinear(plans, part, bias) if summed or bias is not None else SummandLinear(part)
+    local = _linear(plans, parts, None, target, silu_mul)
+    return RowParallelLinear(plans, local, bias, reduce=reduce or bias is not None)
 
 
 def _loaded(plans: Plans, parts: list[Part]) -> list[Part]:

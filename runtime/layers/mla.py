@@ -20,18 +20,18 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.layers.context_parallel import ContextParallelAttention
 from gristmill.runtime.layers.head_products import HeadProducts
 from gristmill.runtime.layers.latent_forms import Expanded, Sequences, split, whole
-from gristmill.runtime.layers.linear import Linear, Summand, load_linear
+from gristmill.runtime.layers.linear import Linear, PartialSum, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.layers.spread_attention import SpreadAttention
 from gristmill.runtime.loader.weights import Weights
 
 
 class LatentAttention:
-    """Down-projections to latents, rotary embedding, cache write, attention, output projection. summed: as of `load_linear`."""
+    """Down-projections to latents, rotary embedding, cache write, attention, output projection. reduce: as of `load_linear`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LatentAttention:
         name: str,
         rope: Rope,
         *,
-        summed: bool = True,
+        reduce: bool = True,
     ) -> None:
         if plans.cache_format.quantized:
             raise UsageError(
@@ -64,7 +64,7 @@ class LatentAttention:
         self.to_values = HeadProducts(plans, per_head[:, mla.nope_dim :].transpose(1, 2))
         # The two forms round differently, and which one a prompt gets would depend on the requests beside it.
         self.one_form = plans.policy.batch_invariant
-        self.out = load_linear(plans, weights, f"{name}.out", summed=summed)
+        self.out = load_linear(plans, weights, f"{name}.out", reduce=reduce)
         self.rotate = plans.bind(
             "rotary_embedding",
             hq=c.num_heads,
@@ -86,12 +86,14 @@ class LatentAttention:
             x=plans.x,
         )
         mesh = plans.mesh
-        self.spread = SpreadAttention(plans, mla, c.num_heads) if mesh.spreads_context else None
+        self.context_parallel = (
+            ContextParallelAttention(plans, mla, c.num_heads) if mesh.context_parallel else None
+        )
         self.attend_new = self._attend_new(c.num_heads)
         self.few = FEW_HEADS if c.num_heads % FEW_HEADS == 0 else c.num_heads
         self.attend_few = self._attend_new(self.few)
 
-    def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor | Summand:
+    def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor | PartialSum:
         """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
         mla, tokens = self.mla, x.shape[0]
         down = self.latents(x)
@@ -119,9 +121,11 @@ class LatentAttention:
             forms = batch.once("latent forms", lambda: split(batch, self.mla, self.plans.block_size))
             expanded, absorbed = forms.expanded, forms.absorbed
         if expanded is None:
-            if self.spread is not None and batch.spread is not None:
+            if self.context_parallel is not None and batch.context_shard is not None:
                 query = self._latent_queries(q)
-                return self.to_values(self.spread(query, cache, batch.spread, self.scale)).contiguous()
+                return self.to_values(
+                    self.context_parallel(query, cache, batch.context_shard, self.scale)
+                ).contiguous()
             return self._absorbed(q, whole(batch), cache)
         if absorbed is None:
             return self._expanded(q, latent, expanded, cache)
@@ -153,7 +157,7 @@ class LatentAttention:
             self.scale,
             mla.kv_lora_rank,
             None,
-            self.plans.scratch(self.attend, tokens),
+            self.plans.workspace(self.attend, tokens),
             out,
         )
         return self.to_values(out).contiguous()

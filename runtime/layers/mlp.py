@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gristmill.runtime.layers.linear import Summand, load_linear
+from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.weights import Weights
 
 
 class MLP:
-    """Fused gate/up projection with the activation in its epilogue, and the down projection. summed: as in `load_linear`."""
+    """Fused gate/up projection with the activation in its epilogue, and the down projection. reduce: as in `load_linear`."""
 
-    def __init__(self, plans: Plans, weights: Weights, name: str, *, summed: bool = True) -> None:
+    def __init__(self, plans: Plans, weights: Weights, name: str, *, reduce: bool = True) -> None:
         self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=True)
-        self.down = load_linear(plans, weights, f"{name}.down", summed=summed)
+        self.down = load_linear(plans, weights, f"{name}.down", reduce=reduce)
 
-    def __call__(self, x: Tensor) -> Tensor | Summand:
+    def __call__(self, x: Tensor) -> Tensor | PartialSum:
         """x [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x))

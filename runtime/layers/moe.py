@@ -14,7 +14,7 @@ from gristmill.kernels.common import ITEM_BYTES
 from gristmill.quant import QuantTensor, pack
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.errors import CheckpointError
-from gristmill.runtime.layers.linear import Linear, Summand, SumOfRanks
+from gristmill.runtime.layers.linear import AllReduce, Linear, PartialSum
 from gristmill.runtime.layers.loaded_schemes import in_scheme
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
@@ -25,7 +25,7 @@ class MixtureOfExperts:
     """Router in float32, routed experts, shared experts as one MLP.
 
     Every rank has the router and all tokens, and runs its own experts; one sum over the ranks completes routed and shared experts.
-    summed: False leaves it to the caller, as of `load_linear`. clamp: alpha and limit of the clamped activation of `moe`; None = silu.
+    reduce: False leaves it to the caller, as of `load_linear`. clamp: alpha and limit of the clamped activation of `moe`; None = silu.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MixtureOfExperts:
         weights: Weights,
         name: str,
         *,
-        summed: bool = True,
+        reduce: bool = True,
         clamp: tuple[float, float] | None = None,
     ) -> None:
         self.moe = moe
@@ -58,7 +58,7 @@ class MixtureOfExperts:
             bias=moe.choice_bias,
             renormalize=moe.norm_topk_prob,
         )
-        self.first = weights.shared_ranges(f"{name}.experts.down")[plans.mesh.rank][0]
+        self.first = weights.shard_ranges(f"{name}.experts.down")[plans.mesh.rank][0]
         part = weights.linear_part(f"{name}.experts.down")
         down = part.weight
         self.gate_up_bias = weights.optional(f"{name}.experts.gate_up.bias")
@@ -100,18 +100,18 @@ class MixtureOfExperts:
             )
         self.gate_up = pack(in_scheme(part.weight, scheme), layout).tensors
         plans.own(*self.gate_up, *self.down)
-        self.sum = SumOfRanks(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
-        self.summed = summed
+        self.all_reduce = AllReduce(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
+        self.reduce = reduce
         # One sum completes both where the ranks share both.
         self.shared = None
         if moe.num_shared:
-            self.shared = MLP(plans, weights, f"{name}.shared", summed=self.sum is None)
+            self.shared = MLP(plans, weights, f"{name}.shared", reduce=self.all_reduce is None)
 
-    def __call__(self, x: Tensor) -> Tensor | Summand:
+    def __call__(self, x: Tensor) -> Tensor | PartialSum:
         """x [tokens, hidden] -> [tokens, hidden]."""
         scores, ids = self.route(x)
         out = x.new_empty(x.shape)
-        scratch = self.plans.scratch(self.experts, x.shape[0])
+        workspace = self.plans.workspace(self.experts, x.shape[0])
         if self.first:
             ids -= self.first  # those of other ranks are outside the range, and add nothing
         self.experts(
@@ -121,7 +121,7 @@ class MixtureOfExperts:
             self.gate_up,
             self.down,
             self.inner,
-            scratch,
+            workspace,
             self.gate_up_bias,
             self.down_bias,
             self.is_clamped,
@@ -130,12 +130,12 @@ class MixtureOfExperts:
             out,
         )
         shared = None if self.shared is None else self.shared(x)
-        if isinstance(shared, Summand):
+        if isinstance(shared, PartialSum):
             out, shared = out + shared.x, None
-        if self.sum is not None:
-            if shared is None and not self.summed:
-                return Summand(out)
-            out = self.sum(out)
+        if self.all_reduce is not None:
+            if shared is None and not self.reduce:
+                return PartialSum(out)
+            out = self.all_reduce(out)
         return out if shared is None else out + shared
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.plans import Plans
 
 
@@ -30,11 +30,11 @@ class RMSNorm:
         self.plan(x, self.weight, self.eps, out)
         return out
 
-    def add(self, x: Tensor | Summand, residual: Tensor) -> Tensor:
-        """residual += x in place, the sum of all ranks' x if it is a `Summand`; returns the norm of the residual, which overwrites x."""
-        if isinstance(x, Summand):
+    def add(self, x: Tensor | PartialSum, residual: Tensor) -> Tensor:
+        """residual += x in place, the sum of all ranks' x if it is a `PartialSum`; returns the norm of the residual, which overwrites x."""
+        if isinstance(x, PartialSum):
             if self.sum_plan is None:
-                raise ValueError("a summand of several ranks in a model of one")
+                raise ValueError("a partial sum over ranks in a model of one rank")
             part, mesh = x.x, self.mesh
             self.sum_plan(part, residual, self.weight, self.eps, mesh.group, mesh.world, part)
             return part

@@ -1,4 +1,4 @@
-"""Objects that the layers of a model share: device, policy, bound plans, and scratch memory."""
+"""Objects that the layers of a model share: device, policy, bound plans, and workspaces."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from gristmill.quant import QuantTensor
 from gristmill.runtime.kv_cache.format import AUTO, CacheFormat
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
-from gristmill.runtime.workspace import Arenas
+from gristmill.runtime.workspace import Workspaces
 
 BLOCK_SIZE = 16
 """The default number of tokens per block of the paged cache."""
 LARGE_STEP = 1024
-"""Scratch memory of calls above the largest bucket is that of the next multiple of as many rows."""
+"""Above the largest bucket, a call gets the workspace of the next multiple of this many rows."""
 
 
 class Plans:
@@ -66,7 +66,7 @@ class Plans:
         self.is_warm = False
         self._calls: dict[tuple[BoundPlan, int], None] | None = None  # those recorded
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
-        self.arenas = Arenas(device)
+        self.workspaces = Workspaces(device)
 
     @property
     def x(self) -> str:
@@ -179,9 +179,8 @@ class Plans:
         """Selection on the device under the policy."""
         return ops.resolver(self.device, self.policy)
 
-    def scratch(self, plan: BoundPlan, size: int) -> Tensor | None:
-        """Scratch memory for a call of this size on the current stream, uint8; None if its kernel needs none, and while calls are
-        recorded."""
+    def workspace(self, plan: BoundPlan, size: int) -> Tensor | None:
+        """The workspace of a call of this size on the current stream, uint8; None if its kernel needs none, or while calls are recorded."""
         if self._calls is not None:
             return None
         index = bucket_index(size)
@@ -190,7 +189,7 @@ class Plans:
         need = self._needs.get((id(plan), bound))
         if need is None:
             need = self._needs[id(plan), bound] = (plan.entry(bound).kernel, plan.workspace(bound))
-        return self.arenas.take(*need)
+        return self.workspaces.take(*need)
 
 
 class _Zeros(TorchDispatchMode):

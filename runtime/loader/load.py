@@ -66,9 +66,9 @@ def load_model(
     plans = Plans(parse_device(device, policy), parse_dtype(dtype, config), policy, block_size, form, mesh)
     head_scheme = parse_head_scheme(quant_head, config)
     own_config, table = local_config(config, mesh), model_table(config)
-    if mesh.world > 1 and not any(weight.cut for weight in table.weights):
+    if mesh.world > 1 and not any(weight.shard for weight in table.weights):
         raise UsageError(
-            f"tensor_parallel={mesh.world}: the family of {config.architecture} does not declare how its weights are cut"
+            f"tensor_parallel={mesh.world}: the family of {config.architecture} does not declare how its weights are sharded"
         )
     weights = Weights(checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh)
     plans.schemes.room = room_of_weights(checkpoint, plans.device, mesh)

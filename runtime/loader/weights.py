@@ -16,13 +16,13 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, concat, memory, quantize, stack
 from gristmill.quant.checkpoints.checkpoint import FLOATS, NamedSource
 from gristmill.quant.checkpoints.shards import (
-    Piece,
+    LocalRanges,
     Range,
-    Share,
-    float_share,
-    quant_share,
-    rounds_rows_alone,
-    share_of,
+    Shard,
+    local_ranges,
+    quantizes_rows_independently,
+    shard_floats,
+    shard_quantized,
 )
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats import Format, FormatError
@@ -128,9 +128,9 @@ class Weights:
         weight = self._take(target)
         dtype = torch.float32 if weight.kind == "fp32" else self.dtype
         parts = []
-        for name, rows, kept in zip(weight.sources, weight.rows, self._share(weight).rows, strict=True):
+        for name, rows, kept in zip(weight.sources, weight.rows, self._local(weight).rows, strict=True):
             shape = (rows,) if weight.columns is None else (rows, weight.columns)
-            parts.append(float_share(self._float_tensor(name, shape, weight), kept).to(dtype))
+            parts.append(shard_floats(self._float_tensor(name, shape, weight), kept).to(dtype))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if weight.interleaved:
             joined = torch.cat((joined[:, 0::2], joined[:, 1::2]), 1)
@@ -149,25 +149,25 @@ class Weights:
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
             raise KeyError(f"weight {target} of the model's table is a matrix and has no columns")
-        scheme, (kept,) = self.head_scheme, self._share(weight).rows
+        scheme, (kept,) = self.head_scheme, self._local(weight).rows
         part = self._stored_matrix(name, (rows, columns))
         if part is not None and (
             part.weight.scheme == scheme if scheme is not None else self._keeps(part.weight)
         ):
             declared = part.declared if self.scheme is None and scheme is None else None
-            return Part(quant_share(part.weight, kept).to(self.device), None, declared)
+            return Part(shard_quantized(part.weight, kept).to(self.device), None, declared)
         if scheme is not None:
             matrix = self._source(name, (rows, columns), weight) if part is None else part.weight.dequantize()
-            if rounds_rows_alone(scheme):
-                matrix, kept = float_share(matrix, kept), ((0, sum(b - a for a, b in kept)),)
+            if quantizes_rows_independently(scheme):
+                matrix, kept = shard_floats(matrix, kept), ((0, sum(b - a for a, b in kept)),)
             pieces = [quantize_part(name, piece, scheme) for piece in matrix.split(HEAD_ROWS)]
-            return Part(quant_share(concat(pieces, -2), kept).to(self.device))
+            return Part(shard_quantized(concat(pieces, -2), kept).to(self.device))
         matrix = (
             part.weight.dequantize(self.dtype)
             if part is not None
             else self._source(name, (rows, columns), weight)
         )
-        return Part(QuantTensor.from_dense(float_share(matrix, kept).to(self.device, self.dtype)))
+        return Part(QuantTensor.from_dense(shard_floats(matrix, kept).to(self.device, self.dtype)))
 
     def _keeps(self, weight: QuantTensor) -> bool:
         """Whether an embedding or a head stays as it is stored."""
@@ -193,8 +193,8 @@ class Weights:
         weight = self._take(target)
         if weight.stacked:
             return self._on_device(self._stacked(weight))
-        share = self._share(weight)
-        names, count = weight.part_names(share.experts), len(weight.sources)
+        local = self._local(weight)
+        names, count = weight.part_names(local.experts), len(weight.sources)
         matrices = (self._joined(names[i : i + count], weight) for i in range(0, len(names), count))
         if not weight.experts:
             return self._on_device(next(matrices))
@@ -206,7 +206,7 @@ class Weights:
                 yield part.weight.to(self.device)
 
         try:
-            stacked = stack(experts(), share.experts[1] - share.experts[0])
+            stacked = stack(experts(), local.experts[1] - local.experts[0])
         except UsageError:  # of one of them
             raise
         except ValueError as error:
@@ -266,7 +266,7 @@ class Weights:
                 raise FormatError(
                     f"{module} has the scale {scale_names[0] or scale_names[1]} and not that of its other cache"
                 )
-            keys = Piece(kv_heads, kv_heads) if weight.cut is None else weight.cut.pieces[1]
+            keys = Shard(kv_heads, kv_heads) if weight.shard is None else weight.shard.shards[1]
             size = keys.length // keys.heads
             heads = slice(*(edge // size for edge in keys.range(self.mesh.rank, self.mesh.world)))
             scales = [kv_scale(self.checkpoint, str(name), keys.heads) for name in scale_names]
@@ -321,20 +321,20 @@ class Weights:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
 
     def is_partial(self, target: str) -> bool:
-        """Whether products with a parameter are summed over the ranks: they share its columns or its experts."""
-        cut = self._declared[target].cut
-        return cut is not None and cut.dim != "rows" and self.mesh.world > 1
+        """Whether products with a parameter are partial sums: its columns or its experts are sharded."""
+        spec = self._declared[target].shard
+        return spec is not None and spec.dim != "rows" and self.mesh.world > 1
 
-    def shared_ranges(self, target: str) -> list[Range]:
-        """What each rank has of a parameter that is cut in one piece, in the order of the ranks: all of it where it is not cut."""
+    def shard_ranges(self, target: str) -> list[Range]:
+        """The range of each rank of a parameter with one shard, in the order of the ranks; the whole range if it is replicated."""
         weight, mesh = self._declared[target], self.mesh
-        if weight.cut is None:
+        if weight.shard is None:
             return [(0, weight.experts or sum(weight.rows))] * mesh.world
-        return [weight.cut.pieces[0].range(rank, mesh.world) for rank in range(mesh.world)]
+        return [weight.shard.shards[0].range(rank, mesh.world) for rank in range(mesh.world)]
 
-    def _share(self, weight: Weight) -> Share:
+    def _local(self, weight: Weight) -> LocalRanges:
         try:
-            return share_of(weight.cut, weight.rows, weight.experts, self.mesh.rank, self.mesh.world)
+            return local_ranges(weight.shard, weight.rows, weight.experts, self.mesh.rank, self.mesh.world)
         except UsageError as error:
             raise UsageError(f"tensor_parallel={self.mesh.world}: {weight.target}: {error}") from error
 
@@ -383,35 +383,35 @@ class Weights:
 
     def _part(self, name: str, index: int, weight: Weight, place: Place) -> Part:
         """Part `index` of a matrix, in the rank's share."""
-        rows, columns, share = weight.rows[index], weight.columns, self._share(weight)
+        rows, columns, local = weight.rows[index], weight.columns, self._local(weight)
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        kept = share.rows[index]
-        is_whole = share.columns is None and kept == ((0, rows),)
+        kept = local.rows[index]
+        is_whole = local.columns is None and kept == ((0, rows),)
         stored = self._stored(name, (rows, columns), place if is_whole else new_codes)
         if stored is not None:
             if not is_whole:
                 scale = stored.pre_scale
-                if scale is not None and share.columns is not None:
-                    scale = scale[slice(*share.columns)].clone()
+                if scale is not None and local.columns is not None:
+                    scale = scale[slice(*local.columns)].clone()
                 stored = replace(
-                    stored, weight=quant_share(stored.weight, kept, share.columns), pre_scale=scale
+                    stored, weight=shard_quantized(stored.weight, kept, local.columns), pre_scale=scale
                 )
             return self._converted(name, stored)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:
-            return Part(QuantTensor.from_dense(float_share(tensor, kept, share.columns).to(self.dtype)))
-        if rounds_rows_alone(self.scheme) and share.columns is None:
-            return Part(quantize_part(name, float_share(tensor, kept), self.scheme))
+            return Part(QuantTensor.from_dense(shard_floats(tensor, kept, local.columns).to(self.dtype)))
+        if quantizes_rows_independently(self.scheme) and local.columns is None:
+            return Part(quantize_part(name, shard_floats(tensor, kept), self.scheme))
         # Rounded whole, so that the codes are those of one rank.
-        return Part(quant_share(quantize_part(name, tensor, self.scheme), kept, share.columns))
+        return Part(shard_quantized(quantize_part(name, tensor, self.scheme), kept, local.columns))
 
     def _stacked(self, weight: Weight) -> Part:
         """All experts of a parameter from one tensor."""
         (name,), (rows,), columns = weight.sources, weight.rows, weight.columns
         if columns is None:
             raise KeyError(f"weight {weight.target} of the model's table is linear and has no columns")
-        first, last = self._share(weight).experts
+        first, last = self._local(weight).experts
         stored = self._stored(name, (weight.experts, rows, columns))
         if stored is not None:
             if last - first < weight.experts:
@@ -453,7 +453,7 @@ class Weights:
 
         The codes of each part go to their place when it is read, so that no part is in memory twice.
         """
-        rows = self._share(weight).row_counts
+        rows = self._local(weight).row_counts
         parts, joined = [], Joined(rows, self.device) if len(names) > 1 else None
         floats = (
             self.scheme is not None and self.scheme.is_dense

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.embedding import embedding_and_head
-from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.moe import MixtureOfExperts
@@ -33,11 +33,11 @@ def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. The two projections down to latents are one matrix, gate and up another."""
     hidden = c.hidden_size
     weights = [
-        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)),
+        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)),
         Weight("norm", ("model.norm.weight",), (hidden,)),
     ]
     if not c.tie_embeddings:
-        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)))
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)))
     for i in range(c.num_layers):
         weights += _layer(c, i)
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.extra["nextn_layers"])]
@@ -86,14 +86,16 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
         q_source, q_columns = f"{source}.q_b_proj", mla.q_lora_rank
     else:
         q_source, q_columns = f"{source}.q_proj", c.hidden_size
-    q_cut, kv_cut = (Cut.head_rows(heads, size=size) for size in (mla.qk_dim, mla.nope_dim + mla.v_dim))
-    yield Weight(f"{name}.q", (q_source,), (heads * mla.qk_dim,), q_columns, "linear", cut=q_cut)
+    q_shard, kv_shard = (
+        ShardSpec.head_rows(heads, size=size) for size in (mla.qk_dim, mla.nope_dim + mla.v_dim)
+    )
+    yield Weight(f"{name}.q", (q_source,), (heads * mla.qk_dim,), q_columns, "linear", shard=q_shard)
     yield Weight(f"{name}.latents", down, rows, c.hidden_size, "linear")
     yield Weight(f"{name}.kv_norm", (f"{source}.kv_a_layernorm.weight",), (latent,))
     kv_rows, inner = heads * (mla.nope_dim + mla.v_dim), heads * mla.v_dim
-    yield Weight(f"{name}.kv", (f"{source}.kv_b_proj",), (kv_rows,), latent, "linear", cut=kv_cut)
-    out_cut = Cut.head_columns(heads, mla.v_dim)
-    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), inner, "linear", cut=out_cut)
+    yield Weight(f"{name}.kv", (f"{source}.kv_b_proj",), (kv_rows,), latent, "linear", shard=kv_shard)
+    out_shard = ShardSpec.head_columns(heads, mla.v_dim)
+    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), inner, "linear", shard=out_shard)
     if c.attention_bias:
         yield Weight(f"{name}.latents.bias", tuple(f"{part}.bias" for part in down), rows)
         yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
@@ -101,9 +103,11 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
 
 def _mlp(c: ModelConfig, name: str, source: str, ffn: int) -> Iterator[Weight]:
     gate_up = (f"{source}.gate_proj", f"{source}.up_proj")
-    inner = Cut.columns(ffn)
-    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", cut=Cut.rows(ffn, ffn))
-    yield Weight(f"{name}.down", (f"{source}.down_proj",), (c.hidden_size,), ffn, "linear", cut=inner)
+    inner = ShardSpec.columns(ffn)
+    yield Weight(
+        f"{name}.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", shard=ShardSpec.rows(ffn, ffn)
+    )
+    yield Weight(f"{name}.down", (f"{source}.down_proj",), (c.hidden_size,), ffn, "linear", shard=inner)
 
 
 def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
@@ -111,13 +115,15 @@ def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     if moe is None:
         return
     experts, ffn = moe.num_experts, moe.intermediate_size
-    each, cut = f"{source}.experts.{{expert}}", Cut.experts(experts)
+    each, by_expert = f"{source}.experts.{{expert}}", ShardSpec.experts(experts)
     yield Weight(f"{name}.router", (f"{source}.gate.weight",), (experts,), c.hidden_size, "fp32")
     yield Weight(f"{name}.router.bias", (f"{source}.gate.e_score_correction_bias",), (experts,), None, "fp32")
     gate_up = (f"{each}.gate_proj", f"{each}.up_proj")
-    yield Weight(f"{name}.experts.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", experts, cut=cut)
+    yield Weight(
+        f"{name}.experts.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", experts, shard=by_expert
+    )
     down = (f"{each}.down_proj",)
-    yield Weight(f"{name}.experts.down", down, (c.hidden_size,), ffn, "linear", experts, cut=cut)
+    yield Weight(f"{name}.experts.down", down, (c.hidden_size,), ffn, "linear", experts, shard=by_expert)
     if moe.num_shared:
         yield from _mlp(c, f"{name}.shared", f"{source}.shared_experts", ffn * moe.num_shared)
 
@@ -136,17 +142,17 @@ class Layer:
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = LatentAttention(c, _mla(c), plans, weights, name, rope, summed=False)
+        self.attention = LatentAttention(c, _mla(c), plans, weights, name, rope, reduce=False)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
         self.mlp: MLP | MixtureOfExperts
         if c.moe is not None and c.is_moe_layer(index):
-            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, summed=False)
+            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, reduce=False)
         else:
-            self.mlp = MLP(plans, weights, name, summed=False)
+            self.mlp = MLP(plans, weights, name, reduce=False)
 
     def __call__(
-        self, x: Tensor | Summand, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
-    ) -> Tensor | Summand:
+        self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
+    ) -> Tensor | PartialSum:
         """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
         y = self.attention_norm.add(x, residual)
         x = self.attention(y, batch, cache[0])
@@ -171,7 +177,7 @@ class DeepseekV3:
         """Hidden states [tokens, hidden] after the last norm."""
         embedded = self.embedding(batch.tokens)
         residual = embedded.new_zeros(embedded.shape)
-        x: Tensor | Summand = embedded
+        x: Tensor | PartialSum = embedded
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x = layer(x, residual, batch, layer_cache)
         return self.norm.add(x, residual)

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.attention import Attention
-from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
@@ -31,11 +31,17 @@ def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. Gate and up rows of an expert are stored in turn, and are parted as they are read."""
     moe = _moe(c)
     hidden, ffn, experts = c.hidden_size, moe.intermediate_size, moe.num_experts
-    cut, rows, heads = Cut.experts(experts), Cut.rows(experts, unit=1), Cut.head_rows(c.num_heads, size=1)
+    by_expert, rows, heads = (
+        ShardSpec.experts(experts),
+        ShardSpec.rows(experts, unit=1),
+        ShardSpec.head_rows(c.num_heads, size=1),
+    )
 
     def feed_forward(name: str, source: str, layer: int) -> Iterator[Weight]:
         router, each = f"{source}.mlp.router", f"{source}.mlp.experts"
-        yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32", cut=heads)
+        yield Weight(
+            f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32", shard=heads
+        )
         yield Weight(f"{name}.router", (f"{router}.weight",), (experts,), hidden, "fp32")
         yield Weight(f"{name}.router.bias", (f"{router}.bias",), (experts,), None, "fp32")
         yield Weight(
@@ -46,7 +52,7 @@ def table(c: ModelConfig) -> WeightTable:
             "linear",
             experts,
             True,
-            cut,
+            by_expert,
             interleaved=True,
         )
         yield Weight(
@@ -54,13 +60,13 @@ def table(c: ModelConfig) -> WeightTable:
             (f"{each}.gate_up_proj_bias",),
             (experts,),
             2 * ffn,
-            cut=rows,
+            shard=rows,
             interleaved=True,
         )
         yield Weight(
-            f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True, cut
+            f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True, by_expert
         )
-        yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden, cut=rows)
+        yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden, shard=rows)
 
     base = decoder_table(c, feed_forward)
     return replace(base, ignored=(*base.ignored, "model.layers.*.self_attn.rotary_emb.*"))
@@ -78,14 +84,14 @@ class Layer:
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = Attention(c, plans, weights, name, rope, c.windows[index], summed=False)
+        self.attention = Attention(c, plans, weights, name, rope, c.windows[index], reduce=False)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
         clamp = (ALPHA, c.extra["swiglu_limit"])
-        self.mlp = MixtureOfExperts(_moe(c), plans, weights, name, summed=False, clamp=clamp)
+        self.mlp = MixtureOfExperts(_moe(c), plans, weights, name, reduce=False, clamp=clamp)
 
     def __call__(
-        self, x: Tensor | Summand, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
-    ) -> Tensor | Summand:
+        self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
+    ) -> Tensor | PartialSum:
         """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
         y = self.attention_norm.add(x, residual)
         x = self.attention(y, batch, cache)

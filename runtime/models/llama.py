@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
@@ -16,7 +16,7 @@ from gristmill.runtime.kv_cache.groups import KVGroup, make_groups
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import embedding_and_head
-from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
@@ -35,11 +35,11 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
     """The table of such a decoder; feed_forward(name, source, layer) yields the weights of the feed-forward block."""
     hidden = c.hidden_size
     weights = [
-        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)),
+        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)),
         Weight("norm", ("model.norm.weight",), (hidden,)),
     ]
     if not c.tie_embeddings:
-        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, cut=vocabulary(c)))
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)))
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
         weights += [
@@ -52,21 +52,21 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
     return WeightTable(tuple(weights), ignored, (TIED,) if c.tie_embeddings else ())
 
 
-def vocabulary(c: ModelConfig) -> Cut:
+def vocabulary(c: ModelConfig) -> ShardSpec:
     """Rows of the embedding and of the logits head, anywhere."""
-    return Cut.rows(c.vocab_size, unit=1)
+    return ShardSpec.rows(c.vocab_size, unit=1)
 
 
 def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     """Projections, with biases and norms of heads if the configuration has them."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = tuple(f"{source}.{part}_proj" for part in "qkv")
-    by_heads = Cut.head_rows(c.num_heads, c.num_kv_heads, c.num_kv_heads, size=c.head_dim)
-    inner = Cut.head_columns(c.num_heads, c.head_dim)
-    yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear", cut=by_heads)
-    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), q, "linear", cut=inner)
+    by_heads = ShardSpec.head_rows(c.num_heads, c.num_kv_heads, c.num_kv_heads, size=c.head_dim)
+    inner = ShardSpec.head_columns(c.num_heads, c.head_dim)
+    yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear", shard=by_heads)
+    yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), q, "linear", shard=inner)
     if c.attention_bias or c.qkv_bias:
-        yield Weight(f"{name}.qkv.bias", tuple(f"{part}.bias" for part in qkv), (q, kv, kv), cut=by_heads)
+        yield Weight(f"{name}.qkv.bias", tuple(f"{part}.bias" for part in qkv), (q, kv, kv), shard=by_heads)
     if c.attention_bias:
         yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
     if c.qk_norm:
@@ -78,11 +78,13 @@ def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     """Gate, up and down, with biases if the configuration has them."""
     hidden, ffn = c.hidden_size, c.intermediate_size
     gate_up, down = (f"{source}.gate_proj", f"{source}.up_proj"), f"{source}.down_proj"
-    inner = Cut.rows(ffn, ffn)
-    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear", cut=inner)
-    yield Weight(f"{name}.down", (down,), (hidden,), ffn, "linear", cut=Cut.columns(ffn))
+    inner = ShardSpec.rows(ffn, ffn)
+    yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear", shard=inner)
+    yield Weight(f"{name}.down", (down,), (hidden,), ffn, "linear", shard=ShardSpec.columns(ffn))
     if c.mlp_bias:
-        yield Weight(f"{name}.gate_up.bias", tuple(f"{part}.bias" for part in gate_up), (ffn, ffn), cut=inner)
+        yield Weight(
+            f"{name}.gate_up.bias", tuple(f"{part}.bias" for part in gate_up), (ffn, ffn), shard=inner
+        )
         yield Weight(f"{name}.down.bias", (f"{down}.bias",), (hidden,))
 
 
@@ -92,17 +94,17 @@ class Layer:
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = Attention(c, plans, weights, name, rope, summed=False)
+        self.attention = Attention(c, plans, weights, name, rope, reduce=False)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
         self.mlp: MLP | MixtureOfExperts
         if c.moe is not None and c.is_moe_layer(index):
-            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, summed=False)
+            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, reduce=False)
         else:
-            self.mlp = MLP(plans, weights, name, summed=False)
+            self.mlp = MLP(plans, weights, name, reduce=False)
 
     def __call__(
-        self, x: Tensor | Summand, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
-    ) -> Tensor | Summand:
+        self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
+    ) -> Tensor | PartialSum:
         """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
         y = self.attention_norm.add(x, residual)
         x = self.attention(y, batch, cache)
@@ -137,12 +139,12 @@ class Llama:
         """Hidden states [tokens, hidden] after the last norm. taps: layer -> its output with the residual, written for its keys."""
         embedded = self.embedding(batch.tokens)
         residual = embedded.new_zeros(embedded.shape)
-        x: Tensor | Summand = embedded
+        x: Tensor | PartialSum = embedded
         parts = zip(self.layers, cache.layers, cache.batches(batch), strict=True)
         for index, (layer, layer_cache, part) in enumerate(parts):
             x = layer(x, residual, part, layer_cache)
             if taps is not None and index in taps:
-                taps[index] = residual + (x.x if isinstance(x, Summand) else x)
+                taps[index] = residual + (x.x if isinstance(x, PartialSum) else x)
         return self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

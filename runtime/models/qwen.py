@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gristmill.quant.checkpoints.shards import Cut
+from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
@@ -35,10 +35,12 @@ def experts(c: ModelConfig, name: str, source: str, names: tuple[str, str, str])
         return
     gate, up, down = (f"{source}.experts.{{expert}}.{part}" for part in names)
     count, ffn = moe.num_experts, moe.intermediate_size
-    cut = Cut.experts(count)
+    by_expert = ShardSpec.experts(count)
     yield Weight(f"{name}.router", (f"{source}.gate.weight",), (count,), c.hidden_size, "fp32")
-    yield Weight(f"{name}.experts.gate_up", (gate, up), (ffn, ffn), c.hidden_size, "linear", count, cut=cut)
-    yield Weight(f"{name}.experts.down", (down,), (c.hidden_size,), ffn, "linear", count, cut=cut)
+    yield Weight(
+        f"{name}.experts.gate_up", (gate, up), (ffn, ffn), c.hidden_size, "linear", count, shard=by_expert
+    )
+    yield Weight(f"{name}.experts.down", (down,), (c.hidden_size,), ffn, "linear", count, shard=by_expert)
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:

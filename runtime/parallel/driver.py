@@ -43,7 +43,7 @@ GRACE = 0.5
 @dataclass(frozen=True)
 class RanksConfig:
     """What ranks are started for. loading: arguments of `load_model` besides device and policy. limit: tokens of the longest request;
-    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take. spreads_context:
+    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take. context_parallel:
     as of `Mesh`."""
 
     world: int
@@ -57,11 +57,11 @@ class RanksConfig:
     num_blocks: int | None = None
     decode_graphs: bool | None = None
     timeout: float = 300.0
-    spreads_context: bool = False
+    context_parallel: bool = False
 
 
 @dataclass(frozen=True)
-class RemotePlans:
+class RemoteState:
     """weight_bytes: of all ranks together. device: ``cpu`` or ``cuda``."""
 
     weight_bytes: int
@@ -73,7 +73,7 @@ class RemoteModel:
     """A model as far as it is known outside its ranks. config: of the whole model."""
 
     config: ModelConfig
-    plans: RemotePlans
+    plans: RemoteState
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class ParallelRunner:
     @property
     def model(self) -> RemoteModel:
         """Sizes of the model."""
-        return RemoteModel(self.config, RemotePlans(self.weight_bytes, torch.device(self.ranks.device)))
+        return RemoteModel(self.config, RemoteState(self.weight_bytes, torch.device(self.ranks.device)))
 
     @property
     def cache(self) -> RemoteCache:
         """Sizes of the cache. Every rank has all blocks, with its own heads, or its own tokens."""
-        size = self.ranks.loading["block_size"] * (self.ranks.world if self.ranks.spreads_context else 1)
+        size = self.ranks.loading["block_size"] * (self.ranks.world if self.ranks.context_parallel else 1)
         return RemoteCache(self.num_blocks or 0, size, self.cache_bytes)
 
     @property
@@ -270,7 +270,7 @@ class ParallelRunner:
                     ranks.policy,
                     ranks.loading,
                     descriptors,
-                    ranks.spreads_context,
+                    ranks.context_parallel,
                 )
                 self._processes[-1].connection.send(job)
         except BaseException:

@@ -16,14 +16,14 @@ class Mesh:
     """Rank `rank` of `world` ranks, each with its part of every weight that is cut.
 
     device: of this rank, ``cpu`` or ``cuda:<index>``. group: the name of the process group that collectives take
-    (`gristmill.kernels.collective.groups`); "" for a world of one. spreads_context: each rank has a part of every context (MLA).
+    (`gristmill.kernels.collective.groups`); "" for a world of one. context_parallel: each rank has a part of every context (MLA).
     """
 
     rank: int = 0
     world: int = 1
     device: str = "cpu"
     group: str = ""
-    spreads_context: bool = False
+    context_parallel: bool = False
 
 
 ALONE = Mesh()

@@ -65,7 +65,7 @@ class Rank:
         meeting = str(Path(job.folder) / "rendezvous")
         rendezvous(GROUP, job.rank, job.world, job.device, meeting, job.timeout, self._enter)
         self._resolver = resolver
-        self._mesh = Mesh(job.rank, job.world, device, GROUP, job.spreads_context)
+        self._mesh = Mesh(job.rank, job.world, device, GROUP, job.context_parallel)
 
     def load(
         self, memory: int | float | None, max_seqs: int | None, max_batch_tokens: int | None, length: int
@@ -75,7 +75,7 @@ class Rank:
         self._model = load_model(**job.loading, device=self._mesh.device, policy=job.policy, mesh=self._mesh)
         plans = self._model.plans
         max_seqs, max_batch_tokens = step_limits(plans.device, max_seqs, max_batch_tokens)
-        length = cdiv(length, job.world) if job.spreads_context else length
+        length = cdiv(length, job.world) if job.context_parallel else length
         num_blocks = cache_blocks(self._model, plans.block_size, memory, max_seqs, length)
         return Loaded(
             num_blocks,

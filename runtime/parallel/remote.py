@@ -44,7 +44,7 @@ def start_ranks(
         raise UsageError(
             f"tensor_parallel={world} takes device 'auto', 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
         )
-    if sizes["spreads_context"] and (config.mla is None or kind == "cuda" or sizes["decode_graphs"]):
+    if sizes["context_parallel"] and (config.mla is None or kind == "cuda" or sizes["decode_graphs"]):
         raise UsageError(
             f"context_parallel spreads the latents of MLA models over ranks on CPUs, without decode graphs; got {config.architecture} on "
             f"{kind!r}, decode_graphs={sizes['decode_graphs']}"

@@ -28,7 +28,7 @@ class Job:
     """What a rank is started for. device: ``cpu`` or ``cuda``, of which rank r has number r. folder: of the rendezvous and of the
     progress of all ranks. timeout: seconds that a collective call may wait, no less than the driver waits for an answer: it is the
     driver that names the rank that is late. loading: arguments of `load_model`. choices: descriptors of the pipes to the other
-    ranks (rank 0), or to rank 0. spreads_context: as of `Mesh`."""
+    ranks (rank 0), or to rank 0. context_parallel: as of `Mesh`."""
 
     rank: int
     world: int
@@ -38,7 +38,7 @@ class Job:
     policy: Policy
     loading: Mapping[str, Any]
     choices: tuple[int, ...]
-    spreads_context: bool = False
+    context_parallel: bool = False
 
 
 @dataclass(frozen=True)

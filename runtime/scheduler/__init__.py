@@ -7,15 +7,14 @@ batches, prefix hits, preemption by recomputation and speculative drafts are all
     scheduler = Scheduler(SchedulerConfig(num_blocks=1024))
     scheduler.add(Request("a", prompt_ids=[1, 2, 3], max_tokens=16))
     while scheduler.has_unfinished():
-        plan = scheduler.plan()              # pure: does not change the scheduler
-        scheduler.commit(plan)               # applies the plan
-        sampled = run_the_model(plan)        # one id for each entry of plan.sampling()
-        for output in scheduler.update(plan, sampled):
+        step = scheduler.schedule()          # pure: does not change the scheduler
+        scheduler.commit(step)               # applies it
+        sampled = run_the_model(step)        # one id for each entry of step.sampling()
+        for output in scheduler.update(step, sampled):
             ...
 """
 
 from gristmill.runtime.scheduler.config import SchedulerConfig
-from gristmill.runtime.scheduler.plan import RequestOutput, ScheduledRequest, StepPlan, TokenLogprobs
 from gristmill.runtime.scheduler.policy import Admission
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
 from gristmill.runtime.scheduler.scheduler import (
@@ -25,6 +24,7 @@ from gristmill.runtime.scheduler.scheduler import (
     SchedulerStuck,
 )
 from gristmill.runtime.scheduler.state import Pause
+from gristmill.runtime.scheduler.step import RequestOutput, ScheduledRequest, ScheduledStep, TokenLogprobs
 
 __all__ = [
     "Admission",
@@ -39,6 +39,6 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SchedulerStuck",
-    "StepPlan",
+    "ScheduledStep",
     "TokenLogprobs",
 ]

@@ -1,9 +1,9 @@
-"""The scheduler: requests, their queues and blocks; plan, commit, update.
+"""The scheduler: requests, their queues and blocks; schedule, commit, update.
 
-Two committed plans may be in flight: while a step runs, the next one is planned over what is known of its results, their number.
+Two committed steps may be in flight: while one runs, the next one is made from what is known of its results, their number.
 `Request.pending` counts these tokens, and only real ids are appended to `Request.tokens`. An end token becomes known when
 the next step is in flight: what that one computes for the request is dropped. A request whose length ends it is
-planned no further. What a request held can be given away when it ends, because whoever gets it next runs after the steps in flight.
+scheduled no further. What a request held can be given away when it ends, because whoever gets it next runs after the steps in flight.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
 from gristmill.runtime.errors import INVALID_LOGITS
-from gristmill.runtime.kv_cache import PoolError, PoolPlan, PrefixCache
+from gristmill.runtime.kv_cache import PoolError, PoolTransaction, PrefixCache
 from gristmill.runtime.kv_cache.groups import first_needed
-from gristmill.runtime.scheduler.plan import Decode, RequestOutput, ScheduledRequest, StepPlan
-from gristmill.runtime.scheduler.planner import Planner
 from gristmill.runtime.scheduler.policy import Admission, admission, queue_key
 from gristmill.runtime.scheduler.request import FinishReason, Request, RequestState
 from gristmill.runtime.scheduler.state import Pause, SchedulerState
+from gristmill.runtime.scheduler.step import Decode, RequestOutput, ScheduledRequest, ScheduledStep
+from gristmill.runtime.scheduler.step_builder import StepBuilder
 
 IN_FLIGHT = 2
-"""Committed plans that may wait for their results."""
+"""Committed steps that may wait for their results."""
 
 
 class RequestTooLarge(ValueError):
@@ -40,8 +40,8 @@ class Scheduler(SchedulerState):
     """Continuous batching over a paged KV pool. Not thread-safe: one owner calls it."""
 
     on_preempt: Callable[[Request], None] | None = None
-    """Called by `commit` with a request that it preempts, whose blocks still hold `computed` tokens until the plan runs: what copies
-    them elsewhere is launched before the plan. The request and the scheduler must not be changed."""
+    """Called by `commit` with a request that it preempts, whose blocks still hold `computed` tokens until the step runs: what copies
+    them elsewhere is launched before the step. The request and the scheduler must not be changed."""
 
     # Requests come and go ------------------------------------------------------------------------------------------
 
@@ -133,50 +133,50 @@ class Scheduler(SchedulerState):
         return bool(self.running) or any(r.started for r in (*self.waiting, *self.held.values()))
 
     def pause(self, pause: Pause | None) -> None:
-        """From now on plan only the work that `pause` allows; None: everything. A step that is already planned is unchanged."""
+        """From now on schedule only the work that `pause` allows; None: everything. A step that is already scheduled is unchanged."""
         self.paused = pause
 
     # A step --------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan:
-        """Plan the next step. Changes nothing, so a plan can be dropped.
+    def schedule(self) -> ScheduledStep:
+        """Make the next step. Changes nothing, so a step can be dropped.
 
-        A plan is empty if there is nothing to do, and while a step is in flight also if its results are needed first: to
+        A step is empty if there is nothing to do, and while a step is in flight also if its results are needed first: to
         preempt a request, or to know which of its drafts were accepted.
 
         Raises SchedulerStuck if the step would be empty although a request is unfinished, not held and not paused, and no step
         is in flight.
         """
         if len(self.in_flight) == IN_FLIGHT:
-            raise RuntimeError(f"{IN_FLIGHT} committed plans are in flight: call update or discard first")
-        if self.paused is Pause.ALL or any(plan.has_drafts for plan in self.in_flight):
-            return self._planner().run((), ())
+            raise RuntimeError(f"{IN_FLIGHT} committed steps are in flight: call update or discard first")
+        if self.paused is Pause.ALL or any(step.has_drafts for step in self.in_flight):
+            return self._builder().run((), ())
         waiting = self.waiting
         if self.paused is Pause.NEW:
             waiting = [request for request in waiting if request.started]
-        plan = self._planner().run(self.running, waiting)
+        step = self._builder().run(self.running, waiting)
         if (
-            not plan.entries and not self.in_flight and (self.running or waiting)
+            not step.entries and not self.in_flight and (self.running or waiting)
         ):  # held requests have no blocks, so they are no reason for an empty step
             raise SchedulerStuck("an empty step with unfinished requests\n" + self.dump())
-        return plan
+        return step
 
-    def commit(self, plan: StepPlan) -> None:
-        """Apply a plan: allocations, evictions, preemptions, admissions. The runner may then run it.
+    def commit(self, step: ScheduledStep) -> None:
+        """Apply a step: allocations, evictions, preemptions, admissions. The runner may then run it.
 
         Requests added since it was made do not matter. Raises ValueError, with nothing applied, when anything else
         happened in between.
         """
-        if plan.version != self._version or plan.pool is None:
-            raise ValueError("the plan is stale: the scheduler has changed since it was made; plan again")
-        self.pool.apply(plan.pool.ops)
-        for request_id in plan.preempted:
+        if step.version != self._version or step.pool is None:
+            raise ValueError("the step is stale: the scheduler has changed since it was made; schedule again")
+        self.pool.apply(step.pool.ops)
+        for request_id in step.preempted:
             self._preempt(self.requests[request_id])
-        if plan.preempted:
+        if step.preempted:
             self.running = [r for r in self.running if r.state is RequestState.RUNNING]
-        for request_id, count in plan.bypassed.items():
+        for request_id, count in step.bypassed.items():
             self.requests[request_id].bypassed += count
-        for request_id, hits in plan.admitted.items():
+        for request_id, hits in step.admitted.items():
             request = self.requests[request_id]
             self.waiting.remove(request)
             self.running.append(request)
@@ -192,7 +192,7 @@ class Scheduler(SchedulerState):
                 if request.preemptions == 0:
                     request.cached_tokens = request.computed
         requests = self.requests
-        for entry in plan.entries:
+        for entry in step.entries:
             request = requests[entry.id]
             if type(entry) is Decode:
                 request.computed = entry.start + 1
@@ -203,26 +203,26 @@ class Scheduler(SchedulerState):
             request.computed = entry.start + entry.count
             request.pending += entry.samples
             request.steady = self._steady(request)
-        self.in_flight.append(plan)
+        self.in_flight.append(step)
         self._version += 1
 
-    def update(self, plan: StepPlan, sampled_ids: Sequence[int | Sequence[int]]) -> list[RequestOutput]:
-        """Take the results of the oldest plan in flight: one for each entry of `plan.sampling()`, in that order.
+    def update(self, step: ScheduledStep, sampled_ids: Sequence[int | Sequence[int]]) -> list[RequestOutput]:
+        """Take the results of the oldest step in flight: one for each entry of `step.sampling()`, in that order.
 
         A result is a token id; or, after drafts, the accepted drafts followed by the one token sampled after them. A negative id
         ends the request with an error.
         Returns the new tokens and the finish reason of every request that got tokens. Entries of requests that have ended
-        meanwhile are skipped. Raises ValueError, with nothing applied, for results that do not fit the plan.
+        meanwhile are skipped. Raises ValueError, with nothing applied, for results that do not fit the step.
         """
-        if not self.in_flight or plan is not self.in_flight[0]:
-            raise ValueError("update takes the results of the oldest plan in flight")
-        self._check_results(plan, sampled_ids)
+        if not self.in_flight or step is not self.in_flight[0]:
+            raise ValueError("update takes the results of the oldest step in flight")
+        self._check_results(step, sampled_ids)
         outputs = []
         finished = False
         size, windowed = self.config.block_size, len(self.config.windows) > 1
         requests = self.requests
         results = iter(sampled_ids)
-        for entry in plan.entries:
+        for entry in step.entries:
             result = next(results) if entry.samples else ()
             request = requests.get(entry.id)
             if request is None or request.block_ids is not entry.block_ids:
@@ -256,13 +256,13 @@ class Scheduler(SchedulerState):
         self._version += 1
         return outputs
 
-    def discard(self, plan: StepPlan) -> None:
-        """Drop a plan in flight, which could not be run, and those committed after it. Their requests will be planned again from
+    def discard(self, step: ScheduledStep) -> None:
+        """Drop a step in flight, which could not be run, and those committed after it. Their requests will be scheduled again from
         what the results before have left."""
-        if not any(plan is one for one in self.in_flight):
-            raise ValueError("only a plan in flight can be discarded")
+        if not any(step is one for one in self.in_flight):
+            raise ValueError("only a step in flight can be discarded")
         last = None
-        while last is not plan:
+        while last is not step:
             last = self.in_flight.pop()
             for entry in last.entries:
                 if self._is_current(entry):
@@ -272,14 +272,16 @@ class Scheduler(SchedulerState):
                     request.steady = self._steady(request)
         self._version += 1
 
-    def serves(self, plan: StepPlan) -> bool:
-        """Whether any request of a committed plan has not ended: whether its results matter."""
-        return any(self._is_current(entry) for entry in plan.entries)
+    def serves(self, step: ScheduledStep) -> bool:
+        """Whether any request of a committed step has not ended: whether its results matter."""
+        return any(self._is_current(entry) for entry in step.entries)
 
     # Mechanism -----------------------------------------------------------------------------------------------------
 
-    def _planner(self) -> Planner:
-        return Planner(self.config, PoolPlan(self.pool), self.cache, self._version, bool(self.in_flight))
+    def _builder(self) -> StepBuilder:
+        return StepBuilder(
+            self.config, PoolTransaction(self.pool), self.cache, self._version, bool(self.in_flight)
+        )
 
     def _is_current(self, entry: ScheduledRequest) -> bool:
         """Whether the entry's request still runs; not another request with its id, nor itself after a preemption."""
@@ -304,7 +306,7 @@ class Scheduler(SchedulerState):
         insort(self.waiting, request, key=lambda r: queue_key(self.config, r))
 
     def _preempt(self, request: Request) -> None:
-        """Return the request to the queue with nothing computed; the plan's pool operations release its blocks."""
+        """Return the request to the queue with nothing computed; the step's pool operations release its blocks."""
         if request.pending:
             raise PoolError(f"preempted with a token in flight: {request!r}\n{self.dump()}")
         if self.on_preempt is not None:
@@ -325,7 +327,7 @@ class Scheduler(SchedulerState):
         del self.requests[request.id]
 
     def _forget_blocks(self, request: Request) -> None:
-        request.block_ids = []  # a new list: a plan may still hold the old one
+        request.block_ids = []  # a new list: a step may still hold the old one
         request.drafts = []
         if request.row >= 0:
             self.free_rows.append(request.row)
@@ -333,11 +335,11 @@ class Scheduler(SchedulerState):
         request.registered = request.steady = 0
         request.last_cached = None
 
-    def _check_results(self, plan: StepPlan, sampled_ids: Sequence[int | Sequence[int]]) -> None:
-        entries = plan.sampling()
+    def _check_results(self, step: ScheduledStep, sampled_ids: Sequence[int | Sequence[int]]) -> None:
+        entries = step.sampling()
         if len(sampled_ids) != len(entries):
-            raise ValueError(f"the plan samples for {len(entries)} requests, got {len(sampled_ids)} results")
-        if set(map(type, sampled_ids)) <= {int} and not plan.has_drafts:
+            raise ValueError(f"the step samples for {len(entries)} requests, got {len(sampled_ids)} results")
+        if set(map(type, sampled_ids)) <= {int} and not step.has_drafts:
             return
         for entry, result in zip(entries, sampled_ids, strict=True):
             if isinstance(result, (list, tuple)):

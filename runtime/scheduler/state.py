@@ -8,12 +8,12 @@ from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache
 from gristmill.runtime.kv_cache.block_pool import listed
 from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.scheduler.config import SchedulerConfig
-from gristmill.runtime.scheduler.plan import StepPlan
 from gristmill.runtime.scheduler.request import Request, RequestState
+from gristmill.runtime.scheduler.step import ScheduledStep
 
 
 class Pause(Enum):
-    """The work that a paused scheduler plans. Requests may be added during a pause; they wait."""
+    """The work that a paused scheduler schedules. Requests may be added during a pause; they wait."""
 
     NEW = "new"  # requests that have been admitted before continue, no other is admitted
     ALL = "all"  # nothing; requests keep their blocks
@@ -32,7 +32,7 @@ class SchedulerState:
         self.held: dict[str, Request] = {}
         self.queued_tokens = 0  # prompt tokens of waiting and held requests
         self.paused: Pause | None = None
-        self.in_flight: list[StepPlan] = []  # committed, waiting for results; oldest first
+        self.in_flight: list[ScheduledStep] = []  # committed, waiting for results; oldest first
         self.free_rows = list(range(config.max_seqs - 1, -1, -1))  # the lowest one is taken first
         self._version = 0
         self._arrivals = 0
@@ -80,14 +80,14 @@ class SchedulerState:
         """What is wrong with a request's own state; "" if nothing is."""
         size, windows = self.config.block_size, self.config.windows
         pending = in_flight = drafts = 0
-        for plan in self.in_flight:
-            for entry in plan.entries:
+        for step in self.in_flight:
+            for entry in step.entries:
                 if entry.id == request.id and entry.block_ids is request.block_ids:
                     pending += entry.samples
                     in_flight += entry.count
                     drafts += entry.drafts
         if request.pending != pending:
-            return f"{request.pending} tokens are said to be pending, plans in flight sample {pending}"
+            return f"{request.pending} tokens are said to be pending, steps in flight sample {pending}"
         if len(request.block_ids) // len(windows) * size < request.computed:
             return "computed tokens without blocks"
         for group, window in enumerate(windows):
@@ -117,9 +117,9 @@ class SchedulerState:
             f"paused: {None if self.paused is None else self.paused.value}",
             f"steps in flight: {len(self.in_flight)}",
         ]
-        for plan in self.in_flight:
-            entries = ((entry.id, entry.start, entry.count) for entry in plan.entries)
-            lines.append(f"  {listed(entries, len(plan.entries))}")
+        for step in self.in_flight:
+            entries = ((entry.id, entry.start, entry.count) for entry in step.entries)
+            lines.append(f"  {listed(entries, len(step.entries))}")
         for name, requests in (
             ("running", self.running),
             ("waiting", self.waiting),

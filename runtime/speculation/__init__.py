@@ -91,7 +91,7 @@ class ProposerSpec:
     name: of the method. summary: one line for users. tokens: drafts per step unless the user says otherwise. make: a proposer for an
     engine. takes_model: its argument is a model, `Speculation.model`. open: for kinds that draft by a model, called before any
     weight is read, with the target's checkpoint and that argument: checks that they go together. shares_blocks: the cache of that model has
-    the blocks of the target's, with the same numbers, and scratch blocks behind them (`hidden_drafts`).
+    the blocks of the target's, with the same numbers, and blocks of its own drafts behind them (`hidden_drafts`).
     """
 
     name: str

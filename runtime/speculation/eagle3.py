@@ -26,7 +26,7 @@ from gristmill.runtime.errors import CheckpointError, UsageError
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.embedding import Embedding, LogitsHead
-from gristmill.runtime.layers.linear import Summand, load_linear
+from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
@@ -59,7 +59,7 @@ class EagleHead(HiddenStateModel):
         self.head: LogitsHead = target.head
         if "lm_head.weight" in weights.checkpoint:
             own = weights.vocabulary("head")
-            self.head = LogitsHead(plans, owned(own.weight), weights.shared_ranges("head"), own.declared)
+            self.head = LogitsHead(plans, owned(own.weight), weights.shard_ranges("head"), own.declared)
         self.places = places
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class EagleHead(HiddenStateModel):
         embedded = self.token_norm(self.embedding(batch.tokens))
         x = self.attention(torch.cat((embedded, normed), -1), batch, cache.layers[0])
         y = self.mlp(self.mlp_norm.add(x, residual))
-        residual += y.x if isinstance(y, Summand) else y
+        residual += y.x if isinstance(y, PartialSum) else y
         self.outputs[:tokens] = residual
         return residual
 

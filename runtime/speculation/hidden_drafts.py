@@ -64,7 +64,7 @@ class HiddenStateModel:
         raise NotImplementedError
 
 
-def scratch_blocks(tokens: int, block_size: int) -> int:
+def draft_blocks(tokens: int, block_size: int) -> int:
     """Blocks of its own that a request needs for `tokens` drafts: the last one is not fed, and the first is read from the target's."""
     return cdiv(tokens - 1, block_size)
 
@@ -93,12 +93,12 @@ class HiddenStateProposer:
             )
         self.runner, self._target = context.draft_runner, context.runner
         model = self._model = cast(HiddenStateModel, self.runner.model)
-        self._scratch = scratch_blocks(context.tokens, self.runner.cache.block_size)
-        self._first_scratch = self._target.cache.num_blocks
-        needed = self._first_scratch + context.max_seqs * self._scratch
+        self._draft_blocks = draft_blocks(context.tokens, self.runner.cache.block_size)
+        self._first_draft_block = self._target.cache.num_blocks
+        needed = self._first_draft_block + context.max_seqs * self._draft_blocks
         if self.runner.cache.num_blocks < needed:
             raise UsageError(
-                f"the drafts need a cache of {needed} blocks, the target's and {self._scratch} per request; theirs has "
+                f"the drafts need a cache of {needed} blocks, the target's and {self._draft_blocks} per request; theirs has "
                 f"{self.runner.cache.num_blocks}"
             )
         if len(self._target.cache.windows) > 1:
@@ -146,8 +146,9 @@ class HiddenStateProposer:
             if (known := self._requests.get(request.id)) is not None and known.length == len(request.tokens)
         ]
         places = [known.place for _, known in taking]
-        scratch = {
-            request.id: self._first_scratch + i * self._scratch for i, (request, _) in enumerate(taking)
+        first = {
+            request.id: self._first_draft_block + i * self._draft_blocks
+            for i, (request, _) in enumerate(taking)
         }
         states = self._states[send(places, torch.int64, self.runner.device)]
         if taking:
@@ -169,7 +170,7 @@ class HiddenStateProposer:
             self._model.inputs[: len(growing)] = states[send(growing, torch.int64, self.runner.device)]
             entries, rows = [], []
             for request, known in taking:
-                own = range(scratch[request.id], scratch[request.id] + self._scratch)
+                own = range(first[request.id], first[request.id] + self._draft_blocks)
                 token = drafts[request.id][-1]
                 entries.append(
                     _entry(request.id, known.length - 2 + step, [token], [*known.block_ids, *own], True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.scheduler import Pause, Request, Scheduler, StepPlan
+from gristmill.runtime.scheduler import Pause, Request, ScheduledStep, Scheduler
 from gristmill.runtime.speculation import DraftRequest, Proposer, StateReader
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.gain import RequestGain, StepGains
@@ -65,9 +65,9 @@ class Speculator:
             if kept:
                 self._scheduler.propose(request.id, kept)
 
-    def verify(self, plan: StepPlan, drawn: Sequence[int]) -> list[list[int]]:
+    def verify(self, step: ScheduledStep, drawn: Sequence[int]) -> list[list[int]]:
         """The new tokens of each entry that samples, from the ids that were drawn for its rows; counts what was accepted."""
-        entries = plan.sampling()
+        entries = step.sampling()
         runs = accepted_runs(entries, drawn)
         if isinstance(self.proposer, StateReader):
             of_entries, requests = iter(runs), self._scheduler.requests
@@ -75,9 +75,9 @@ class Speculator:
                 following_tokens(
                     entry, requests[entry.id].tokens, next(of_entries) if entry.samples else None
                 )
-                for entry in plan.entries
+                for entry in step.entries
             ]
-            self.proposer.computed(plan.entries, following)
+            self.proposer.computed(step.entries, following)
         for entry, run in zip(entries, runs, strict=True):
             if entry.drafts:
                 accepted = len(run) - 1
@@ -85,7 +85,7 @@ class Speculator:
                 request = self._scheduler.requests[entry.id]
                 outputs = len(request.tokens) - request.prompt_len + len(run)
                 self._gains.setdefault(entry.id, RequestGain()).verified(accepted, outputs)
-        if entries and all(entry.samples and entry.count == 1 + entry.drafts for entry in plan.entries):
+        if entries and all(entry.samples and entry.count == 1 + entry.drafts for entry in step.entries):
             seconds = self._clock() - self._began
             drafted = any(entry.drafts for entry in entries)
             self._steps.measured(len(entries), seconds, sum(map(len, runs)), drafted)

@@ -20,7 +20,7 @@ from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.speculation.config import Speculation
-from gristmill.runtime.workspace import Arenas
+from gristmill.runtime.workspace import Workspaces
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -165,7 +165,7 @@ def test_a_kernel_that_cannot_be_captured_is_named() -> None:
 
 
 def test_two_engines_on_two_streams() -> None:
-    """One model with two caches on two threads, each with its stream: graphs and scratch memory are separate."""
+    """One model with two caches on two threads, each with its stream: graphs and workspaces are separate."""
     llm = LLM(MODELS / LLAMA, dtype="fp32", quant="int4_g128", device="cuda", policy=TRITON, num_blocks=128)
     model, config = llm.model, SchedulerConfig(num_blocks=128, max_seqs=8)
     answers: dict[int, list[list[int]]] = {}
@@ -198,16 +198,18 @@ def test_two_engines_on_two_streams() -> None:
 
 
 def test_arenas_of_streams_and_graphs() -> None:
-    arenas = Arenas(torch.device("cuda", 0))
+    workspaces = Workspaces(torch.device("cuda", 0))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):
-        arena = arenas.take("a", Workspace(1000))
-        held = arenas.held()
+        workspace = workspaces.take("a", Workspace(1000))
+        held = workspaces.held()
     with torch.cuda.stream(second):
-        assert arenas.take("a", Workspace(1000)) is not arena and arenas.held()[0] is not arena
-    assert arena is not None and len(held) == 1 and held[0] is arena
+        assert (
+            workspaces.take("a", Workspace(1000)) is not workspace and workspaces.held()[0] is not workspace
+        )
+    assert workspace is not None and len(held) == 1 and held[0] is workspace
     graph = torch.cuda.CUDAGraph()
     with capturing(graph, stream=first):
-        arena.add_(1)
-        with pytest.raises(UnpreparedError, match="2000 bytes of scratch memory"):
-            arenas.take("a", Workspace(2000))
+        workspace.add_(1)
+        with pytest.raises(UnpreparedError, match="a workspace of 2000 bytes"):
+            workspaces.take("a", Workspace(2000))

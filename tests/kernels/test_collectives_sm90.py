@@ -12,7 +12,7 @@ from gristmill.kernels.collective import all_gather_sm90, all_reduce_add_rms_nor
 from gristmill.kernels.collective import symmetric as memories
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, PushParams, Symmetric, check, symmetric
 from gristmill.kernels.native import cuda_function, library_dir
-from gristmill.runtime.layers.linear import Summand
+from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 
@@ -137,5 +137,5 @@ def test_memory_that_cannot_be_mapped_is_the_reason(monkeypatch: pytest.MonkeyPa
 def test_a_summand_needs_ranks() -> None:
     """A model of one process has no sums that wait."""
     norm = RMSNorm(Plans(torch.device("cpu"), torch.float32), torch.ones(8), 1e-5)
-    with pytest.raises(ValueError, match="summand of several ranks"):
-        norm.add(Summand(torch.ones(1, 8)), torch.zeros(1, 8))
+    with pytest.raises(ValueError, match="partial sum over ranks"):
+        norm.add(PartialSum(torch.ones(1, 8)), torch.zeros(1, 8))

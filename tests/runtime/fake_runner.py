@@ -14,7 +14,7 @@ import torch
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig, StepPlan
+from gristmill.runtime.scheduler import ScheduledRequest, ScheduledStep, SchedulerConfig
 from gristmill.runtime.speculation.config import Speculation
 from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
@@ -23,7 +23,7 @@ from tests.runtime.scheduler.harness import VOCAB, FakeModel
 class LateStep:
     """A step that was launched; ids: None until it has run."""
 
-    plan: StepPlan
+    plan: ScheduledStep
     ids: list[Any] | None = None
     dropped: bool = False
 
@@ -57,7 +57,7 @@ class FakeRunner:
         sampling = [entry for entry in entries if entry.samples]
         assert len(rows) == sum(1 + entry.drafts for entry in sampling)
         copies = [_copied(entry) for entry in entries]
-        step = LateStep(StepPlan(0, copies, sum(entry.count for entry in entries)))
+        step = LateStep(ScheduledStep(0, copies, sum(entry.count for entry in entries)))
         self._launched.append(step)
         in_flight = sum(not step.dropped for step in self._launched)
         self.most_in_flight = max(self.most_in_flight, in_flight)

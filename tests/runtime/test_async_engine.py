@@ -232,9 +232,9 @@ def test_an_invariant_that_fails_leaves_a_dump(caplog: pytest.LogCaptureFixture)
 
     class Nothing:
         def run(self, running: Any, waiting: Any) -> Any:
-            from gristmill.runtime.scheduler import StepPlan
+            from gristmill.runtime.scheduler import ScheduledStep
 
-            return StepPlan(0)
+            return ScheduledStep(0)
 
     run(main())
     assert "waiting: 1" in caplog.text and "Request('async-0'" in caplog.text

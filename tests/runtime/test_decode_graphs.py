@@ -19,7 +19,7 @@ from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.decode_inputs import Buffers
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.workspace import Arenas
+from gristmill.runtime.workspace import Workspaces
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
 
@@ -209,17 +209,17 @@ def test_another_failure_of_a_capture_is_an_error(
         llm.generate([1, 2, 3], PARAMS[0])
 
 
-def test_arenas_are_shared_but_for_zeros() -> None:
-    arenas = Arenas(torch.device("cpu"))
-    assert arenas.take("a", Workspace(0)) is None
-    small = arenas.take("a", Workspace(100))
-    assert small is arenas.take("b", Workspace(64))
-    zeros = arenas.take("a", Workspace(64, zeroed=True))
+def test_workspaces_are_shared_but_for_zeros() -> None:
+    workspaces = Workspaces(torch.device("cpu"))
+    assert workspaces.take("a", Workspace(0)) is None
+    small = workspaces.take("a", Workspace(100))
+    assert small is workspaces.take("b", Workspace(64))
+    zeros = workspaces.take("a", Workspace(64, zeroed=True))
     assert zeros is not small and not zeros.any()
     zeros[:8] = 7  # memory that a kernel keeps for itself is not given to another one
-    other = arenas.take("b", Workspace(64, zeroed=True))
+    other = workspaces.take("b", Workspace(64, zeroed=True))
     assert other is not zeros and not other.any()
-    assert arenas.take("a", Workspace(64, zeroed=True)) is zeros
-    large = arenas.take("b", Workspace(101))
-    assert large.numel() == 101 and large is arenas.take("a", Workspace(100))
-    assert len(arenas.held()) == 3
+    assert workspaces.take("a", Workspace(64, zeroed=True)) is zeros
+    large = workspaces.take("b", Workspace(101))
+    assert large.numel() == 101 and large is workspaces.take("a", Workspace(100))
+    assert len(workspaces.held()) == 3

@@ -14,7 +14,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.logprobs import row_norms, token_logprobs
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import StepPlan, TokenLogprobs
+from gristmill.runtime.scheduler import ScheduledStep, TokenLogprobs
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
 
@@ -91,7 +91,7 @@ def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
     scheduler, inside = tight.engine.scheduler, []
     commit = scheduler.commit
 
-    def watched(plan: StepPlan) -> None:
+    def watched(plan: ScheduledStep) -> None:
         requests = [scheduler.requests[name] for name in plan.preempted]
         inside.extend(r.id for r in requests if 0 < r.computed < r.prompt_len)
         commit(plan)

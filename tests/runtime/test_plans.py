@@ -99,7 +99,7 @@ def test_a_cache_of_other_blocks_is_refused(shared: Callable[..., LLM]) -> None:
         Runner(model, cache)
 
 
-def test_scratch_memory_of_large_steps_is_sized_once(
+def test_workspace_of_large_steps_is_sized_once(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps above the largest bucket differ in their number of tokens; each would ask the kernel of every layer again."""
@@ -110,7 +110,7 @@ def test_scratch_memory_of_large_steps_is_sized_once(
         BoundPlan, "workspace", lambda plan, size: asked.append(size) or workspace(plan, size)
     )
     for size in (5000, 4097, 5120, 5120):
-        plans.scratch(plan, size)
+        plans.workspace(plan, size)
     assert asked == [5120]
-    plans.scratch(plan, 5121)
+    plans.workspace(plan, 5121)
     assert asked == [5120, 6144]

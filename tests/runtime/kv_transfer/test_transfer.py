@@ -248,7 +248,7 @@ def test_preempted_requests_get_their_blocks_back(
     while engine_.has_unfinished():
         for output in engine_.step():
             answers[output.id] += output.new_ids
-        preemptions += len(engine_.last_plan.preempted) if engine_.last_plan else 0
+        preemptions += len(engine_.last_step.preempted) if engine_.last_step else 0
         engine_.scheduler.check()
     assert [tuple(one) for one in answers.values()] == expected
     assert preemptions and status(llm).loaded_tokens and not status(llm).failures

@@ -15,7 +15,7 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernels.attention.merge_attention_states import op as merge_attention_states
 from gristmill.kernels.attention.mla_attention import op as mla_attention
-from gristmill.runtime.batch import Batch, make_batch, spread_batch
+from gristmill.runtime.batch import Batch, make_batch, shard_context
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def test_partial_attentions_over_all_ranks_are_the_whole(seed: int) -> None:
     def attended(short: int = 0, masked: bool = True) -> torch.Tensor:
         out, out_lse = torch.zeros(tokens, heads, latent), torch.full((tokens, heads), -math.inf)
         for rank in range(world):
-            part = spread_batch(batch, rank, world, size).spread
+            part = shard_context(batch, rank, world, size).context_shard
             assert part is not None
             mine = cache.view(blocks, world, size, -1)[:, rank].clone()
             lse = torch.empty(tokens, heads)
@@ -75,11 +75,11 @@ def test_partial_attentions_over_all_ranks_are_the_whole(seed: int) -> None:
     torch.testing.assert_close(attended(), expected, rtol=1e-5, atol=1e-5)
     if batch.max_ctx > world * size:
         assert not torch.allclose(attended(short=1), expected, atol=1e-5)
-    empty = [bool(spread_batch(batch, rank, world, size).spread.empty.any()) for rank in range(world)]
+    empty = [bool(shard_context(batch, rank, world, size).context_shard.empty.any()) for rank in range(world)]
     if any(empty):
         assert not torch.allclose(attended(masked=False), expected, atol=1e-5)
 
-    places = [spread_batch(batch, rank, world, size).slots for rank in range(world)]
+    places = [shard_context(batch, rank, world, size).slots for rank in range(world)]
     written = torch.stack(places) >= 0
     assert (written.sum(0) == 1).all()
     for rank, slots in enumerate(places):

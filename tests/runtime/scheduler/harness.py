@@ -18,9 +18,9 @@ from gristmill.runtime.scheduler import (
     FinishReason,
     Request,
     ScheduledRequest,
+    ScheduledStep,
     Scheduler,
     SchedulerConfig,
-    StepPlan,
 )
 
 MASK = (1 << 61) - 1
@@ -58,7 +58,7 @@ class FakeModel:
     kv: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)  # row -> the token sampled last, until it is read
 
-    def run(self, plan: StepPlan) -> list[int | list[int]]:
+    def run(self, plan: ScheduledStep) -> list[int | list[int]]:
         """Returns the sampled ids, one result per entry that samples; drafts are verified greedily."""
         config, groups = self.config, len(self.config.windows)
         assert plan.num_tokens == sum(entry.count for entry in plan.entries) <= config.max_batch_tokens
@@ -136,10 +136,10 @@ class Run:
     evictions: int = 0
     ahead: int = 0  # steps that were planned while another was in flight
     fed_back: int = 0  # tokens that were on the device only when their step was planned
-    in_flight: list[tuple[StepPlan, list[int | list[int]]]] = field(default_factory=list)
+    in_flight: list[tuple[ScheduledStep, list[int | list[int]]]] = field(default_factory=list)
 
 
-def step(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
+def step(scheduler: Scheduler, model: FakeModel, run: Run) -> ScheduledStep:
     """Runs one checked step."""
     plan = launch(scheduler, model, run)
     take(scheduler, run)
@@ -193,10 +193,10 @@ def snapshot(scheduler: Scheduler) -> tuple[object, ...]:
     )
 
 
-def launch(scheduler: Scheduler, model: FakeModel, run: Run) -> StepPlan:
+def launch(scheduler: Scheduler, model: FakeModel, run: Run) -> ScheduledStep:
     """Plans and runs a step, whose results stay in flight; an empty one is not committed while another is in flight."""
     before = snapshot(scheduler)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert snapshot(scheduler) == before
     for entry in plan.entries:
         assert entry.context < scheduler.requests[entry.id].limit, "a step after the last token"

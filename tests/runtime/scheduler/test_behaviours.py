@@ -14,9 +14,9 @@ from gristmill.runtime.scheduler import (
     Scheduler,
     SchedulerConfig,
     SchedulerStuck,
-    planner,
+    step_builder,
 )
-from gristmill.runtime.scheduler.planner import Planner
+from gristmill.runtime.scheduler.step_builder import StepBuilder
 
 from .harness import FakeModel, Run, expected_ids, launch, run_all, snapshot_of_request, step, take
 
@@ -67,7 +67,7 @@ def test_45387_held_requests_use_no_seat_and_no_block() -> None:
     scheduler = make(8, block_size=4, max_seqs=2, max_batch_tokens=16)
     for i in range(3):
         scheduler.add(Request(f"held{i}", prompt(8, i), 2), held=True)
-    assert scheduler.plan().entries == []  # all wait for an external event, which is no error
+    assert scheduler.schedule().entries == []  # all wait for an external event, which is no error
     model, run = FakeModel(scheduler.config), Run()
     scheduler.add(Request("a", prompt(20), 3))
     scheduler.add(Request("b", prompt(6, 5), 3))
@@ -98,7 +98,7 @@ def heavy_head(max_bypass: int, light: int) -> tuple[Scheduler, FakeModel, Run]:
 
 def test_33499_light_requests_pass_a_heavy_head() -> None:
     scheduler, _, _ = heavy_head(8, 2)
-    assert list(scheduler.plan().admitted) == ["light0", "light1"]
+    assert list(scheduler.schedule().admitted) == ["light0", "light1"]
 
 
 def test_33499_a_head_is_bypassed_at_most_k_times() -> None:
@@ -109,7 +109,7 @@ def test_33499_a_head_is_bypassed_at_most_k_times() -> None:
     assert order[:4] == ["light0", "light1", "light2", "heavy"]  # nothing younger passes "heavy" again
     assert run.outputs["heavy"] == expected_ids(prompt(180, 1), 2)
     strict, _, _ = heavy_head(0, 2)
-    assert list(strict.plan().admitted) == []
+    assert list(strict.schedule().admitted) == []
 
 
 def test_32173_skipped_requests_keep_their_order() -> None:
@@ -212,7 +212,7 @@ def test_34183_a_finished_request_dies_at_once() -> None:
         request = Request("c", prompt(30), 20)
         dead = weakref.ref(request)
         scheduler.add(request)
-        scheduler.commit(scheduler.plan())
+        scheduler.commit(scheduler.schedule())
         scheduler.abort(["c"])
         del request
         assert dead() is None
@@ -331,7 +331,7 @@ def test_a_preempted_request_is_held_and_takes_its_place_again() -> None:
     assert scheduler.waiting[0].id == "c" and scheduler.queued_tokens == queued
     scheduler.abort(["c", *(request.id for request in scheduler.running)])
     scheduler.pause(Pause.NEW)
-    assert scheduler.has_started() and not scheduler.plan().entries
+    assert scheduler.has_started() and not scheduler.schedule().entries
     scheduler.add(Request("d", prompt(4), 1))
     scheduler.resume(preempted.id)
     assert [request.id for request in scheduler.waiting] == [preempted.id, "d"]
@@ -405,7 +405,7 @@ def test_34125_abort_returns_what_it_ended() -> None:
     scheduler = make(8, block_size=4, max_seqs=1)
     for name in "abc":
         scheduler.add(Request(name, prompt(9), 5), held=name == "c")
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.commit(plan)
     ended = scheduler.abort(["a", "nobody", "c", "b", "a"])
     assert [(output.id, output.finish_reason) for output in ended] == [(n, FinishReason.ABORT) for n in "acb"]
@@ -418,9 +418,9 @@ def test_34125_abort_returns_what_it_ended() -> None:
 def test_an_empty_step_with_work_left_is_an_error_with_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make(8, block_size=4, max_seqs=1)
     scheduler.add(Request("a", prompt(9), 5))
-    monkeypatch.setattr(Planner, "_chunk", lambda self, start, known: 0)
+    monkeypatch.setattr(StepBuilder, "_chunk", lambda self, start, known: 0)
     with pytest.raises(SchedulerStuck, match=r"(?s)free.*waiting: 1.*'a'"):
-        scheduler.plan()
+        scheduler.schedule()
 
 
 def test_preemption_finds_its_own_blocks_again() -> None:
@@ -496,5 +496,5 @@ def test_a_prefix_that_is_being_computed_is_waited_for(depth: int, monkeypatch: 
     assert computed(608) <= 608 + 4 * 40 + outputs
     assert computed(608, abort=True) <= 2 * 608 + 4 * 40 + outputs
     assert computed(64) == 4 * (64 + 40) + outputs
-    monkeypatch.setattr(planner, "SHARED_TOKENS", 10_000)
+    monkeypatch.setattr(step_builder, "SHARED_TOKENS", 10_000)
     assert computed(608) > 2 * 608 + 4 * 40 + outputs

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache, blocks_needed
+from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolTransaction, PrefixCache, blocks_needed
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_check_sees_damage(damage: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_a_plan_foretells_the_pool(seed: int, blocks: int) -> None:
-    """Random operations through PoolPlan, then applied to the pool: equal references, equal availability, a
+    """Random operations through PoolTransaction, then applied to the pool: equal references, equal availability, a
     consistent queue."""
     rng = random.Random(seed)
     pool = BlockPool(blocks, 4)
     owned: list[int] = []
     for _ in range(20):
         before = (list(pool.refs), pool.queue(), list(pool.content))
-        plan = PoolPlan(pool)
+        plan = PoolTransaction(pool)
         owned_by_plan = list(owned)
         for _ in range(rng.randint(1, 6)):
             choice = rng.random()

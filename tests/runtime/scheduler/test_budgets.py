@@ -47,7 +47,7 @@ def test_the_watermark_is_kept_free_while_others_run() -> None:
     assert list(step(scheduler, model, run).admitted) == ["a"]
     empty, _, _ = make(20, watermark=0.25)
     empty.add(Request("c", prompt(79), 9))  # nothing runs: the whole pool is available
-    assert list(empty.plan().admitted) == ["c"]
+    assert list(empty.schedule().admitted) == ["c"]
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
@@ -103,7 +103,7 @@ def test_no_more_drafts_than_outputs_still_wanted(remaining: int, drafts: int) -
     scheduler.add(Request("a", prompt(6), 1 + remaining))
     step(scheduler, model, run)
     scheduler.propose("a", [1] * 6)
-    assert scheduler.plan().entries[0].drafts == drafts
+    assert scheduler.schedule().entries[0].drafts == drafts
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 32, 33])

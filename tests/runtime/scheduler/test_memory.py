@@ -22,7 +22,7 @@ def serve(scheduler: Scheduler, steps: int, rng: random.Random, number: int) -> 
             tokens = [rng.randrange(8) for _ in range(rng.randint(1, 14))]
             scheduler.add(Request(str(number), tokens, rng.randint(1, 8)))
             number += 1
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         if plan.entries:
             scheduler.commit(plan)
             preemptions += len(plan.preempted)
@@ -89,7 +89,7 @@ def test_a_step_of_decodes_is_cheap(requests: int, plan_limit: float, step_limit
     plans, steps = [], []
     while len(plans) < 200:
         begin = time.process_time()
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         planned = time.process_time()
         scheduler.commit(plan)
         if len(scheduler.in_flight) == 1:
@@ -110,14 +110,14 @@ def test_a_long_blocked_queue_does_not_slow_a_step() -> None:
             SchedulerConfig(num_blocks=100, block_size=4, max_batch_tokens=512, max_bypass=10**9)
         )
         scheduler.add(Request("old", [1] * 200, 150))
-        scheduler.commit(plan := scheduler.plan())
+        scheduler.commit(plan := scheduler.schedule())
         scheduler.update(plan, [1])
         for i in range(queue):
             scheduler.add(Request(str(i), [i % 7] * 300, 5))
         times = []
         for _ in range(20):
             begin = time.process_time()
-            scheduler.plan()
+            scheduler.schedule()
             times.append(time.process_time() - begin)
         return min(times)
 
@@ -132,7 +132,7 @@ def test_the_state_as_text_is_short() -> None:
     for number in range(3000):
         scheduler.add(Request(f"request-{number}", [number % 50] * 40, 8))
     for _ in range(2):
-        scheduler.commit(scheduler.plan())
+        scheduler.commit(scheduler.schedule())
         scheduler.update(scheduler.in_flight[0], [0] * len(scheduler.in_flight[0].sampling()))
     text = scheduler.dump()
     assert len(text) < 64_000

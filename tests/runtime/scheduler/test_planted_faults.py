@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolPlan, PrefixCache
+from gristmill.runtime.kv_cache import BlockPool, PoolError, PoolTransaction, PrefixCache
 from gristmill.runtime.scheduler import (
     FinishReason,
     Request,
     ScheduledRequest,
+    ScheduledStep,
     Scheduler,
     SchedulerConfig,
     SchedulerStuck,
-    StepPlan,
 )
-from gristmill.runtime.scheduler.planner import Planner
+from gristmill.runtime.scheduler.step_builder import StepBuilder
 
 from .harness import FakeModel, SlotFunction, expected_ids, run_all
 
@@ -78,7 +78,7 @@ class RegistersBeforeComputed(Scheduler):
     """Planted fault: registers full blocks when they are allocated, before the step that computes them has
     run."""
 
-    def commit(self, plan: StepPlan) -> None:
+    def commit(self, plan: ScheduledStep) -> None:
         super().commit(plan)
         for entry in plan.entries:
             request = self.requests[entry.id]
@@ -91,7 +91,7 @@ def test_blocks_announced_before_they_are_computed_are_caught() -> None:
 
     def is_right(scheduler: Scheduler) -> bool:
         scheduler.add(Request("a", list(range(20)), 5))
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         scheduler.commit(plan)
         scheduler.discard(plan)
         scheduler.abort(["a"], FinishReason.ERROR)
@@ -150,7 +150,7 @@ class IgnoresTokens(PrefixCache):
         return blocks
 
 
-class SkipsTheNext(Planner):
+class SkipsTheNext(StepBuilder):
     """Planted fault: after a preemption the next request is never scheduled, because the cursor is not moved
     back."""
 
@@ -158,7 +158,7 @@ class SkipsTheNext(Planner):
         return False if blocks > self.pool.available else super()._make_room(blocks, request, running)
 
 
-class AllocatesOneTooFew(Planner):
+class AllocatesOneTooFew(StepBuilder):
     def _schedule(self, request, start, tokens, samples, new, drafts):
         super()._schedule(request, start, tokens, samples, new[:-1] if len(new) > 2 else new, drafts)
 
@@ -177,18 +177,18 @@ class StaysSteady(Scheduler):
         return min(request.limit - 1, len(request.block_ids) * self.config.block_size)
 
 
-class IgnoresBudget(Planner):
+class IgnoresBudget(StepBuilder):
     def _chunk(self, start: int, known: int) -> int:
         return known - start
 
 
-class NeverAdmits(Planner):
+class NeverAdmits(StepBuilder):
     def _admit(self, running, prefills, waiting):
         if len(running) < 1:
             super()._admit(running, prefills, waiting[1:])
 
 
-class ForgetsEvictions(PoolPlan):
+class ForgetsEvictions(PoolTransaction):
     """Planted fault: hits blocks that the same plan has evicted."""
 
     def take(self, count: int) -> list[int]:
@@ -204,19 +204,19 @@ def with_cache(kind: type[PrefixCache]) -> Scheduler:
     return scheduler
 
 
-def with_planner(kind: type[Planner]) -> Scheduler:
+def with_builder(kind: type[StepBuilder]) -> Scheduler:
     class Broken(Scheduler):
-        def _planner(self) -> Planner:
+        def _builder(self) -> StepBuilder:
             ahead = bool(self.in_flight)
-            return kind(self.config, PoolPlan(self.pool), self.cache, self._version, ahead)
+            return kind(self.config, PoolTransaction(self.pool), self.cache, self._version, ahead)
 
     return Broken(CONFIG)
 
 
-def with_pool_plan(kind: type[PoolPlan]) -> Scheduler:
+def with_pool_plan(kind: type[PoolTransaction]) -> Scheduler:
     class Broken(Scheduler):
-        def _planner(self) -> Planner:
-            return Planner(self.config, kind(self.pool), self.cache, self._version)
+        def _builder(self) -> StepBuilder:
+            return StepBuilder(self.config, kind(self.pool), self.cache, self._version)
 
     return Broken(CONFIG)
 
@@ -243,8 +243,8 @@ def test_faults_of_the_prefix_cache_are_caught(fault: type[PrefixCache]) -> None
 
 
 @pytest.mark.parametrize("fault", [SkipsTheNext, AllocatesOneTooFew, IgnoresBudget, NeverAdmits])
-def test_faults_of_the_planner_are_caught(fault: type[Planner]) -> None:
-    assert not verdict(lambda: with_planner(fault))
+def test_faults_of_the_step_builder_are_caught(fault: type[StepBuilder]) -> None:
+    assert not verdict(lambda: with_builder(fault))
 
 
 class ReleasesTooEarly(Scheduler):
@@ -255,7 +255,7 @@ class ReleasesTooEarly(Scheduler):
 class ReleasesAtPlanning(Scheduler):
     """Planted fault: blocks behind a step in flight are given back before its results; it is discarded."""
 
-    def commit(self, plan: StepPlan) -> None:
+    def commit(self, plan: ScheduledStep) -> None:
         super().commit(plan)
         for entry in plan.entries:
             self._release_behind(self.requests[entry.id], entry.context)
@@ -334,8 +334,8 @@ def test_wrong_slots_are_caught(fault: SlotFunction) -> None:
 class PreemptsInFlight(Scheduler):
     """Planted fault: requests are preempted while a step that samples for them is in flight."""
 
-    def _planner(self) -> Planner:
-        return Planner(self.config, PoolPlan(self.pool), self.cache, self._version)
+    def _builder(self) -> StepBuilder:
+        return StepBuilder(self.config, PoolTransaction(self.pool), self.cache, self._version)
 
 
 class KeepsPending(Scheduler):
@@ -367,11 +367,11 @@ class GivesRowsTwice(Scheduler):
 class RunsPastTheEnd(Scheduler):
     """Planted fault: a request whose last token is in flight is planned once more."""
 
-    def plan(self) -> StepPlan:
+    def schedule(self) -> ScheduledStep:
         for request in self.requests.values():
             request.limit += 1
         try:
-            return super().plan()
+            return super().schedule()
         finally:
             for request in self.requests.values():
                 request.limit -= 1

@@ -125,7 +125,7 @@ def test_a_dropped_plan_leaves_no_trace(config: SchedulerConfig, seed: int, coun
     while scheduler.has_unfinished():
         propose_some(scheduler, rng)
         before = snapshot(scheduler)
-        first, second = scheduler.plan(), scheduler.plan()
+        first, second = scheduler.schedule(), scheduler.schedule()
         assert snapshot(scheduler) == before
         assert (first.entries, first.preempted, first.evicted_blocks, first.bypassed) == (
             second.entries,

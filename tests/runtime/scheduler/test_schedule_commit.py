@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gristmill.runtime.kv_cache import PoolPlan
-from gristmill.runtime.scheduler import FinishReason, Request, Scheduler, SchedulerConfig, StepPlan
+from gristmill.runtime.kv_cache import PoolTransaction
+from gristmill.runtime.scheduler import FinishReason, Request, ScheduledStep, Scheduler, SchedulerConfig
 
 from .harness import FakeModel, Run, expected_ids, snapshot, step
 
@@ -22,7 +22,7 @@ def scheduler() -> Scheduler:
 
 def test_what_a_plan_says(scheduler: Scheduler) -> None:
     """Two prompts of 10 and 35 tokens under a budget of 32: one is scheduled whole, one is cut."""
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     a, b = plan.entries
     assert (a.id, a.start, a.count, a.samples, a.tokens) == ("a", 0, 10, True, list(range(10)))
     assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 0, 22, False, list(range(5, 27)))
@@ -35,7 +35,7 @@ def test_what_a_plan_says(scheduler: Scheduler) -> None:
     assert [(o.id, list(o.new_ids), o.finish_reason) for o in scheduler.update(plan, [7])] == [
         ("a", [7], None)
     ]
-    a, b = scheduler.plan().entries
+    a, b = scheduler.schedule().entries
     assert (a.id, a.start, a.count, a.samples, a.tokens, a.new_blocks) == ("a", 10, 1, True, [7], ())
     assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 22, 13, True, list(range(27, 40)))
 
@@ -49,18 +49,18 @@ def test_planning_that_fails_midway_leaves_no_trace(
     scheduler.add(Request("c", list(range(6)), 6))
     before = snapshot(scheduler)
     calls = 0
-    take = PoolPlan.take
+    take = PoolTransaction.take
 
-    def failing(self: PoolPlan, count: int) -> list[int]:
+    def failing(self: PoolTransaction, count: int) -> list[int]:
         nonlocal calls
         calls += 1
         if calls == number:
             raise MemoryError("planted")
         return take(self, count)
 
-    monkeypatch.setattr(PoolPlan, "take", failing)
+    monkeypatch.setattr(PoolTransaction, "take", failing)
     with pytest.raises(MemoryError, match="planted"):
-        scheduler.plan()
+        scheduler.schedule()
     monkeypatch.undo()
     assert snapshot(scheduler) == before
     while scheduler.has_unfinished():
@@ -69,14 +69,14 @@ def test_planning_that_fails_midway_leaves_no_trace(
 
 
 def _another_step(scheduler: Scheduler) -> None:
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.commit(plan)
     scheduler.update(plan, [1] * len(plan.sampling()))
 
 
 @pytest.mark.parametrize("change", [_another_step, lambda s: s.abort(["a"])])
 def test_a_stale_plan_is_refused_whole(scheduler: Scheduler, change: Callable[[Scheduler], object]) -> None:
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     change(scheduler)
     before = snapshot(scheduler)
     with pytest.raises(ValueError, match="stale"):
@@ -85,11 +85,11 @@ def test_a_stale_plan_is_refused_whole(scheduler: Scheduler, change: Callable[[S
 
 
 def test_requests_may_come_between_plan_and_commit(scheduler: Scheduler) -> None:
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.add(Request("c", [1, 2], 2, priority=-5))
     scheduler.commit(plan)
     scheduler.update(plan, [1])
-    assert {entry.id for entry in scheduler.plan().entries} == {"a", "b", "c"}
+    assert {entry.id for entry in scheduler.schedule().entries} == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_requests_may_come_between_plan_and_commit(scheduler: Scheduler) -> None
 def test_results_that_do_not_fit_change_nothing(
     scheduler: Scheduler, results: list[int], error: type[Exception], message: str
 ) -> None:
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.commit(plan)
     before = snapshot(scheduler)
     with pytest.raises(error, match=message):
@@ -115,7 +115,7 @@ def test_results_that_do_not_fit_change_nothing(
 
 
 def test_accepted_tokens_must_be_the_drafts(scheduler: Scheduler) -> None:
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.commit(plan)
     with pytest.raises(ValueError, match="in flight"):
         scheduler.propose("a", [1])
@@ -123,7 +123,7 @@ def test_accepted_tokens_must_be_the_drafts(scheduler: Scheduler) -> None:
     with pytest.raises(ValueError, match="not decoding"):
         scheduler.propose("b", [1])
     scheduler.propose("a", [4, 5, 6])
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.commit(plan)
     assert plan.entries[0].tokens == [3, 4, 5, 6] and plan.entries[0].drafts == 3
     with pytest.raises(ValueError, match=r"accepted tokens \[4, 9\] are not the drafts \[4, 5, 6\]"):
@@ -135,24 +135,24 @@ def test_accepted_tokens_must_be_the_drafts(scheduler: Scheduler) -> None:
 
 
 def test_two_plans_at_a_time(scheduler: Scheduler) -> None:
-    plan = scheduler.plan()
-    with pytest.raises(ValueError, match="oldest plan in flight"):
+    plan = scheduler.schedule()
+    with pytest.raises(ValueError, match="oldest step in flight"):
         scheduler.update(plan, [1])
     scheduler.commit(plan)
     with pytest.raises(ValueError, match="stale"):
         scheduler.commit(plan)
-    ahead = scheduler.plan()
+    ahead = scheduler.schedule()
     scheduler.commit(ahead)
-    with pytest.raises(RuntimeError, match="2 committed plans are in flight"):
-        scheduler.plan()
-    with pytest.raises(ValueError, match="oldest plan in flight"):
+    with pytest.raises(RuntimeError, match="2 committed steps are in flight"):
+        scheduler.schedule()
+    with pytest.raises(ValueError, match="oldest step in flight"):
         scheduler.update(ahead, [1, 2])
-    with pytest.raises(ValueError, match="a plan in flight"):
-        scheduler.discard(StepPlan(0))
+    with pytest.raises(ValueError, match="a step in flight"):
+        scheduler.discard(ScheduledStep(0))
     scheduler.discard(plan)  # and the one that was planned over its results
     assert scheduler.in_flight == []
     scheduler.check()
-    second_plan = scheduler.plan()
+    second_plan = scheduler.schedule()
     assert [(e.id, e.start, e.count, e.new_blocks) for e in second_plan.entries] == [
         ("a", 0, 10, ()),
         ("b", 0, 22, ()),
@@ -161,7 +161,7 @@ def test_two_plans_at_a_time(scheduler: Scheduler) -> None:
 
 def test_a_plan_is_independent_of_what_happens_to_its_requests(scheduler: Scheduler) -> None:
     """A runner that still reads the block table of an aborted request sees all of it."""
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     scheduler.commit(plan)
     table = list(plan.entries[0].block_ids)
     scheduler.abort(["a"])
@@ -170,10 +170,10 @@ def test_a_plan_is_independent_of_what_happens_to_its_requests(scheduler: Schedu
 
 def test_a_step_ahead_counts_tokens_that_are_not_known(scheduler: Scheduler) -> None:
     """While the first step is in flight, "a" is planned with a token on the device, "b" with the rest of its prompt."""
-    first = scheduler.plan()
+    first = scheduler.schedule()
     scheduler.commit(first)
     assert [(entry.id, entry.row) for entry in first.entries] == [("a", 0), ("b", 1)]
-    second = scheduler.plan()
+    second = scheduler.schedule()
     a, b = second.entries
     assert (a.id, a.start, a.count, a.samples, a.tokens, a.row) == ("a", 10, 1, True, None, 0)
     assert (b.id, b.start, b.count, b.samples, b.tokens) == ("b", 22, 13, True, list(range(27, 40)))
@@ -189,13 +189,13 @@ def test_what_a_stop_leaves_in_flight_is_dropped() -> None:
     """An end token is known one step late; the step ahead still has the request, whose row and blocks are given away."""
     scheduler = Scheduler(SchedulerConfig(num_blocks=4, block_size=4, max_batch_tokens=32, max_seqs=1))
     scheduler.add(Request("a", [1, 2, 3], 9, stop_ids=[7]))
-    scheduler.commit(first := scheduler.plan())
-    scheduler.commit(ahead := scheduler.plan())
+    scheduler.commit(first := scheduler.schedule())
+    scheduler.commit(ahead := scheduler.schedule())
     scheduler.add(Request("b", [1] * 8, 9))
     (output,) = scheduler.update(first, [7])
     assert output.finish_reason is FinishReason.STOP and not scheduler.serves(ahead)
     scheduler.check()
-    scheduler.commit(other := scheduler.plan())
+    scheduler.commit(other := scheduler.schedule())
     assert [(entry.id, entry.row) for entry in other.entries] == [("b", 0)]
     assert scheduler.update(ahead, [7]) == []  # and the pool has got its blocks once
     scheduler.check()
@@ -204,7 +204,7 @@ def test_what_a_stop_leaves_in_flight_is_dropped() -> None:
 
 def test_results_go_to_the_request_that_they_were_computed_for(scheduler: Scheduler) -> None:
     """An id may be used again while a step of its former owner is in flight."""
-    scheduler.commit(plan := scheduler.plan())
+    scheduler.commit(plan := scheduler.schedule())
     assert [output.id for output in scheduler.abort(["a"])] == ["a"]
     scheduler.add(Request("a", [1, 2], 6))
     assert scheduler.update(plan, [7]) == []
@@ -216,11 +216,11 @@ def test_a_length_that_is_reached_in_flight_is_planned_no_further(scheduler: Sch
     scheduler.add(Request("c", [1, 2], 2))
     scheduler.abort(["a", "b"])
     for _ in range(2):
-        scheduler.commit(scheduler.plan())
+        scheduler.commit(scheduler.schedule())
         scheduler.check()
     first, second = scheduler.in_flight
     scheduler.update(first, [5])
-    assert scheduler.plan().entries == []  # nothing to do before the results, and not stuck
+    assert scheduler.schedule().entries == []  # nothing to do before the results, and not stuck
     (output,) = scheduler.update(second, [6])
     assert output.finish_reason is FinishReason.LENGTH and not scheduler.has_unfinished()
 
@@ -231,30 +231,30 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     )
     for name in "ab":
         scheduler.add(Request(name, [1, 2, 3], 5))
-    scheduler.commit(first := scheduler.plan())
-    scheduler.commit(second := scheduler.plan())
+    scheduler.commit(first := scheduler.schedule())
+    scheduler.commit(second := scheduler.schedule())
     scheduler.update(first, [5, 5])
-    assert scheduler.plan().entries == []  # "a" and "b" need a block each, and there is none
+    assert scheduler.schedule().entries == []  # "a" and "b" need a block each, and there is none
     scheduler.update(second, [6, 6])
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert plan.preempted == ["b"] and [entry.tokens for entry in plan.entries] == [[6]]
 
 
 def test_a_step_with_drafts_is_followed_by_its_results(scheduler: Scheduler) -> None:
-    scheduler.commit(plan := scheduler.plan())
+    scheduler.commit(plan := scheduler.schedule())
     scheduler.update(plan, [3])
     scheduler.propose("a", [4, 5])
-    scheduler.commit(drafted := scheduler.plan())
+    scheduler.commit(drafted := scheduler.schedule())
     scheduler.check()
-    assert drafted.has_drafts and scheduler.plan().entries == []
+    assert drafted.has_drafts and scheduler.schedule().entries == []
     scheduler.update(drafted, [[4, 9], 8])
-    assert {entry.id for entry in scheduler.plan().entries} == {"a", "b"}
+    assert {entry.id for entry in scheduler.schedule().entries} == {"a", "b"}
 
 
 def test_a_row_without_a_result_ends_its_request_alone(scheduler: Scheduler) -> None:
     scheduler.add(Request("c", [1, 2, 3, 4, 5], 4))
-    scheduler.commit(plan := scheduler.plan())
-    scheduler.commit(ahead := scheduler.plan())
+    scheduler.commit(plan := scheduler.schedule())
+    scheduler.commit(ahead := scheduler.schedule())
     assert [(o.id, list(o.new_ids), o.finish_reason) for o in scheduler.update(plan, [-1])] == [
         ("a", [], FinishReason.ERROR)
     ]

@@ -13,12 +13,12 @@ import math
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Spread
+from gristmill.runtime.batch import ContextShard
 from gristmill.runtime.config import MlaConfig
 from gristmill.runtime.layers.plans import Plans
 
 
-class SpreadAttention:
+class ContextParallelAttention:
     """heads: of this rank. Sizes of `mla` are as in `LatentAttention`."""
 
     def __init__(self, plans: Plans, mla: MlaConfig, heads: int) -> None:
@@ -40,7 +40,7 @@ class SpreadAttention:
         self.exchange = plans.bind("all_gather", n=width, x=plans.x, world=world)
         self.merge = plans.bind("merge_attention_states", h=heads, d=mla.kv_lora_rank, x=plans.x)
 
-    def __call__(self, query: Tensor, cache: Tensor, spread: Spread, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, cache: Tensor, shard: ContextShard, scale: float) -> Tensor:
         """query [tokens, heads, latent_dim], cache [blocks, block_size, latent_dim] -> [tokens, heads, kv_lora_rank]."""
         mesh, rank, tokens = self.plans.mesh, self.mla.kv_lora_rank, query.shape[0]
         queries = query.new_empty(tokens, self.total * self.mla.latent_dim)
@@ -50,18 +50,18 @@ class SpreadAttention:
         self.attend(
             queries.view(tokens, self.total, -1),
             cache,
-            spread.block_table,
-            spread.query_start,
-            spread.seq_lens,
+            shard.block_table,
+            shard.query_start,
+            shard.seq_lens,
             1,
-            spread.max_ctx,
+            shard.max_ctx,
             scale,
             rank,
             lse,
-            self.plans.scratch(self.attend, tokens),
+            self.plans.workspace(self.attend, tokens),
             partial,
         )
-        lse.masked_fill_(spread.empty[:, None], -math.inf)
+        lse.masked_fill_(shard.empty[:, None], -math.inf)
         mine = torch.cat([partial.flatten(1), lse.view(query.dtype)], 1)
         width = mine.shape[1]
         of_ranks = mine.new_empty(tokens, mesh.world * width)

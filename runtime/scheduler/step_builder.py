@@ -1,12 +1,12 @@
-"""Plans one step. It reads the scheduler and writes only to itself, so a plan can be dropped without effect.
+"""Builds one step. It reads the scheduler and writes only to itself, so a step can be dropped without effect.
 
 Order of a step: running requests that need one token (decode) first, so that no prompt can starve them; then running
 prompts; then the waiting queue, unless a request had to be preempted. The order of service and preemption by
 recomputation follow vLLM's V1 scheduler. Candidates are read from a list that never shifts, so a
 preemption cannot skip a request.
 
-A step that is planned while another is in flight counts the token that this one samples for each request, although its id is not
-known. It preempts nobody: where blocks are lacking, the results come first.
+A step that is built while another is in flight counts the token that the other one samples for each request, although its id is not
+known. It preempts no request: if blocks are lacking, the results come first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.kv_cache import CachedBlock, PoolPlan, PrefixCache
+from gristmill.runtime.kv_cache import CachedBlock, PoolTransaction, PrefixCache
 from gristmill.runtime.scheduler.config import SchedulerConfig
-from gristmill.runtime.scheduler.plan import Decode, ScheduledRequest, StepPlan
 from gristmill.runtime.scheduler.policy import Admission, admission, choose_victim
 from gristmill.runtime.scheduler.request import Request
+from gristmill.runtime.scheduler.step import Decode, ScheduledRequest, ScheduledStep
 
 NO_BLOCKS: tuple[int, ...] = ()
 LOOKAHEAD = 64  # blocked requests that one step skips at most; bounds the cost of a step with a long queue
@@ -26,16 +26,16 @@ SHARED_TOKENS = 256  # of a prefix that another request is computing; for fewer 
 
 
 class _ResultsFirst(Exception):
-    """The step can be planned only when the steps in flight have ended."""
+    """The step can be built only when the steps in flight have ended."""
 
 
-class Planner:
-    """State of one planning pass. ahead: a step is in flight."""
+class StepBuilder:
+    """The state while one step is built. ahead: a step is in flight."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        pool: PoolPlan,
+        pool: PoolTransaction,
         cache: PrefixCache | None,
         version: int,
         ahead: bool = False,
@@ -44,21 +44,23 @@ class Planner:
         self.pool = pool
         self.cache = cache
         self.ahead = ahead
-        self.plan = StepPlan(version, pool=pool)
+        self.step = ScheduledStep(version, pool=pool)
         self.budget = config.max_batch_tokens
-        self.prefill_tokens = 0  # prompt tokens planned so far
-        self.scheduled: dict[str, ScheduledRequest] = {}  # beside the plan's entries, which are plain decodes
-        self.gone: set[str] = set()  # preempted by this plan
+        self.prefill_tokens = 0  # prompt tokens in the step so far
+        self.scheduled: dict[
+            str, ScheduledRequest
+        ] = {}  # besides the step's entries, which are plain decodes
+        self.gone: set[str] = set()  # preempted by this step
 
-    def run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
-        """Plan a step over the running requests and the sorted queue. Empty if the results of the steps in flight come first."""
+    def run(self, running: Sequence[Request], waiting: Sequence[Request]) -> ScheduledStep:
+        """Build a step over the running requests and the sorted queue. Empty if the results of the steps in flight come first."""
         try:
             return self._run(running, waiting)
         except _ResultsFirst:
-            return StepPlan(self.plan.version)
+            return ScheduledStep(self.step.version)
 
-    def _run(self, running: Sequence[Request], waiting: Sequence[Request]) -> StepPlan:
-        entries = self.plan.entries
+    def _run(self, running: Sequence[Request], waiting: Sequence[Request]) -> ScheduledStep:
+        entries = self.step.entries
         decodes: list[Request] = []  # those that need a block, or have drafts
         prefills: list[Request] = []
         for request in running:
@@ -71,17 +73,17 @@ class Planner:
             elif start + 1 < request.limit:  # otherwise a step in flight samples its last token
                 decodes.append(request)
         self.budget -= len(entries)
-        self._plan_decodes(decodes, running)
+        self._add_decodes(decodes, running)
         for request in prefills:
             if request.id not in self.gone:
-                self._plan_prefill(request, running)
+                self._add_prefill(request, running)
         if not self.gone:
             self._admit(running, prefills, waiting)
         entries += self.scheduled.values()
-        self.plan.num_tokens = self.config.max_batch_tokens - self.budget
-        return self.plan
+        self.step.num_tokens = self.config.max_batch_tokens - self.budget
+        return self.step
 
-    def _plan_decodes(self, decodes: Sequence[Request], running: Sequence[Request]) -> None:
+    def _add_decodes(self, decodes: Sequence[Request], running: Sequence[Request]) -> None:
         places = self.config.places
         left = len(decodes)
         for request in decodes:
@@ -103,7 +105,7 @@ class Planner:
                     new = self.pool.take(lacking)
             tokens = None if on_device else [request.tokens[-1], *request.drafts[:drafts]]
             if drafts:
-                self.plan.has_drafts = True
+                self.step.has_drafts = True
             self._schedule(request, start, tokens, True, new, drafts)
 
     def _affordable_drafts(self, request: Request, decodes_left: int) -> int:
@@ -111,7 +113,7 @@ class Planner:
         outputs_left = request.limit - len(request.tokens)
         return max(0, min(len(request.drafts), outputs_left - 1, self.budget - 1 - decodes_left))
 
-    def _plan_prefill(self, request: Request, running: Sequence[Request]) -> None:
+    def _add_prefill(self, request: Request, running: Sequence[Request]) -> None:
         count = self._chunk(request.computed, len(request.tokens))
         if count == 0:
             return
@@ -153,18 +155,18 @@ class Planner:
 
     def _preempt(self, victim: Request) -> None:
         entry = self.scheduled.pop(victim.id, None)
-        place = next((i for i, e in enumerate(self.plan.entries) if e.id == victim.id), None)
+        place = next((i for i, e in enumerate(self.step.entries) if e.id == victim.id), None)
         if place is not None:
-            entry = self.plan.entries.pop(place)
+            entry = self.step.entries.pop(place)
         blocks = victim.block_ids
-        if entry is not None:  # already scheduled in this plan: undo that
+        if entry is not None:  # already scheduled in this step: undo that
             self.budget += entry.count
             if not (entry.samples and entry.count == 1 + entry.drafts):
                 self.prefill_tokens -= entry.count
             blocks = [*blocks, *entry.new_blocks]
         self.pool.release(blocks)
         self.gone.add(victim.id)
-        self.plan.preempted.append(victim.id)
+        self.step.preempted.append(victim.id)
 
     def _admit(
         self, running: Sequence[Request], prefills: Sequence[Request], waiting: Sequence[Request]
@@ -200,7 +202,7 @@ class Planner:
             table = self.cache.table(hits) if self.cache is not None else []
             shared = [block for block in table if block != null]
             need = config.most_held(known) - sum(self.pool.refs(block) > 0 for block in shared)
-            spare = keep if running or self.plan.admitted else 0
+            spare = keep if running or self.step.admitted else 0
             answer = admission(need, self.pool.available - owed - spare, config.num_blocks)
             if answer is not Admission.ADMIT:
                 # Scheduler.add has refused NEVER; a skipped request keeps its place in the queue.
@@ -212,18 +214,18 @@ class Planner:
                 self.pool.share(shared)
             fresh = self.pool.take(config.places(start + count) - len(table))
             owed += max(0, config.most_held(known) - len(shared) - len(fresh))
-            self.plan.admitted[request.id] = hits
+            self.step.admitted[request.id] = hits
             self._schedule_chunk(request, start, count, table + fresh)
             coming.update(request.block_hashes[len(hits) : (start + count) // config.block_size])
             seats -= 1
             for older in skipped:
-                self.plan.bypassed[older.id] = self.plan.bypassed.get(older.id, 0) + 1
+                self.step.bypassed[older.id] = self.step.bypassed.get(older.id, 0) + 1
             if not self._may_bypass(skipped):
                 return
 
     def _may_bypass(self, skipped: Sequence[Request]) -> bool:
         """False if max_bypass younger requests have passed a request that waits for blocks."""
-        now = self.plan.bypassed
+        now = self.step.bypassed
         return len(skipped) < LOOKAHEAD and all(
             r.bypassed + now.get(r.id, 0) < self.config.max_bypass for r in skipped
         )
@@ -231,7 +233,7 @@ class Planner:
     def _hits(self, request: Request) -> list[CachedBlock]:
         if self.cache is None or not request.reads_cache:
             return []
-        evicted = self.pool.evicted  # reassigned by this plan
+        evicted = self.pool.evicted  # reassigned by this step
         return self.cache.match(request.block_hashes, request.tokens, request.cache_key, evicted)
 
     def _coming(self, running: Sequence[Request]) -> set[int]:

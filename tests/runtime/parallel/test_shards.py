@@ -16,7 +16,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES, QuantScheme
 from gristmill.quant import QuantTensor, quantize
 from gristmill.quant.checkpoints import shards as shares
-from gristmill.quant.checkpoints.shards import Cut, Piece, of_parts, quant_share
+from gristmill.quant.checkpoints.shards import Shard, ShardSpec, of_parts, shard_quantized
 from gristmill.quant.checkpoints.table import Weight
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
@@ -51,12 +51,12 @@ def read(weights: Weights, weight: Weight) -> tuple[Tensor, Tensor | None]:
     return torch.cat([part.weight.dequantize() for part in parts]), parts[0].pre_scale
 
 
-def share(whole: Tensor, cut: Cut | None, mesh: Mesh) -> Tensor:
+def share(whole: Tensor, spec: ShardSpec | None, mesh: Mesh) -> Tensor:
     """Returns the part of a whole parameter that a rank is to have."""
-    if cut is None:
+    if spec is None:
         return whole
-    index = torch.cat([torch.arange(first, last) for first, last in cut.ranges(mesh.rank, mesh.world)])
-    return whole[:, index] if cut.dim == "columns" else whole[index]
+    index = torch.cat([torch.arange(first, last) for first, last in spec.ranges(mesh.rank, mesh.world)])
+    return whole[:, index] if spec.dim == "columns" else whole[index]
 
 
 def weights_of(folder: Path, mesh: Mesh, quant: str | None = None, head: str | None = None) -> Weights:
@@ -84,10 +84,10 @@ def compare(
         whole, whole_scale = read(alone, weight)
         for rank in ranks:
             part, scale = read(rank, weight)
-            assert torch.equal(part, share(whole, weight.cut, rank.mesh)), (weight.target, rank.mesh)
-            columns = weight.cut is not None and weight.cut.dim == "columns"
+            assert torch.equal(part, share(whole, weight.shard, rank.mesh)), (weight.target, rank.mesh)
+            columns = weight.shard is not None and weight.shard.dim == "columns"
             if scale is not None and whole_scale is not None:
-                expected = share(whole_scale[None], weight.cut, rank.mesh)[0] if columns else whole_scale
+                expected = share(whole_scale[None], weight.shard, rank.mesh)[0] if columns else whole_scale
                 assert torch.equal(scale, expected), weight.target
     if layers is None:
         for rank in ranks:
@@ -163,14 +163,14 @@ def test_products_of_shares_sum_to_the_product(scheme: str, policy: Policy) -> N
     for cut in (128, 160):
         parts = [(0, cut), (cut, 384)]
         products = [
-            Linear(plans, quant_share(weight, ((0, 96),), part))(x[:, slice(*part)]) for part in parts
+            Linear(plans, shard_quantized(weight, ((0, 96),), part))(x[:, slice(*part)]) for part in parts
         ]
         assert torch.allclose(products[0] + products[1], expected, atol=2e-5), cut
-    rows = [Linear(plans, quant_share(weight, (part,)))(x) for part in ((0, 40), (40, 96))]
+    rows = [Linear(plans, shard_quantized(weight, (part,)))(x) for part in ((0, 40), (40, 96))]
     assert torch.allclose(torch.cat(rows, 1), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["float_share", "quant_share"])
+@pytest.mark.parametrize("kind", ["shard_floats", "shard_quantized"])
 def test_planted_faults_are_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A share that begins one row too late is another share."""
     real = getattr(shares, kind)
@@ -182,13 +182,13 @@ def test_planted_faults_are_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(f"gristmill.runtime.loader.weights.{kind}", late)
     with pytest.raises(AssertionError):
-        compare(MODELS / LLAMA, (2,), "fp8_block" if kind == "quant_share" else None, layers=1)
+        compare(MODELS / LLAMA, (2,), "fp8_block" if kind == "shard_quantized" else None, layers=1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("length", [8, 257, 768, 4096, 29568])
 def test_ranges_divide_a_length(length: int, world: int) -> None:
-    ranges = [Piece(length).range(rank, world) for rank in range(world)]
+    ranges = [Shard(length).range(rank, world) for rank in range(world)]
     assert ranges[0][0] == 0 and ranges[-1][1] == length
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in zip(ranges, ranges[1:], strict=False))
     if length >= 128 * world:
@@ -197,11 +197,11 @@ def test_ranges_divide_a_length(length: int, world: int) -> None:
 
 def test_groups_that_do_not_divide_are_shared_unevenly() -> None:
     """29,568 columns are 231 groups of 128: 116 and 115."""
-    assert [b - a for a, b in (Piece(29568).range(rank, 2) for rank in range(2))] == [116 * 128, 115 * 128]
+    assert [b - a for a, b in (Shard(29568).range(rank, 2) for rank in range(2))] == [116 * 128, 115 * 128]
 
 
 def test_kv_heads_are_replicated() -> None:
-    heads = Piece(2 * 64, 2)
+    heads = Shard(2 * 64, 2)
     assert [heads.range(rank, 4) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
     with pytest.raises(UsageError, match="2 heads cannot be shared by 3 ranks"):
         heads.range(0, 3)
@@ -209,10 +209,10 @@ def test_kv_heads_are_replicated() -> None:
 
 def test_pieces_of_one_fused_tensor() -> None:
     """Phi-3 stores q, k and v as one tensor."""
-    cut = Cut.head_rows(4, 2, 2, size=64)
-    assert cut.ranges(1, 2) == [(128, 256), (320, 384), (448, 512)]
-    assert of_parts(cut.ranges(1, 2), (512,)) == [[(128, 256), (320, 384), (448, 512)]]
-    assert of_parts(cut.ranges(1, 2), (256, 128, 128)) == [[(128, 256)], [(64, 128)], [(64, 128)]]
+    spec = ShardSpec.head_rows(4, 2, 2, size=64)
+    assert spec.ranges(1, 2) == [(128, 256), (320, 384), (448, 512)]
+    assert of_parts(spec.ranges(1, 2), (512,)) == [[(128, 256), (320, 384), (448, 512)]]
+    assert of_parts(spec.ranges(1, 2), (256, 128, 128)) == [[(128, 256)], [(64, 128)], [(64, 128)]]
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -226,4 +226,4 @@ def test_sizes_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(UsageError, match=r"14 query heads and 2 KV heads .* can: 1, 2, 14$"):
         local_config(config(num_heads=14), Mesh(0, 4))
     with pytest.raises(UsageError, match="2 entries cannot be shared by 3 ranks; at most 2 can"):
-        Cut.experts(2).ranges(0, 3)
+        ShardSpec.experts(2).ranges(0, 3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gristmill.runtime.errors import ErrorInfo
-from gristmill.runtime.kv_cache import CachedBlock, PoolPlan
+from gristmill.runtime.kv_cache import CachedBlock, PoolTransaction
 from gristmill.runtime.scheduler.request import FinishReason
 
 
@@ -26,7 +26,7 @@ class ScheduledRequest:
     samples: bool
     tokens: list[int] | None  # None: one, which a step in flight samples: it is read from the request's row
     block_ids: list[int]  # the request's table, complete after the commit; read-only
-    new_blocks: Sequence[int]  # allocated by this plan, to be appended to block_ids by commit
+    new_blocks: Sequence[int]  # allocated by this step, to be appended to block_ids by commit
     drafts: int = 0  # the last `drafts` tokens are proposals that the model has not produced
     row: int = -1  # place of the request's state on the device, set by the commit; -1: none
 
@@ -67,23 +67,23 @@ class Decode(ScheduledRequest):
 
 
 @dataclass(slots=True)
-class StepPlan:
-    """One step. Made by `Scheduler.plan`, which changes nothing; applied by `Scheduler.commit`."""
+class ScheduledStep:
+    """One step. Made by `Scheduler.schedule`, which changes nothing; applied by `Scheduler.commit`."""
 
-    version: int  # version of the scheduler that the plan belongs to
+    version: int  # version of the scheduler that the step belongs to
     entries: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
     admitted: dict[str, list[CachedBlock]] = field(default_factory=dict)  # id -> hits in the prefix cache
     preempted: list[str] = field(default_factory=list)
     bypassed: dict[str, int] = field(
         default_factory=dict
-    )  # id -> number of younger requests that this plan admits before it
-    pool: PoolPlan | None = None
+    )  # id -> number of younger requests that this step admits before it
+    pool: PoolTransaction | None = None
     has_drafts: bool = False  # the tokens that remain of the drafts are known with the results only
 
     @property
     def evicted_blocks(self) -> list[int]:
-        """Blocks whose cached content this plan evicts."""
+        """Blocks whose cached content this step evicts."""
         return [] if self.pool is None else list(self.pool.evicted)
 
     def sampling(self) -> list[ScheduledRequest]:
