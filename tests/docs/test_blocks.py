@@ -44,10 +44,3 @@ def test_examples_of_a_page(page: Path, policy_file) -> None:
     runner.run(test, out=report.append)
     assert runner.failures == 0, "".join(report)
     assert runner.tries > 0
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_exist(page: Path) -> None:
-    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
