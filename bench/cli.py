@@ -6,7 +6,6 @@ import click
 
 from gristmill import __version__, console
 from gristmill.bench.commands.bench import bench
-from gristmill.bench.commands.bisect import bisect
 from gristmill.bench.commands.check import check
 from gristmill.bench.commands.compare import compare
 from gristmill.bench.commands.decode import decode
@@ -46,7 +45,6 @@ def cli() -> None:
     kernelbench coverage --model llama-3-8b     which of them the store has times for
     kernelbench decode --quant int4_g128        milliseconds per token of a whole model, by part
     kernelbench rerun results.json              repeat every row and report differences; repro, history
-    kernelbench bisect --good v0.1 -- kernelbench check base.json      the commit that made it slower
     kernelbench report results.json --html p    one HTML page: rooflines, fastest kernels, history
     kernelbench store lint                      the records of selection: merge, diff, lint, why
 
@@ -75,7 +73,6 @@ for _command in (
     repro,
     history,
     report,
-    bisect,
 ):
     cli.add_command(_command)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, fields
 
 import click
 
+from gristmill.bench.options import gathered
 from gristmill.bench.shapes import MIX, MIXES, Call, Step, calls, load_config, model_names
 
 _OPTIONS = (
@@ -46,29 +46,30 @@ _OPTIONS = (
 )
 
 
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command, as its first ones."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+@dataclass(frozen=True)
+class ModelOptions:
+    """Their values."""
+
+    model: str | None
+    tp: int
+    weights: str | None
+    mix: tuple[str, ...]
+    decode: tuple[str, ...]
+    prefill: tuple[str, ...]
+
+    def calls(self) -> list[Call]:
+        """The calls that the options select; [] without --model. UsageError if others are given without --model."""
+        if self.model is None:
+            if self.tp != 1 or self.weights or self.decode or self.prefill or self.mix:
+                raise click.UsageError("--tp, --weights, --mix, --decode and --prefill go with --model")
+            return []
+        steps = [
+            *(step for name in self.mix for step in MIXES[name]),
+            *(Step.decode(text) for text in self.decode),
+            *(Step.prefill(text) for text in self.prefill),
+        ]
+        return calls(load_config(self.model), self.tp, steps or MIX, self.weights)
 
 
-def model_calls(
-    model: str | None,
-    tp: int,
-    weights: str | None,
-    decode: tuple[str, ...],
-    prefill: tuple[str, ...],
-    mix: tuple[str, ...] = (),
-) -> list[Call]:
-    """The calls that the options select; [] without --model. UsageError if others are given without --model."""
-    if model is None:
-        if tp != 1 or weights or decode or prefill or mix:
-            raise click.UsageError("--tp, --weights, --mix, --decode and --prefill go with --model")
-        return []
-    steps = [
-        *(step for name in mix for step in MIXES[name]),
-        *(Step.decode(text) for text in decode),
-        *(Step.prefill(text) for text in prefill),
-    ]
-    return calls(load_config(model), tp, steps or MIX, weights)
+model_options = gathered("of_model", tuple(one.name for one in fields(ModelOptions)), ModelOptions, *_OPTIONS)
+"""Adds the options to a command, as its first ones, which gets a `ModelOptions` as ``of_model``."""

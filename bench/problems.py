@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any
 
 import click
 
 from gristmill.autotune.place import Place
+from gristmill.bench.options import gathered
 from gristmill.bench.shapes import Call
 from gristmill.bench.suites import OF_AN_OPERATION, expand, load_suite, suite_names
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -46,44 +46,52 @@ _OPTIONS = (
 )
 
 
-def problem_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add OP, --problem and --suite to a command, as its first ones."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+@dataclass(frozen=True)
+class Asked:
+    """The values of OP, --problem and --suite."""
+
+    op_name: str | None
+    problem_texts: tuple[str, ...] = ()
+    suite: str | None = None
+
+    def workloads(self, calls: Sequence[Call] = ()) -> list[Workload]:
+        """The problems that these options and --model select, each once. OP filters a suite or a model.
+
+        UsageError if none or more than one of the three options is given.
+        """
+        texts, suite = self.problem_texts, self.suite
+        if sum(map(bool, (texts, suite, calls))) > 1:
+            raise click.UsageError("--problem, --suite and --model exclude each other: give one of them")
+        ops = default_registry().op
+        op = ops(self.op_name) if self.op_name is not None else None
+        if calls:
+            selected = [
+                Workload(ops(name), ops(name).problem(text), weight)
+                for (name, text), weight in call_weights(calls).items()
+            ]
+        elif suite and suite not in OF_AN_OPERATION:
+            selected = [Workload(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
+        elif op is None:
+            raise click.UsageError("name an operation, a suite with --suite, or a model with --model")
+        else:
+            own = texts or (op.examples if suite == "examples" else op.bench)
+            selected = [Workload(op, problem) for problem in concrete(op, own)]
+        selected = [one for one in selected if op is None or one.op.name == op.name]
+        if not selected:
+            raise click.UsageError(f"there is no problem of {self.op_name} in {suite or 'the model'}")
+        return selected
 
 
-def workloads(
-    op_name: str | None, texts: Sequence[str], suite: str | None, calls: Sequence[Call]
-) -> list[Workload]:
-    """The problems that OP, --problem, --suite and --model select, each once. OP filters a suite or a model.
+problem_options = gathered("asked", tuple(one.name for one in fields(Asked)), Asked, *_OPTIONS)
+"""Adds OP, --problem and --suite to a command, as its first ones, which gets an `Asked` as ``asked``."""
 
-    UsageError if none or more than one of the three options is given.
-    """
-    if sum(map(bool, (texts, suite, calls))) > 1:
-        raise click.UsageError("--problem, --suite and --model exclude each other: give one of them")
-    op = default_registry().op(op_name) if op_name is not None else None
-    if calls:
-        weights: dict[tuple[str, str], float] = {}
-        for call in calls:
-            weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
-        registry = default_registry()
-        selected = [
-            Workload(registry.op(name), registry.op(name).problem(text), weight)
-            for (name, text), weight in weights.items()
-        ]
-    elif suite and suite not in OF_AN_OPERATION:
-        selected = [Workload(own, problem) for own, problem in dict.fromkeys(load_suite(suite).problems)]
-    elif op is None:
-        raise click.UsageError("name an operation, a suite with --suite, or a model with --model")
-    else:
-        selected = [
-            Workload(op, p) for p in concrete(op, texts or (op.examples if suite == "examples" else op.bench))
-        ]
-    selected = [one for one in selected if op is None or one.op.name == op.name]
-    if not selected:
-        raise click.UsageError(f"there is no problem of {op_name} in {suite or 'the model'}")
-    return selected
+
+def call_weights(calls: Iterable[Call]) -> dict[tuple[str, str], float]:
+    """(operation, problem) -> the weighted number of calls."""
+    weights: dict[tuple[str, str], float] = {}
+    for call in calls:
+        weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
+    return weights
 
 
 def concrete(op: Op, texts: Sequence[str]) -> list[Problem]:

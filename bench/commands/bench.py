@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import Place, imported, place
+from gristmill.bench import options
 from gristmill.bench.finite import Finite
-from gristmill.bench.model_options import model_calls, model_options
-from gristmill.bench.out_file import OutFile, store_to_write
+from gristmill.bench.model_options import ModelOptions, model_options
+from gristmill.bench.out_file import store_to_write
 from gristmill.bench.peers import unwrapped
 from gristmill.bench.problems import (
+    Asked,
     Workload,
     baseline_of,
     chosen,
@@ -21,7 +24,6 @@ from gristmill.bench.problems import (
     here_or_refuse,
     named,
     problem_options,
-    workloads,
 )
 from gristmill.bench.result_file import write
 from gristmill.kernel_registry.registry import default_registry
@@ -51,7 +53,7 @@ from gristmill.kernel_registry.registry import default_registry
     metavar="N",
     help="Of collective operations: N processes, on a GPU each, or on the CPU. The time is that of the slowest.",
 )
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.target
 @click.option("--seconds", type=Finite(0.01), default=0.5, show_default=True, help="Time spent on each row.")
 @click.option(
     "--quick",
@@ -63,23 +65,11 @@ from gristmill.kernel_registry.registry import default_registry
     is_flag=True,
     help="Write the times to the store, each under its own key; selection uses those of cold calls back to back.",
 )
-@click.option(
-    "--results",
-    type=OutFile(),
-    metavar="FILE",
-    help="Write a result file: rows with samples, device, driver, clocks, versions, command.",
-)
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.results("Write a result file: rows with samples, device, driver, clocks, versions, command.")
+@options.as_json
 def bench(
-    op_name: str | None,
-    problem_texts: tuple[str, ...],
-    suite: str | None,
-    model: str | None,
-    tp: int,
-    weights: str | None,
-    mix: tuple[str, ...],
-    decode: tuple[str, ...],
-    prefill: tuple[str, ...],
+    asked: Asked,
+    of_model: ModelOptions,
     kernels: str | None,
     baseline: str | None,
     config: str | None,
@@ -124,8 +114,7 @@ def bench(
     here_or_refuse(here)
     if save:
         store_to_write(here.policy.store_path)
-    problem_texts = _of_ranks(op_name, problem_texts, ranks)
-    work = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
+    work = _of_ranks(asked, ranks).workloads(of_model.calls())
     ops = [*dict.fromkeys(one.op for one in work)]
     held = chosen(ops, kernels, here)
     here = imported(
@@ -182,63 +171,43 @@ def bench(
         click.get_current_context().exit(1)
 
 
-def _of_ranks(op_name: str | None, texts: tuple[str, ...], ranks: int | None) -> tuple[str, ...]:
+def _of_ranks(asked: Asked, ranks: int | None) -> Asked:
     """The problems of a collective operation with the number of ranks; UsageError for another operation."""
     if ranks is None:
-        return texts
-    op = default_registry().op(op_name) if op_name is not None else None
+        return asked
+    op = default_registry().op(asked.op_name) if asked.op_name is not None else None
     if op is None or op.ranks is None:
         raise click.UsageError("--ranks is of collective operations: name one, such as all_reduce")
-    own = texts or tuple(
+    own = asked.problem_texts or tuple(
         dict.fromkeys(str(op.problem(text).with_values(**{op.ranks: None})) for text in op.bench)
     )
     if any(f"{op.ranks}=" in text for text in own):
         raise click.UsageError(f"give the number of ranks once, by --ranks or by {op.ranks} in --problem")
-    return tuple(f"{text},{op.ranks}={ranks}" for text in own)
+    return replace(asked, problem_texts=tuple(f"{text},{op.ranks}={ranks}" for text in own))
 
 
 def _print(work: list[Workload], rows: list[dict[str, Any]], here: Place, baseline: str | None) -> None:
     timed = [name for name in _HEADS if any(name in row["times"] for row in rows)]
     heads = [_HEADS[name] if here.device != "cpu" else _HEADS[name].removesuffix(" eager") for name in timed]
-    against = ["speedup"] if baseline else []
     ops = dict.fromkeys(one.op.name for one in work)
-    several = ["operation"] if len(ops) > 1 else []
-    columns = [
-        *several,
-        "problem",
-        "kernel",
-        *heads,
-        "spread",
-        "GB/s",
-        "TFLOP/s",
-        "of floor",
-        "bound",
-        "error",
-        *against,
-        "",
-    ]
-    console.table(
+    columns: dict[str, console.Cell] = {"operation": "op"} if len(ops) > 1 else {}
+    columns |= {"problem": "problem", "kernel": "kernel"}
+    columns |= {head: _us(name) for head, name in zip(heads, timed, strict=True)}
+    columns |= {"spread": lambda r: _percent(r["spread"]), "GB/s": "gbs", "TFLOP/s": "tflops"}
+    columns |= {"of floor": lambda r: _percent(r["fraction_of_floor"]), "bound": "bound", "error": "error"}
+    columns |= {"speedup": "speedup"} if baseline else {}
+    columns |= {"": lambda r: r["reason"] or r["note"]}
+    console.table_of(
         f"{', '.join(ops)} on {here.target.name} {here.target.device}",
+        rows,
         columns,
-        [
-            [
-                *([r["op"]] if several else []),
-                r["problem"],
-                r["kernel"],
-                *(console.number(r["times"].get(name, {}).get("us")) for name in timed),
-                _percent(r["spread"]),
-                console.number(r["gbs"]),
-                console.number(r["tflops"]),
-                _percent(r["fraction_of_floor"]),
-                r["bound"],
-                console.number(r["error"]),
-                *([console.number(r["speedup"])] if baseline else []),
-                r["reason"] or r["note"],
-            ]
-            for r in rows
-        ],
         right=(*heads, "spread", "GB/s", "TFLOP/s", "of floor", "error", "speedup"),
     )
+
+
+def _us(timing: str) -> console.Cell:
+    """The time of a row in a timing mode."""
+    return lambda row: row["times"].get(timing, {}).get("us")
 
 
 _HEADS = {

@@ -11,6 +11,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import Place, imported, place
+from gristmill.bench import options
 from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile, unwritable
 from gristmill.bench.problems import concrete, here_or_refuse, named
@@ -59,19 +60,13 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
     show_default="0.05; 0.02 of instructions",
     help="The smallest relative slowdown that counts.",
 )
-@click.option(
-    "--seconds",
-    type=Finite(0.1),
-    default=30.0,
-    show_default=True,
-    help="A problem gets no more rounds after this time.",
-)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.seconds
+@options.target
 @click.option("--junit", type=OutFile(), metavar="FILE", help="Write JUnit XML.")
 @click.option(
     "--markdown", type=OutFile(), metavar="FILE", help="Write a Markdown summary, for a pull request."
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 @click.pass_context
 def check(
     context: click.Context,

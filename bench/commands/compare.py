@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from gristmill import console
 from gristmill.autotune.place import Place, imported, place
-from gristmill.bench.finite import Finite
-from gristmill.bench.model_options import model_calls, model_options
-from gristmill.bench.out_file import OutFile
+from gristmill.bench import options
+from gristmill.bench.model_options import ModelOptions, model_options
 from gristmill.bench.peers import unwrapped
-from gristmill.bench.problems import baseline_of, chosen, here_or_refuse, named, problem_options, workloads
+from gristmill.bench.problems import (
+    Asked,
+    Workload,
+    baseline_of,
+    chosen,
+    here_or_refuse,
+    named,
+    problem_options,
+)
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.problem import Problem
+
+if TYPE_CHECKING:
+    from gristmill.bench.compare import Case
 
 
 @click.command()
@@ -32,38 +44,17 @@ from gristmill.kernel_registry.op import Op
     metavar="A,B",
     help="The others; patterns such as *_cpu are allowed. Default: all that can run here.",
 )
-@click.option(
-    "--min-effect",
-    type=Finite(0, 1, min_open=True, max_open=True),
-    default=0.03,
-    show_default=True,
-    help="The smallest relative change that gets a verdict.",
-)
-@click.option(
-    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call reads them from memory."
-)
-@click.option(
-    "--seconds",
-    type=Finite(0.1),
-    default=30.0,
-    show_default=True,
-    help="A problem gets no more rounds after this time.",
-)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file with samples.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.min_effect(0.03, "The smallest relative change that gets a verdict.")
+@options.hot
+@options.seconds
+@options.target
+@options.results()
+@options.as_json
 @click.pass_context
 def compare(
     context: click.Context,
-    op_name: str | None,
-    problem_texts: tuple[str, ...],
-    suite: str | None,
-    model: str | None,
-    tp: int,
-    weights: str | None,
-    mix: tuple[str, ...],
-    decode: tuple[str, ...],
-    prefill: tuple[str, ...],
+    asked: Asked,
+    of_model: ModelOptions,
     baseline: str | None,
     kernels: str | None,
     min_effect: float,
@@ -95,36 +86,17 @@ def compare(
     Exit status 0; 1 if a kernel was WRONG.
     """
     from gristmill.autotune.floor import ceilings
-    from gristmill.bench.compare import GAP, WRONG, Case, Row, add_floors
+    from gristmill.bench.compare import GAP, WRONG, Row, add_floors
     from gristmill.bench.compare import compare as run
     from gristmill.bench.result_file import write
     from gristmill.bench.statistics.verdict import Rule
 
     here = place(target)
     here_or_refuse(here)
-    work = workloads(op_name, problem_texts, suite, model_calls(model, tp, weights, decode, prefill, mix))
-    ops = [*dict.fromkeys(one.op for one in work)]
-    others = chosen(ops, kernels, here)
-    here = imported(
-        here, [k for op in ops for k in (*others[op.name], *(named(op, baseline) if baseline else ()))]
-    )
-    cases = []
-    for one in work:
-        first = (
-            baseline_of(one.op, one.problem, baseline, here)
-            if baseline
-            else _selected(one.op, one.problem, here)
-        )
-        cases.append(
-            Case(one.op, one.problem, first, tuple(k for k in others[one.op.name] if k.name != first.name))
-        )
-    if not any(case.others for case in cases):
-        raise click.UsageError(
-            f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels"
-        )
-    limits = ceilings(
-        here.device or "cpu"
-    )  # measured first: damaged files are refused early, and nothing disturbs new measurements
+    work = asked.workloads(of_model.calls())
+    cases, here = _cases(work, baseline, kernels, here)
+    # Measured first: damaged files are refused early, and nothing disturbs new measurements.
+    limits = ceilings(here.device or "cpu")
     with console.status(quiet=as_json) as progress:
         rows = run(cases, here, Rule(min_effect=min_effect), hot=hot, seconds=seconds, progress=progress)
         progress("floors")
@@ -136,56 +108,32 @@ def compare(
             for name, why in unwrapped(one.op, here).items()
         ]
     if results:
-        write(
-            results,
-            here,
-            [
-                row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples}
-                for row in rows
-            ],
-            ceilings=limits.as_dict(),
-        )
+        with_samples = [
+            row.as_dict() | {"samples": row.samples, "baseline_samples": row.baseline_samples} for row in rows
+        ]
+        write(results, here, with_samples, ceilings=limits.as_dict())
     if as_json:
         console.emit([row.as_dict() for row in rows])
     else:
-        console.table(
-            f"{', '.join(dict.fromkeys(case.op.name for case in cases))} on {here.target.name} {here.target.device}",
-            [
-                "operation",
-                "problem",
-                "kernel",
-                "baseline",
-                "verdict",
-                "µs",
-                "baseline µs",
-                "ratio",
-                "interval",
-                "noise",
-                "of floor",
-                "error",
-                "reason",
-            ],
-            [
-                [
-                    r.op,
-                    r.problem,
-                    r.kernel,
-                    r.baseline,
-                    r.verdict,
-                    console.number(r.us),
-                    console.number(r.baseline_us),
-                    *_ratio(r.comparison),
-                    _percent(r.noise),
-                    _percent(r.floor["fraction_of_floor"]),
-                    console.number(r.error),
-                    "; ".join(filter(None, (r.reason, r.floor["note"]))),
-                ]
-                for r in rows
-            ],
+        ops = ", ".join(dict.fromkeys(case.op.name for case in cases))
+        console.table_of(
+            f"{ops} on {here.target.name} {here.target.device}",
+            [row.as_dict() for row in rows],
+            {
+                "operation": "op",
+                **{name: name for name in ("problem", "kernel", "baseline", "verdict")},
+                "µs": "us",
+                "baseline µs": "baseline_us",
+                "ratio": lambda r: "-" if r["ratio"] is None else f"{r['ratio']:.3f}",
+                "interval": lambda r: "-" if r["low"] is None else f"{r['low']:.3f} to {r['high']:.3f}",
+                "noise": lambda r: _percent(r["noise"]),
+                "of floor": lambda r: _percent(r["fraction_of_floor"]),
+                "error": "error",
+                "reason": lambda r: "; ".join(filter(None, (r["reason"], r["note"]))),
+            },
             right=("µs", "baseline µs", "ratio", "noise", "of floor", "error"),
         )
-        gaps = sum(row.verdict == GAP for row in rows)
-        if gaps:
+        if gaps := sum(row.verdict == GAP for row in rows):
             console.out().print(
                 f"\n{gaps} row(s) are gaps: a kernel that cannot run here is named, never left out."
             )
@@ -193,19 +141,37 @@ def compare(
         context.exit(1)
 
 
-def _selected(op: Op, problem: Any, here: Place) -> Kernel:
+def _cases(
+    work: Sequence[Workload], baseline: str | None, kernels: str | None, here: Place
+) -> tuple[list[Case], Place]:
+    """The kernels to compare on each problem, and `here` with what they import."""
+    from gristmill.bench.compare import Case
+
+    ops = [*dict.fromkeys(one.op for one in work)]
+    others = chosen(ops, kernels, here)
+    named_too = {op.name: named(op, baseline) if baseline else [] for op in ops}
+    here = imported(here, [k for op in ops for k in (*others[op.name], *named_too[op.name])])
+    cases = []
+    for one in work:
+        first = (
+            baseline_of(one.op, one.problem, baseline, here)
+            if baseline
+            else _selected(one.op, one.problem, here)
+        )
+        against = tuple(k for k in others[one.op.name] if k.name != first.name)
+        cases.append(Case(one.op, one.problem, first, against))
+    if not any(case.others for case in cases):
+        raise click.UsageError(
+            f"nothing to compare {cases[0].baseline.name} with; name kernels with --kernels"
+        )
+    return cases, here
+
+
+def _selected(op: Op, problem: Problem, here: Place) -> Kernel:
     """The kernel that selection runs here."""
     from gristmill.autotune.resolve import Resolver
 
     return Resolver(here.device or "cpu", here.policy).resolve(op, problem).require().kernel
-
-
-def _ratio(verdict: Any) -> list[str]:
-    return (
-        ["-", "-"]
-        if verdict is None
-        else [f"{verdict.ratio:.3f}", f"{verdict.low:.3f} to {verdict.high:.3f}"]
-    )
 
 
 def _percent(value: float | None) -> str:

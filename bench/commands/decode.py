@@ -10,6 +10,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
+from gristmill.bench import options
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.result_file import write
 
@@ -45,7 +46,7 @@ from gristmill.bench.result_file import write
 @click.option(
     "--ranks", type=click.IntRange(2), metavar="N", help="Share the model among N processes, on a GPU each."
 )
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.target
 @click.option(
     "--out",
     type=OutFile(),
@@ -125,34 +126,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _show(name: str, row: dict[str, Any]) -> None:
-    ms = {
-        key: f"{row[key]:.3f}"
-        for key in ("step_ms", "device_ms", "linear_ms", "head_ms", "norm_ms", "linear_floor_ms", "floor_ms")
-    }
-    console.table(
-        f"{name}, {row['quant']}, batch {row['batch']}, context {row['context']}",
-        [
-            "step ms",
-            "device",
-            "linear",
-            "head",
-            "norm",
-            "share of linear",
-            "floor of linear",
-            "floor of all",
-            "tokens/s",
-        ],
-        [
-            [
-                ms["step_ms"],
-                ms["device_ms"],
-                ms["linear_ms"],
-                ms["head_ms"],
-                ms["norm_ms"],
-                f"{row['linear_share'] * 100:.0f} %",
-                ms["linear_floor_ms"],
-                ms["floor_ms"],
-                f"{row['tokens_per_s']:,.0f}",
-            ]
-        ],
-    )
+    columns = {"step ms": _ms("step_ms"), "device": _ms("device_ms"), "linear": _ms("linear_ms")}
+    columns |= {"head": _ms("head_ms"), "norm": _ms("norm_ms")}
+    columns |= {"share of linear": lambda r: f"{r['linear_share'] * 100:.0f} %"}
+    columns |= {"floor of linear": _ms("linear_floor_ms"), "floor of all": _ms("floor_ms")}
+    columns |= {"tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}"}
+    title = f"{name}, {row['quant']}, batch {row['batch']}, context {row['context']}"
+    console.table_of(title, [row], columns)
+
+
+def _ms(key: str) -> console.Cell:
+    return lambda row: f"{row[key]:.3f}"

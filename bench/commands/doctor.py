@@ -8,6 +8,7 @@ import click
 
 from gristmill import __version__, console
 from gristmill.autotune.device import torch_name
+from gristmill.bench import options
 from gristmill.bench.peers import PEERS
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.grades import FAILED, GRADES, best
@@ -26,7 +27,7 @@ from gristmill.kernel_registry.targets.probe import probe_cpu, probe_devices
     is_flag=True,
     help="Measure the ceilings again: read and copy bandwidth, matrix rates by dtype, launch cost (some seconds per device).",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 def doctor(measure: bool, as_json: bool) -> None:
     """What this machine has: devices and their features, compiled code, packages, policy and store; and what is missing.
 

@@ -7,6 +7,7 @@ import click
 from gristmill import console
 from gristmill.autotune.explanation import Table
 from gristmill.autotune.explanation import explain as explain_problem
+from gristmill.bench import options
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import default_registry
 
@@ -14,11 +15,9 @@ from gristmill.kernel_registry.registry import default_registry
 @click.command()
 @click.argument("op_name", metavar="OP")
 @click.option("--problem", "text", metavar="P", help='Axis values: "m=16,n=4096,k=4096,x=bf16,w=int4_g128".')
-@click.option(
-    "--target", metavar="T", help="A device: sm_121, h200, gfx942, cpu:avx2 ... Default: this machine."
-)
+@options.described_target
 @click.option("--axes", is_flag=True, help="Print the axes of OP's problems, and exit.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 def explain(op_name: str, text: str | None, target: str | None, axes: bool, as_json: bool) -> None:
     """Print the kernel that OP runs for a problem, and the reasons against every other one.
 

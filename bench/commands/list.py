@@ -8,16 +8,15 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
+from gristmill.bench import options
 from gristmill.kernel_registry.grades import best
 from gristmill.kernel_registry.registry import default_registry
 
 
 @click.command("list")
 @click.option("--op", "op_name", metavar="OP", help="Only this operation.")
-@click.option(
-    "--target", metavar="T", help="A device: sm_90, h200, gfx942, cpu:avx2 ... Default: this machine."
-)
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.described_target
+@options.as_json
 def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None:
     """Every kernel of every operation, and whether this machine (or a target) can run it.
 

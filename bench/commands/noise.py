@@ -6,7 +6,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import imported, place
-from gristmill.bench.finite import Finite
+from gristmill.bench import options
 from gristmill.bench.problems import concrete, here_or_refuse
 from gristmill.kernel_registry.registry import default_registry
 
@@ -31,18 +31,10 @@ TOO_NOISY = 3
     metavar="N",
     help="Number of comparisons.",
 )
-@click.option(
-    "--min-effect",
-    type=Finite(0, 1, min_open=True, max_open=True),
-    default=0.03,
-    show_default=True,
-    help="The smallest relative change to detect.",
-)
-@click.option(
-    "--hot", is_flag=True, help="Arguments stay in the cache. Default: every call reads them from memory."
-)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.min_effect(0.03, "The smallest relative change to detect.")
+@options.hot
+@options.target
+@options.as_json
 @click.pass_context
 def noise(
     context: click.Context,

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from gristmill import console
+from gristmill.bench import options
 from gristmill.bench.examples import Example, examples
 from gristmill.bench.out_file import OutFile, unwritable
 from gristmill.kernel_registry.registry import default_registry
@@ -18,19 +19,13 @@ COUNTING = ("failed", "proven")
 
 
 @click.command()
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.target
 @click.option("--op", "op_name", metavar="OP", help="Only this operation.")
 @click.option("--kernel", "kernel_name", metavar="K", help="Only this kernel.")
 @click.option(
     "--out", type=OutFile(), metavar="FILE", help="The report. Default: proof_TARGET.json in this folder."
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Child processes that compile and verify at a time.",
-)
+@options.workers(1, "Child processes that compile and verify at a time.")
 @click.option(
     "--check",
     "files",
@@ -39,7 +34,7 @@ COUNTING = ("failed", "proven")
     metavar="FILE",
     help="Run nothing: say for which kernels a report counts with their present code. May be repeated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 @click.pass_context
 def prove(
     context: click.Context,

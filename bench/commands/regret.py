@@ -9,28 +9,15 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
-from gristmill.bench.finite import Finite
-from gristmill.bench.out_file import OutFile
-from gristmill.bench.problems import here_or_refuse, problem_options, workloads
+from gristmill.bench import options
+from gristmill.bench.problems import Asked, here_or_refuse, problem_options
 
 
 @click.command()
 @problem_options
-@click.option(
-    "--minutes",
-    type=Finite(0, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="The time budget; problems that it does not reach are left out.",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Child processes that compile and verify.",
-)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.minutes("The time budget; problems that it does not reach are left out.")
+@options.workers()
+@options.target
 @click.option(
     "--replay",
     "replayed",
@@ -38,17 +25,10 @@ from gristmill.bench.problems import here_or_refuse, problem_options, workloads
     metavar="FILE",
     help="Measure nothing: evaluate the present selection with the times in a result file of this command.",
 )
-@click.option(
-    "--results",
-    type=OutFile(),
-    metavar="FILE",
-    help="Write a result file, with samples of the candidates near the best.",
-)
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.results("Write a result file, with samples of the candidates near the best.")
+@options.as_json
 def regret(
-    op_name: str | None,
-    problem_texts: tuple[str, ...],
-    suite: str | None,
+    asked: Asked,
     minutes: float,
     workers: int,
     target: str | None,
@@ -77,14 +57,14 @@ def regret(
     from gristmill.kernel_registry.store import Store
 
     if replayed:
-        if op_name or problem_texts or suite or target or results:
+        if asked != Asked(None) or target or results:
             raise click.UsageError("--replay takes problems and device from its file, and writes no file")
         here, studies = replay(read(replayed))
         job_count = len(studies)
     else:
         here = place(target)
         here_or_refuse(here)
-        jobs = [Job(one.op, one.problem) for one in workloads(op_name, problem_texts, suite, ())]
+        jobs = [Job(one.op, one.problem) for one in asked.workloads()]
         job_count = len(jobs)
         store = Store.read_over_shipped(here.policy.store_path)
         with console.status(quiet=as_json) as progress:
@@ -96,38 +76,25 @@ def regret(
     if as_json:
         console.emit({"asked": job_count, "studied": len(rows), "regret": figures, "problems": rows})
         return
-    console.table(
-        f"Regret on {here.target.name} {here.target.device}",
-        ["problem", "tried", "missing", "best", "µs", "by store", "tuned", "left out", "picked by store"],
-        [
-            [
-                r["problem"],
-                r["candidates"],
-                r["missing"] or "",
-                r["kernel"],
-                console.number(r["us"]),
-                *(_percent(r["picks"].get(name)) for name in ("store", "tuned", "left out")),
-                r["picks"].get("store", {}).get("kernel"),
-            ]
-            for r in rows
-        ],
-        right=("tried", "missing", "µs", "by store", "tuned", "left out"),
-    )
+    columns: dict[str, console.Cell] = {"problem": "problem", "tried": "candidates"}
+    columns |= {"missing": lambda r: r["missing"] or "", "best": "kernel", "µs": "us"}
+    columns |= {"by store": lambda r: _percent(r["picks"].get("store"))}
+    columns |= {"tuned": lambda r: _percent(r["picks"].get("tuned"))}
+    columns |= {"left out": lambda r: _percent(r["picks"].get("left out"))}
+    columns["picked by store"] = lambda r: r["picks"].get("store", {}).get("kernel")
+    right = ("tried", "missing", "µs", "by store", "tuned", "left out")
+    console.table_of(f"Regret on {here.target.name} {here.target.device}", rows, columns, right)
     console.table(
         "",
         ["of", "problems", "geometric mean", "median", "worst", "which"],
         [
-            [
+            [name, "0", "-", "-", "-", ""]
+            if one is None
+            else [
                 name,
-                *(
-                    ["0", "-", "-", "-", ""]
-                    if one is None
-                    else [
-                        one["problems"],
-                        *(f"{one[k]:.1%}" for k in ("mean", "median", "worst")),
-                        one["where"],
-                    ]
-                ),
+                one["problems"],
+                *(f"{one[k]:.1%}" for k in ("mean", "median", "worst")),
+                one["where"],
             ]
             for name, one in figures.items()
         ],

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from gristmill import console
-from gristmill.bench import result_file
+from gristmill.bench import options, result_file
 from gristmill.bench.out_file import OutFile
 
 
@@ -18,7 +18,7 @@ from gristmill.bench.out_file import OutFile
 )
 @click.option("--html", "out", required=True, type=OutFile(), metavar="PAGE", help="The page to write.")
 @click.option("--title", default="kernelbench", show_default=True, help="Title of the page.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 def report(files: tuple[Path, ...], out: Path, title: str, as_json: bool) -> None:
     """Write result files as one HTML page that needs no network: rooflines with the measured ceilings, time by size,
     the fastest kernel by shape and size, history with its changes, and for every point the command that reproduces it.

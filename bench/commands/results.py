@@ -8,8 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
-from gristmill.bench import result_file
-from gristmill.bench.finite import Finite
+from gristmill.bench import options, result_file
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.problems import here_or_refuse
 
@@ -18,16 +17,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command()
 @click.argument("file", type=_FILE, metavar="FILE")
-@click.option(
-    "--min-effect",
-    type=Finite(0, 1, min_open=True, max_open=True),
-    default=0.1,
-    show_default=True,
-    help="The smallest relative difference that gets a verdict.",
-)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.min_effect(0.1, "The smallest relative difference that gets a verdict.")
+@options.target
 @click.option("--results", type=OutFile(), metavar="OUT", help="Write a result file of the present times.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 @click.pass_context
 def rerun(
     context: click.Context,
@@ -59,25 +52,11 @@ def rerun(
     if as_json:
         console.emit({"environment": differs, "rows": rows})
     else:
-        console.table(
-            f"{file} again on {here.target.name} {here.target.device}",
-            ["operation", "problem", "kernel", "verdict", "then µs", "now µs", "ratio", "error", "reason"],
-            [
-                [
-                    r["op"],
-                    r["problem"],
-                    r["kernel"],
-                    r["verdict"],
-                    console.number(r["then_us"]),
-                    console.number(r["now_us"]),
-                    console.number(r["ratio"]),
-                    console.number(r["error"]),
-                    r["reason"],
-                ]
-                for r in rows
-            ],
-            right=("then µs", "now µs", "ratio", "error"),
-        )
+        columns: dict[str, console.Cell] = {"operation": "op", "problem": "problem", "kernel": "kernel"}
+        columns |= {"verdict": "verdict", "then µs": "then_us", "now µs": "now_us"}
+        columns |= {"ratio": "ratio", "error": "error", "reason": "reason"}
+        title = f"{file} again on {here.target.name} {here.target.device}"
+        console.table_of(title, rows, columns, right=("then µs", "now µs", "ratio", "error"))
         for line in differs:
             console.out().print(f"differs: {line}")
     if any(row["verdict"] == "WRONG" for row in rows):
@@ -87,7 +66,7 @@ def rerun(
 @click.command()
 @click.argument("file", type=_FILE, metavar="FILE")
 @click.argument("row", type=click.IntRange(0), metavar="ROW")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 def repro(file: Path, row: int, as_json: bool) -> None:
     """Print the command, and a short script, that reproduce row ROW of a result file with its configuration (the first row is 0).
     The script uses the timing mode of the row, the command all modes.
@@ -141,14 +120,8 @@ candidate.conclude()
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@click.option(
-    "--min-effect",
-    type=Finite(0, 1, min_open=True, max_open=True),
-    default=0.05,
-    show_default=True,
-    help="The smallest relative change that counts.",
-)
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.min_effect(0.05, "The smallest relative change that counts.")
+@options.as_json
 def history(files: tuple[Path, ...], min_effect: float, as_json: bool) -> None:
     """Rows that several result files have in common, by date, and their changes.
 

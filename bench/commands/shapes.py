@@ -11,7 +11,8 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
-from gristmill.bench.model_options import model_calls, model_options
+from gristmill.bench import options
+from gristmill.bench.model_options import ModelOptions, model_options
 from gristmill.bench.out_file import OutFile
 from gristmill.bench.shapes import load_config, model_names
 from gristmill.kernel_registry.registry import default_registry
@@ -20,16 +21,11 @@ from gristmill.kernel_registry.store import Store
 
 @click.group(invoke_without_command=True)
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 @click.pass_context
 def shapes(
     context: click.Context,
-    model: str | None,
-    tp: int,
-    weights: str | None,
-    mix: tuple[str, ...],
-    decode: tuple[str, ...],
-    prefill: tuple[str, ...],
+    of_model: ModelOptions,
     as_json: bool,
 ) -> None:
     """List every problem that a model calls in a step, on one rank. Without --model: list the shipped models.
@@ -40,8 +36,8 @@ def shapes(
     """
     if context.invoked_subcommand is not None:
         return
-    calls = model_calls(model, tp, weights, decode, prefill, mix)
-    if model is None:
+    calls = of_model.calls()
+    if of_model.model is None:
         rows = [
             {
                 "model": name,
@@ -77,7 +73,7 @@ def shapes(
         console.emit(rows)
         return
     console.table(
-        f"{model} on {tp} rank(s)",
+        f"{of_model.model} on {of_model.tp} rank(s)",
         ["step", "part", "operation", "problem", "calls", "MB each", "GFLOP each"],
         [
             [
@@ -151,14 +147,9 @@ def capture(out: Path, as_json: bool, arguments: tuple[str, ...]) -> None:
     metavar="FILE",
     help="The only store to use. Default: the one in use, on top of the shipped times.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 def coverage(
-    model: str | None,
-    tp: int,
-    weights: str | None,
-    mix: tuple[str, ...],
-    decode: tuple[str, ...],
-    prefill: tuple[str, ...],
+    of_model: ModelOptions,
     target: str | None,
     store_path: Path | None,
     as_json: bool,
@@ -173,20 +164,20 @@ def coverage(
     from gristmill.bench.coverage import coverage as covered_calls
     from gristmill.bench.coverage import shares
 
-    if model is None:
+    if of_model.model is None:
         raise click.UsageError("--model is missing; kernelbench shapes lists those that are shipped")
     here = place(target)
     path = store_path or here.policy.store_path
     if store_path is not None and not store_path.exists():
         raise FileNotFoundError(f"{store_path} does not exist; expected a store")
     held = Store.read(path) if store_path else Store.read_over_shipped(path)
-    calls = covered_calls(model_calls(model, tp, weights, decode, prefill, mix), here, held)
+    calls = covered_calls(of_model.calls(), here, held)
     share = shares(calls)
     if as_json:
         console.emit(
             {
-                "model": model,
-                "tp": tp,
+                "model": of_model.model,
+                "tp": of_model.tp,
                 "target": here.target.name,
                 "shares": share,
                 "calls": [c.as_dict() for c in calls],
@@ -194,7 +185,7 @@ def coverage(
         )
         return
     console.table(
-        f"{model} on {tp} x {here.target.name}",
+        f"{of_model.model} on {of_model.tp} x {here.target.name}",
         ["step", "part", "operation", "problem", "known", "kernel", "expected µs"],
         [
             [

@@ -9,6 +9,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import place
+from gristmill.bench import options
 from gristmill.bench.out_file import OutFile
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store, Timing, config_key, target_key
@@ -46,7 +47,7 @@ def _existing(path: Path) -> Store:
     metavar="FILE",
     help="The store to write; its own records are merged too.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
     """Merge stores into one. Of two records with the same key, a failed verification wins, and the time with more samples.
 
@@ -73,7 +74,7 @@ def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
 @store.command()
 @click.argument("before", type=_FILE, metavar="A")
 @click.argument("after", type=_FILE, metavar="B")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 @click.pass_context
 def diff(context: click.Context, before: Path, after: Path, as_json: bool) -> None:
     """How store B differs from store A: records added, removed, and changed (another time, another outcome).
@@ -96,8 +97,8 @@ def diff(context: click.Context, before: Path, after: Path, as_json: bool) -> No
 
 @store.command()
 @click.argument("file", type=_FILE, metavar="[FILE]", required=False)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.target
+@options.as_json
 @click.pass_context
 def lint(context: click.Context, file: Path | None, target: str | None, as_json: bool) -> None:
     """List the records of FILE (default: the store in use) that have no effect or do harm.
@@ -132,8 +133,8 @@ def lint(context: click.Context, file: Path | None, target: str | None, as_json:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sample.")
 @click.option("--dry-run", is_flag=True, help="Measure, and write nothing.")
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.target
+@options.as_json
 @click.pass_context
 def revalidate(
     context: click.Context, sample: int, seed: int, dry_run: bool, target: str | None, as_json: bool
@@ -172,23 +173,12 @@ def revalidate(
     elif not rows:
         console.out().print(f"{path}: no time of this device is another toolchain's")
     else:
-        console.table(
-            f"Times of another toolchain than {here.build.key()}",
-            ["operation", "kernel", "outcome", "records", "sampled", "now / then", "least", "most", "reason"],
-            [
-                [
-                    r["op"],
-                    r["kernel"],
-                    r["outcome"],
-                    r["records"],
-                    r["sampled"],
-                    *(console.number(r[k]) for k in ("ratio", "least", "most")),
-                    "; ".join(r["reasons"]),
-                ]
-                for r in rows
-            ],
-            right=("records", "sampled", "now / then", "least", "most"),
-        )
+        columns: dict[str, console.Cell] = {"operation": "op", "kernel": "kernel", "outcome": "outcome"}
+        columns |= {"records": "records", "sampled": "sampled"}
+        columns |= {"now / then": "ratio", "least": "least", "most": "most"}
+        columns |= {"reason": lambda r: "; ".join(r["reasons"])}
+        right = ("records", "sampled", "now / then", "least", "most")
+        console.table_of(f"Times of another toolchain than {here.build.key()}", rows, columns, right)
     if any(group.outcome == again.WRONG for group in stale):
         context.exit(1)
 
@@ -196,8 +186,8 @@ def revalidate(
 @store.command()
 @click.argument("op_name", metavar="OP")
 @click.argument("problem_text", metavar="PROBLEM")
-@click.option("--target", metavar="T", help="A device: sm_90, h200, cpu:avx2 ... Default: this machine.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.described_target
+@options.as_json
 def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> None:
     """Print the kernel that a problem gets, the record that decides it (of the store in use or of the shipped times), and the
     rule. Verifies and times nothing.
@@ -253,31 +243,18 @@ def why(op_name: str, problem_text: str, target: str | None, as_json: bool) -> N
             {"op": op.name, "problem": str(problem), "store": str(here.policy.store_path), "candidates": rows}
         )
         return
-    console.table(
-        f"{op.name} {problem} by {here.policy.store_path}",
-        ["kernel", "verdict", "rule", "expected µs", "decided by", "distance", "configuration"],
-        [
-            [
-                r["kernel"],
-                r["verdict"],
-                r["rule"],
-                console.number(r["expected_us"]),
-                _decided(r["record"]),
-                "" if r["distance"] is None else f"{r['distance']:.2f}",
-                config_key(r["config"]),
-            ]
-            for r in rows
-        ],
-        right=("expected µs", "distance"),
-    )
+    columns: dict[str, console.Cell] = {"kernel": "kernel", "verdict": "verdict", "rule": "rule"}
+    columns |= {"expected µs": "expected_us", "decided by": lambda r: _decided(r["record"])}
+    columns |= {"distance": lambda r: "" if r["distance"] is None else f"{r['distance']:.2f}"}
+    columns |= {"configuration": lambda r: config_key(r["config"])}
+    title = f"{op.name} {problem} by {here.policy.store_path}"
+    console.table_of(title, rows, columns, right=("expected µs", "distance"))
 
 
 def _decided(record: dict[str, Any] | None) -> str:
-    return (
-        "no record"
-        if record is None
-        else f"{record['problem']} on {record['target']}: {console.number(record['us'])} µs"
-    )
+    if record is None:
+        return "no record"
+    return f"{record['problem']} on {record['target']}: {console.number(record['us'])} µs"
 
 
 def _row(record: Any) -> dict[str, Any]:

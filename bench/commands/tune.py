@@ -12,10 +12,10 @@ import click
 from gristmill import console
 from gristmill.autotune.options import Job
 from gristmill.autotune.place import place
-from gristmill.bench.finite import Finite
-from gristmill.bench.model_options import model_calls, model_options
-from gristmill.bench.out_file import OutFile, store_to_write
-from gristmill.bench.problems import concrete, here_or_refuse
+from gristmill.bench import options
+from gristmill.bench.model_options import ModelOptions, model_options
+from gristmill.bench.out_file import store_to_write
+from gristmill.bench.problems import call_weights, concrete, here_or_refuse
 from gristmill.bench.shapes import Call
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
@@ -38,32 +38,15 @@ from gristmill.kernel_registry.store import Store
     metavar="FILE",
     help="Tune the problems that kernelbench shapes capture recorded; those that move most data come first.",
 )
-@click.option(
-    "--minutes",
-    type=Finite(0, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="The time budget, kept within 10 %.",
-)
+@options.minutes("The time budget, kept within 10 %.")
 @click.option("--redo", is_flag=True, help="Also tune problems that are in the store.")
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="Child processes that compile and verify.",
-)
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
-@click.option("--results", type=OutFile(), metavar="FILE", help="Write a result file.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.workers()
+@options.target
+@options.results("Write a result file.")
+@options.as_json
 def tune(
     op_name: str | None,
-    model: str | None,
-    tp: int,
-    weights: str | None,
-    mix: tuple[str, ...],
-    decode: tuple[str, ...],
-    prefill: tuple[str, ...],
+    of_model: ModelOptions,
     problem_texts: tuple[str, ...],
     captured: Path | None,
     minutes: float,
@@ -91,11 +74,11 @@ def tune(
     from gristmill.bench.capture import read as read_shapes
     from gristmill.bench.result_file import write
 
-    if sum(given is not None for given in (op_name, model, captured)) != 1:
+    if sum(given is not None for given in (op_name, of_model.model, captured)) != 1:
         raise click.UsageError("give one of: an operation, a model with --model, or a file with --shapes")
     here = place(target)
     here_or_refuse(here)
-    calls = model_calls(model, tp, weights, decode, prefill, mix)
+    calls = of_model.calls()
     if op_name is None:
         if problem_texts:
             raise click.UsageError("--problem needs an operation")
@@ -134,47 +117,18 @@ def tune(
     if results:
         write(results, here, [row | {"kernel": row["kernel"] or ""} for row in rows])
     summary = _summary(rows) | {"store": str(path)}
-    per_token, reason = (
-        ["saved ms/token"] if tokens else [],
-        ["reason"] if any(row["reason"] for row in rows) else [],
-    )
     rows.sort(key=lambda row: -(row["saved_ms_per_token"] or 0.0))
     if as_json:
         console.emit(summary | {"problems": rows})
         return
-    console.table(
-        f"Tuned for {here.target.name} {here.target.device}",
-        [
-            "operation",
-            "problem",
-            "",
-            "tried",
-            "wrong",
-            "kernel",
-            "µs",
-            "default µs",
-            "gain",
-            *per_token,
-            *reason,
-        ],
-        [
-            [
-                r["op"],
-                r["problem"],
-                r["state"],
-                r["options"] or "",
-                len(r["wrong"]) or "",
-                r["kernel"],
-                console.number(r["us"]),
-                console.number(r["default_us"]),
-                "-" if r["gain"] is None else f"{r['gain']:.2f}x",
-                *([console.number(r["saved_ms_per_token"])] if tokens else []),
-                *([r["reason"]] if reason else []),
-            ]
-            for r in rows
-        ],
-        right=("tried", "wrong", "µs", "default µs", "gain", *per_token),
-    )
+    columns: dict[str, console.Cell] = {"operation": "op", "problem": "problem", "": "state"}
+    columns |= {"tried": lambda r: r["options"] or "", "wrong": lambda r: len(r["wrong"]) or ""}
+    columns |= {"kernel": "kernel", "µs": "us", "default µs": "default_us"}
+    columns |= {"gain": lambda r: "-" if r["gain"] is None else f"{r['gain']:.2f}x"}
+    columns |= {"saved ms/token": "saved_ms_per_token"} if tokens else {}
+    columns |= {"reason": "reason"} if any(row["reason"] for row in rows) else {}
+    right = ("tried", "wrong", "µs", "default µs", "gain", "saved ms/token")
+    console.table_of(f"Tuned for {here.target.name} {here.target.device}", rows, columns, right)
     states = ", ".join(f"{count} {state}" for state, count in summary["states"].items())
     gain = "" if summary["gain"] is None else f"; {summary['gain']:.3f}x the default, geometric mean"
     saved = (
@@ -189,10 +143,7 @@ def tune(
 
 def jobs_of(calls: Iterable[Call]) -> list[Job]:
     """One job per problem, weighted by its number of calls in the model; those that move most data first."""
-    weights: dict[tuple[str, str], float] = {}
-    for call in calls:
-        weights[call.op, call.problem] = weights.get((call.op, call.problem), 0.0) + call.weight
-    ops = default_registry().op
+    ops, weights = default_registry().op, call_weights(calls)
     jobs = [Job(ops(op), ops(op).problem(problem), weight) for (op, problem), weight in weights.items()]
     return sorted(jobs, key=lambda job: -job.weight * _size(job))
 

@@ -8,6 +8,7 @@ import click
 
 from gristmill import console
 from gristmill.autotune.place import Place
+from gristmill.bench import options
 from gristmill.bench.examples import examples
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -17,14 +18,14 @@ from gristmill.kernel_registry.problem import Problem
 @click.command()
 @click.option("--op", "op_name", metavar="OP", help="Only this operation.")
 @click.option("--kernel", "kernel_name", metavar="K", help="Only this kernel.")
-@click.option("--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2.")
+@options.target
 @click.option(
     "--properties",
     "tried",
     is_flag=True,
     help="Also test declared properties: determinism and batch invariance.",
 )
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@options.as_json
 @click.pass_context
 def verify(
     context: click.Context,
@@ -68,34 +69,14 @@ def verify(
     if as_json:
         console.emit(rows)
     else:
-        columns = [
-            "operation",
-            "kernel",
-            "problem",
-            "",
-            "error",
-            "tolerance",
-            *(("deterministic", "batch invariant") if tried else ()),
-            "reason",
-        ]
-        console.table(
-            f"Verification on {here.target.name}",
-            columns,
-            [
-                [
-                    r["op"],
-                    r["kernel"],
-                    r["problem"],
-                    "ok" if r["ok"] else "WRONG",
-                    console.number(r["error"]),
-                    console.number(r["tolerance"]),
-                    *((_seen(r["deterministic"]), _seen(r["batch_invariant"])) if tried else ()),
-                    r["reason"],
-                ]
-                for r in rows
-            ],
-            right=("error", "tolerance"),
-        )
+        columns: dict[str, console.Cell] = {"operation": "op", "kernel": "kernel", "problem": "problem"}
+        columns |= {"": lambda r: "ok" if r["ok"] else "WRONG", "error": "error", "tolerance": "tolerance"}
+        if tried:
+            columns["deterministic"] = lambda r: _seen(r["deterministic"])
+            columns["batch invariant"] = lambda r: _seen(r["batch_invariant"])
+        columns["reason"] = "reason"
+        title = f"Verification on {here.target.name}"
+        console.table_of(title, rows, columns, right=("error", "tolerance"))
     if not all(row["ok"] for row in rows):
         context.exit(1)
 

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -109,6 +109,22 @@ def table(
     for row in cells:
         shown.add_row(*row)
     where.print(shown)
+
+
+Cell = str | Callable[[Any], Any]
+
+
+def table_of(title: str, rows: Sequence[Any], columns: Mapping[str, Cell], right: Sequence[str] = ()) -> None:
+    """A table of dictionaries. columns: a heading -> the key of its values, or a function of a row; floats and what is unknown in a
+    column on the right are written by `number`."""
+
+    def cell(row: Any, heading: str, source: Cell) -> Any:
+        value = row[source] if isinstance(source, str) else source(row)
+        return number(value) if isinstance(value, float) or (value is None and heading in right) else value
+
+    table(
+        title, [*columns], [[cell(row, *column) for column in columns.items()] for row in rows], right=right
+    )
 
 
 def _paragraphs(where: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

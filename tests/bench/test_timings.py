@@ -15,7 +15,7 @@ from gristmill.autotune.candidate import timing_name
 from gristmill.autotune.place import place
 from gristmill.bench import compare, timings
 from gristmill.bench.cli import cli
-from gristmill.bench.problems import baseline_of, chosen, missing_peers, workloads
+from gristmill.bench.problems import Asked, baseline_of, chosen, missing_peers
 from gristmill.bench.shapes import MIXES, calls, load_config
 from gristmill.bench.suites import SuiteError, expand, load_suite, suite_names
 from gristmill.bench.timings import kernel_rows
@@ -318,12 +318,16 @@ def test_a_suite_of_ones_own_and_its_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_models_calls_are_asked_once_each_with_their_weight() -> None:
-    loaded = workloads(None, (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
+    loaded = Asked(None, (), None).workloads(
+        calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128")
+    )
     assert len({(one.op.name, str(one.problem)) for one in loaded}) == len(loaded)
     assert {"linear", "paged_attention", "sample", "rms_norm"} <= {one.op.name for one in loaded} and all(
         one.weight for one in loaded
     )
-    only = workloads("linear", (), None, calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128"))
+    only = Asked("linear", (), None).workloads(
+        calls(load_config("llama-3-8b"), 2, MIXES["decode"], "int4_g128")
+    )
     assert only and {one.op.name for one in only} == {"linear"}
 
 
@@ -354,11 +358,11 @@ def test_bench_and_compare_take_a_model(tmp_path: Path) -> None:
 def test_mistakes_are_named() -> None:
     here, linear = place("cpu"), default_registry().op("linear")
     with pytest.raises(click.UsageError, match="give one of them"):
-        workloads("rms_norm", ("m=1,n=4",), "examples", ())
+        Asked("rms_norm", ("m=1,n=4",), "examples").workloads(())
     with pytest.raises(click.UsageError, match="name an operation, a suite"):
-        workloads(None, (), None, ())
+        Asked(None, (), None).workloads(())
     with pytest.raises(click.UsageError, match="no problem of sample in norms"):
-        workloads("sample", (), "norms", ())
+        Asked("sample", (), "norms").workloads(())
     with pytest.raises(UnknownError, match="no kernel of rms_norm, linear matches 'rms_nrom'"):
         chosen([OP, linear], "rms_nrom", here)
     dense, packed = linear.problem("m=1,n=64,k=128"), linear.problem("m=1,n=64,k=128,w=int4_g128")
