@@ -29,13 +29,13 @@ from gristmill.runtime.kv_cache.paged import PagedCache, token_bytes
 from gristmill.runtime.layers.linear import Linear, PartialSum, SplitLinear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model, families, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.tools.calibration import find_linears
+from gristmill.tools.random_model import random_model
 
 WARM_STEPS = 4
 CHUNK = 256

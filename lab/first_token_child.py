@@ -42,7 +42,7 @@ def main() -> None:
     from gristmill.autotune import packing
     from gristmill.quant import packed
     from gristmill.runtime.llm import LLM
-    from gristmill.runtime.loader.open import open_checkpoint
+    from gristmill.runtime.loader.config import open_checkpoint
     from gristmill.runtime.sampling_params import SamplingParams
 
     laps["gristmill"] = clock()

@@ -32,7 +32,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.checkpoints.gguf import GgufCheckpoint
 from gristmill.quant.formats import open_format
 from gristmill.runtime.explain import summarize
-from gristmill.runtime.loader.open import gguf_architectures
+from gristmill.runtime.loader.config import gguf_architectures
 from lab.result import write_result
 
 PROMPTS = (

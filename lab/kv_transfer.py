@@ -26,11 +26,11 @@ from gristmill.bench.shapes import load_config
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.tools.random_model import random_model
 from lab.result import write_result
 
 BLOCK = 16

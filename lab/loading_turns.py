@@ -16,7 +16,7 @@ from gristmill.quant import quantize
 from gristmill.quant.formats import open_format
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import pack
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from lab.loading_cases import Made
 

@@ -31,8 +31,7 @@ from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.writing.checkpoint import write_quantized
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.models import model_table
 from lab.engine import SHAPES, random_model, repeat_layers, workload
 from lab.result import write_result

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from gristmill.runtime.scheduler import RequestTooLarge as RequestTooLarge
     from gristmill.runtime.scheduler import SchedulerConfig as SchedulerConfig
     from gristmill.runtime.scheduler import TokenLogprobs as TokenLogprobs
+    from gristmill.runtime.speculation import DraftContext as DraftContext
     from gristmill.runtime.speculation import DraftRequest as DraftRequest
     from gristmill.runtime.speculation import ProposerSpec as ProposerSpec
     from gristmill.runtime.speculation.config import Speculation as Speculation
-    from gristmill.runtime.speculation.context import DraftContext as DraftContext
     from gristmill.runtime.structured_output import StructuredOutput as StructuredOutput
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

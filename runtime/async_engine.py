@@ -17,8 +17,7 @@ from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from gristmill.runtime.async_prompts import AsyncPrompts
-from gristmill.runtime.async_request import ActiveRequest, ActiveRequests
+from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.drain_signals import DrainSignals, drain_on_signals
 from gristmill.runtime.engine import Engine, PauseMode
@@ -28,8 +27,7 @@ from gristmill.runtime.kv_cache.events import CacheEvent
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.ownership import SERVED
-from gristmill.runtime.request_checks import check_integers
-from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.sampling_params import SamplingParams, check_integers
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
 from gristmill.runtime.structured_output import Grammar

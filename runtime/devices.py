@@ -1,6 +1,9 @@
-"""The device that a model runs on: a name of torch's, or ``auto``."""
+"""The device that a model runs on: a name of torch's, or ``auto``. `notice` tells the user which one, and how a model is loaded."""
 
 from __future__ import annotations
+
+import logging
+import sys
 
 import torch
 
@@ -11,7 +14,6 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import runs_code_of
 from gristmill.kernel_registry.targets.probe import probe_devices
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.notices import notice
 
 KNOWN = "known: auto, cpu, cuda, cuda:0, ..."
 NEEDED = ("linear", "paged_attention")
@@ -80,3 +82,14 @@ def _why_not(device: torch.device, policy: Policy) -> str | None:
         if not any(c.kernel.language != "python" and c.verdict in RUNNABLE for c in candidates):
             return f"no kernel but torch's own runs {op.name} on {target.name}"
     return None
+
+
+LOG = logging.getLogger("gristmill")
+
+
+def notice(text: str) -> None:
+    """One line, at INFO, to the logger ``gristmill``; to stderr in a program that has not set up logging, where INFO would be lost."""
+    if LOG.hasHandlers():
+        LOG.info(text)
+    else:
+        print(f"gristmill: {text}", file=sys.stderr)

@@ -13,7 +13,7 @@ from typing import Any
 
 from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.request_checks import check_timeout
+from gristmill.runtime.sampling_params import check_timeout
 
 SIGNAL_SECONDS = 1.0
 """How long the present step may take after a second signal."""

@@ -23,25 +23,23 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
-from gristmill.runtime.engine_memory import EngineMemory
+from gristmill.runtime.engine_memory import EngineMemory, freeze_heap
 from gristmill.runtime.errors import RankError, UsageError
-from gristmill.runtime.heap import freeze_heap
 from gristmill.runtime.integers import as_integer, integers, plain
 from gristmill.runtime.kv_cache.groups import KVGroup
 from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
+from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.loader.load import load_model
-from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
-from gristmill.runtime.request_checks import check_integers, check_params, check_timeout
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import PromptLogprobs, Runner
 from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.sampling_params import SamplingParams, check_integers, check_params, check_timeout
 from gristmill.runtime.scheduler import (
     Pause,
     Request,
@@ -52,8 +50,8 @@ from gristmill.runtime.scheduler import (
     SchedulerConfig,
     TokenLogprobs,
 )
+from gristmill.runtime.speculation import DraftContext
 from gristmill.runtime.speculation.config import Speculation
-from gristmill.runtime.speculation.context import DraftContext
 from gristmill.runtime.speculation.hidden_drafts import draft_blocks
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline

@@ -33,7 +33,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.integers import as_integer, as_prompt, described, integers, is_integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.models import Model
 from gristmill.runtime.ownership import STREAMED
 from gristmill.runtime.parallel.driver import ParallelRunner, RemoteModel

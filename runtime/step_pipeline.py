@@ -21,8 +21,7 @@ from gristmill.runtime.scheduler import (
     Scheduler,
     TokenLogprobs,
 )
-from gristmill.runtime.speculation.speculator import Speculator
-from gristmill.runtime.speculation.verify import sampling_rows
+from gristmill.runtime.speculation.speculator import Speculator, sampling_rows
 
 
 class Processed(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 

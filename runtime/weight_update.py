@@ -25,8 +25,7 @@ from gristmill.quant.formats.contract import Tensors
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 

@@ -27,8 +27,7 @@ from gristmill.runtime.layers.linear import Linear, PartialSum, SplitLinear
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import load_config, open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import make_layer, model_table
 from gristmill.runtime.scheduler import ScheduledRequest

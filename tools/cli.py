@@ -173,9 +173,8 @@ def generate(
     "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens", "loaded_tokens", "loaded_blocks", "saved_blocks",
     "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
     """
-    from gristmill.runtime.kv_transfer.report import print_transfer
     from gristmill.runtime.sampling_params import SamplingParams
-    from gristmill.runtime.speculation.report import print_drafts
+    from gristmill.tools.reports import print_drafts, print_transfer
 
     params = SamplingParams(**{name: options.pop(name) for name in OPTIONS})
     llm = _load(options, as_json, text=True)
@@ -528,7 +527,7 @@ def _load(options: dict[str, Any], quiet: bool, text: bool = False, **engine_opt
     """The model of the options. text: prompts are text, so a missing tokenizer is an error before weights are read."""
     with console.err().status(f"loading {options['model']}") if not quiet else _silence():
         from gristmill.runtime.llm import LLM
-        from gristmill.runtime.loader.open import open_checkpoint
+        from gristmill.runtime.loader.config import open_checkpoint
 
         checkpoint = open_checkpoint(options["model"])
         if text:

@@ -23,14 +23,13 @@ from gristmill.integrations.vllm.warm_up import warm_up
 from gristmill.runtime.errors import INVALID_LOGITS, UsageError
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.kv_cache.size import make_cache
-from gristmill.runtime.loader.config import parse_config
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.loader.load import load_model, parse_scheme
-from gristmill.runtime.loader.open import open_checkpoint
-from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner, StepResult
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.weight_update import build_like, copy_weights
+from gristmill.tools.random_model import random_model
 
 # Below "vllm", whose handlers print.
 logger = init_logger(f"vllm.{__name__}")

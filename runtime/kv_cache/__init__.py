@@ -1,9 +1,8 @@
 """The paged KV cache.
 
-A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer of a group. The bookkeeping, which block
-belongs to which request and what it contains, is on the host and uses block ids only (`block_pool`, `prefix_cache`, `groups`,
-`events`); names exported here import no torch. The tensors are in `paged`, or in memory of the caller in `external`; `format` is how they
-store keys and values, `size` how many blocks there are.
+A *block* is ``block_size`` consecutive token positions of one request in the cache of every layer of a group. Which block belongs to which
+request, and what it contains, is decided on the host by block ids alone (`block_pool`, `prefix_cache`, `groups`, `events`); the names exported
+here import no torch. The tensors and their format are in `paged`, tensors of the caller in `external`, and the number of blocks in `size`.
 """
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError, PoolTransaction, blocks_needed

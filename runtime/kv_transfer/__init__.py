@@ -8,6 +8,7 @@ Packages outside this tree declare stores under the entry point group ``gristmil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from gristmill.kernel_registry.declarations import Declarations, find_declarations
 from gristmill.kernel_registry.plugins import PluginFailure
+from gristmill.runtime.errors import UsageError
 
 ENTRY_POINTS = "gristmill.kv_stores"
 
@@ -70,3 +72,14 @@ def stores() -> Mapping[str, StoreSpec]:
 def failures() -> tuple[PluginFailure, ...]:
     """Plugins of ``gristmill.kv_stores`` that failed to load, with reasons."""
     return _declared().failures
+
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """``4GiB``, ``512MiB`` or a number of bytes; UsageError, with `where`, for anything else."""
+    found = re.fullmatch(r"(\d+)(|[KMGT]iB)", text)
+    if found is None or int(found[1]) < 1:
+        raise UsageError(f"{where}: expected bytes, such as 4GiB or 512MiB, got {text!r}")
+    return int(found[1]) * UNITS[found[2]]

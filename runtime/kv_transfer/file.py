@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.kv_transfer import StoreSpec
-from gristmill.runtime.kv_transfer._sizes import parse_bytes
+from gristmill.runtime.kv_transfer import StoreSpec, parse_bytes
 
 SUFFIX, PART = ".kv", ".part"
 ABANDONED = 3600.0

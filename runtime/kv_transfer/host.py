@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.runtime.kv_transfer import StoreSpec
-from gristmill.runtime.kv_transfer._sizes import parse_bytes
+from gristmill.runtime.kv_transfer import StoreSpec, parse_bytes
 
 
 class HostStore:

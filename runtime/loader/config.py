@@ -1,4 +1,4 @@
-"""From a model on disk, or from the entries of its config.json, to a ModelConfig."""
+"""Opening a model on disk, and its ModelConfig, from config.json or its equivalent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.gguf import GgufCheckpoint
+from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.quant.formats import FormatError, open_format
+from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.errors import ConfigError
-from gristmill.runtime.loader.open import open_checkpoint
 from gristmill.runtime.models import families, reported
+
+
+def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
+    """The model at a path: a GGUF file, or a Hugging Face directory, whose files are read on first use. An open one is returned.
+
+    Raises:
+        CheckpointError: a damaged GGUF file.
+    """
+    if not isinstance(path, str | Path):
+        return path
+    place = Path(path)
+    if place.suffix == ".gguf" and not place.is_dir():
+        return GgufCheckpoint(place, gguf_architectures())
+    return SafetensorsCheckpoint(place)
+
+
+def gguf_architectures() -> tuple[GgufArchitecture, ...]:
+    """The GGUF architectures that model families declare."""
+    by_family = {family.name: family.gguf for family in families().values()}
+    return tuple(architecture for declared in by_family.values() for architecture in declared)
 
 
 def load_config(path: str | Path) -> ModelConfig:

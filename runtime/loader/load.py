@@ -17,17 +17,15 @@ from gristmill.quant import memory
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.devices import parse_device
+from gristmill.runtime.devices import notice, parse_device
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.kv_cache.format import parse_cache_format
+from gristmill.runtime.explain import warn_of_slow_layers
+from gristmill.runtime.kv_cache.paged import parse_cache_format
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
-from gristmill.runtime.notices import notice
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, least, local_config
-from gristmill.runtime.slow_layers import warn_of_slow_layers
 
 WEIGHTS_SHARE = 0.75
 """Of a GPU's free memory, what weights may take that grow as they are loaded; the rest is for the cache."""

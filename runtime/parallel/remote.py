@@ -12,8 +12,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.parallel.driver import ParallelRunner, RanksConfig
 from gristmill.runtime.parallel.mesh import Mesh, local_config
 from gristmill.runtime.residency import Part

@@ -31,8 +31,7 @@ from gristmill.runtime.llm import Prompt
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.parallel.driver import LOADING
 from gristmill.runtime.parallel.route import Route, Router
-from gristmill.runtime.request_checks import check_integers
-from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.sampling_params import SamplingParams, check_integers
 from gristmill.runtime.status import EngineStatus
 
 Call = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Any]"]  # where the answers to a request go

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from gristmill.runtime.runner import Runner
     from gristmill.runtime.sampler import SamplingRow
     from gristmill.runtime.scheduler import ScheduledRequest
-    from gristmill.runtime.speculation.context import DraftContext
-
 ENTRY_POINTS = "gristmill.proposers"
 
 
@@ -116,3 +114,18 @@ def proposers() -> Mapping[str, ProposerSpec]:
 def failures() -> tuple[PluginFailure, ...]:
     """Plugins of ``gristmill.proposers`` that failed to load, with reasons."""
     return _declared().failures
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """The engine that a proposer drafts for.
+
+    runner: of the target model. max_seqs, max_batch_tokens: requests and tokens per step. tokens: the most drafts per request and step.
+    draft_runner: of the draft model, for methods that take one; None for the others.
+    """
+
+    runner: Runner
+    max_seqs: int
+    max_batch_tokens: int
+    tokens: int
+    draft_runner: Runner | None = None

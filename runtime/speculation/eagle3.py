@@ -31,8 +31,7 @@ from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, families
 from gristmill.runtime.models.eagle3_head import head_config, table

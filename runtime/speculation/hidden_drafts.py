@@ -26,8 +26,7 @@ from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
-from gristmill.runtime.speculation import DraftRequest
-from gristmill.runtime.speculation.context import DraftContext
+from gristmill.runtime.speculation import DraftContext, DraftRequest
 
 
 class HiddenStateModel:

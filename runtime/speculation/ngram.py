@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gristmill.runtime.speculation import DraftRequest, ProposerSpec
-from gristmill.runtime.speculation.context import DraftContext
+from gristmill.runtime.speculation import DraftContext, DraftRequest, ProposerSpec
 
 SHORTEST, LONGEST = 2, 4
 """Tokens at the end of the text that are looked up: the longest match wins, of several the last one."""

@@ -1,4 +1,13 @@
-"""The engine's drafts: asks the proposer before a step, verifies behind it, and counts."""
+"""The engine's drafts: the proposer is asked before a step, its drafts are verified after it, and counted.
+
+Verification is exact. The sampler's draw at output index i is a function of the logits after the true prefix, the request's seed and i. A
+step feeds the last known token and k drafts, and draws at indices i ... i + k, each from the logits after the drafts before it. A draft is
+accepted while it equals the draw at its index; the first draw that differs is the next token, and after k accepted drafts the last draw is
+one more. Every token is therefore the one that decoding without drafts draws, greedy or sampled: there is no second random stream and no
+draft distribution. For a draft of probability p(x) under the target the probability of acceptance is p(x), as in rejection sampling
+(Leviathan et al., 2023, arXiv:2211.17192); a proposer that draws with the same noise agrees more often than an independent one (Daliri,
+Musco, Suresh, 2024, arXiv:2408.07978).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +17,10 @@ from collections.abc import Callable, Collection, Sequence
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.residency import Part, Residency
 from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.scheduler import Pause, Request, ScheduledStep, Scheduler
+from gristmill.runtime.scheduler import Pause, Request, ScheduledRequest, ScheduledStep, Scheduler
 from gristmill.runtime.speculation import DraftRequest, Proposer, StateReader
 from gristmill.runtime.speculation.config import Speculation
-from gristmill.runtime.speculation.gain import RequestGain, StepGains
-from gristmill.runtime.speculation.statistics import DraftCounts, SpeculationStatus
-from gristmill.runtime.speculation.verify import accepted_runs, following_tokens
+from gristmill.runtime.speculation.statistics import DraftCounts, RequestGain, SpeculationStatus, StepGains
 
 
 class Speculator:
@@ -166,3 +173,43 @@ class Speculator:
             reasons["a draft against the grammar"] += 1
             kept = kept[:legal]
         return kept
+
+
+def sampling_rows(entry: ScheduledRequest, row: SamplingRow) -> list[SamplingRow]:
+    """The rows that an entry samples: of its last known token, then of each draft, at successive output indices.
+
+    row: of the first of them.
+    """
+    if not entry.drafts:
+        return [row]
+    return [SamplingRow(row.params, row.seed, row.index + i) for i in range(1 + entry.drafts)]
+
+
+def following_tokens(entry: ScheduledRequest, tokens: Sequence[int], run: Sequence[int] | None) -> list[int]:
+    """The known tokens behind an entry's positions, from the first on. tokens: of the request before the step. run: as `accepted_runs`
+    returned it; None if the entry does not sample."""
+    if run is None:
+        return [*tokens[entry.start + 1 : entry.context + 1]]
+    return [*tokens[entry.start + 1 :], *(token for token in run if token >= 0)]
+
+
+def accepted_runs(entries: Sequence[ScheduledRequest], drawn: Sequence[int]) -> list[list[int]]:
+    """For each entry its new tokens: the accepted drafts, then the first draw that differs, or the draw behind the last draft.
+
+    entries: those that sample. drawn: 1 + drafts ids for each of them in turn; negative = that row's logits were NaN. A run ends before a
+    failed row; only a first row that failed is itself returned, [-1], so that the request fails where it would without drafts.
+    """
+    runs = []
+    first = 0
+    for entry in entries:
+        draws = drawn[first : first + 1 + entry.drafts]
+        first += len(draws)
+        drafts = entry.draft_tokens
+        accepted = 0
+        while accepted < len(drafts) and draws[accepted] == drafts[accepted]:
+            accepted += 1
+        run = list(draws[: accepted + 1])
+        if run[-1] < 0 and accepted:
+            run.pop()
+        runs.append(run)
+    return runs

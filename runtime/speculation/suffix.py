@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gristmill.runtime.speculation import DraftRequest, ProposerSpec
-from gristmill.runtime.speculation.context import DraftContext
+from gristmill.runtime.speculation import DraftContext, DraftRequest, ProposerSpec
 
 ANCHOR = 3
 """Tokens of the n-grams that are indexed, and so of the shortest match."""

@@ -13,7 +13,7 @@ from gristmill.bench import decode
 from gristmill.bench.cli import cli
 from gristmill.bench.shapes import ShapeError, load_config
 from gristmill.kernel_registry.policy import Policy
-from gristmill.runtime.loader.random import RandomCheckpoint
+from gristmill.tools.random_model import RandomCheckpoint
 
 TINY = {
     "model_type": "llama",

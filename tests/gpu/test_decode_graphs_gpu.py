@@ -15,12 +15,12 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.layers.plans import Workspaces
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.speculation.config import Speculation
-from gristmill.runtime.workspace import Workspaces
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 

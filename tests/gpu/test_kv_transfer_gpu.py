@@ -10,19 +10,18 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.engine import Engine
-from gristmill.runtime.kv_cache.format import FORMATS
-from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.kv_cache.paged import FORMATS, PagedCache
 from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.kv_transfer.blocks import CacheBlocks
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.records import HEADER
 from gristmill.runtime.kv_transfer.transfer import EVICTED, NO_ROOM
 from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.random import random_model
 from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.tools.random_model import random_model
 
 pytestmark = pytest.mark.gpu
 # The rows of these kernels do not depend on the batch, which differs where blocks are loaded.

@@ -8,8 +8,8 @@ import torch
 
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError
 from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.random import RandomCheckpoint
 from gristmill.runtime.models import model_table
+from gristmill.tools.random_model import RandomCheckpoint
 
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],

@@ -17,9 +17,9 @@ from gristmill.kernel_registry.kernel import Workspace
 from gristmill.runtime import decode_graphs
 from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.decode_inputs import Buffers
+from gristmill.runtime.layers.plans import Workspaces
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.workspace import Workspaces
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
 

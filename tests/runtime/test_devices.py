@@ -12,7 +12,7 @@ from gristmill.autotune import device as devices_here
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.target import Target
 from gristmill.kernel_registry.targets.probe import Probe
-from gristmill.runtime import devices, notices
+from gristmill.runtime import devices
 from gristmill.runtime.devices import auto_device, parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode
@@ -78,7 +78,7 @@ def test_a_model_runs_there_and_a_line_says_so(
     assert [r.getMessage() for r in caplog.records if "device auto" in r.getMessage()] == [
         f"device auto: the CPU; torch {torch.__version__} sees no CUDA device"
     ]
-    monkeypatch.setattr(notices.LOG, "hasHandlers", lambda: False)  # a program that has not set up logging
+    monkeypatch.setattr(devices.LOG, "hasHandlers", lambda: False)  # a program that has not set up logging
     capsys.readouterr()
     parse_device("auto", policy)
     assert capsys.readouterr().err.startswith("gristmill: device auto: the CPU; ")

@@ -356,7 +356,7 @@ def read_gguf(path: Path) -> None:
     from gristmill.quant.checkpoints.gguf import GgufCheckpoint
     from gristmill.quant.checkpoints.gguf_tokenizer import gguf_tokenizer
     from gristmill.quant.formats.gguf import Gguf
-    from gristmill.runtime.loader.open import gguf_architectures
+    from gristmill.runtime.loader.config import gguf_architectures
 
     file = GgufCheckpoint(path, gguf_architectures())
     file.config()

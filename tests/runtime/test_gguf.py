@@ -20,7 +20,7 @@ from gristmill.quant.checkpoints.gguf_tokenizer import SPACE, gguf_tokenizer
 from gristmill.quant.formats.gguf_header import GgufHeader
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.open import gguf_architectures
+from gristmill.runtime.loader.config import gguf_architectures
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.tools.cli import cli

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gristmill import LLM, SamplingParams
-from gristmill.runtime.heap import freeze_heap
+from gristmill.runtime.engine_memory import freeze_heap
 from tests.runtime.oracle import LLAMA, MODELS
 
 

@@ -18,7 +18,7 @@ from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.speculation import DraftRequest, ngram, suffix
-from gristmill.runtime.speculation.gain import (
+from gristmill.runtime.speculation.statistics import (
     FIRST_REST,
     FIRST_STEPS,
     LONGEST_REST,

@@ -16,8 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.kv_cache.format import FORMATS
-from gristmill.runtime.kv_cache.paged import token_bytes
+from gristmill.runtime.kv_cache.paged import FORMATS, token_bytes
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.cli import cli

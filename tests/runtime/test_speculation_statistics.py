@@ -14,7 +14,7 @@ from gristmill import ops
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
-from gristmill.runtime.speculation.verify import accepted_runs, sampling_rows
+from gristmill.runtime.speculation.speculator import accepted_runs, sampling_rows
 
 VOCAB, REQUESTS = 50, 34_000
 TEMPERATURE, TOP_P = 0.8, 0.9

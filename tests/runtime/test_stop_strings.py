@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.runtime.completion import TextOutput
+from gristmill.runtime.completion import StopStrings, TextOutput
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import FinishReason, RequestOutput
-from gristmill.runtime.stop_strings import StopStrings
 from tests.runtime.oracle import LLAMA
 
 TEXT = "The CREATE INDEX statement"

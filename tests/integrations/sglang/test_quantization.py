@@ -24,8 +24,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import FormatError, Tensors, open_format
 from gristmill.quant.writing.checkpoint import write_quantized
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.models import model_table
 from tests.integrations.sglang.conftest import MODELS
 

@@ -24,8 +24,7 @@ from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor, Tensors, quantize
 from gristmill.quant.writing.checkpoint import write_quantized
-from gristmill.runtime.loader.config import parse_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.models import model_table
 from tests.integrations.vllm.conftest import MODELS
 from tests.integrations.vllm.test_worker import copied, generated, prompts, texts

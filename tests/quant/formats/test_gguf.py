@@ -12,7 +12,7 @@ import torch
 from gristmill.quant.formats import FormatError, Tensors
 from gristmill.quant.formats.gguf import Gguf, GgufFile
 from gristmill.quant.formats.gguf_blocks import TYPES, read_blocks
-from gristmill.runtime.loader.open import gguf_architectures
+from gristmill.runtime.loader.config import gguf_architectures
 from tests.quant.oracle import weight
 
 gguf = pytest.importorskip("gguf")

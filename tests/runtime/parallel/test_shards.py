@@ -23,8 +23,7 @@ from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.config import load_config
-from gristmill.runtime.loader.open import open_checkpoint
+from gristmill.runtime.loader.config import load_config, open_checkpoint
 from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, local_config

@@ -1,8 +1,9 @@
-"""Counts of drafts as text on stderr, for the command line."""
+"""Counts of drafts and of KV transfer as text on stderr, for the command line."""
 
 from __future__ import annotations
 
 from gristmill import console
+from gristmill.runtime.kv_transfer.statistics import TransferStatus
 from gristmill.runtime.speculation.statistics import SpeculationStatus
 
 
@@ -39,3 +40,18 @@ def print_drafts(status: SpeculationStatus | None) -> None:
             f"steps of up to {seqs} sequences: {gain:.2f} x the tokens per second of steps without drafts",
             highlight=False,
         )
+
+
+def print_transfer(status: TransferStatus | None) -> None:
+    """Print what was loaded and saved, and failures; nothing for an engine without stores."""
+    if status is None:
+        return
+    err = console.err()
+    err.print(
+        f"KV transfer with {' + '.join(status.stores)}: {status.loaded_tokens} of {status.queried_tokens} tokens loaded, "
+        f"{status.loaded_blocks} blocks ({status.loaded_bytes / 1e6:.1f} MB); {status.saved_blocks} blocks saved ({status.saved_bytes / 1e6:.1f} MB)",
+        highlight=False,
+    )
+    if status.failures:
+        rows = [[reason, count] for reason, count in status.failures.items()]
+        console.table("Blocks that were computed, or not saved", ["reason", "times"], rows, right=("times",))
