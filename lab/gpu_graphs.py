@@ -8,12 +8,20 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
 from typing import Any
 
 import torch
 
-from gristmill.autotune.captures import capturing
+from gristmill.autotune.device import device_target
 from gristmill.autotune.reading import reading
+from gristmill.autotune.resolve import confirmed_build
+from gristmill.autotune.timing import Timed
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.store import Store, Timing, target_key
 
 DEVICE = "cuda:0"
 COLD = 260 << 20
@@ -26,21 +34,17 @@ class Graphs:
     """Candidates of one problem, each a CUDA graph of calls, replayed in turn."""
 
     def __init__(self) -> None:
-        self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Sequence[Call]]] = {}
+        self.timed: dict[str, Timed] = {}
 
     def add(self, name: str, calls: Sequence[Call]) -> None:
-        """Capture a graph of these calls, in order. The first one also runs before the capture, which compiles and loads its kernels.
+        """Capture a graph of these calls, in order. The first few run before the capture, which compiles and loads their kernels."""
+        turn = cycle(calls)
 
-        The calls live as long as the graph, which writes to their workspaces: capturing another graph empties torch's cache.
-        """
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
-            for call in calls:
-                call()
-        graph.replay()
-        self.graphs[name] = (graph, calls)
+        def start() -> None:
+            nonlocal turn
+            turn = cycle(calls)
+
+        self.timed[name] = Timed(lambda: next(turn)(), DEVICE, calls=len(calls), start=start)
 
     def settle(self, seconds: float) -> None:
         """Replay everything for some seconds, so that clocks and power reach their sustained values."""
@@ -50,18 +54,30 @@ class Graphs:
 
     def samples(self, rounds: int) -> dict[str, list[float]]:
         """Microseconds per call, by name: one sample per round. Each round starts with the next candidate."""
-        times: dict[str, list[float]] = {name: [] for name in self.graphs}
-        names = list(self.graphs)
+        times: dict[str, list[float]] = {name: [] for name in self.timed}
+        names = list(self.timed)
         for first in range(rounds):
             for name in names[first % len(names) :] + names[: first % len(names)]:
-                graph, calls = self.graphs[name]
-                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                before.record()
-                graph.replay()
-                after.record()
-                after.synchronize()
-                times[name].append(before.elapsed_time(after) * 1e3 / len(calls))
+                times[name].append(self.timed[name].sample())
         return times
+
+
+def add_time(store: Store, problem: Problem, kernel: str, config: Config, us: float) -> None:
+    """Add the median time of a registered kernel on DEVICE, back to back over cold weights, to a store that is shipped."""
+    target = device_target(DEVICE, Policy())
+    store.add(
+        Timing(
+            op=problem.op,
+            kernel=kernel,
+            code="",
+            config=config,
+            problem=str(problem),
+            target=target_key(target),
+            toolchain=confirmed_build(default_registry(), target).key(),
+            us=round(us, 3),
+            timing="graph,cold",
+        )
+    )
 
 
 def links(x: torch.Tensor, out: torch.Tensor, calls: Sequence[Call] = ()) -> list[Call]:

@@ -20,15 +20,14 @@ from typing import Any
 import torch
 
 from gristmill.autotune.device import device_target
-from gristmill.autotune.resolve import confirmed_build
 from gristmill.autotune.store import dump
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Timing, target_key
+from gristmill.kernel_registry.store import Store
 from gristmill.kernels.load import load
-from lab.gpu_graphs import DEVICE, Call, Graphs, cold_count, environment, floor_us
+from lab.gpu_graphs import DEVICE, Call, Graphs, add_time, cold_count, environment, floor_us
 from lab.result import write_result
 
 OURS = "linear_dense_decode_sm90"
@@ -112,19 +111,7 @@ def measure(
     us = {name: statistics.median(times) for name, times in samples.items()}
     for kernel in kernels:
         best = min((name for name in us if name.split("/")[0] == kernel.name), key=lambda name: us[name])
-        store.add(
-            Timing(
-                op="linear",
-                kernel=kernel.name,
-                code="",
-                config=configs[best][1],
-                problem=str(problem),
-                target=target_key(target),
-                toolchain=confirmed_build(default_registry(), target).key(),
-                us=round(us[best], 3),
-                timing="graph,cold",
-            )
-        )
+        add_time(store, problem, kernel.name, configs[best][1], us[best])
     return {
         "problem": str(problem),
         "us": us,

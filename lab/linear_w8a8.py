@@ -30,12 +30,12 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernel_registry.store import Store, Timing, target_key
+from gristmill.kernel_registry.store import Store
 from gristmill.kernels.linear.w8a8_sm90 import _launch
 from gristmill.kernels.linear.w8a8_sm90.shapes import operands_of, workspace_bytes
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.activations import QuantAct, quantize_activation
-from lab.gpu_graphs import DEVICE, Call, Graphs, cold_count, environment
+from lab.gpu_graphs import DEVICE, Call, Graphs, add_time, cold_count, environment
 from lab.result import write_result
 
 SHAPES = "7168x2048,4096x7168,24576x1536"
@@ -248,19 +248,7 @@ def measure(problem: Problem, m: int, names: list[str], rounds: int, store: Stor
     us = {name: statistics.median(v) for name, v in samples.items()}
     for label, config in row.configs.items():
         if f"whole {label}" in us:
-            store.add(
-                Timing(
-                    op="linear",
-                    kernel=label.split("/")[0],
-                    code="",
-                    config=config,
-                    problem=str(problem.problem),
-                    target=target_key(problem.target),
-                    toolchain=problem.build.key(),
-                    us=round(us[f"whole {label}"], 3),
-                    timing="graph,cold",
-                )
-            )
+            add_time(store, problem.problem, label.split("/")[0], config, us[f"whole {label}"])
     goals = {m: goal[problem.operands.blocks] for m, *goal in GOALS.get((problem.n, problem.k), ())}
     return {
         "scheme": str(problem.scheme),

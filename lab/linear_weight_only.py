@@ -29,7 +29,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.store import Store, Timing, target_key
+from gristmill.kernel_registry.store import Store
 from gristmill.kernels.load import load
 from gristmill.quant import pack, quantize
 from gristmill.quant.packed import LayoutError
@@ -37,6 +37,7 @@ from lab.gpu_graphs import (
     DEVICE,
     Call,
     Graphs,
+    add_time,
     cold_copies,
     column_error,
     environment,
@@ -126,19 +127,7 @@ class Shape:
             candidates.kernel(kernel)
         result = candidates.timed()
         for name, config in candidates.configs.items():
-            store.add(
-                Timing(
-                    op="linear",
-                    kernel=name.split("/")[0],
-                    code="",
-                    config=config,
-                    problem=str(problem),
-                    target=target_key(self.target),
-                    toolchain=self.build.key(),
-                    us=round(result["us"][name], 3),
-                    timing="graph,cold",
-                )
-            )
+            add_time(store, problem, name.split("/")[0], config, result["us"][name])
         return {
             "scheme": self.scheme,
             "n": self.n,
@@ -239,7 +228,7 @@ class Row:
 
     def timed(self) -> dict[str, Any]:
         """The row: samples and the figures derived from them."""
-        if not self.graphs.graphs:
+        if not self.graphs.timed:
             raise RuntimeError(f"no registered kernel runs {self.problem}: {self.refused}")
         rounds = self.shape.options.rounds
         if self.x.shape[0] >= 1024:

@@ -8,22 +8,16 @@ CUDA graphs over caches that rotate through four times the L2, replayed in turn;
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from gristmill.autotune.device import device_target
-from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.mla_attention.op import OP
-from lab.attention_timing import Sweep, compare, parser, sweep_of
-from lab.gpu_graphs import DEVICE, cold_count, environment, floor_us
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, cold_count, floor_us
+from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program
 
 KERNELS = "mla_attention_sm90,mla_attention_sm90_whole,mla_attention_triton_split"
 LATENT, DIM = 512, 576
@@ -100,9 +94,7 @@ class Inputs:
         self.out = torch.empty(tokens, case.heads, LATENT, dtype=torch.bfloat16, device=DEVICE)
         for _ in range(min(64, cold_count(sum(blocks) * case.page * DIM * 2))):
             cache = torch.randn(sum(blocks), case.page, DIM, device=DEVICE, dtype=torch.bfloat16)
-            table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
-            for row, part in zip(table, torch.split(torch.randperm(sum(blocks)).int(), blocks), strict=True):
-                row[: len(part)] = part
+            table = block_table(blocks)
             q = torch.randn(tokens, case.heads, DIM, device=DEVICE, dtype=torch.bfloat16)
             self.sets.append((q, cache, table.to(DEVICE)))
         self.rest = (begin, self.contexts, case.queries, max(case.contexts), DIM**-0.5, LATENT, None)
@@ -112,32 +104,17 @@ class Inputs:
         )
 
 
-def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callable[[], Any]]:
-    """Calls of a registered kernel with its default configuration, updated by `given`."""
-    kernel = default_registry().kernel(OP.name, name)
-    refusal = kernel.accepts(inputs.problem)
-    if refusal is not None:
-        raise ValueError(f"{name}: {refusal}")
-    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **changes}
-    space = torch.zeros(
-        max(1, kernel.workspace(inputs.problem, config).bytes), dtype=torch.uint8, device=DEVICE
-    )
-    launch = kernel.load()
-    return [partial(launch, config, *arguments, *inputs.rest, space, inputs.out) for arguments in inputs.sets]
+def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> Calls:
+    """Calls of a registered kernel with its default configuration, updated by `changes`."""
+    launch = Launch(default_registry().kernel(OP.name, name), inputs.problem, changes, DEVICE)
+    return [launch.call(*one, *inputs.rest, launch.workspace, inputs.out) for one in inputs.sets]
 
 
 def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, seconds: float) -> dict[str, Any]:
     """The row of a case: samples and medians in microseconds, TFLOP/s, and the ratio of each kernel to the first one."""
     case = CASES[name]
     inputs = Inputs(case)
-    samples, us, difference = compare(
-        kernels,
-        sweep,
-        partial(calls_of, inputs),
-        inputs.out,
-        rounds,
-        seconds,
-    )
+    samples, us, difference = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds)
     return {
         "case": name,
         "problem": str(inputs.problem),
@@ -152,23 +129,15 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     }
 
 
+def add_floor(row: dict[str, Any]) -> None:
+    """The time of a read of the same number of bytes."""
+    row["read_floor_us"] = floor_us(row["bytes"])[0]
+
+
 def main() -> int:
-    made = parser(__doc__, CASES, KERNELS)
-    made.add_argument("--floors", action="store_true", help="also time a read of the same number of bytes")
-    options = made.parse_args()
-    sweep = sweep_of(options.set)
-    before, rows = environment(), []
-    command = "python -m lab.mla_attention " + shlex.join(sys.argv[1:])
-    for name in options.cases.split(","):
-        rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
-        if options.floors:
-            rows[-1]["read_floor_us"] = floor_us(CASES[name].bytes)[0]
-        print(name, rows[-1]["us"], rows[-1]["tflops"], rows[-1]["tbps"], flush=True)
-        if options.out:
-            write_result(
-                options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
-            )
-    return 0
+    return program(
+        "mla_attention", __doc__, CASES, KERNELS, timed, ("us", "tflops", "tbps"), floors=add_floor
+    )
 
 
 if __name__ == "__main__":

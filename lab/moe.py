@@ -10,18 +10,13 @@ without 8-bit activations runs such a case with activations in bf16.
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from gristmill.autotune.device import device_target
 from gristmill.kernel_registry.kernel import Kernel
-from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -29,9 +24,8 @@ from gristmill.kernels.moe._clamped import ALPHA, LIMIT
 from gristmill.kernels.moe.moe.op import OP
 from gristmill.kernels.random_inputs import Draw
 from gristmill.quant import QuantTensor, pack, quantize
-from lab.attention_timing import Sweep, compare, parser, sweep_of
-from lab.gpu_graphs import DEVICE, cold_count, environment
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, cold_count
+from lab.kernel_timing import Calls, Launch, Sweep, compare, program
 
 KERNELS = "moe_sm90,moe_epilogue_sm90,moe_w8a8_sm90,moe_chain_w_triton"
 ROUNDED = 4
@@ -166,21 +160,20 @@ def _bytes(weight: QuantTensor) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
-def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callable[[], Any]]:
+def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> Calls:
     """Calls of a registered kernel with its default configuration, updated by `changes`: one per routing, over copies of the weights in turn."""
     kernel = default_registry().kernel(OP.name, name)
     problem = problem_of(kernel, inputs.problem)
-    config = {**kernel.config(problem, device_target(DEVICE, Policy())), **changes}
-    size, launch = kernel.workspace(problem, config).bytes, kernel.load()
-    space = torch.zeros(max(1, size), dtype=torch.uint8, device=DEVICE)
+    launch = Launch(kernel, problem, changes, DEVICE)
     scheme = problem.text("w")
     layout = next(one for one in kernel.layouts if default_registry().layout(one).accepts(scheme))
     copies = copies_of(inputs.layer, layout, inputs.copies)
-    calls: list[Callable[[], Any]] = []
+    calls: Calls = []
     inner = inputs.problem.integer("i")
     for number, arguments in enumerate(inputs.sets):
         w13, w2 = copies[number % len(copies)]
-        calls.append(partial(launch, config, *arguments, w13, w2, inner, space, *inputs.epilogue, inputs.out))
+        rest = (inner, launch.workspace, *inputs.epilogue, inputs.out)
+        calls.append(launch.call(*arguments, w13, w2, *rest))
     return calls
 
 
@@ -220,16 +213,7 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
 
 
 def main() -> int:
-    options = parser(__doc__, CASES, KERNELS).parse_args()
-    sweep, before, rows = sweep_of(options.set), environment(), []
-    command = "python -m lab.moe " + shlex.join(sys.argv[1:])
-    for name in options.cases.split(","):
-        rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
-        print(name, rows[-1]["us"], rows[-1]["difference"], flush=True)
-        if options.out:
-            result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            write_result(options.out, result)
-    return 0
+    return program("moe", __doc__, CASES, KERNELS, timed, ("us", "difference"))
 
 
 if __name__ == "__main__":

@@ -8,22 +8,16 @@ CUDA graphs over caches that rotate through four times the L2, replayed in turn;
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from gristmill.autotune.device import device_target
-from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.paged_attention.op import OP
-from lab.attention_timing import Sweep, compare, parser, sweep_of
-from lab.gpu_graphs import DEVICE, cold_count, environment
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, cold_count
+from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program
 
 KERNELS = "paged_attention_sm90,paged_attention_triton_split"
 
@@ -194,9 +188,7 @@ class Inputs:
                 shape = caches.shape[1:4] if case.kv_scale == "token" else (1, 1, kv_heads)
                 scales = (torch.rand(shape, device=DEVICE) + 0.5, torch.rand(shape, device=DEVICE) + 0.5)
                 caches = caches.to(torch.float8_e4m3fn)
-            table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
-            for row, part in zip(table, torch.split(torch.randperm(sum(blocks)).int(), blocks), strict=True):
-                row[: len(part)] = part
+            table = block_table(blocks)
             self.sets.append(((torch.randn_like(self.out), caches[0], caches[1], table.to(DEVICE)), scales))
         self.rest = (
             self.begin,
@@ -216,24 +208,16 @@ class Inputs:
         )
 
 
-def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> list[Callable[[], Any]]:
-    """Calls of a registered kernel with its default configuration, updated by `given`."""
-    kernel = default_registry().kernel(OP.name, name)
-    refusal = kernel.accepts(inputs.problem)
-    if refusal is not None:
-        raise ValueError(f"{name}: {refusal}")
-    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **changes}
-    space = torch.zeros(
-        max(1, kernel.workspace(inputs.problem, config).bytes), dtype=torch.uint8, device=DEVICE
-    )
-    launch = kernel.load()
+def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> Calls:
+    """Calls of a registered kernel with its default configuration, updated by `changes`."""
+    launch = Launch(default_registry().kernel(OP.name, name), inputs.problem, changes, DEVICE)
     return [
-        partial(launch, config, *arguments, *inputs.rest, space, *scales, inputs.softcap, inputs.out)
+        launch.call(*arguments, *inputs.rest, launch.workspace, *scales, inputs.softcap, inputs.out)
         for arguments, scales in inputs.sets
     ]
 
 
-def cudnn_calls(case: Case) -> list[Callable[[], Any]] | None:
+def cudnn_calls(case: Case) -> Calls | None:
     """torch's cuDNN attention over contiguous tensors, for sequences of equal length without cached tokens."""
     if (
         len(set(case.queries)) > 1
@@ -267,14 +251,9 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     case = CASES[name]
     inputs = Inputs(case)
     peer = cudnn_calls(case)
+    peers = {} if peer is None else {"cudnn_contiguous": peer}
     samples, us, difference = compare(
-        kernels,
-        sweep,
-        partial(calls_of, inputs),
-        inputs.out,
-        rounds,
-        seconds,
-        {} if peer is None else {"cudnn_contiguous": peer},
+        kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds, peers
     )
     return {
         "case": name,
@@ -289,18 +268,7 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
 
 
 def main() -> int:
-    options = parser(__doc__, CASES, KERNELS).parse_args()
-    sweep = sweep_of(options.set)
-    before, rows = environment(), []
-    command = "python -m lab.paged_attention " + shlex.join(sys.argv[1:])
-    for name in options.cases.split(","):
-        rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
-        print(name, rows[-1]["us"], rows[-1]["tflops"], flush=True)
-        if options.out:
-            write_result(
-                options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
-            )
-    return 0
+    return program("paged_attention", __doc__, CASES, KERNELS, timed, ("us", "tflops"))
 
 
 if __name__ == "__main__":

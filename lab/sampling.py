@@ -9,19 +9,14 @@ logits from a normal distribution of width 2. `floor` in a row: the fastest kern
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import partial
 from typing import Any
 
 import torch
 
-from gristmill.autotune.device import device_target
-from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
-from lab.attention_timing import Calls, Sweep, compare, parser, sweep_of
-from lab.gpu_graphs import DEVICE, cold_count, environment, floor_us
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, cold_count, floor_us
+from lab.kernel_timing import Calls, Launch, Sweep, compare, program
 
 OP = default_registry().op("sample")
 KERNELS = "sample_sm90,sample_triton"
@@ -65,12 +60,9 @@ def calls_of(
     arguments: list[list[torch.Tensor]], out: torch.Tensor, name: str, changes: dict[str, int]
 ) -> Calls:
     """Calls of a registered kernel with its default configuration and `changes`."""
-    kernel = default_registry().kernel(OP.name, name)
     problem = OP.problem("m={},v={}".format(*arguments[0][0].shape))
-    config = {**kernel.config(problem, device_target(DEVICE, Policy())), **changes}
-    size = kernel.workspace(problem, config).bytes
-    space = torch.zeros(size, dtype=torch.uint8, device=DEVICE) if size else None
-    return [partial(kernel.load(), config, *one, space, out) for one in arguments]
+    launch = Launch(default_registry().kernel(OP.name, name), problem, changes, DEVICE)
+    return [launch.call(*one, launch.workspace, out) for one in arguments]
 
 
 def timed(case: str, kernels: list[str], sweep: Sweep | None, rounds: int, seconds: float) -> dict[str, Any]:
@@ -90,18 +82,7 @@ def timed(case: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
 
 
 def main() -> int:
-    options = parser(__doc__, CASES, KERNELS).parse_args()
-    before, rows = environment(), []
-    command = "python -m lab.sampling " + shlex.join(sys.argv[1:])
-    for case in options.cases.split(","):
-        rows.append(
-            timed(case, options.kernels.split(","), sweep_of(options.set), options.rounds, options.seconds)
-        )
-        print(case, "floor", rows[-1]["floor"], rows[-1]["us"], flush=True)
-        if options.out:
-            result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            write_result(options.out, result)
-    return 0
+    return program("sampling", __doc__, CASES, KERNELS, timed, ("floor", "us"))
 
 
 if __name__ == "__main__":

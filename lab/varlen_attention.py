@@ -12,8 +12,6 @@ values of the heads. The expanded forms gather the latents of cached tokens and 
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +20,11 @@ from typing import Any
 
 import torch
 
-from gristmill.autotune.device import device_target
-from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.mla_attention import op as mla_attention
 from gristmill.kernels.attention.varlen_attention.op import OP
-from lab.attention_timing import Calls, Sweep, compare, parser, sweep_of
-from lab.gpu_graphs import DEVICE, cold_count, environment
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, cold_count
+from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program
 
 KERNELS = "varlen_attention_sm90,varlen_attention_triton"
 MATRIX_TFLOPS = 785.0
@@ -116,16 +111,9 @@ class Inputs:
 
 def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> Calls:
     """Calls of a registered kernel with its default configuration, updated by `changes`. ValueError if it refuses the problem."""
-    kernel = default_registry().kernel(OP.name, name)
-    refusal = kernel.accepts(inputs.problem)
-    if refusal is not None:
-        raise ValueError(f"{name}: {refusal}")
-    config = {**kernel.config(inputs.problem, device_target(DEVICE, Policy())), **changes}
-    launch = kernel.load()
-    return [
-        partial(launch, config, *arguments, inputs.begin, inputs.rows, *inputs.bounds, inputs.out)
-        for arguments in inputs.sets
-    ]
+    launch = Launch(default_registry().kernel(OP.name, name), inputs.problem, changes, DEVICE)
+    lengths = (inputs.begin, inputs.rows, *inputs.bounds)
+    return [launch.call(*arguments, *lengths, inputs.out) for arguments in inputs.sets]
 
 
 def cudnn_calls(inputs: Inputs) -> Calls | None:
@@ -158,10 +146,7 @@ class Layer:
         self.inputs, registry = inputs, default_registry()
         heads, tokens = case.heads, sum(case.queries)
         blocks = [-(-context // PAGE) for context in case.contexts]
-        order = torch.randperm(sum(blocks)).int()
-        table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
-        for row, part in zip(table, torch.split(order, blocks), strict=True):
-            row[: len(part)] = part
+        table = block_table(blocks)
         slots = [
             row[torch.arange(n) // PAGE].long() * PAGE + torch.arange(n) % PAGE
             for row, n in zip(table, case.contexts, strict=True)
@@ -175,21 +160,16 @@ class Layer:
         self.to_values = per_head[..., NOPE:].permute(1, 0, 2).contiguous()
         self.query = torch.empty(tokens, heads, LATENT + ROPE, dtype=torch.bfloat16, device=DEVICE)
         self.sums = torch.empty(tokens, heads, LATENT, dtype=torch.bfloat16, device=DEVICE)
-        target = device_target(DEVICE, Policy())
         problem = mla_attention.OP.problem(inputs.axes)
         absorbed = "mla_attention_torch" if DEVICE == "cpu" else "mla_attention_sm90"
-        kernel = registry.kernel("mla_attention", absorbed)
-        self.absorbed_config, self.absorbed_launch = kernel.config(problem, target), kernel.load()
-        size = kernel.workspace(problem, self.absorbed_config).bytes
-        self.space = torch.zeros(max(1, size), dtype=torch.uint8, device=DEVICE)
-        kernel = registry.kernel(OP.name, expanded)
-        self.config, self.launch = kernel.config(inputs.problem, target), kernel.load()
+        self.absorbed_launch = Launch(registry.kernel("mla_attention", absorbed), problem, {}, DEVICE)
+        self.launch = Launch(registry.kernel(OP.name, expanded), inputs.problem, {}, DEVICE)
 
     def absorbed_attention(self, cache: torch.Tensor) -> None:
         max_q, max_ctx, scale, _ = self.inputs.bounds
         lengths = (self.table, self.inputs.begin, self.lengths, max_q, max_ctx)
-        arguments = (self.query, cache, *lengths, scale, LATENT, None, self.space, self.sums)
-        self.absorbed_launch(self.absorbed_config, *arguments)
+        workspace = self.absorbed_launch.workspace
+        self.absorbed_launch.call(self.query, cache, *lengths, scale, LATENT, None, workspace, self.sums)()
 
     def absorbed(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         self.query[..., :LATENT] = torch.bmm(q[..., :NOPE].transpose(0, 1), self.to_latent).transpose(0, 1)
@@ -199,7 +179,7 @@ class Layer:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         inputs = self.inputs
-        self.launch(self.config, q, k, v, inputs.begin, inputs.rows, *inputs.bounds, inputs.out)
+        self.launch.call(q, k, v, inputs.begin, inputs.rows, *inputs.bounds, inputs.out)()
         return inputs.out
 
     def expanded(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -270,17 +250,7 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
 
 
 def main() -> int:
-    options = parser(__doc__, CASES, KERNELS).parse_args()
-    sweep = sweep_of(options.set)
-    before, rows = environment(), []
-    command = "python -m lab.varlen_attention " + shlex.join(sys.argv[1:])
-    for name in options.cases.split(","):
-        rows.append(timed(name, options.kernels.split(","), sweep, options.rounds, options.seconds))
-        print(name, rows[-1]["us"], rows[-1]["tflops"], rows[-1]["difference"], flush=True)
-        if options.out:
-            result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            write_result(options.out, result)
-    return 0
+    return program("varlen_attention", __doc__, CASES, KERNELS, timed, ("us", "tflops", "difference"))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ import torch
 
 from gristmill.kernel_registry.target import Target
 from lab import (
-    attention_timing,
     first_token,
     gguf_model,
     gpu_graphs,
+    kernel_timing,
     linear_a8,
     linear_dense,
     linear_sanitized,
@@ -58,9 +58,8 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         varlen_attention,
     ):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(attention_timing, "Graphs", Calls)
-    for module in (mla_attention, moe, paged_attention, sampling, varlen_attention):
-        monkeypatch.setattr(module, "environment", dict)
+    monkeypatch.setattr(kernel_timing, "Graphs", Calls)
+    monkeypatch.setattr(kernel_timing, "environment", dict)
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     for module in (linear_dense, linear_weight_only, linear_w8a8):
         monkeypatch.setattr(module, "Graphs", Calls)
