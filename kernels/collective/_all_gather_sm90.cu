@@ -17,8 +17,8 @@ constexpr int kThreads = 256;
 
 template <int W>
 __device__ __forceinline__ void all_gather(const AllGatherParams& q) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   const PushParams& p = q.push;
   const push::Call call(p);
   const int total = q.rows * q.vectors, step = gridDim.x * blockDim.x,

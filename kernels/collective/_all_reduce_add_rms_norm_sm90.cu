@@ -22,7 +22,7 @@ template <typename T, int W, int V>
 __device__ __forceinline__ void sum_and_norm(const AllReduceNormParams& q) {
   constexpr int kValues = push::kValues<T>;
   __shared__ float squares[2][32];
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
   const PushParams& p = q.push;
   const int vectors = q.n / kValues;
   const T *x = static_cast<const T*>(q.x), *weight = static_cast<const T*>(q.weight);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void sum_and_norm(const AllReduceNormParams& q) {
 #pragma unroll
   for (int k = 0; k < V; ++k)
     if (const int i = threadIdx.x + k * blockDim.x; i < vectors) scale[k] = push::load(weight + i * kValues);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_wait();
   const push::Call call(p);
   const int64_t stride = int64_t(q.rows) * vectors;
   const auto read = [&](const T* from, int row, int i) {

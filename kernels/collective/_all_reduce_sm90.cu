@@ -20,8 +20,8 @@ constexpr int kThreads = 512;
 
 template <typename T, int W>
 __device__ __forceinline__ void one_shot(const AllReduceParams& q) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   const PushParams& p = q.push;
   const push::Call call(p);
   constexpr int kValues = push::kValues<T>, kUnroll = W == 2 ? 4 : W == 4 ? 2 : 1;
@@ -58,8 +58,8 @@ __device__ __forceinline__ void one_shot(const AllReduceParams& q) {
 
 template <typename T, int W>
 __device__ __forceinline__ void two_shot(const AllReduceParams& q) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   const PushParams& p = q.push;
   const push::Call call(p);
   constexpr int kValues = push::kValues<T>;

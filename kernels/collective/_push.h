@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "gm_cuda.h"
+#include "sm90/ptx.cuh"
 
 constexpr int kMaxRanks = 8, kBuffers = 3;
 

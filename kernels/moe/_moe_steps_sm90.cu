@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "gm_cuda.h"
+#include "sm90/ptx.cuh"
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -63,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
   const int each = kPart / kPermuteWarps, begin = min(part_begin + warp * each, part_end),
             end = min(begin + each, part_end);
   for (int i = threadIdx.x; i < (2 + warps) * owners; i += blockDim.x) before[i] = 0;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  gm::griddepcontrol_wait();
+  gm::griddepcontrol_launch_dependents();
   __syncthreads();
   const auto owner_of = [&](int id) { return id >= 0 && id < p.experts ? id : p.experts; };
   const auto owner_at = [&](int entry) {
@@ -138,9 +139,8 @@ extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
 
 // Rows of x in the order of experts, a warp each; those past the last expert's are left out.
 extern "C" __global__ void __launch_bounds__(kRowWarps * 32) moe_rows(const __grid_constant__ RowsParams p) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::
-                   : "memory");  // the offsets are there for the next kernel
+  gm::griddepcontrol_wait();
+  gm::griddepcontrol_launch_dependents();  // the offsets are there for the next kernel
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowWarps + (threadIdx.x >> 5);
   if (row >= __ldcg(p.last)) return;
   const uint4* from = static_cast<const uint4*>(p.x) + __ldcg(p.permutation + row) / p.top_k * p.ldx;
@@ -152,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(kRowWarps * 32) moe_rows(const __gr
 // A thread has eight columns of a token, a CTA a part of its columns; k in order, in float32, rounded once.
 template <typename T>
 __device__ __forceinline__ void combine(const CombineParams& p) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   const int64_t token = blockIdx.x / p.parts;
   const int column = (blockIdx.x % p.parts * kCombineThreads + threadIdx.x) * kColumns;
   if (column >= p.width) return;

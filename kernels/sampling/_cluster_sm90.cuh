@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "sm90/ptx.cuh"
+
 #define GM_DEVICE __device__ __forceinline__
 
 namespace gm {
@@ -15,29 +17,6 @@ GM_DEVICE int threads() { return int(blockDim.x); }
 GM_DEVICE int64_t block() { return blockIdx.x; }
 GM_DEVICE void block_sync() { __syncthreads(); }
 GM_DEVICE void warp_sync() { __syncwarp(); }
-
-GM_DEVICE int cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return int(rank);
-}
-GM_DEVICE int cluster_ranks() {
-  uint32_t ranks;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-  return int(ranks);
-}
-GM_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-GM_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// The same place in the shared memory of another block of the cluster.
-template <typename T>
-GM_DEVICE T* peer(T* own, int rank) {
-  uint64_t there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(rank));
-  return reinterpret_cast<T*>(there);
-}
-
-GM_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 GM_DEVICE int warp_max(int v) { return __reduce_max_sync(kAll, v); }
 GM_DEVICE uint32_t ballot(bool v) { return __ballot_sync(kAll, v); }
@@ -67,11 +46,6 @@ GM_DEVICE float4 load_four(const uint16_t* from) {
 }
 
 GM_DEVICE float quotient(float a, float b) { return __fdiv_rn(a, b); }
-GM_DEVICE float log2_roughly(float v) {
-  float log;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(v));
-  return log;
-}
 GM_DEVICE int bits_of(float v) { return __float_as_int(v); }
 GM_DEVICE float float_of(int v) { return __int_as_float(v); }
 GM_DEVICE uint64_t bits_of(double v) { return uint64_t(__double_as_longlong(v)); }

@@ -141,8 +141,8 @@ struct Noise {
     w0 = high ? ~w0 : w0, w1 = high ? ~w1 : w1;
     const float part = float(w0) * 0x1p-32f + (float(w1 >> 12) + 0.5f) * 0x1p-52f;
     const float series = part * (1.0f + part * (0.5f + part * (0.33333333f + part * 0.25f)));
-    const float direct = log2_roughly(high ? 1.0f - part : part) * -0.69314718f;
-    return log2_roughly(high && part < 0.015625f ? series : direct) * -0.69314718f;
+    const float direct = log2_approx(high ? 1.0f - part : part) * -0.69314718f;
+    return log2_approx(high && part < 0.015625f ? series : direct) * -0.69314718f;
   }
 };
 
@@ -236,13 +236,11 @@ struct Row {
     for (int w = 0; w < warps; ++w) v = of[w] > v ? of[w] : v;
     return v;
   }
-  GM_DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
-
   // Tells every block two numbers of this one. Returns those of all blocks; also a barrier of the cluster.
   GM_DEVICE const uint64_t (*exchange(uint64_t a, uint64_t b))[2] {
     slot ^= 1;
     if (tid < ranks) {
-      uint64_t* to = peer(&s.slots[slot][rank][0], tid);
+      uint64_t* to = mapa(&s.slots[slot][rank][0], tid);
       to[0] = a, to[1] = b;
     }
     cluster_sync();
@@ -260,7 +258,7 @@ struct Row {
     return s.pivot;
   }
   GM_DEVICE void announce(uint64_t pivot) {  // by one thread of the cluster, before all agree
-    for (int r = 0; r < ranks; ++r) *peer(&s.pivot, r) = pivot;
+    for (int r = 0; r < ranks; ++r) *mapa(&s.pivot, r) = pivot;
   }
 
   // --- the row ---
@@ -435,8 +433,8 @@ struct Row {
     const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
       uint32_t sum = 0, offsets = 0;
-      for (int r = 0; r < ranks; ++r) sum += *peer(&s.counts[i], r), offsets += *peer(&s.offsets[i], r);
-      for (int r = 0; r < ranks; ++r) *peer(&s.all_counts[i], r) = sum, *peer(&s.all_offsets[i], r) = offsets;
+      for (int r = 0; r < ranks; ++r) sum += *mapa(&s.counts[i], r), offsets += *mapa(&s.offsets[i], r);
+      for (int r = 0; r < ranks; ++r) *mapa(&s.all_counts[i], r) = sum, *mapa(&s.all_offsets[i], r) = offsets;
     }
     cluster_sync();
   }
@@ -444,8 +442,8 @@ struct Row {
     const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
       uint64_t sum = 0;
-      for (int r = 0; r < ranks; ++r) sum += *peer(&s.masses[i], r);
-      for (int r = 0; r < ranks; ++r) *peer(&s.all_masses[i], r) = sum;
+      for (int r = 0; r < ranks; ++r) sum += *mapa(&s.masses[i], r);
+      for (int r = 0; r < ranks; ++r) *mapa(&s.all_masses[i], r) = sum;
     }
     cluster_sync();
   }
@@ -490,8 +488,8 @@ struct Row {
         return;
       }
       ++found;
-      const int at = add_to(peer(&s.listed, 0), 1);
-      if (at < kListed) peer(s.list, 0)[at] = order_of(key_of(value), first + place);
+      const int at = add_to(mapa(&s.listed, 0), 1);
+      if (at < kListed) mapa(s.list, 0)[at] = order_of(key_of(value), first + place);
     });
     found = block_sum(found);
     above = block_sum(above);
@@ -650,7 +648,7 @@ struct Row {
     clear();
     int keys[kMostRanks];  // read at once
 #pragma unroll
-    for (int r = 0; r < kMostRanks; ++r) keys[r] = r < ranks ? *peer(&s.peaks[tid], r) : INT_MIN;
+    for (int r = 0; r < kMostRanks; ++r) keys[r] = r < ranks ? *mapa(&s.peaks[tid], r) : INT_MIN;
 #pragma unroll
     for (int r = 0; r < kMostRanks; ++r)
       if (keys[r] >= kLowest) add_to(&s.counts[bin_of(value_of(keys[r]), top, scale)], 1u);
@@ -871,7 +869,7 @@ struct Row {
     if (tid == 0) s.listed = 0;
     block_sync();
     cluster_arrive();
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
     temperature = p.temperature[row];
     if (!(temperature >= 1e-5f)) return greedy();
     if (temperature == kInf) barred = kInf;

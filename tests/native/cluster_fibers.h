@@ -112,7 +112,7 @@ inline void* shared() {
   return start + cluster_rank() * fibers::block_bytes;
 }
 template <typename T>
-T* peer(T* own, int rank) {
+T* mapa(T* own, int rank) {
   const int to = fibers::fault == 3 ? (rank + 1) % fibers::ranks : rank;
   return reinterpret_cast<T*>(reinterpret_cast<char*>(own) +
                               (to - cluster_rank()) * int64_t(fibers::block_bytes));
@@ -131,7 +131,8 @@ inline void cluster_wait() {
   fibers::wait(0, int(fibers::all.size()), &fibers::Fiber::cluster_waits,
                fibers::all[fibers::current].cluster_waits);
 }
-inline void wait_for_previous_kernel() {}
+inline void cluster_sync() { cluster_arrive(), cluster_wait(); }
+inline void griddepcontrol_wait() {}
 
 // What all lanes of the warp give, in the order of lanes.
 template <typename F>
@@ -203,6 +204,6 @@ inline float4 load_four(const uint16_t* from) {
   return {load_one(from), load_one(from + 1), load_one(from + 2), load_one(from + 3)};
 }
 inline float quotient(float a, float b) { return a / b; }
-inline float log2_roughly(float v) { return std::log2(v); }
+inline float log2_approx(float v) { return std::log2(v); }
 
 }  // namespace gm

@@ -2,6 +2,7 @@
 // so do queries; the scales stay outside of the products.
 #pragma once
 #include "_attention_copy_sm90.cuh"
+#include "_attention_types_sm90.cuh"
 #include "_soft_cap_sm90.cuh"
 
 #ifdef __CUDACC__
@@ -23,7 +24,8 @@ __device__ __forceinline__ void copy_codes(int dim, const char* cache, int64_t b
     const int of = i + lane / kChunks;
     const int page = __shfl_sync(0xffffffffu, id, of), at = __shfl_sync(0xffffffffu, slot, of);
     const bool there = page >= 0 && chunk * 16 < dim;
-    copy_16(to + (row0 + of) * 128, there ? from + page * block + at * slot_bytes : cache, there ? 16 : 0);
+    cp_async_16(to + (row0 + of) * 128, there ? from + page * block + at * slot_bytes : cache,
+                there ? 16 : 0);
   }
 }
 
@@ -36,18 +38,15 @@ __device__ __forceinline__ void convert_codes(int row0, uint32_t tile) {
 #pragma unroll 2
   for (int i = 0; i < 32; i += kStep) {
     const int row = row0 + i + lane / kChunks;
-    uint4 codes;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w)
-                 : "r"(tile + S::kCodes + row * 128 + chunk * 16)
-                 : "memory");
+    const uint4 codes = ld_shared<uint4>(tile + S::kCodes + row * 128 + chunk * 16);
     __syncwarp();  // what follows writes to where other lanes have read
-    const uint2 a = decoded(codes.x), b = decoded(codes.y), c = decoded(codes.z), d = decoded(codes.w);
+    const uint2 a = e4m3_to_f16(codes.x), b = e4m3_to_f16(codes.y), c = e4m3_to_f16(codes.z),
+                d = e4m3_to_f16(codes.w);
     const uint4 low = make_uint4(a.x, a.y, b.x, b.y), high = make_uint4(c.x, c.y, d.x, d.y);
     const uint32_t at = tile + half * (S::kKeys * 128) + row * 128, place = ((chunk * 2) ^ row) & 7;
     // Lanes of the second half begin with the other piece, so that eight lanes write to banks of their own.
-    store_16(at + (place ^ half) * 16, half ? high : low);
-    store_16(at + (place ^ half ^ 1) * 16, half ? low : high);
+    st_shared(at + (place ^ half) * 16, half ? high : low);
+    st_shared(at + (place ^ half ^ 1) * 16, half ? low : high);
   }
 }
 
@@ -60,12 +59,12 @@ __device__ __forceinline__ void put_scales(const AttentionParams& p, uint8_t* sm
   float of_key = 0.f, raised = 0.f;
   if (id >= 0) {
     of_key = p.k_scale[id * p.k_scale_block + slot * p.k_scale_slot + head * p.k_scale_head];
-    raised = max_or_nan(
+    raised = fmax_nan(
         __log2f(p.v_scale[id * p.v_scale_block + slot * p.v_scale_slot + head * p.v_scale_head]), -126.f);
   }
   const int at = (tile & 3) * S::kKeys + key;
   reinterpret_cast<float2*>(smem + S::kKeyScales)[at] = make_float2(of_key, raised);
-  reinterpret_cast<float*>(smem + S::kKeyScales + 4 * S::kKeys * 8)[at] = exp2_fast(-raised);
+  reinterpret_cast<float*>(smem + S::kKeyScales + 4 * S::kKeys * 8)[at] = exp2_approx(-raised);
 }
 
 // As produce_rows for caches of e4m3 codes, which become fp16 on their way.
@@ -110,7 +109,7 @@ __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CU
         copy_codes<D>(p.head_dim, k, p.k_block, p.k_slot, id, slot, warp * 32,
                       base + S::kK + (t % S::kStages) * S::kTile);
       }
-      copies_commit();
+      cp_async_commit();
       if (i == 0) {
         mbar_wait(bars.q_empty(), q_parity);
         if (warp == 0 && lane == 0) load_q<D>(p, q_map, smem, base, bars, work);
@@ -121,20 +120,20 @@ __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CU
         copy_codes<D>(p.head_dim, v, p.v_block, p.v_slot, old_id, old_slot, warp * 32,
                       base + S::kV + (t % S::kStages) * S::kTile);
       }
-      copies_commit();
+      cp_async_commit();
       if (i < work.count) {
         const int t = tile + i;
         if (p.by_token) put_scales<D>(p, smem, t, warp * 32 + lane, id, slot, work.head);
-        copies_wait<1>();
+        cp_async_wait<1>();
         convert_codes<D>(warp * 32, base + S::kK + (t % S::kStages) * S::kTile);
-        fence_proxy();
+        fence_proxy_async();
         mbar_arrive(bars.k_full(t));
       }
       if (i > 0) {
         const int t = tile + i - 1;
-        copies_wait<0>();
+        cp_async_wait<0>();
         convert_codes<D>(warp * 32, base + S::kV + (t % S::kStages) * S::kTile);
-        fence_proxy();
+        fence_proxy_async();
         mbar_arrive(bars.v_full(t));
       }
     }
@@ -179,7 +178,7 @@ __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_
   }
   if (side == 0)
     reinterpret_cast<float*>(smem + S::kRowScales)[row] = power.back * p.score_scale * fabsf(k_scale);
-  fence_proxy();
+  fence_proxy_async();
 }
 
 // Scores of keys with scales of their own, in units of log 2. The scale of its values is a summand of a key's

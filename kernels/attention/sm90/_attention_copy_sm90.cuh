@@ -1,6 +1,7 @@
 // The copying warps of attention on Hopper: Q, and the pages of keys and values, into shared memory.
 #pragma once
 #include "_attention_work_sm90.cuh"
+#include "sm90/tma.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -29,11 +30,11 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorM
     mbar_arrive(bars.q_full());
     return;
   }
-  mbar_expect(bars.q_full(), p.tile_q * p.group * D * 2);
+  mbar_arrive_expect_tx(bars.q_full(), p.tile_q * p.group * D * 2);
 #pragma unroll
   for (int h = 0; h < D / 64; ++h)
-    tensor_load_3d(base + h * (AttentionShape<D>::kRows * 128), &q_map, h * 64, work.head * p.group,
-                   work.token, bars.q_full());
+    tma_load(base + h * (AttentionShape<D>::kRows * 128), &q_map, h * 64, work.head * p.group, work.token,
+             bars.q_full());
 }
 
 // Copies pages as boxes, a lane each. By S::kCopying warps: the first ones copy 64 elements of keys each, the
@@ -67,7 +68,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
       mbar_wait(bars.work_full(round), round >> 1 & 1);
       work = get_work(place);
       __syncwarp();
-      if (lane < kArriving) mbar_arrive(bars.work_empty(round));
+      if (lane < kArrivingLanes) mbar_arrive(bars.work_empty(round));
     }
     const int* row = p.table + work.seq * p.table_row;
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
@@ -88,9 +89,9 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
         const uint32_t at = tile % S::kStages, full = fulls + at * 8;
         mbar_wait(empties + at * 8, Bars<D>::parity(tile) ^ 1);
         if (half == 0 && lane == 0)
-          mbar_expect(full, S::kTile);  // for all halves; a count below 0 is no harm
+          mbar_arrive_expect_tx(full, S::kTile);  // for all halves; a count below 0 is no harm
         __syncwarp();
-        if (copies) tensor_load_4d(slots + at * S::kTile, map, half * 64, slot, work.head, page, full);
+        if (copies) tma_load(slots + at * S::kTile, map, half * 64, slot, work.head, page, full);
         __syncwarp();
       }
       if (warp == 0 && i == 0) {
@@ -118,8 +119,8 @@ __device__ __forceinline__ void copy_rows(int dim, const char* cache, int64_t bl
     const int of = i + lane / kChunks, row = row0 + of;
     const int page = __shfl_sync(0xffffffffu, id, of), at = __shfl_sync(0xffffffffu, slot, of);
     const bool there = page >= 0 && chunk * 8 < dim;
-    copy_16(to + (chunk >> 3) * (S::kKeys * 128) + row * 128 + ((chunk ^ row) & 7) * 16,
-            there ? from + page * block + at * slot_bytes : cache, there ? 16 : 0);
+    cp_async_16(to + (chunk >> 3) * (S::kKeys * 128) + row * 128 + ((chunk ^ row) & 7) * 16,
+                there ? from + page * block + at * slot_bytes : cache, there ? 16 : 0);
   }
 }
 
@@ -165,7 +166,7 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
         mbar_wait(bars.k_empty(t), Bars<D>::parity(t) ^ 1);
         copy_rows<D>(p.head_dim, k, p.k_block * 2, p.k_slot * 2, id, slot, warp * 32,
                      base + S::kK + (t % S::kStages) * S::kTile);
-        mbar_arrive_after_copies(bars.k_full(t));
+        cp_async_mbar_arrive(bars.k_full(t));
       }
       if (i == 0) {
         mbar_wait(bars.q_empty(), q_parity);
@@ -176,7 +177,7 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
         mbar_wait(bars.v_empty(t), Bars<D>::parity(t) ^ 1);
         copy_rows<D>(p.head_dim, v, p.v_block * 2, p.v_slot * 2, old_id, old_slot, warp * 32,
                      base + S::kV + (t % S::kStages) * S::kTile);
-        mbar_arrive_after_copies(bars.v_full(t));
+        cp_async_mbar_arrive(bars.v_full(t));
       }
     }
     tile += work.count;

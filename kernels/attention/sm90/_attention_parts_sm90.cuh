@@ -1,7 +1,8 @@
 // Partial results of attention: parts of a context are added in the order of the keys, rounded alike wherever
 // it is done, and written to the output.
 #pragma once
-#include "_hopper_sm90.cuh"
+#include "_attention_types_sm90.cuh"
+#include "sm90/ptx.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -17,8 +18,8 @@ __device__ __forceinline__ float2 part_factors(float before, float& m, float sca
   const float mine = m;
   m = fmaxf(before, m);
   const float base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-  return make_float2(exp2_fast(__fmaf_rn(before, scale_log2, -base)),
-                     exp2_fast(__fmaf_rn(mine, scale_log2, -base)));
+  return make_float2(exp2_approx(__fmaf_rn(before, scale_log2, -base)),
+                     exp2_approx(__fmaf_rn(mine, scale_log2, -base)));
 }
 __device__ __forceinline__ float add_scaled(float before, float mine, float2 factors) {
   return __fmaf_rn(before, factors.x, __fmul_rn(mine, factors.y));
@@ -44,8 +45,8 @@ __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_hea
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
     if (most > -INFINITY) {
-      factor = exp2_fast(top - most);
-      sum = sum * factor + exp2_fast(sink - most);
+      factor = exp2_approx(top - most);
+      sum = sum * factor + exp2_approx(sink - most);
       top = most;
     }
   }
@@ -92,20 +93,6 @@ __device__ __forceinline__ void write_parts(const P& p, int64_t token, int kv_he
     }
     write_part<T>(p, token, kv_head, row, element, sum);
   }
-}
-
-// One more has come: how many before.
-// What this CTA wrote before a barrier is seen by who is told a larger number.
-__device__ __forceinline__ unsigned arrive_at(unsigned* counter) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
-// Programmatic dependent launch:
-// the next kernel may start, and this one goes on when the one before has ended.
-__device__ __forceinline__ void after_previous_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
 
 }  // namespace gm

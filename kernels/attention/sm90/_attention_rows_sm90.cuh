@@ -37,8 +37,8 @@ __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bo
     for (int r = 0; r < 2; ++r) {
       const float2 other = ends[row + r * 8];
       const float m = fmaxf(rows.m[r], other.x), base = m == -INFINITY ? 0.f : m * scale_log2;
-      mine[r] = exp2_fast(fmaf(rows.m[r], scale_log2, -base)),
-      theirs[r] = exp2_fast(fmaf(other.x, scale_log2, -base));
+      mine[r] = exp2_approx(fmaf(rows.m[r], scale_log2, -base)),
+      theirs[r] = exp2_approx(fmaf(other.x, scale_log2, -base));
       rows.m[r] = m, rows.l[r] = rows.l[r] * mine[r] + other.y * theirs[r];
     }
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work&
   bar_sync(kBarBoth, 256);
   if (threadIdx.x == 0) {
     unsigned* counter = p.counters + kArrivals + work.unit;
-    *last = arrive_at(counter) + 1 == static_cast<unsigned>(work.parts());
+    *last = atomic_inc_acq_rel(counter) + 1 == static_cast<unsigned>(work.parts());
     if (*last) *counter = 0;
   }
   bar_sync(kBarBoth, 256);
@@ -139,8 +139,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
     if (p.sinks != nullptr && row < work.rows) {
       const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
       if (most > -INFINITY) {
-        factor = exp2_fast(top - most);
-        sum = sum * factor + exp2_fast(sink - most);
+        factor = exp2_approx(top - most);
+        sum = sum * factor + exp2_approx(sink - most);
         top = most;
       }
     }
@@ -154,13 +154,11 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < D / 16; ++i)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4)),
-                 "r"(packed_as<T>(p, rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0])),
-                 "r"(packed_as<T>(p, rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1])),
-                 "r"(packed_as<T>(p, rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0])),
-                 "r"(packed_as<T>(p, rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1]))
-                 : "memory");
+    stmatrix_x4(mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+                {packed_as<T>(p, rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0]),
+                 packed_as<T>(p, rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1]),
+                 packed_as<T>(p, rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0]),
+                 packed_as<T>(p, rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1])});
   __syncwarp();
   constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
   const int chunk = lane % kChunks;
@@ -169,11 +167,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
     const int in = i * kStep + lane / kChunks, row = row0 + in;
     if (row < work.rows && chunk * 8 < p.head_dim) {
       const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
-      uint4 value;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4))
-                   : "memory");
+      const uint4 value = ld_shared<uint4>(staging + in * (D * 2) + ((chunk ^ (in & 7)) << 4));
       *reinterpret_cast<uint4*>(static_cast<typename Stored<T>::type*>(p.out) +
                                 (work.token + token) * p.out_token + head * p.out_head + chunk * 8) = value;
     }

@@ -1,8 +1,8 @@
 // The work of attention on Hopper: which rows and which tiles of keys a CTA takes next, found on the device.
 #pragma once
-#include "_hopper_sm90.cuh"
-
 #include <cstdint>
+
+#include "sm90/ptx.cuh"
 
 namespace gm {
 

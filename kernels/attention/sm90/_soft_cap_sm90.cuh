@@ -1,6 +1,6 @@
 // The soft cap of attention scores on Hopper: cap tanh(s / cap), as Gemma 2 has it.
 #pragma once
-#include "_hopper_sm90.cuh"
+#include "sm90/ptx.cuh"
 
 namespace gm {
 
@@ -26,10 +26,10 @@ struct SoftCap<true> {
   // cap of 50 that is 2.5 % of a weight.
   __device__ __forceinline__ float operator()(float score, float by) const {
     const float x = score * by, square = x * x;
-    float series = fmaf(square, -17.f / 315, 2.f / 15), inverse;
+    float series = fmaf(square, -17.f / 315, 2.f / 15);
     series = fmaf(square, series, -1.f / 3);
     series = fmaf(x * square, series, x);
-    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + exp2_fast(x * 2.885390081777927f)));
+    const float inverse = rcp_approx(1.f + exp2_approx(x * 2.885390081777927f));
     return (fabsf(x) < 0.3f ? series : fmaf(-2.f, inverse, 1.f)) * out;
   }
   __device__ __forceinline__ float operator()(float score) const { return (*this)(score, in); }

@@ -26,7 +26,7 @@ struct DenseParams {
 };
 
 #ifdef __CUDACC__
-#include "linear/frag16_sm90/ptx.cuh"
+#include "sm90/mma.cuh"
 
 namespace gm {
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1);
   const int64_t tile0 = static_cast<int64_t>(blockIdx.x >> p.log_split) * RT;
-  if (split > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  if (split > 1) cluster_arrive_relaxed();
 
   // The row of W that is row i of tile r; rows past the end repeat the last one and are never stored.
   const auto row_of = [&](int r, int i) -> int64_t {
@@ -101,7 +101,8 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
 #pragma unroll
   for (int i = 0; i < kDepth; ++i)
     if (i < steps) load_step(i, i);
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 
   const uint4* columns[NT];
 #pragma unroll
@@ -138,8 +139,8 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
 #pragma unroll
           for (int n = 0; n < NT; ++n) {
             const uint4 v = x[i % kAhead][n][c];
-            Num<T>::mma(acc[r][n][0], low, v.x, v.y, acc[r][n][0]);
-            Num<T>::mma(acc[r][n][1], high, v.z, v.w, acc[r][n][1]);
+            Num<T>::mma(acc[r][n][0], low, v.x, v.y);
+            Num<T>::mma(acc[r][n][1], high, v.z, v.w);
           }
         }
       if (step + kDepth < steps) load_step(i, step + kDepth);
@@ -196,18 +197,13 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
     for (int e = threadIdx.x; e < kElems; e += threads) store(e, total(sums, warps, e));
     return;
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::
-                   : "memory");  // the first CTA runs: its memory may be written
+  cluster_wait();  // the first CTA runs: its memory may be written
   float4* inbox = sums + warps * kElems;
   for (int e = threadIdx.x; e < kElems; e += threads) {
     const float4 v = total(sums, warps, e);
-    uint32_t to = smem_u32(inbox + rank * kElems + e);
-    asm volatile("mapa.shared::cluster.u32 %0, %0, 0;" : "+r"(to));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
-                 : "memory");
+    st_cluster(mapa(smem_u32(inbox + rank * kElems + e), 0), v);
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_sync();
   if (rank == 0)
     for (int e = threadIdx.x; e < kElems; e += threads) store(e, total(inbox, split, e));
 }

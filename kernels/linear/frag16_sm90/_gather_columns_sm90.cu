@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "gm_cuda.h"
+#include "sm90/ptx.cuh"
 
 struct GatherParams {
   const uint16_t* x;
@@ -17,8 +18,8 @@ struct GatherParams {
 extern "C" __global__ void __launch_bounds__(256) gather_columns(const __grid_constant__ GatherParams p) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   const int from = i < p.columns ? p.perm[i] : -1;  // part of the weight, so it may be read before the wait
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   if (i < p.columns)
     p.out[static_cast<int64_t>(blockIdx.y) * p.columns + i] = from < 0 ? 0 : p.x[blockIdx.y * p.ldx + from];
 }

@@ -46,7 +46,7 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
   int bytes[kSub], stride[kSub];
   uint64_t policy = 0;
   if (lane == 0) {
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    policy = l2_evict_first();
 #pragma unroll
     for (int i = 0; i < kSub; ++i) {
       const int first = block * RT + i * C, base = first & ~3, in_block = min(4, p.tiles - base);
@@ -59,14 +59,14 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
   }
   const auto issue = [&](int slot, int sub) {  // lane 0 only
     const uint32_t bar = bar0 + 8 * slot;
-    mbar_expect(bar, bytes[sub]);
+    mbar_arrive_expect_tx(bar, bytes[sub]);
     if (bytes[sub] > 0) bulk_load(smem_u32(ring) + slot * kSlot, src[sub], bytes[sub], bar, policy);
     src[sub] += stride[sub];
   };
   if (lane == 0) {
 #pragma unroll 1
     for (int s = 0; s < depth; ++s) mbar_init(bar0 + 8 * s, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
 #pragma unroll 1
     for (int s = 0; s < depth && s < chunks; s += kSub)
 #pragma unroll
@@ -75,17 +75,17 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
   // The kernel's last read, fetched with its first.
   if (p.row_scale != nullptr && threadIdx.x * 32 < RT * kTileRows) {
     const int row = block * RT * kTileRows + threadIdx.x * 32;
-    if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+    if (row < p.n) prefetch_l2(p.row_scale + row);
   }
   __syncwarp();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 
   XLoader<T, NT> loader(p, smem_u32(xs), (kb0 + warp) * kTileK, lane);
 #pragma unroll
   for (int i = 0; i < NX - 1; ++i) {
     if (i < steps) loader.load(p, i * xslot, WK);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
   }
   // Where the lane's row of the B fragments lies; columns past M repeat the last one and are never stored.
   uint32_t xrow[NT], xswz[NT];
@@ -107,11 +107,11 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
   uint32_t parity = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(NX - 2) : "memory");
+    cp_async_wait<NX - 2>();
     __syncwarp();
     // Every lane has this step's x, and none reads the previous one's any more.
     if (step + NX - 1 < steps) loader.load(p, xfree, WK);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
     uint4 x[NT][4];
     uint32_t rows[NT];
 #pragma unroll
@@ -133,7 +133,7 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
 
   // The rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs.
   __syncthreads();
-  if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (split > 1) cluster_arrive();
   leave_sums<W>(acc, smem, warp, lane);
   finish_sums<T, NT, RT, WK, WK * 32>(p, smem, block * RT, rank);
 }

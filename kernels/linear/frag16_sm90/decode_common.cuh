@@ -30,7 +30,8 @@ struct DecodeParams {
 
 #ifdef __CUDACC__
 #include "decoders_mma.cuh"
-#include "ptx.cuh"
+#include "sm90/mma.cuh"
+#include "sm90/tma.cuh"
 
 namespace gm {
 
@@ -49,9 +50,7 @@ __device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, ui
   for (int c = lane; c < m * kTileK; c += 32) {
     const int row = c >> 7, i = c & (kTileK - 1);
     const T v = k0 + i < k ? x[static_cast<int64_t>(row) * ldx + k0 + i] : T(0.f);
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(slot + x_offset(m, row, i >> 3) + (i & 7) * 2),
-                 "h"(*reinterpret_cast<const uint16_t*>(&v))
-                 : "memory");
+    st_shared(slot + x_offset(m, row, i >> 3) + (i & 7) * 2, *reinterpret_cast<const uint16_t*>(&v));
   }
 }
 
@@ -75,11 +74,9 @@ struct XLoader {
 #pragma unroll
       for (int i = 0; i < NT * 4; ++i)
         if (i < rows)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                           slots + slot + x_offset(p.m, row + i * 2, lane & 15)),
-                       "l"(bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x)),
-                       "r"(bytes)
-                       : "memory");
+          cp_async_16(slots + slot + x_offset(p.m, row + i * 2, lane & 15),
+                      bytes ? src + static_cast<int64_t>(i) * row_step : static_cast<const char*>(p.x),
+                      bytes);
     } else {
       load_elements<T>(static_cast<const T*>(p.x), p.m, p.k, p.ldx, slots + slot, k - (lane & 15) * 8, lane);
     }
@@ -98,10 +95,7 @@ __device__ __forceinline__ void load_x(uint4 (&x)[NT][4], const uint32_t (&row)[
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t at = row[n] + (j >> 1) * half_bytes + (swizzle[n] ^ (j & 1) * 64);
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(x[n][j].x), "=r"(x[n][j].y), "=r"(x[n][j].z), "=r"(x[n][j].w)
-                   : "r"(at)
-                   : "memory");
+      ldmatrix_x4(x[n][j], at);
     }
 }
 
@@ -159,7 +153,7 @@ __device__ __forceinline__ uint32_t multiply_tiles(float (*acc)[NT][4], const ui
         for (int n = 0; n < NT; ++n) {
           const uint4& b = x[n][step >> 1];
           float (&sum)[4] = part[c][step % CH][n];
-          Num<T>::mma(sum, a, step & 1 ? b.z : b.x, step & 1 ? b.w : b.y, sum);
+          Num<T>::mma(sum, a, step & 1 ? b.z : b.x, step & 1 ? b.w : b.y);
         }
         if (step % kEvery == kEvery - 1) add_sums<W, CH>(to[c], part[c], w[c], step / kEvery, scales_half);
       }
@@ -229,19 +223,14 @@ __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem
     for (int e = threadIdx.x; e < kElems; e += THREADS) store(e, local_sum(e));
     return;
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::
-                   : "memory");  // every CTA of the cluster is done with its rings: they may be written to
+  cluster_wait();  // every CTA of the cluster is done with its rings: they may be written to
   const int share = kElems >> p.log_split;
   for (int e = threadIdx.x; e < kElems; e += THREADS) {
     const float4 v = local_sum(e);
     const int owner = e / share;
-    uint32_t dst = smem_u32(inbox + rank * share + e - owner * share);
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(dst) : "r"(owner));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(dst), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
-                 : "memory");
+    st_cluster(mapa(smem_u32(inbox + rank * share + e - owner * share), owner), v);
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_sync();
   for (int e = threadIdx.x; e < share; e += THREADS) {
     float4 sum = inbox[e];
     for (int s = 1; s < split; ++s) {

@@ -34,14 +34,14 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
                  empty = full + kMaxDepth * 8;
   if (threadIdx.x == 0) {
 #pragma unroll 1
-    for (int i = 0; i < depth; ++i) mbar_init(full + i * 8, 2), mbar_init(empty + i * 8, WN * kArriving);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < depth; ++i) mbar_init(full + i * 8, 2), mbar_init(empty + i * 8, WN * kArrivingLanes);
+    fence_mbarrier_init();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  griddepcontrol_launch_dependents();
 
   if (warp >= kWarps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kKept));
+    setmaxnreg_dec<kKept>();
     int at = 0;
     // A ring's first pass finds its slots empty: the phase before the first counts as over.
     uint32_t parity = 1;
@@ -49,15 +49,15 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
       if (++at == depth) at = 0, parity ^= 1;
     };
     if (warp == kWarps && lane == 0) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      prefetch_tensormap(&x_map);
+      griddepcontrol_wait();
 #pragma unroll 1
       for (int group = kb0; group < kb1; ++group, next()) {
         const uint32_t to = x_ring + at * kXSlot, bar = full + at * 8;
         mbar_wait(empty + at * 8, parity);
-        mbar_expect(bar, kXSlot);
-        tensor_load(to, &x_map, group * kTileK, 0, bar);
-        tensor_load(to + kXSlot / 2, &x_map, group * kTileK + kTileK / 2, 0, bar);
+        mbar_arrive_expect_tx(bar, kXSlot);
+        tma_load(to, &x_map, group * kTileK, 0, bar);
+        tma_load(to + kXSlot / 2, &x_map, group * kTileK + kTileK / 2, 0, bar);
       }
     } else if (warp == kWarps + 1) {
       const int first = block * kTiles, last = min(first + kTiles, p.tiles), base = (first & ~3) + lane * 4;
@@ -67,13 +67,12 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
       const char* src = reinterpret_cast<const char*>(p.w) +
                         (static_cast<int64_t>(base) * p.groups + kb0 * in_block + (from - base)) * kTile;
       const uint32_t to = w_ring + (from - first) * kTile;
-      uint64_t policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      const uint64_t policy = l2_evict_first();
 #pragma unroll 1
       for (int group = kb0; group < kb1; ++group, next()) {
         const uint32_t bar = full + at * 8;
         mbar_wait(empty + at * 8, parity);
-        if (lane == 0) mbar_expect(bar, (last - first) * kTile);
+        if (lane == 0) mbar_arrive_expect_tx(bar, (last - first) * kTile);
         __syncwarp();
         if (bytes > 0) bulk_load(to + at * kSlot, src, bytes, bar, policy);
         src += in_block * kTile;
@@ -81,24 +80,23 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
     }
     __syncwarp();
     __syncthreads();  // this and what follows are the barriers of the end: all threads of the CTA count
-    if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (split > 1) cluster_arrive();
     __syncthreads();
     if (split > 1) {
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                       : "memory");
+      cluster_wait();
+      cluster_sync();
     }
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  setmaxnreg_inc<kRegisters>();
   const int wn = warp % WN, wk = warp / WN;
   // The kernel's last read, fetched with its first.
   if (p.row_scale != nullptr && threadIdx.x * 32 < kTiles * kTileRows) {
     const int row = block * kTiles * kTileRows + threadIdx.x * 32;
-    if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+    if (row < p.n) prefetch_l2(p.row_scale + row);
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  griddepcontrol_wait();
   float acc[RT][NT][4];
 #pragma unroll
   for (int r = 0; r < RT; ++r)
@@ -111,8 +109,8 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
 #pragma unroll
   for (int n = 0; n < NT; ++n) swizzle[n] = ((lane >> 3) ^ (lane & 7)) * 16;
   int at = wk;
-  uint32_t parity = 0, zero;
-  asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
+  uint32_t parity = 0;
+  const uint32_t zero = opaque_zero();
 #pragma unroll 1
   for (int group = kb0 + wk; group < kb1; group += WK) {
     mbar_wait(full + at * 8, parity);
@@ -126,13 +124,13 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
 #pragma unroll
     for (int n = 0; n < NT; ++n) any |= x[n][0].x | x[n][1].x | x[n][2].x | x[n][3].x;
     __syncwarp();
-    if ((lane | (any & zero)) < kArriving) mbar_arrive(empty + at * 8);
+    if ((lane | (any & zero)) < kArrivingLanes) mbar_arrive(empty + at * 8);
     if ((at += WK) >= depth) at -= depth, parity ^= 1;
   }
 
   // The rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs.
   __syncthreads();
-  if (split > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (split > 1) cluster_arrive();
   leave_sums<W>(acc, smem, wk * WN + wn, lane);
   finish_sums<T, NT, kTiles, WK, kWarps * 32>(p, smem, block * kTiles, rank);
 }

@@ -10,23 +10,10 @@
 #include <type_traits>
 
 #include "decoders_mma.cuh"
+#include "sm90/ptx.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
-
-template <int WORDS>
-__device__ __forceinline__ void shared_words(uint32_t (&to)[WORDS], uint32_t from) {
-  static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4);
-  if constexpr (WORDS == 1)
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(from) : "memory");
-  else if constexpr (WORDS == 2)
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
-  else
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from)
-                 : "memory");
-}
 
 __device__ __forceinline__ uint32_t pair_sub(uint32_t a, uint32_t b) {
   uint32_t out;
@@ -129,17 +116,14 @@ struct Int4Operand {
   struct Part {
     uint32_t q[4], scales[G == 4 ? 2 : 1], zeros[1];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
-      shared_words(q, tile + half * 512 + lane * 16);
-      if (G > 1 || half == 0)
-        shared_words(scales, tile + kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
+      ld_shared(q, tile + half * 512 + lane * 16);
+      if (G > 1 || half == 0) ld_shared(scales, tile + kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
       if constexpr (ZERO) {
         const uint32_t from = tile + kCodeBytes + 32 * G + (lane >> 2) * (2 * G) + half * G;
         if constexpr (G == 4) {
-          shared_words(zeros, from);
+          ld_shared(zeros, from);
         } else if (G > 1 || half == 0) {
-          uint16_t two;
-          asm volatile("ld.shared.b16 %0, [%1];" : "=h"(two) : "r"(from) : "memory");
-          zeros[0] = two;
+          zeros[0] = ld_shared<uint16_t>(from);
         }
       }
     }
@@ -169,8 +153,8 @@ struct Fp4Operand {
   struct Part {
     uint32_t q[4], scales[kScales / 4];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
-      shared_words(q, tile + half * 512 + lane * 16);
-      shared_words(scales, tile + kCodeBytes + (lane >> 2) * (2 * kScales) + half * kScales);
+      ld_shared(q, tile + half * 512 + lane * 16);
+      ld_shared(scales, tile + kCodeBytes + (lane >> 2) * (2 * kScales) + half * kScales);
     }
     __device__ __forceinline__ uint32_t any(int) const { return q[0] | scales[0]; }
   };
@@ -208,9 +192,8 @@ struct Fp8Operand {
   struct Part {
     uint32_t q[2][4], scales[2];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
-      shared_words(q[0], tile + half * 1024 + lane * 16),
-          shared_words(q[1], tile + half * 1024 + 512 + lane * 16);
-      if (half == 0) shared_words(scales, tile + 2 * kCodeBytes + (lane >> 2) * 8);
+      ld_shared(q[0], tile + half * 1024 + lane * 16), ld_shared(q[1], tile + half * 1024 + 512 + lane * 16);
+      if (half == 0) ld_shared(scales, tile + 2 * kCodeBytes + (lane >> 2) * 8);
     }
     __device__ __forceinline__ uint32_t any(int half) const {
       return q[0][0] | q[1][0] | (half == 0 ? scales[0] : 0);
@@ -241,10 +224,10 @@ struct Int8Operand {
   struct Part {
     uint32_t low[4], high[4], scales[G == 4 ? 2 : 1];
     __device__ __forceinline__ void load(uint32_t tile, int lane, int half) {
-      shared_words(low, tile + half * 512 + lane * 16),
-          shared_words(high, tile + kCodeBytes + half * 512 + lane * 16);
+      ld_shared(low, tile + half * 512 + lane * 16),
+          ld_shared(high, tile + kCodeBytes + half * 512 + lane * 16);
       if (G > 1 || half == 0)
-        shared_words(scales, tile + 2 * kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
+        ld_shared(scales, tile + 2 * kCodeBytes + (lane >> 2) * (4 * G) + half * (2 * G));
     }
     __device__ __forceinline__ uint32_t any(int half) const {
       return low[0] | high[0] | (G > 1 || half == 0 ? scales[0] : 0);

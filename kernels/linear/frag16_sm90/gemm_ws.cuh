@@ -16,16 +16,13 @@
 #pragma once
 #include "decoders_wgmma.cuh"
 #include "gemm_ws_tiles.cuh"
-#include "wgmma.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifdef __CUDACC__
 #include <cuda.h>
 
 namespace gm {
-
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 // Place in a ring of N slots of SIZE bytes, SLOTS bytes into shared memory: the addresses of a slot and of
 // its barrier "filled", which is BARS bytes into it, N * 8 before the one "emptied"; and the parity of this
@@ -47,15 +44,6 @@ struct Ring {
   }
 };
 
-template <int REGISTERS>
-__device__ __forceinline__ void registers_down() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void registers_up() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
 // W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of
 // the rings.  CHAINS: sums that products take turns to add to, where a product is too short to hide the one
 // before it.  PENDING: products at work.
@@ -70,8 +58,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
   constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-  uint32_t base;  // volatile: computed once
-  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const uint32_t base = smem_u32_once(smem);
   constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
   constexpr int kExchange = kStaging + C * SLICES * 4 * kStagingSize, kBars = kExchange + Shape::kExchange;
   // A barrier for each slot of x: the first warpgroup is done with it.
@@ -84,22 +71,21 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
     const XRing x(base);
     const WRing w(base);
     for (int i = 0; i < XS; ++i)
-      mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4 * kArriving);
+      mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4 * kArrivingLanes);
     for (int i = 0; i < WS; ++i)
-      mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArriving);
+      mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArrivingLanes);
     if constexpr (Shape::kTurns)
       for (int i = 0; i < XS; ++i) mbar_init(base + kAhead + i * 8, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  griddepcontrol_launch_dependents();
 
   if (warp >= C * SLICES * 4) {
-    registers_down<Shape::kGiven>();
+    setmaxnreg_dec<Shape::kGiven>();
     // A ring's first pass finds its slots empty: the phase before the first counts as over.
     if (threadIdx.x == kThreads) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map)
-                   : "memory");  // not before the barrier: all would wait for it
+      prefetch_tensormap(&x_map);  // not before the barrier: all would wait for it
       Walk walk(p);
       XRing x(base);
       int index, k;
@@ -107,24 +93,19 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       for (int groups; (groups = walk.next(p, index, k)) > 0;) {
         const int row = tile_at(p, index).m * MT;
         k *= kTileK;
-        asm volatile("griddepcontrol.wait;" ::
-                         : "memory");  // here, so that a kernel's first divisions do not come after it
+        griddepcontrol_wait();  // here, so that a kernel's first divisions do not come after it
 #pragma unroll 1
         for (int h = groups * 2; h > 0; --h, k += kXSlotK) {
           mbar_wait(x.empty(), x.parity ^ 1);
-          mbar_expect(x.full, kXSlot);
-          tensor_load(x.slot, &x_map, k, row, x.full);
+          mbar_arrive_expect_tx(x.full, kXSlot);
+          tma_load(x.slot, &x_map, k, row, x.full);
           x.next(base);
         }
       }
     } else if (threadIdx.x == kThreads + 32) {  // immutable weights: nothing to wait for but an empty slot
       Walk walk(p);
       WRing w(base);
-      uint64_t policy;
-      if (p.m_tiles > 1)
-        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-      else
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      const uint64_t policy = p.m_tiles > 1 ? l2_evict_normal() : l2_evict_first();
       int index, k;
 #pragma unroll 1
       for (int groups; (groups = walk.next(p, index, k)) > 0;) {
@@ -136,7 +117,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
 #pragma unroll 1
           for (int left = groups; left > 0; --left, from += 4 * kTile) {
             mbar_wait(w.empty(), w.parity ^ 1);
-            mbar_expect(w.full, kWSlot);
+            mbar_arrive_expect_tx(w.full, kWSlot);
 #pragma unroll
             for (int b = 0; b < C; ++b)
               bulk_load(w.slot + b * 4 * kTile, from + b * block_bytes, 4 * kTile, w.full, policy);
@@ -146,7 +127,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
 #pragma unroll 1
           for (int last = k + groups; k < last; ++k) {
             mbar_wait(w.empty(), w.parity ^ 1);
-            mbar_expect(w.full, here * kTile);
+            mbar_arrive_expect_tx(w.full, here * kTile);
 #pragma unroll 1
             for (int b = 0; b * 4 < here; ++b) {
               const int bytes = min(4, here - b * 4) * kTile;
@@ -160,22 +141,22 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
     }
     __syncwarp();
     if (p.log_split > 0) {
-      cluster_barrier();
-      cluster_barrier();
+      cluster_sync();
+      cluster_sync();
     }
   } else {
-    registers_up<Shape::kRegisters>();
+    setmaxnreg_inc<Shape::kRegisters>();
     Walk walk(p);
     const int slice = SLICES == 1 ? 0 : warp / (C * 4),
               my_rows = SLICES == 1 ? warp : warp % (C * 4);  // 16 of W
     XRing x(base, slice * 2);
     WRing w(base, slice);
     const uint32_t my_tile = my_rows * kTile, staging = base + kStaging + warp * kStagingSize;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    griddepcontrol_wait();
 
     const bool ahead_of_others = Shape::kTurns && p.lag > 0 && threadIdx.x == 0;
     const auto done_with = [&](uint32_t slot) {
-      if (lane < kArriving) mbar_arrive(slot);
+      if (lane < kArrivingLanes) mbar_arrive(slot);
       if (ahead_of_others) mbar_arrive(slot + (kAhead - kBars - XS * 8));
     };
     int index, k;
@@ -189,7 +170,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       // From memory, which would be a long wait at the end of the tile.
       if (p.row_scale != nullptr && lane == 0) {
         const int row = (tile_at(p, index).n * C * 4 + my_rows) * kTileRows;
-        if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+        if (row < p.n) prefetch_l2(p.row_scale + row);
       }
       // One half multiplies while the other stores.
       if (Shape::kTurns && p.lag > 0 && warp >= C * 2) {
@@ -213,11 +194,11 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         for (int s = 0; s < 8; ++s) {
           if (s % 4 == 0) {
             mbar_wait(x.full, x.parity);
-            rows = swizzled_rows(x.slot);
+            rows = swizzle128_descriptor(x.slot);
           }
           wgmma_fence();
-          Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
-                              s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
+          Wgmma<T, MT>::rs(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
+                           s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
           wgmma_commit();
           wgmma_wait<PENDING>();  // products that may be under way: operands of those before them may change
           if (s % 4 == PENDING - 1 && (s > 3 || add != 0))
@@ -227,9 +208,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           if (s == 0) {
             // Not before the codes are in registers:
             // an arrival may overtake loads, so it has to depend on them.
-            uint32_t zero;
-            asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArriving) mbar_arrive(w.empty());
+            const uint32_t zero = opaque_zero();
+            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArrivingLanes) mbar_arrive(w.empty());
             w.template next<SLICES>(base);
           }
           if (s == 3 && left > 1) {
@@ -271,11 +251,9 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
 #pragma unroll
         for (int f = 0; f < SLICES * kMine; ++f)
           if (f / kMine != slice)
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                             place(f / kMine, slice - (slice > f / kMine), f % kMine)),
-                         "f"(sum[f * 4]), "f"(sum[f * 4 + 1]), "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
-                         : "memory");
-        asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+            st_shared(place(f / kMine, slice - (slice > f / kMine), f % kMine),
+                      make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
+        bar_sync(1, kThreads);
 #pragma unroll
         for (int f = 0; f < kMine; ++f) {
           float all[4];
@@ -284,11 +262,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
             float v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] = sum[(o * kMine + f) * 4 + i];
-            if (o != slice)
-              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                           : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                           : "r"(place(slice, o - (o > slice), f))
-                           : "memory");
+            if (o != slice) ld_shared(v, place(slice, o - (o > slice), f));
 #pragma unroll
             for (int i = 0; i < 4; ++i) all[i] = o == 0 ? v[i] : all[i] + v[i];
           }
@@ -315,7 +289,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
             __stcg(to + f * kThreads,
                    make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
           __syncwarp();
-          if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag_of(first)) : "memory");
+          if (lane == 0) st_release(flag_of(first), 1);
           continue;
         }
         const int end = (index + 1) * p.groups;
@@ -324,7 +298,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           uint32_t* flag = flag_of(first + lane);
           uint32_t set = 1;
           do {  // until a vote, so that the compiler sees one path for the warp
-            if (there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
+            if (there) set = ld_acquire(flag);
           } while (__any_sync(0xffffffffu, set == 0));
           __syncwarp();
           if (there) *flag = 0;
@@ -354,18 +328,16 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         // Every CTA of the cluster has used up its rings: they take the sums.
         // Each CTA owns a share of the fragments.
         __syncwarp();
-        cluster_barrier();
+        cluster_sync();
         const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kMine >> p.log_split;
 #pragma unroll
         for (int f = 0; f < kMine; ++f) {
           const int owner = f / share;
-          uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
-          asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
-          asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(sum[f * 4]),
-                       "f"(sum[f * 4 + 1]), "f"(sum[f * 4 + 2]), "f"(sum[f * 4 + 3])
-                       : "memory");
+          const uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
+          st_cluster(mapa(to, owner),
+                     make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
         }
-        cluster_barrier();
+        cluster_sync();
 #pragma unroll 1
         for (int f = 0; f < share; f += 2) {
           float v[8] = {};

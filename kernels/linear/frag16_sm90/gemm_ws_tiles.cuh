@@ -57,7 +57,7 @@ constexpr uint32_t reciprocal(int d) { return d > 0 ? 0xffffffffu / static_cast<
 }  // namespace gm
 
 #ifdef __CUDACC__
-#include "ptx.cuh"
+#include "sm90/mma.cuh"
 
 namespace gm {
 
@@ -134,15 +134,12 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
     for (int i = 0; i < PAIRS; ++i) {
       if (i * 16 < rows && p.vector) {
         const uint4 r = *reinterpret_cast<const uint4*>(from + i * 16 * static_cast<int64_t>(p.n));
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * 512), "r"(r.x), "r"(r.y),
-                     "r"(r.z), "r"(r.w)
-                     : "memory");
+        st_shared(mine + i * 512, r);
       } else if (i * 16 < rows) {
 #pragma unroll 1
         for (int j = 0; j < 8 && n + j < p.n; ++j)
-          asm volatile("st.shared.b16 [%0], %1;" ::"r"(mine + i * 512 + j * 2),
-                       "h"(reinterpret_cast<const uint16_t*>(from + i * 16 * static_cast<int64_t>(p.n))[j])
-                       : "memory");
+          st_shared(mine + i * 512 + j * 2,
+                    reinterpret_cast<const uint16_t*>(from + i * 16 * static_cast<int64_t>(p.n))[j]);
       }
     }
     __syncwarp();
@@ -152,10 +149,7 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
     float add[8] = {bias[0], bias[0], bias[1], bias[1], bias[0], bias[0], bias[1], bias[1]};
     if (p.residual != nullptr) {
       uint32_t got[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(got[0]), "=r"(got[1]), "=r"(got[2]), "=r"(got[3])
-                   : "r"(matrix_row + i * 512)
-                   : "memory");
+      ldmatrix_x4_trans(got, matrix_row + i * 512);
 #pragma unroll
       for (int j = 0; j < 8; ++j) add[j] += Num<T>::to_float(reinterpret_cast<const T*>(&got[j >> 1])[j & 1]);
       __syncwarp();
@@ -168,21 +162,14 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
       packed[j] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&high)) << 16 |
                   *reinterpret_cast<const uint16_t*>(&low);
     }
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrix_row + i * 512),
-        "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-        : "memory");
+    stmatrix_x4_trans(matrix_row + i * 512, packed);
   }
   __syncwarp();
   T* to = static_cast<T*>(p.y) + at;
   if (p.vector) {
     uint4 out[PAIRS];
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i)
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(out[i].x), "=r"(out[i].y), "=r"(out[i].z), "=r"(out[i].w)
-                   : "r"(mine + i * 512)
-                   : "memory");
+    for (int i = 0; i < PAIRS; ++i) out[i] = ld_shared<uint4>(mine + i * 512);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
       // Spelled out: as an assignment under this condition the compiler made four stores of it.
@@ -197,9 +184,8 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
   for (int i = 0; i < PAIRS && i * 16 < rows; ++i) {
 #pragma unroll 1
     for (int j = 0; j < 8 && n + j < p.n; ++j) {
-      uint16_t v;
-      asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(mine + i * 512 + j * 2) : "memory");
-      reinterpret_cast<uint16_t*>(to + i * 16 * static_cast<int64_t>(p.n))[j] = v;
+      reinterpret_cast<uint16_t*>(to + i * 16 * static_cast<int64_t>(p.n))[j] =
+          ld_shared<uint16_t>(mine + i * 512 + j * 2);
     }
   }
 }

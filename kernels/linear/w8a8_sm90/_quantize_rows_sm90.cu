@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "gm_cuda.h"
+#include "sm90/ptx.cuh"
 
 struct QuantizeParams {
   const uint16_t* x;
@@ -21,13 +22,6 @@ struct QuantizeParams {
 namespace {
 
 constexpr int kVector = 8;  // values of a load of 16 bytes
-
-// The larger one, NaN if one of them is.
-__device__ __forceinline__ float larger(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
 
 template <bool HALF>
 __device__ __forceinline__ void widen(const uint4& word, float (&v)[kVector]) {
@@ -48,7 +42,7 @@ __device__ __forceinline__ float amax_of(const uint4& word) {
   float v[kVector], amax = 0.f;
   widen<HALF>(word, v);
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) amax = larger(amax, fabsf(v[i]));
+  for (int i = 0; i < kVector; ++i) amax = gm::fmax_nan(amax, fabsf(v[i]));
   return amax;
 }
 
@@ -67,9 +61,7 @@ __device__ __forceinline__ uint2 codes_of(const uint4& word, float scale, int& s
       sum += a + b;
       pair = (a & 0xff) | (b & 0xff) << 8;
     } else {
-      uint16_t both;
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-      pair = both;
+      pair = gm::packed_e4m3(low, high);
     }
     packed[i / 4] |= pair << (i % 4 * 8);
   }
@@ -86,7 +78,8 @@ __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
   const int row = blockIdx.x, vectors = p.k / kVector, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const uint4* x = reinterpret_cast<const uint4*>(p.x + row * p.ldx);
   uint2* to = reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(row) * p.k);
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   uint4 kept[kKept];
   float amax = 0.f;
 #pragma unroll
@@ -95,17 +88,18 @@ __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
     kept[i] = at < vectors ? x[at] : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) amax = larger(amax, amax_of<HALF>(kept[i]));
+  for (int i = 0; i < kKept; ++i) amax = gm::fmax_nan(amax, amax_of<HALF>(kept[i]));
 #pragma unroll 1
   for (int at = threadIdx.x + kKept * kRowThreads; at < vectors; at += kRowThreads)
-    amax = larger(amax, amax_of<HALF>(x[at]));
+    amax = gm::fmax_nan(amax, amax_of<HALF>(x[at]));
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  for (int step = 16; step > 0; step /= 2)
+    amax = gm::fmax_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
   if (lane == 0) maxima[warp] = amax;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kRowThreads / 32; ++i) amax = larger(amax, maxima[i]);
-  const float scale = __fdiv_rn(larger(amax, 1e-10f), INT8 ? 127.f : 448.f);
+  for (int i = 0; i < kRowThreads / 32; ++i) amax = gm::fmax_nan(amax, maxima[i]);
+  const float scale = __fdiv_rn(gm::fmax_nan(amax, 1e-10f), INT8 ? 127.f : 448.f);
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
@@ -135,14 +129,15 @@ __device__ __forceinline__ void quantize_groups(const QuantizeParams& p) {
   const int64_t row = index / groups;
   const int group = static_cast<int>(index - row * groups),
             column = group * 128 + (threadIdx.x & 15) * kVector;
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
   const bool here = row < p.m && column < p.k;
   const uint4 word =
       here ? *reinterpret_cast<const uint4*>(p.x + row * p.ldx + column) : make_uint4(0, 0, 0, 0);
   float amax = amax_of<HALF>(word);
 #pragma unroll
-  for (int step = 8; step > 0; step /= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  const float scale = __fdiv_rn(larger(amax, 1e-4f), 448.f);
+  for (int step = 8; step > 0; step /= 2) amax = gm::fmax_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  const float scale = __fdiv_rn(gm::fmax_nan(amax, 1e-4f), 448.f);
   int sum = 0;
   if (here) *reinterpret_cast<uint2*>(p.codes + row * p.k + column) = codes_of<HALF, false>(word, scale, sum);
   if (row < p.m && (threadIdx.x & 15) == 0) p.scales[static_cast<int64_t>(group) * p.pitch + row] = scale;

@@ -1,7 +1,7 @@
 // The parts of the kernel's pipeline: where tiles and slots lie, and what fills the slots.
 #pragma once
-#include "linear/frag16_sm90/ptx.cuh"
 #include "params.h"
+#include "sm90/tma.cuh"
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -63,31 +63,20 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index) {
   return {inside / high * S::kTileN, (first + inside % high) * S::kTileM};
 }
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // The slots of the blocks of k [first, last) of tiles, by one thread. W is immutable: its copies for the
 // first slots are issued before the kernel ahead has ended, those of x after it.
 template <class S>
 __device__ __forceinline__ void produce(const Params& p, const void* w_map, const void* x_map, uint32_t base,
                                         int first_tile, int step, int first, int last) {
   Ring<S> ring(base, p.slots);
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  const uint64_t policy = l2_evict_normal();
   const auto scale_bytes = [&](const Tile& tile) { return min(S::kTileM, p.x_pitch - tile.m) * 4; };
   const auto load_w = [&](const Ring<S>& r, const Tile& tile, int k) {
-    mbar_expect(r.full, S::kA + S::kB + (S::kBlocks ? scale_bytes(tile) : 0));
-    tensor_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, tile.n, r.full);
+    mbar_arrive_expect_tx(r.full, S::kA + S::kB + (S::kBlocks ? scale_bytes(tile) : 0));
+    tma_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, tile.n, r.full);
   };
   const auto load_x = [&](const Ring<S>& r, const Tile& tile, int k) {
-    tensor_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, tile.m, r.full);
+    tma_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, tile.m, r.full);
     if constexpr (S::kBlocks)
       bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + tile.m, scale_bytes(tile), r.full,
                 policy);
@@ -99,7 +88,7 @@ __device__ __forceinline__ void produce(const Params& p, const void* w_map, cons
     Ring<S> w_ring = ring;
 #pragma unroll 1
     for (int i = 0; i < ahead; ++i, w_ring.next()) load_w(w_ring, tile, first + i);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    griddepcontrol_wait();
 #pragma unroll 1
     for (int i = 0; i < ahead; ++i, ring.next()) load_x(ring, tile, first + i);
   }

@@ -10,21 +10,24 @@
 // their sums in the order of ranks.
 #pragma once
 #include "store.cuh"
-#include "wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifdef __CUDACC__
 #include <type_traits>
 
 namespace gm::w8a8 {
 
-template <int REGISTERS>
-__device__ __forceinline__ void registers_down() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void registers_up() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
+// Types of x and W: Operands<true> is of products whose operand A is x.
+struct E4m3 {
+  using Sum = float;
+  template <bool PLAIN>
+  using Operands = gm::E4m3;
+};
+struct Int8 {  // codes of W are 128 too large, so unsigned
+  using Sum = int32_t;
+  template <bool PLAIN>
+  using Operands = std::conditional_t<PLAIN, S8U8, U8S8>;
+};
 
 // W's scales by blocks of k. The rows of W that a warp multiplies mostly share a block: lanes then hold its
 // scales of 64 successive k, which are handed around. They are immutable, and loaded before the tile begins:
@@ -73,17 +76,6 @@ struct BlockScales {
   }
 };
 
-__device__ __forceinline__ float2 shared_pair(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ float shared_float(uint32_t address) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
-  return v;
-}
-
 // What the products of a block of k with 64 rows of A are multiplied by.
 template <class S>
 struct Factors {
@@ -93,7 +85,7 @@ struct Factors {
   __device__ __forceinline__ void load(float scale, int row, uint32_t x_scales) {
     w = scale;
     if constexpr (S::kPlain)
-      of[0] = shared_float(x_scales + row * 4), of[1] = shared_float(x_scales + (row + 8) * 4);
+      of[0] = ld_shared<float>(x_scales + row * 4), of[1] = ld_shared<float>(x_scales + (row + 8) * 4);
   }
 };
 
@@ -133,13 +125,13 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
       const uint32_t mine = x_scales + pair * 4;
       if (scales.same) {
         add([&](int j) {
-          const float2 x = shared_pair(mine + j * 32);
+          const float2 x = ld_shared<float2>(mine + j * 32);
           return make_float4(x.x * w, x.y * w, x.x * w, x.y * w);
         });
       } else {
         const float c[2] = {scales.of_row(p, n + low, k), scales.of_row(p, n + low + 8, k)};
         add([&](int j) {
-          const float2 x = shared_pair(mine + j * 32);
+          const float2 x = ld_shared<float2>(mine + j * 32);
           return make_float4(x.x * c[0], x.y * c[0], x.x * c[1], x.y * c[1]);
         });
       }
@@ -150,12 +142,12 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
 template <typename T, class S>
 __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_map, const CUtensorMap& x_map) {
   using Sum = typename T::Sum;
-  using Operands = std::conditional_t<S::kPlain, typename T::Plain, T>;
+  using Operands = typename T::template Operands<S::kPlain>;
   constexpr int kSums = S::kSums;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32(smem);
-  const int split = 1 << p.log_split, rank = p.log_split > 0 ? int(cluster_rank()) : 0;
+  const int split = 1 << p.log_split, rank = p.log_split > 0 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
     const Ring<S> ring(base, p.slots);
 #pragma unroll 1
@@ -163,23 +155,23 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
       mbar_init(ring.full + i * 8, 1);
       mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  griddepcontrol_launch_dependents();
   const int first_tile = blockIdx.x / split, step = gridDim.x / split;
   const int first = p.k_blocks * rank >> p.log_split, last = p.k_blocks * (rank + 1) >> p.log_split;
 
   if (warp >= S::kWarpgroups * 4) {
-    if constexpr (S::kGives) registers_down<40>();
+    if constexpr (S::kGives) setmaxnreg_dec<40>();
     if (threadIdx.x == S::kMathThreads) produce<S>(p, &w_map, &x_map, base, first_tile, step, first, last);
     __syncwarp();
     if (p.log_split > 0) {
-      cluster_barrier();
-      cluster_barrier();
+      cluster_sync();
+      cluster_sync();
     }
   } else {
-    if constexpr (S::kGives) registers_up<232>();
+    if constexpr (S::kGives) setmaxnreg_inc<232>();
     const int warpgroup = warp >> 2, all = p.n_tiles * p.m_tiles;
     const int rows = warpgroup * 64 * S::kHalves,
               my_rows = (warp & 3) * 16;  // of A: the warpgroup's, the warp's in 64
@@ -196,7 +188,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
 #pragma unroll
       for (int h = 0; h < kScales; ++h) scales[h].load(p, w_row(tile, h), first);
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    griddepcontrol_wait();
     const auto release = [&](uint32_t empty) {
       __syncwarp();
       if (lane == 0) mbar_arrive(empty);
@@ -214,11 +206,12 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
       Sum sums[S::kHalves][kSums] = {};
       // The products of one slot with 64 rows of A, as a group of their own.
       const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
-        const uint64_t a = swizzled_rows(r.a + (rows + h * 64) * kBlockK), b = swizzled_rows(r.b);
+        const uint64_t a = swizzle128_descriptor(r.a + (rows + h * 64) * kBlockK),
+                       b = swizzle128_descriptor(r.b);
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 4; ++s)
-          Product<Operands, S::kColumns>::run(d, a + s * 2, b + s * 2, s > 0 ? 1 : add);
+          Wgmma<Operands, S::kColumns>::ss(d, a + s * 2, b + s * 2, s > 0 ? 1 : add);
         wgmma_commit();
       };
       if constexpr (kIntegers<Sum>) {
@@ -235,7 +228,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
         }
         wgmma_wait<0>();
 #pragma unroll
-        for (int h = 0; h < S::kHalves; ++h) hold(sums[h]);
+        for (int h = 0; h < S::kHalves; ++h) wgmma_fence_operand(sums[h]);
         release(behind);
       } else if constexpr (S::kHalves > 1) {
         float part[kSums];
@@ -252,9 +245,9 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
               factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
             }
             wgmma_wait<0>();
-            hold(part);
+            wgmma_fence_operand(part);
             promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, w_row(tile, h), ring.scales);
-            hold(sums[h]);
+            wgmma_fence_operand(sums[h]);
           }
           release(ring.empty());
           ring.next();
@@ -274,9 +267,9 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
           ring.next();
         };
         const auto add = [&](int set) {
-          hold(part[set]);
+          wgmma_fence_operand(part[set]);
           promote<S>(p, sums[0], part[set], scales[0], factors[set], k, w_row(tile, 0), x_scales);
-          hold(sums[0]);  // before the next products change d
+          wgmma_fence_operand(sums[0]);  // before the next products change d
           release(behind);
           behind += 8, x_scales += S::kScales;
           if (behind == end_of_empty) behind -= p.slots * 8, x_scales -= p.slots * S::kScales;
@@ -315,7 +308,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
                                               column);
       } else if constexpr (!S::kPlain) {
         __syncwarp();
-        cluster_barrier();  // every CTA of the cluster has used up its rings
+        cluster_sync();  // every CTA of the cluster has used up its rings
         reduce<S>(p, sums, base, smem, table, shared, warpgroup, rank, n0, m0);
       }
     }

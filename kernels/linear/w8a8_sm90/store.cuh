@@ -14,12 +14,7 @@ template <typename Sum>
 constexpr bool kIntegers = static_cast<Sum>(0.5f) == 0;
 
 __device__ __forceinline__ uint32_t rounded(float low, float high, int half) {
-  uint32_t r;
-  if (half)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
+  return half ? packed<__half>(low, high) : packed<__nv_bfloat16>(low, high);
 }
 
 __device__ __forceinline__ float widened(const void* from, int64_t index, int half) {
@@ -54,15 +49,10 @@ struct End {
   // Into the warpgroup's table.
   __device__ __forceinline__ void keep(uint32_t table, int warpgroup) const {
     const int thread = threadIdx.x & 127;
-    if (thread < S::kTokens)
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table + S::kTable + thread * 8), "f"(x_scale),
-                   "r"(offset)
-                   : "memory");
+    if (thread < S::kTokens) st_shared(table + S::kTable + thread * 8, x_scale, offset);
     if (thread < S::kFeatures)
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table + S::kTable + S::kOfTokens + thread * 8),
-                   "f"(w_scale), "f"(bias)
-                   : "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+      st_shared(table + S::kTable + S::kOfTokens + thread * 8, make_float2(w_scale, bias));
+    bar_sync(warpgroup + 1, 128);
   }
 };
 
@@ -120,15 +110,11 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
     const int row = (S::kPlain ? warp * 16 + matrix * 8 : j * 8) + (lane & 7);
     const uint32_t to = table + row * 128 + (((S::kPlain ? j : warp * 2 + matrix) ^ (row & 7)) << 4);
     if constexpr (S::kPlain)
-      asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(packed[j][0]),
-                   "r"(packed[j][1])
-                   : "memory");
+      stmatrix_x2(to, packed[j]);
     else
-      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
-                   "r"(packed[j][0]), "r"(packed[j][1])
-                   : "memory");
+      stmatrix_x2_trans(to, packed[j]);
   }
-  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+  bar_sync(warpgroup + 1, 128);
   constexpr int kStored = S::kPlain ? 64 : COUNT * 8;  // tokens
   const int piece = thread & 7, n = n0 + (S::kPlain ? column : half * 64) + piece * 8;
   const int m = m0 + (S::kPlain ? half * 64 : column);
@@ -148,7 +134,7 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
         if (n + i < p.n) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
     }
   }
-  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");  // before the table is written again
+  bar_sync(warpgroup + 1, 128);  // before the table is written again
 }
 
 // Sums of a tile whose k is cut over the CTAs of a cluster: each CTA owns a share of the fragments, and adds
@@ -167,15 +153,12 @@ __device__ __forceinline__ void reduce(const Params& p, Sum (&sums)[S::kHalves][
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
       const int owner = f / share;
-      uint32_t to = base + place(rank, h, f - owner * share);
-      asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(to) : "r"(owner));
-      uint32_t bits[4];
-      memcpy(bits, sums[h] + f * 4, 16);
-      asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits[0]), "r"(bits[1]),
-                   "r"(bits[2]), "r"(bits[3])
-                   : "memory");
+      const uint32_t to = base + place(rank, h, f - owner * share);
+      uint4 bits;
+      memcpy(&bits, sums[h] + f * 4, 16);
+      st_cluster(mapa(to, owner), bits);
     }
-  cluster_barrier();
+  cluster_sync();
   if (rank * share >= kFragments) return;
 #pragma unroll 1
   for (int h = 0; h < S::kHalves; ++h)

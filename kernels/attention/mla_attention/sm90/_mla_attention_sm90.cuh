@@ -10,6 +10,7 @@
 #pragma once
 #include "_mla_copy_sm90.cuh"
 #include "_mla_merge_sm90.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifdef __CUDACC__
 namespace gm::mla {
@@ -31,7 +32,7 @@ class MlaConsumer {
         lane_(threadIdx.x & 31),
         tid_(threadIdx.x & 127),
         row_((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4),
-        q_(strided_descriptor(uniform(base + S::kQ), 1024, 16)) {}
+        q_(swizzle128_descriptor(warp_uniform(base + S::kQ), 1024, 16)) {}
 
   // Until the first work of another kind, which is returned; turn: the parity of its barrier.
   __device__ __forceinline__ MlaWork run(uint32_t& turn) {
@@ -58,7 +59,7 @@ class MlaConsumer {
   int unmasked_tiles_;  // tiles that all rows see
 
   __device__ __forceinline__ void arrive(uint32_t bar) const {
-    if (lane_ < kArriving) mbar_arrive(bar);
+    if (lane_ < kArrivingLanes) mbar_arrive(bar);
   }
   // This warpgroup has read its half of the values in a slot, and the weights there.
   __device__ __forceinline__ void release(int slot) {
@@ -68,7 +69,7 @@ class MlaConsumer {
   __device__ __forceinline__ uint32_t tile_at(int slot) const { return base_ + S::kTiles + slot * S::kTile; }
   __device__ __forceinline__ void wait_full(int slot, int part) const {
     mbar_wait(bars_.full(slot, part), used_.parity(slot));
-    if constexpr (!BOXES) fence_proxy();
+    if constexpr (!BOXES) fence_proxy_async();
   }
 
   // Starts the scores of the tile in this warpgroup's slot, part after part as they land.
@@ -76,44 +77,45 @@ class MlaConsumer {
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
       wait_full(GROUP, part);
-      const uint64_t k = strided_descriptor(uniform(tile_at(GROUP) + part * S::kHalfBytes),
-                                            part == S::kRotated ? 1024 : 4096, 16);
-      if (part == 0) hold(s_);
+      const uint64_t k = swizzle128_descriptor(warp_uniform(tile_at(GROUP) + part * S::kHalfBytes),
+                                               part == S::kRotated ? 1024 : 4096, 16);
+      if (part == 0) wgmma_fence_operand(s_);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < (part == S::kRotated ? 4 : 16); ++i)
-        Wgmma<T, 64>::scores(s_, q_ + ((part * 4 + (i >> 2)) * S::kColumns >> 4) + (i & 3) * 2,
-                             k + ((i >> 2) * 1024 >> 4) + (i & 3) * 2, part > 0 || i > 0);
+        Wgmma<T, 64>::ss(s_, q_ + ((part * 4 + (i >> 2)) * S::kColumns >> 4) + (i & 3) * 2,
+                         k + ((i >> 2) * 1024 >> 4) + (i & 3) * 2, part > 0 || i > 0);
     }
     wgmma_commit();
   }
 
   __device__ __forceinline__ uint64_t values_at(int slot) const {
-    return strided_descriptor(uniform(tile_at(slot) + GROUP * S::kHalfBytes), 4096, 1024);
+    return swizzle128_descriptor(warp_uniform(tile_at(slot) + GROUP * S::kHalfBytes), 4096, 1024);
   }
   // Own weights, in registers, times this warpgroup's columns.
   __device__ __forceinline__ void start_own(const uint32_t (&weights)[4][4]) {
-    hold(o_);
+    wgmma_fence_operand(o_);
     wgmma_fence();
     const uint64_t v = values_at(GROUP);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_values<T>(o_, weights[i], v + i * (8192 >> 4));
+    for (int i = 0; i < 4; ++i) Wgmma<T, 256>::template rs<kMajorMN>(o_, weights[i], v + i * (8192 >> 4), 1);
     wgmma_commit();
   }
   // The other warpgroup's weights, in the place of its tile's rotated keys.
   __device__ __forceinline__ void start_other() {
     constexpr int kSlot = GROUP ^ 1;
-    const uint64_t w = strided_descriptor(uniform(tile_at(kSlot) + S::kRotated * S::kHalfBytes), 1024, 16);
-    hold(o_);
+    const uint64_t w =
+        swizzle128_descriptor(warp_uniform(tile_at(kSlot) + S::kRotated * S::kHalfBytes), 1024, 16);
+    wgmma_fence_operand(o_);
     wgmma_fence();
     const uint64_t v = values_at(kSlot);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_values<T>(o_, w + i * 2, v + i * (8192 >> 4));
+    for (int i = 0; i < 4; ++i) Wgmma<T, 256>::template ss<kMajorMN>(o_, w + i * 2, v + i * (8192 >> 4), 1);
     wgmma_commit();
   }
   __device__ __forceinline__ void wait_values(int slot) {
     wgmma_wait<0>();
-    hold(o_);
+    wgmma_fence_operand(o_);
     release(slot);
   }
 
@@ -153,12 +155,12 @@ class MlaConsumer {
     for (int r = 0; r < 2; ++r) {
       const float m = fmaxf(most[r][0], m_[r]);
       base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale);
-      factor[r] = most[r][0] > m_[r] ? exp2_fast(__fmul_rn(m_[r], scale) - base[r]) : 1.f;
+      factor[r] = most[r][0] > m_[r] ? exp2_approx(__fmul_rn(m_[r], scale) - base[r]) : 1.f;
       m_[r] = m;
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      s_[i] = exp2_fast(fmaf(s_[i], scale, -base[i >> 1 & 1]));
+      s_[i] = exp2_approx(fmaf(s_[i], scale, -base[i >> 1 & 1]));
       sum[i >> 1 & 1][i & 1] += s_[i];
     }
 #pragma unroll
@@ -174,12 +176,8 @@ class MlaConsumer {
     const int row = (tid_ >> 5) * 16 + (lane_ & 15);
     const uint32_t to = tile_at(GROUP) + S::kRotated * S::kHalfBytes + row * 128;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       to + (((i * 2 + (lane_ >> 4)) ^ (row & 7)) << 4)),
-                   "r"(weights[i][0]), "r"(weights[i][1]), "r"(weights[i][2]), "r"(weights[i][3])
-                   : "memory");
-    fence_proxy();
+    for (int i = 0; i < 4; ++i) stmatrix_x4(to + (((i * 2 + (lane_ >> 4)) ^ (row & 7)) << 4), weights[i]);
+    fence_proxy_async();
     bar_arrive(kBarWeights + GROUP, 256);
   }
   // Waits for those of the other one; factor as in softmax.
@@ -189,7 +187,7 @@ class MlaConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float m = maxima[row_ + r * 8], base = m == -INFINITY ? 0.f : __fmul_rn(m, p_.scale_log2);
-      factor[r] = m > m_[r] ? exp2_fast(__fmul_rn(m_[r], p_.scale_log2) - base) : 1.f;
+      factor[r] = m > m_[r] ? exp2_approx(__fmul_rn(m_[r], p_.scale_log2) - base) : 1.f;
       l_[r] *= factor[r], m_[r] = m;
     }
     if constexpr (!BOXES) wait_full(GROUP ^ 1, GROUP);  // written by ordinary copies, and read by wgmma here
@@ -211,12 +209,10 @@ class MlaConsumer {
 #pragma unroll 1
     for (int c = tid_; c < rest * 32; c += 128) {
       const int key = from + (c >> 5), piece = c & 31;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                       half + (key >> 3) * 4096 + (piece >> 3) * 1024 + (key & 7) * 128 + (piece & 7) * 16),
-                   "r"(0)
-                   : "memory");
+      st_shared(half + (key >> 3) * 4096 + (piece >> 3) * 1024 + (key & 7) * 128 + (piece & 7) * 16,
+                make_uint4(0, 0, 0, 0));
     }
-    fence_proxy();
+    fence_proxy_async();
     bar_sync(kBarGroup + GROUP, 128);
   }
 
@@ -234,7 +230,7 @@ class MlaConsumer {
       for (int i = 0; i < n; i += 2) {
         start_scores();
         wgmma_wait<0>();
-        hold(s_);
+        wgmma_fence_operand(s_);
         if (i + 2 >= n) arrive(bars_.q_empty());
         mask(work_.first + i);
         softmax(factor);
@@ -257,7 +253,7 @@ class MlaConsumer {
       for (; i + 1 < n; i += 2) {
         start_scores();
         wgmma_wait<0>();  // ptxas would put it before the sums are scaled anyway
-        hold(s_);
+        wgmma_fence_operand(s_);
         if (i + 3 >= n) arrive(bars_.q_empty());
         receive_weights(factor);
         rescale(factor);
@@ -322,20 +318,20 @@ __device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensor
                                               const CUtensorMap& half_map, const CUtensorMap& rotated_map) {
   using S = MlaShape;
   extern __shared__ __align__(1024) uint8_t smem[];
-  uint32_t base;  // volatile: computed once
-  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const uint32_t base = smem_u32_once(smem);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const MlaBars bars{base + S::kBars};
   if (threadIdx.x < S::kSlots * S::kParts) {
     const int i = threadIdx.x;
     mbar_init(bars.full(0, i), BOXES ? 1 : 128);
-    mbar_init(bars.empty(0, i), (i % S::kParts == S::kRotated ? 8 : 4) * kArriving);
-    if (i == 0) mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArriving);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    mbar_init(bars.empty(0, i), (i % S::kParts == S::kRotated ? 8 : 4) * kArrivingLanes);
+    if (i == 0) mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArrivingLanes);
+    fence_mbarrier_init();
   }
-  if (threadIdx.x == 32) prefetch_map(&q_map), prefetch_map(&half_map), prefetch_map(&rotated_map);
+  if (threadIdx.x == 32)
+    prefetch_tensormap(&q_map), prefetch_tensormap(&half_map), prefetch_tensormap(&rotated_map);
   if (warp >= 8) {
-    registers_down<72>();
+    setmaxnreg_dec<72>();
     if (BOXES && warp > 8) {
       bar_sync(0, S::kThreads);
     } else {
@@ -344,7 +340,7 @@ __device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensor
         p.counters[kTicket] = 0, p.counters[kDone] = 0;  // every CTA has taken its last range
     }
   } else {
-    registers_up<216>();
+    setmaxnreg_inc<216>();
     bar_sync(0, S::kThreads);
     uint32_t turn;
     MlaWork work;
@@ -353,7 +349,7 @@ __device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensor
     else
       work = MlaConsumer<T, BOXES, 1>(p, smem, base).run(turn);
     while (work.kind == kMerge) {
-      if ((threadIdx.x & 31) < kArriving) mbar_arrive(bars.q_empty());
+      if ((threadIdx.x & 31) < kArrivingLanes) mbar_arrive(bars.q_empty());
       merge<T>(p, work, smem);
       mbar_wait(bars.q_full(), turn ^= 1);
       work = get_mla_work(smem + S::kWork);

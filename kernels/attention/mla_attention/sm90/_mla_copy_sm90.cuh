@@ -1,7 +1,7 @@
 // The copying warps of latent attention on Hopper: queries, and pages of the latent cache, to shared memory.
 #pragma once
-#include "_mla_hopper_sm90.cuh"
 #include "_mla_work_sm90.cuh"
+#include "sm90/tma.cuh"
 
 #ifdef __CUDACC__
 namespace gm::mla {
@@ -114,7 +114,7 @@ class MlaProducer {
     if (lane_ == 0) {
       put_work(smem_ + S::kWork, work);
       if (reads)
-        mbar_expect(bars_.q_full(), 9 * p_.q_rows * 128);
+        mbar_arrive_expect_tx(bars_.q_full(), 9 * p_.q_rows * 128);
       else
         mbar_arrive(bars_.q_full());
     }
@@ -122,8 +122,8 @@ class MlaProducer {
     // Rows past those of the sequence belong to another one,
     // or are zeros past q; their results are not written.
     if (reads && lane_ < 9)
-      tensor_load_2d(base_ + S::kQ + lane_ * S::kColumns, &q_map_, lane_ * 64,
-                     work.token * p_.heads + work.row0, bars_.q_full());
+      tma_load(base_ + S::kQ + lane_ * S::kColumns, &q_map_, lane_ * 64, work.token * p_.heads + work.row0,
+               bars_.q_full());
     __syncwarp();
   }
 
@@ -151,11 +151,11 @@ class MlaProducer {
       for (int part = 0; part < S::kParts; ++part) {
         const int width = part == S::kRotated ? 1 : 4;  // times 64 elements
         mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
-        if (lane_ == 0) mbar_expect(bars_.full(slot, part), width * S::kColumns);
+        if (lane_ == 0) mbar_arrive_expect_tx(bars_.full(slot, part), width * S::kColumns);
         __syncwarp();
         if (first_key < S::kKeys)
-          box_load(tile + part * S::kHalfBytes + first_key * width * 128,
-                   part == S::kRotated ? &rotated_map_ : &half_map_, part * 4, box.group, box.page,
+          tma_load(tile + part * S::kHalfBytes + first_key * width * 128,
+                   part == S::kRotated ? &rotated_map_ : &half_map_, 0, 0, part * 4, box.group, box.page,
                    bars_.full(slot, part));
         __syncwarp();
       }
@@ -190,10 +190,10 @@ class MlaProducer {
         const int part = columns >> 2, width = part == S::kRotated ? 1 : 4;
         const uint32_t to = tile + part * S::kHalfBytes + (key >> 3) * (width * 1024) + (columns & 3) * 1024 +
                             (key & 7) * 128 + (((piece ^ key) & 7) << 4);
-        copy_16(to, from != nullptr ? from + piece * 16 : p_.cache, from != nullptr ? 16 : 0);
+        cp_async_16(to, from != nullptr ? from + piece * 16 : p_.cache, from != nullptr ? 16 : 0);
       }
 #pragma unroll
-      for (int part = 0; part < S::kParts; ++part) mbar_arrive_after_copies(bars_.full(slot, part));
+      for (int part = 0; part < S::kParts; ++part) cp_async_mbar_arrive(bars_.full(slot, part));
       filled_.pass(slot);
     }
   }

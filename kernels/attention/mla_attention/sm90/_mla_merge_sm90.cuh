@@ -1,7 +1,7 @@
 // What latent attention on Hopper does with its sums: rows of whole contexts go to memory; parts of contexts
 // go to the workspace and, once all are there, from there to memory.
 #pragma once
-#include "_mla_hopper_sm90.cuh"
+#include "attention/sm90/_attention_types_sm90.cuh"
 #include "_mla_work_sm90.cuh"
 
 #ifdef __CUDACC__
@@ -26,21 +26,6 @@ __device__ __forceinline__ void write_lse(const MlaParams& p, const MlaWork& w, 
     p.lse[at.token * p.heads + at.head] = sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
 }
 
-// Four registers that four neighbouring lanes exchange: register i of lane j becomes register j of lane i.
-__device__ __forceinline__ void transpose_quad(uint32_t (&u)[4]) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool high = lane & bit;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int low = bit == 1 ? 2 * i : i;
-      const uint32_t a = u[low], b = u[low + bit], other = __shfl_xor_sync(0xffffffffu, high ? a : b, bit);
-      u[low] = high ? other : a, u[low + bit] = high ? b : other;
-    }
-  }
-}
-
 // 16 rows of a warp, 256 columns from `column`, of a whole context. by: 1 / sum of the weights.
 template <typename T>
 __device__ __forceinline__ void write_rows(const MlaParams& p, const MlaWork& w, const float (&o)[128],
@@ -58,7 +43,7 @@ __device__ __forceinline__ void write_rows(const MlaParams& p, const MlaWork& w,
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         u[i] = packed<T>(o[(j + i) * 4 + r * 2] * by[r], o[(j + i) * 4 + r * 2 + 1] * by[r]);
-      transpose_quad(u);
+      transpose_quad(u, lane);
       if (row < w.rows) *reinterpret_cast<uint4*>(to + j * 8) = make_uint4(u[0], u[1], u[2], u[3]);
     }
   }
@@ -78,12 +63,6 @@ __device__ __forceinline__ void write_part(const MlaParams& p, const MlaWork& w,
     for (int j = 0; j < 32; ++j)
       *reinterpret_cast<float2*>(to + j * 8) = make_float2(o[j * 4 + r * 2], o[j * 4 + r * 2 + 1]);
   }
-}
-
-__device__ __forceinline__ unsigned load_acquire(const unsigned* at) {
-  unsigned v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
 }
 
 // Where part `s` of a context has its sums: the first part ends a range, the others begin one.
@@ -128,7 +107,7 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     const float base = top == -INFINITY ? 0.f : top;
     for (int s = lane; s < w.parts; s += 32) {
-      const float weight = exp2_fast(sums[s].x - base);
+      const float weight = exp2_approx(sums[s].x - base);
       sum += weight * sums[s].y, sums[s].x = weight;
     }
 #pragma unroll
@@ -187,7 +166,7 @@ template <typename T>
 __device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint8_t* smem) {
   unsigned* const arrivals = p.counters + kArrivals + w.first_range;
   if (threadIdx.x == 0) {
-    while (load_acquire(arrivals) < static_cast<unsigned>(w.parts)) {}
+    while (ld_acquire(arrivals) < static_cast<unsigned>(w.parts)) {}
   }
   bar_sync(kBarBoth, 256);
   if (w.rows < w.parts)
@@ -201,9 +180,7 @@ __device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint
 // Says that this CTA's part is in the workspace. By both warpgroups.
 __device__ __forceinline__ void arrive_part(const MlaParams& p, const MlaWork& w) {
   bar_sync(kBarBoth, 256);
-  if (threadIdx.x == 0)
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.counters + kArrivals + w.first_range)
-                 : "memory");
+  if (threadIdx.x == 0) red_inc_release(p.counters + kArrivals + w.first_range);
 }
 
 }  // namespace gm::mla

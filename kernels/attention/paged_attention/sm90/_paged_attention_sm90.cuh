@@ -17,6 +17,7 @@
 #include "attention/sm90/_attention_copy_sm90.cuh"
 #include "attention/sm90/_attention_rows_sm90.cuh"
 #include "attention/sm90/_soft_cap_sm90.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -40,12 +41,12 @@ __device__ __forceinline__ void softmax(float (&s)[64], Rows<D>& rows, float (&f
     most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
     const float m = fmaxf(most[r], rows.m[r]);
     base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2[r]);
-    factor[r] = most[r] > rows.m[r] ? exp2_fast(__fmul_rn(rows.m[r], scale_log2[r]) - base[r]) : 1.f;
+    factor[r] = most[r] > rows.m[r] ? exp2_approx(__fmul_rn(rows.m[r], scale_log2[r]) - base[r]) : 1.f;
     rows.m[r] = m;
   }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    s[i] = exp2_fast(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
+    s[i] = exp2_approx(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
 #pragma unroll
@@ -74,8 +75,8 @@ __device__ __forceinline__ void start_scores(float (&s)[64], uint64_t q, uint64_
   using S = AttentionShape<D>;
 #pragma unroll
   for (int i = 0; i < D / 16; ++i)
-    Wgmma<T, S::kKeys>::scores(s, q + (i >> 2) * (S::kRows * 128 >> 4) + (i & 3) * 2,
-                               k + (i >> 2) * (S::kKeys * 128 >> 4) + (i & 3) * 2, i > 0);
+    Wgmma<T, S::kKeys>::ss(s, q + (i >> 2) * (S::kRows * 128 >> 4) + (i & 3) * 2,
+                           k + (i >> 2) * (S::kKeys * 128 >> 4) + (i & 3) * 2, i > 0);
   wgmma_commit();
 }
 
@@ -84,7 +85,7 @@ __device__ __forceinline__ void start_values(float (&o)[D / 2], const uint32_t (
                                              int add) {
 #pragma unroll
   for (int i = 0; i < AttentionShape<D>::kKeys / 16; ++i)
-    Wgmma<T, D>::values(o, weights[i], v + i * (2048 >> 4), i > 0 ? 1 : add);
+    Wgmma<T, D>::template rs<kMajorMN>(o, weights[i], v + i * (2048 >> 4), i > 0 ? 1 : add);
   wgmma_commit();
 }
 
@@ -98,7 +99,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
   const Bars<D> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tid = threadIdx.x & 127;
   const auto free_slot = [&](uint32_t bar) {
-    if (lane < kArriving) mbar_arrive(bar);
+    if (lane < kArrivingLanes) mbar_arrive(bar);
   };
   if (group == 1) bar_arrive(kBarTurn, 256);  // the first one begins
   int tile = 0;
@@ -110,7 +111,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
     // The warpgroups take turns at tiles of keys, over the same rows.
     const bool shared = work.rows <= p.shared_rows;
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
-    const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
+    const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
     // Scale of the scores, or of the capped ones.
     std::conditional_t<CODES, float[2], SameScale> scale_log2;
@@ -178,31 +179,30 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
     };
     const auto wait_keys = [&](int i) {
       mbar_wait(bars.k_full(tile + i), Bars<D>::parity(tile + i));
-      if constexpr (COPIES == kRowCopies) fence_proxy();
+      if constexpr (COPIES == kRowCopies) fence_proxy_async();
     };
     const auto wait_values = [&](int i) {
       mbar_wait(bars.v_full(tile + i), Bars<D>::parity(tile + i));
-      if constexpr (COPIES == kRowCopies) fence_proxy();
+      if constexpr (COPIES == kRowCopies) fence_proxy_async();
       if (BOXES && i == 0 && work.last_part() && (work.end & (p.box - 1)) != 0) {
         // What follows the last key in its box may be anything, and 0 times that would not be 0.
         const int from = work.end % S::kKeys, rest = p.box - (work.end & (p.box - 1));
         const uint32_t slot = base + S::kV + (tile % S::kStages) * S::kTile + from * 128;
         for (int c = tid; c < rest * (D / 8); c += 128) {
           const int row = c / (D / 8), chunk = c % (D / 8);
-          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                           slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16),
-                       "r"(0)
-                       : "memory");
+          st_shared(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16,
+                    make_uint4(0, 0, 0, 0));
         }
-        fence_proxy();
+        fence_proxy_async();
         bar_sync(kBarGroup + group, 128);
       }
     };
     const auto keys_at = [&](int i) {
-      return tile_descriptor(uniform(base + S::kK + ((tile + i) % S::kStages) * S::kTile), 16);
+      return swizzle128_descriptor(warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kTile));
     };
     const auto values_at = [&](int i) {
-      return tile_descriptor(uniform(base + S::kV + ((tile + i) % S::kStages) * S::kTile), S::kKeys * 128);
+      return swizzle128_descriptor(warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kTile), 1024,
+                                   S::kKeys * 128);
     };
     const auto turn = [&] {
       if (!shared) bar_sync(kBarTurn + group, 256);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
       start_scores<T, D>(s, q, keys_at(i));
       pass();
       wgmma_wait<0>();
-      hold(s);
+      wgmma_fence_operand(s);
       free_slot(bars.k_empty(tile + i));
       weigh(i);
       round_weights<T>(s, weights);
@@ -243,20 +243,20 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
         wgmma_fence();
         start_scores<T, D>(s, q, keys_at(i));
         wait_values(i - step);
-        hold(rows.o);
+        wgmma_fence_operand(rows.o);
         wgmma_fence();
         start_values<T, D>(rows.o, weights, values_at(i - step), add);
         pass();
         wgmma_wait<1>();
-        hold(s);
+        wgmma_fence_operand(s);
         free_slot(bars.k_empty(tile + i));
         weigh(i);
-        hold(s);
+        wgmma_fence_operand(s);
         // Never true: ptxas, which would put the wait before the exponentials,
         // moves it across no such branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
-        hold(rows.o);
+        wgmma_fence_operand(rows.o);
         free_slot(bars.v_empty(tile + i - step));
         if (shared) skip_values(i - 1);
         if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply(const AttentionParams& p, const SoftCap
         rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 2);
       }
       wgmma_wait<0>();
-      hold(rows.o);
+      wgmma_fence_operand(rows.o);
       free_slot(bars.v_empty(tile + i - step));
       if (shared && i - step + 1 < work.count) skip_values(i - step + 1);
     } else {
@@ -315,24 +315,24 @@ __device__ __forceinline__ void paged_attention(const AttentionParams& p, const 
   using S = AttentionShape<D>;
   constexpr bool BOXES = COPIES == kBoxCopies;
   extern __shared__ __align__(1024) uint8_t smem[];
-  uint32_t base;  // volatile: computed once
-  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const uint32_t base = smem_u32_once(smem);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
     const Bars<D> bars{base + S::kBars};
-    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArriving);
+    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArrivingLanes);
     for (int i = 0; i < 2; ++i)
-      mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), (S::kCopying - 1) * kArriving);
+      mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), (S::kCopying - 1) * kArrivingLanes);
     for (int i = 0; i < S::kStages; ++i) {
       mbar_init(bars.k_full(i), BOXES ? 1 : 128), mbar_init(bars.v_full(i), BOXES ? 1 : 128);
-      mbar_init(bars.k_empty(i), 8 * kArriving), mbar_init(bars.v_empty(i), 8 * kArriving);
+      mbar_init(bars.k_empty(i), 8 * kArrivingLanes), mbar_init(bars.v_empty(i), 8 * kArrivingLanes);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
-  after_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   sort_sequences<D>(p, smem);  // begins with a barrier of all threads
   if (warp >= 8) {
-    registers_down<COPIES == kCodeCopies ? 72 : 56>();
+    setmaxnreg_dec<COPIES == kCodeCopies ? 72 : 56>();
     if constexpr (BOXES) {
       if (warp - 8 < S::kCopying) produce_boxes<D>(p, q_map, k_map, v_map, smem, base, warp - 8);
     } else if constexpr (COPIES == kRowCopies) {
@@ -343,7 +343,7 @@ __device__ __forceinline__ void paged_attention(const AttentionParams& p, const 
     if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
       p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has asked for the last time
   } else {
-    registers_up<COPIES == kCodeCopies ? 216 : 224>();
+    setmaxnreg_inc<COPIES == kCodeCopies ? 216 : 224>();
     multiply<T, D, COPIES, CAP>(p, cap, smem, base, warp >> 2);
   }
 }

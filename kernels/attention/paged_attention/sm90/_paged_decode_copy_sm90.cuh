@@ -2,7 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "attention/sm90/_hopper_sm90.cuh"
+#include "attention/sm90/_attention_types_sm90.cuh"
+#include "sm90/ptx.cuh"
 
 namespace gm {
 
@@ -124,12 +125,6 @@ __device__ __forceinline__ KeyPlaces<STEP> find_keys(const DecodeParams& p, cons
   return places;
 }
 
-// The L2 cache reads the 256 bytes around at once: a row of one KV head, or the next ones, which other CTAs
-// copy.
-__device__ __forceinline__ void copy_16_of_row(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
-
 // Copies 16 rows of a page, all of which count.
 template <typename S>
 __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_bytes, uint32_t to) {
@@ -138,7 +133,9 @@ __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_b
   from += in * slot_bytes + c * 16;
 #pragma unroll S::kResident == 1 && S::kScales == 0 ? 4 : 16
   for (int row = 0; row < 16; row += kRows, from += kRows * slot_bytes)
-    copy_16_of_row(to + (row + in) * S::kRow + (c ^ order_of<S>(in) ^ order_of<S>(row)) * 16, from);
+    // The L2 cache fetches 256 bytes: the rest of a row of one KV head, or the rows of the next KV heads, which
+    // other CTAs copy.
+    cp_async_16<256>(to + (row + in) * S::kRow + (c ^ order_of<S>(in) ^ order_of<S>(row)) * 16, from);
 }
 
 // Copies the keys and values of a step, zeros where no key is.
@@ -173,9 +170,9 @@ __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSeq
         const int row = h * 16 + in, key = step * S::kStep + row;
         const bool there = key >= seq.low && key < seq.context;
         const uint32_t at = to + place_of<S>(row, c);
-        copy_16(at, there ? from_k + static_cast<int64_t>(in) * p.k_slot + c * 16 : k, there ? 16 : 0);
-        copy_16(at + S::kTile, there ? from_v + static_cast<int64_t>(in) * p.v_slot + c * 16 : v,
-                there ? 16 : 0);
+        cp_async_16(at, there ? from_k + static_cast<int64_t>(in) * p.k_slot + c * 16 : k, there ? 16 : 0);
+        cp_async_16(at + S::kTile, there ? from_v + static_cast<int64_t>(in) * p.v_slot + c * 16 : v,
+                    there ? 16 : 0);
       }
     }
     return;
@@ -190,8 +187,8 @@ __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSeq
     for (int n = 0; n < kPieces; n += 4) {
       if (n + 4 > kPieces && part >= kPieces - n) break;
       const uint32_t at = to + place_of<S>(lane / 4 + h * 8, n + part);
-      copy_16(at, there ? from_k + (n + part) * 16 : k, there ? 16 : 0);
-      copy_16(at + S::kTile, there ? from_v + (n + part) * 16 : v, there ? 16 : 0);
+      cp_async_16(at, there ? from_k + (n + part) * 16 : k, there ? 16 : 0);
+      cp_async_16(at + S::kTile, there ? from_v + (n + part) * 16 : v, there ? 16 : 0);
     }
   }
 }
@@ -211,12 +208,12 @@ __device__ __forceinline__ void copy_scales(const DecodeParams& p, const DecodeS
     if (h == i) page = places.page[i], slot = places.slot[i];
   if (even) slot += in % 16;
   const bool there = key >= seq.low && key < seq.context;
-  copy_4(to + in * 4,
-         p.k_scale + (there ? page * p.k_scale_block + slot * p.k_scale_slot + head * p.k_scale_head : 0),
-         there);
-  copy_4(to + S::kStep * 4 + in * 4,
-         p.v_scale + (there ? page * p.v_scale_block + slot * p.v_scale_slot + head * p.v_scale_head : 0),
-         there);
+  cp_async_4(to + in * 4,
+             p.k_scale + (there ? page * p.k_scale_block + slot * p.k_scale_slot + head * p.k_scale_head : 0),
+             there ? 4 : 0);
+  cp_async_4(to + S::kStep * 4 + in * 4,
+             p.v_scale + (there ? page * p.v_scale_block + slot * p.v_scale_slot + head * p.v_scale_head : 0),
+             there ? 4 : 0);
 }
 
 // A stretch of steps of one KV head of one sequence.
@@ -236,9 +233,9 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t to,
     if (row >= N) break;
     const int token = row * p.by_group >> 16, head = at.head * p.group + row - token * p.group;
     const char* q = static_cast<const char*>(p.q);
-    copy_16(to + row * S::kQRow + c * 16,
-            row < rows ? q + (at.seq.token + token) * p.q_token + head * p.q_head + c * 16 : q,
-            row < rows ? 16 : 0);
+    cp_async_16(to + row * S::kQRow + c * 16,
+                row < rows ? q + (at.seq.token + token) * p.q_token + head * p.q_head + c * 16 : q,
+                row < rows ? 16 : 0);
   }
 }
 

@@ -96,7 +96,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned* counter = p.counters + first * p.kv_heads + at.head;
-    last = arrive_at(counter) == static_cast<unsigned>(final - first);
+    last = atomic_inc_acq_rel(counter) == static_cast<unsigned>(final - first);
     if (last) *counter = 0;
   }
   __syncthreads();
@@ -136,7 +136,7 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
   for (int i = 0; i < S::kStages; ++i) {
     if (step + i * S::kWarps < stop) copy(step + i * S::kWarps, places[i], ring + i * S::kStage);
     if (i == 0) copy_queries<S, D, N>(p, base + S::kQ, at);
-    copies_commit();
+    cp_async_commit();
   }
   int ahead = step + S::kStages * S::kWarps;  // the next step to be copied
   KeyPlaces<S::kStep> next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
     }
   const bool works = step < stop;
   const int limit = seq.context - seq.queries + 1;
-  copies_wait<S::kStages - 1>();
+  cp_async_wait<S::kStages - 1>();
   __syncthreads();  // Q is there
   CodeQueries<D> queries;
   if constexpr (C::kBytes == 1) queries.load(p, smem + S::kQ, at.head);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
   for (; step < stop; step += S::kWarps) {
     const int key = step * S::kStep;
     const bool whole = key + S::kStep <= limit && (p.window <= 0 || key >= seq.context - p.window);
-    copies_wait<S::kStages - 1>();
+    cp_async_wait<S::kStages - 1>();
     __syncwarp();
     if constexpr (C::kBytes == 1)
       decode_step_codes<D>(sums, queries, tile,
@@ -171,12 +171,12 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
                                          p.window, p.by_group, cap);
     __syncwarp();
     if (ahead < stop) copy(ahead, next, tile);
-    copies_commit();
+    cp_async_commit();
     ahead += S::kWarps;
     next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
     tile = tile + S::kStage == ring + S::kStages * S::kStage ? ring : tile + S::kStage;
   }
-  copies_wait<0>();
+  cp_async_wait<0>();
   finish<C, D, N>(p, smem, sums, at, start, piece_steps, works);
 }
 
@@ -218,7 +218,8 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCa
   const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
   Stretch at;
   at.head = blockIdx.x - piece * p.kv_heads;
-  after_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
   int mine = 0;
   for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)

@@ -2,45 +2,11 @@
 #pragma once
 #include "_paged_decode_copy_sm90.cuh"
 #include "attention/sm90/_soft_cap_sm90.cuh"
+#include "sm90/mma.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                             uint32_t a3, uint32_t b0, uint32_t b1);
-#define GM_MMA(T, TYPE)                                                                                 \
-  template <>                                                                                           \
-  __device__ __forceinline__ void multiply_add<T>(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, \
-                                                  uint32_t a3, uint32_t b0, uint32_t b1) {              \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                          \
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                          \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                        \
-  }
-GM_MMA(__nv_bfloat16, "bf16")
-GM_MMA(__half, "f16")
-#undef GM_MMA
-
-// An 8 by 8 matrix of 16-bit elements, a row in four lanes, transposed.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  uint32_t r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
-  return r;
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
 // Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
 template <int D, int N>
 struct DecodeSums {
@@ -64,14 +30,14 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
 #pragma unroll
   for (int j = 0; j < D / 16; ++j) {
     uint32_t a[4];
-    load_matrices(a, keys + j * 32);
+    ldmatrix_x4(a, keys + j * 32);
 #pragma unroll
     for (int n = 0; n < N / 8; n += 2) {
       uint32_t b[4];  // of 8 rows in the first lanes, of the next 8 in the others; N = 8: the same ones
-      load_matrices(
+      ldmatrix_x4(
           b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
-      multiply_add<T>(s[n][j & 1], a[0], a[1], a[2], a[3], b[0], b[1]);
-      if constexpr (N > 8) multiply_add<T>(s[n + 1][j & 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      Num<T>::mma(s[n][j & 1], a, b[0], b[1]);
+      if constexpr (N > 8) Num<T>::mma(s[n + 1][j & 1], a, b[2], b[3]);
     }
   }
 #pragma unroll
@@ -98,15 +64,15 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
       for (int lanes = 4; lanes < 32; lanes *= 2)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
       const float m = fmaxf(most, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-      factor[n][r] = most > sums.m[n][r] ? exp2_fast(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
+      factor[n][r] = most > sums.m[n][r] ? exp2_approx(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
       grown = grown || most > sums.m[n][r];
       sums.m[n][r] = m;
-      c[r] = exp2_fast(fmaf(c[r], scale_log2, -base));
-      c[r + 2] = exp2_fast(fmaf(c[r + 2], scale_log2, -base));
+      c[r] = exp2_approx(fmaf(c[r], scale_log2, -base));
+      c[r + 2] = exp2_approx(fmaf(c[r + 2], scale_log2, -base));
       sums.l[n][r] = fmaf(sums.l[n][r], factor[n][r], c[r] + c[r + 2]);
     }
-    weights[n][0] = transposed(packed<T>(c[0], c[1]));
-    weights[n][1] = transposed(packed<T>(c[2], c[3]));
+    weights[n][0] = movmatrix_trans(packed<T>(c[0], c[1]));
+    weights[n][1] = movmatrix_trans(packed<T>(c[2], c[3]));
   }
   if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
@@ -119,10 +85,9 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
 #pragma unroll
   for (int i = 0; i < D / 16; ++i) {
     uint32_t a[4];
-    load_transposed(a, values + i * 32);
+    ldmatrix_x4_trans(a, values + i * 32);
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-      multiply_add<T>(sums.o[i][n], a[0], a[1], a[2], a[3], weights[n][0], weights[n][1]);
+    for (int n = 0; n < N / 8; ++n) Num<T>::mma(sums.o[i][n], a, weights[n][0], weights[n][1]);
   }
 }
 
@@ -181,11 +146,11 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       uint32_t a[4];
-      load_matrices(a, tile + place_of<S>(h * 16 + (lane & 15), 2 * j + (lane >> 4)));
+      ldmatrix_x4(a, tile + place_of<S>(h * 16 + (lane & 15), 2 * j + (lane >> 4)));
 #pragma unroll
       for (int i = 0; i < 2 && 2 * j + i < D / 16; ++i) {
-        const uint2 low = decoded(a[2 * i]), high = decoded(a[2 * i + 1]);
-        multiply_add<__half>(s[h][i], low.x, high.x, low.y, high.y, q.q[2 * j + i][0], q.q[2 * j + i][1]);
+        const uint2 low = e4m3_to_f16(a[2 * i]), high = e4m3_to_f16(a[2 * i + 1]);
+        Num<__half>::mma(s[h][i], {low.x, high.x, low.y, high.y}, q.q[2 * j + i][0], q.q[2 * j + i][1]);
       }
     }
   float raised[kKeys] = {};  // log2 of the scales of values, of keys g + 8 i
@@ -199,7 +164,7 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const float of_key = scales[lane / 4 + i * 8];
-      raised[i] = max_or_nan(__log2f(scales[S::kStep + lane / 4 + i * 8]), -126.f);
+      raised[i] = fmax_nan(__log2f(scales[S::kStep + lane / 4 + i * 8]), -126.f);
       c[i][0] *= of_key, c[i][1] *= of_key;
     }
   }
@@ -226,25 +191,25 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
     const float m = fmaxf(most, sums.m[0][r]), base = m == -INFINITY ? 0.f : m;
-    factor[r] = most > sums.m[0][r] ? exp2_fast(sums.m[0][r] - base) : 1.f;
+    factor[r] = most > sums.m[0][r] ? exp2_approx(sums.m[0][r] - base) : 1.f;
     grown = grown || most > sums.m[0][r];
     sums.m[0][r] = m;
     float sum = 0.f;
     if (by_token) {
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        sum += exp2_fast(c[i][r] - base);
-        c[i][r] = exp2_fast(c[i][r] + raised[i] - base);
+        sum += exp2_approx(c[i][r] - base);
+        c[i][r] = exp2_approx(c[i][r] + raised[i] - base);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) sum += c[i][r] = exp2_fast(c[i][r] - base);
+      for (int i = 0; i < kKeys; ++i) sum += c[i][r] = exp2_approx(c[i][r] - base);
     }
     sums.l[0][r] = fmaf(sums.l[0][r], factor[r], sum);
   }
   uint32_t weights[kHalves][2];
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) weights[i / 2][i % 2] = transposed(packed<__half>(c[i][0], c[i][1]));
+  for (int i = 0; i < kKeys; ++i) weights[i / 2][i % 2] = movmatrix_trans(packed<__half>(c[i][0], c[i][1]));
   if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
@@ -256,15 +221,14 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       uint32_t a[4];
-      load_transposed(
+      ldmatrix_x4_trans(
           a, tile + S::kTile + place_of<S>(h * 16 + (lane & 7) + (lane >> 4) * 8, 2 * j + (lane >> 3 & 1)));
 #pragma unroll
       for (int i = 0; i < 2 && 2 * j + i < D / 16; ++i) {
         // A word has two elements of two keys; rows g and g + 8 of the product are elements 2 g and 2 g + 1.
-        const uint2 low = decoded(__byte_perm(a[i], 0, 0x3120)),
-                    high = decoded(__byte_perm(a[i + 2], 0, 0x3120));
-        multiply_add<__half>(sums.o[2 * j + i][0], low.x, low.y, high.x, high.y, weights[h][0],
-                             weights[h][1]);
+        const uint2 low = e4m3_to_f16(__byte_perm(a[i], 0, 0x3120)),
+                    high = e4m3_to_f16(__byte_perm(a[i + 2], 0, 0x3120));
+        Num<__half>::mma(sums.o[2 * j + i][0], {low.x, low.y, high.x, high.y}, weights[h][0], weights[h][1]);
       }
     }
 }

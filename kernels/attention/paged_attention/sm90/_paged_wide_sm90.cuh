@@ -33,6 +33,7 @@ struct AttentionShape<256> {
 
 #include "attention/sm90/_attention_copy_sm90.cuh"
 #include "attention/sm90/_attention_rows_sm90.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
@@ -50,12 +51,12 @@ __device__ __forceinline__ void softmax(float (&s)[32], Rows<D>& rows, float (&f
     most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
     const float m = fmaxf(most[r], rows.m[r]);
     base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-    factor[r] = most[r] > rows.m[r] ? exp2_fast(__fmul_rn(rows.m[r], scale_log2) - base[r]) : 1.f;
+    factor[r] = most[r] > rows.m[r] ? exp2_approx(__fmul_rn(rows.m[r], scale_log2) - base[r]) : 1.f;
     rows.m[r] = m;
   }
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    s[i] = exp2_fast(fmaf(s[i], scale_log2, -base[i >> 1 & 1]));
+    s[i] = exp2_approx(fmaf(s[i], scale_log2, -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
 #pragma unroll
@@ -68,8 +69,8 @@ __device__ __forceinline__ void start_wide_scores(float (&s)[32], uint64_t q, ui
   using S = AttentionShape<256>;
 #pragma unroll
   for (int i = 0; i < 256 / 16; ++i)
-    Wgmma<T, S::kKeys>::scores(s, q + (i >> 2) * (S::kRows * 128 >> 4) + (i & 3) * 2,
-                               k + (i >> 2) * (S::kKeys * 128 >> 4) + (i & 3) * 2, i > 0);
+    Wgmma<T, S::kKeys>::ss(s, q + (i >> 2) * (S::kRows * 128 >> 4) + (i & 3) * 2,
+                           k + (i >> 2) * (S::kKeys * 128 >> 4) + (i & 3) * 2, i > 0);
   wgmma_commit();
 }
 
@@ -82,8 +83,9 @@ __device__ __forceinline__ void start_wide_values(float (&o)[128], const uint32_
   float (&high)[64] = *reinterpret_cast<float (*)[64]>(&o[64]);
 #pragma unroll
   for (int i = 0; i < S::kKeys / 16; ++i) {
-    Wgmma<T, 128>::values(low, weights[i], v + i * (2048 >> 4), i > 0 ? 1 : add);
-    Wgmma<T, 128>::values(high, weights[i], v + (2 * S::kKeys * 128 >> 4) + i * (2048 >> 4), i > 0 ? 1 : add);
+    Wgmma<T, 128>::template rs<kMajorMN>(low, weights[i], v + i * (2048 >> 4), i > 0 ? 1 : add);
+    Wgmma<T, 128>::template rs<kMajorMN>(high, weights[i], v + (2 * S::kKeys * 128 >> 4) + i * (2048 >> 4),
+                                         i > 0 ? 1 : add);
   }
   wgmma_commit();
 }
@@ -119,7 +121,7 @@ __device__ __forceinline__ void produce_wide(const AttentionParams& p, const CUt
       mbar_wait(bars.work_full(round), round >> 1 & 1);
       work = get_work(place);
       __syncwarp();
-      if (lane < kArriving) mbar_arrive(bars.work_empty(round));
+      if (lane < kArrivingLanes) mbar_arrive(bars.work_empty(round));
     }
     const int* row = p.table + work.seq * p.table_row;
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
@@ -139,13 +141,14 @@ __device__ __forceinline__ void produce_wide(const AttentionParams& p, const CUt
         if (i + 1 < work.count) next_page = page_of(--n);
         const uint32_t at = tile % S::kStages, full = fulls + at * 8;
         mbar_wait(empties + at * 8, Bars<D>::parity(tile) ^ 1);
-        if (half == 0 && lane == 0) mbar_expect(full, S::kTile);  // for all; a count below 0 is no harm
+        if (half == 0 && lane == 0)
+          mbar_arrive_expect_tx(full, S::kTile);  // for all; a count below 0 is no harm
         __syncwarp();
         if (copies) {
 #pragma unroll
           for (int h = 0; h < 4; h += 2)
-            tensor_load_4d(slots + at * S::kTile + (h + half) * (S::kKeys * 128), map, (h + half) * 64, slot,
-                           work.head, page, full);
+            tma_load(slots + at * S::kTile + (h + half) * (S::kKeys * 128), map, (h + half) * 64, slot,
+                     work.head, page, full);
         }
         __syncwarp();
       }
@@ -190,7 +193,7 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
   const Bars<D> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tid = threadIdx.x & 127;
   const auto free_slot = [&](uint32_t bar) {
-    if (lane < kArriving) mbar_arrive(bar);
+    if (lane < kArrivingLanes) mbar_arrive(bar);
   };
   if (group == 1) bar_arrive(kBarTurn, 256);  // the first one begins
   int tile = 0;
@@ -202,7 +205,7 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
     // The warpgroups take turns at tiles of keys, over the same rows.
     const bool shared = work.rows <= p.shared_rows;
     const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
-    const uint64_t q = tile_descriptor(uniform(base + row0 * 128), 16);
+    const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
     int limit[2];  // of the keys that the thread's rows see, less its first column
 #pragma unroll
@@ -249,18 +252,19 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
         const uint32_t slot = base + S::kV + (tile % S::kStages) * S::kTile + from * 128;
         for (int c = tid; c < rest * (D / 8); c += 128) {
           const int row = c / (D / 8), chunk = c % (D / 8);
-          store_16(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16,
-                   make_uint4(0, 0, 0, 0));
+          st_shared(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16,
+                    make_uint4(0, 0, 0, 0));
         }
-        fence_proxy();
+        fence_proxy_async();
         bar_sync(kBarGroup + group, 128);
       }
     };
     const auto keys_at = [&](int i) {
-      return tile_descriptor(uniform(base + S::kK + ((tile + i) % S::kStages) * S::kTile), 16);
+      return swizzle128_descriptor(warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kTile));
     };
     const auto values_at = [&](int i) {
-      return tile_descriptor(uniform(base + S::kV + ((tile + i) % S::kStages) * S::kTile), S::kKeys * 128);
+      return swizzle128_descriptor(warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kTile), 1024,
+                                   S::kKeys * 128);
     };
     const auto turn = [&] {
       if (!shared) bar_sync(kBarTurn + group, 256);
@@ -287,7 +291,7 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
       start_wide_scores<T>(s, q, keys_at(i));
       pass();
       wgmma_wait<0>();
-      hold(s);
+      wgmma_fence_operand(s);
       free_slot(bars.k_empty(tile + i));
       weigh(i);
       round();
@@ -301,20 +305,20 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
         wgmma_fence();
         start_wide_scores<T>(s, q, keys_at(i));
         wait_values(i - step);
-        hold(rows.o);
+        wgmma_fence_operand(rows.o);
         wgmma_fence();
         start_wide_values<T>(rows.o, weights, values_at(i - step), add);
         pass();
         wgmma_wait<1>();
-        hold(s);
+        wgmma_fence_operand(s);
         free_slot(bars.k_empty(tile + i));
         weigh(i);
-        hold(s);
+        wgmma_fence_operand(s);
         // Never true: ptxas, which would put the wait before the exponentials,
         // moves it across no such branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
-        hold(rows.o);
+        wgmma_fence_operand(rows.o);
         free_slot(bars.v_empty(tile + i - step));
         if (shared) skip_values(i - 1);
         if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
@@ -336,7 +340,7 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
         rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 2);
       }
       wgmma_wait<0>();
-      hold(rows.o);
+      wgmma_fence_operand(rows.o);
       free_slot(bars.v_empty(tile + i - step));
       if (shared && i - step + 1 < work.count) skip_values(i - step + 1);
     } else {
@@ -346,7 +350,7 @@ __device__ __forceinline__ void multiply_wide(const AttentionParams& p, const So
     }
     tile += work.count;
     end_wide<T>(p, rows, smem, base, group, warp, shared);
-    fence_proxy();  // Q of the next piece comes where results were
+    fence_proxy_async();  // Q of the next piece comes where results were
     __syncwarp();
     free_slot(bars.q_empty());
   }
@@ -359,29 +363,29 @@ __device__ __forceinline__ void paged_wide(const AttentionParams& p, const CUten
   constexpr int D = 256;
   using S = AttentionShape<D>;
   extern __shared__ __align__(1024) uint8_t smem[];
-  uint32_t base;  // volatile: computed once
-  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const uint32_t base = smem_u32_once(smem);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
     const Bars<D> bars{base + S::kBars};
-    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArriving);
+    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArrivingLanes);
     for (int i = 0; i < 2; ++i)
-      mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), (S::kCopying - 1) * kArriving);
+      mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), (S::kCopying - 1) * kArrivingLanes);
     for (int i = 0; i < S::kStages; ++i) {
       mbar_init(bars.k_full(i), 1), mbar_init(bars.v_full(i), 1);
-      mbar_init(bars.k_empty(i), 8 * kArriving), mbar_init(bars.v_empty(i), 8 * kArriving);
+      mbar_init(bars.k_empty(i), 8 * kArrivingLanes), mbar_init(bars.v_empty(i), 8 * kArrivingLanes);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
-  after_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   sort_sequences<D>(p, smem);  // begins with a barrier of all threads
   if (warp >= 8) {
-    registers_down<40>();
+    setmaxnreg_dec<40>();
     produce_wide(p, q_map, k_map, v_map, smem, base, warp - 8);
     if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
       p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has asked for the last time
   } else {
-    registers_up<232>();
+    setmaxnreg_inc<232>();
     multiply_wide<T, CAP>(p, cap, smem, base, warp >> 2);
   }
 }

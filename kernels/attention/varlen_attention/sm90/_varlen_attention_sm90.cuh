@@ -11,9 +11,10 @@
 //  - the pieces of a head are neighbours, so that the CTAs share its keys and values in the L2 cache;
 //  - a batch with less than a pair for each CTA is dealt by single tiles.
 #pragma once
-#include "attention/sm90/_attention_parts_sm90.cuh"
-
 #include <cstdint>
+
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace gm {
 
@@ -196,11 +197,11 @@ __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtenso
         if (i < count) {
           const int t = tile + i, key = piece.key + (count - 1 - i) * S::kKeys;
           mbar_wait(bars.k_empty(t), bars.parity(t) ^ 1);
-          mbar_expect(bars.k_full(t), S::kKeyTile);
+          mbar_arrive_expect_tx(bars.k_full(t), S::kKeyTile);
 #pragma unroll
           for (int h = 0; h < DK / 64; ++h)
-            tensor_load_3d(base + S::kK + t % S::kStages * S::kKeyTile + h * (S::kKeys * 128), &k_map, h * 64,
-                           kv_head, key, bars.k_full(t));
+            tma_load(base + S::kK + t % S::kStages * S::kKeyTile + h * (S::kKeys * 128), &k_map, h * 64,
+                     kv_head, key, bars.k_full(t));
         }
         if (i == 0) {
           mbar_wait(bars.q_empty(), q_parity);
@@ -210,20 +211,19 @@ __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtenso
           if (piece.rows == 0) {
             mbar_arrive(bars.q_full());
           } else {
-            mbar_expect(bars.q_full(), S::kQ);
+            mbar_arrive_expect_tx(bars.q_full(), S::kQ);
 #pragma unroll
             for (int h = 0; h < DK / 64; ++h)
-              tensor_load_3d(base + h * (S::kRows * 128), &q_map, h * 64, piece.head, piece.token,
-                             bars.q_full());
+              tma_load(base + h * (S::kRows * 128), &q_map, h * 64, piece.head, piece.token, bars.q_full());
           }
         } else {
           const int t = tile + i - 1, key = piece.key + (count - i) * S::kKeys;
           mbar_wait(bars.v_empty(t), bars.parity(t) ^ 1);
-          mbar_expect(bars.v_full(t), S::kValueTile);
+          mbar_arrive_expect_tx(bars.v_full(t), S::kValueTile);
 #pragma unroll
           for (int h = 0; h < DV / 64; ++h)
-            tensor_load_3d(base + S::kV + t % S::kStages * S::kValueTile + h * (S::kKeys * 128), &v_map,
-                           h * 64, kv_head, key, bars.v_full(t));
+            tma_load(base + S::kV + t % S::kStages * S::kValueTile + h * (S::kKeys * 128), &v_map, h * 64,
+                     kv_head, key, bars.v_full(t));
         }
       }
     }
@@ -253,33 +253,16 @@ __device__ __forceinline__ void weigh_varlen(float (&s)[64], VarlenRows<DV>& row
     most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
     const float m = fmaxf(most[r], rows.m[r]);
     base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-    factor[r] = most[r] > rows.m[r] ? exp2_fast(__fmul_rn(rows.m[r], scale_log2) - base[r]) : 1.f;
+    factor[r] = most[r] > rows.m[r] ? exp2_approx(__fmul_rn(rows.m[r], scale_log2) - base[r]) : 1.f;
     rows.m[r] = m;
   }
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
-    s[i] = exp2_fast(fmaf(s[i], scale_log2, -base[i >> 1 & 1]));
+    s[i] = exp2_approx(fmaf(s[i], scale_log2, -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) rows.l[r] = fmaf(rows.l[r], factor[r], sum[r]);
-}
-
-// The 4 words of each of 4 neighbouring lanes, transposed.
-__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int a = 0; a < 4; ++a) {
-      if (a & step) continue;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[a] : w[a | step], step);
-      if (upper)
-        w[a] = got;
-      else
-        w[a | step] = got;
-    }
-  }
 }
 
 // Divides the rows by their sums and writes them, and their log-sum-exp. row0: of this thread, in the piece.
@@ -322,12 +305,12 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
   const VarlenBars<S> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tid = threadIdx.x & 127;
   const auto free_slot = [&](uint32_t bar) {
-    if (lane < kArriving) mbar_arrive(bar);
+    if (lane < kArrivingLanes) mbar_arrive(bar);
   };
   const auto turn = [&] { bar_sync(kVarlenTurn + group, 256); };
   const auto pass = [&] { bar_arrive(kVarlenTurn + (group ^ 1), 256); };
   const int mine = group * 64 + warp * 16 + (lane >> 2);
-  const uint64_t q = tile_descriptor(uniform(base + group * 64 * 128), 16);
+  const uint64_t q = swizzle128_descriptor(warp_uniform(base + group * 64 * 128));
   if (group == 1) bar_arrive(kVarlenTurn, 256);  // the first one begins
   int tile = 0;
 #pragma unroll 1
@@ -348,19 +331,20 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
     float s[64], factor[2];
     uint32_t weights[8][4];
     const auto start_scores = [&](int i) {
-      const uint64_t k = tile_descriptor(uniform(base + S::kK + (tile + i) % S::kStages * S::kKeyTile), 16);
+      const uint64_t k =
+          swizzle128_descriptor(warp_uniform(base + S::kK + (tile + i) % S::kStages * S::kKeyTile));
 #pragma unroll
       for (int j = 0; j < DK / 16; ++j)
-        Wgmma<T, S::kKeys>::scores(s, q + (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2,
-                                   k + (j >> 2) * (S::kKeys * 128 >> 4) + (j & 3) * 2, j > 0);
+        Wgmma<T, S::kKeys>::ss(s, q + (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2,
+                               k + (j >> 2) * (S::kKeys * 128 >> 4) + (j & 3) * 2, j > 0);
       wgmma_commit();
     };
     const auto start_values = [&](int i, int add) {
-      const uint64_t v =
-          tile_descriptor(uniform(base + S::kV + (tile + i) % S::kStages * S::kValueTile), S::kKeys * 128);
+      const uint64_t v = swizzle128_descriptor(
+          warp_uniform(base + S::kV + (tile + i) % S::kStages * S::kValueTile), 1024, S::kKeys * 128);
 #pragma unroll
       for (int j = 0; j < S::kKeys / 16; ++j)
-        Wgmma<T, DV>::values(rows.o, weights[j], v + j * (2048 >> 4), j > 0 ? 1 : add);
+        Wgmma<T, DV>::template rs<kMajorMN>(rows.o, weights[j], v + j * (2048 >> 4), j > 0 ? 1 : add);
       wgmma_commit();
     };
     const auto weigh = [&](int i) {
@@ -385,10 +369,10 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
         const uint32_t slot = base + S::kV + tile % S::kStages * S::kValueTile;
         for (int c = tid + from * (DV / 8); c < S::kKeys * (DV / 8); c += 128) {
           const int row = c / (DV / 8), chunk = c % (DV / 8);
-          store_16(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16,
-                   make_uint4(0, 0, 0, 0));
+          st_shared(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16,
+                    make_uint4(0, 0, 0, 0));
         }
-        fence_proxy();
+        fence_proxy_async();
         bar_sync(kVarlenGroup + group, 128);
       }
     };
@@ -400,7 +384,7 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
       start_scores(0);
       pass();
       wgmma_wait<0>();
-      hold(s);
+      wgmma_fence_operand(s);
       free_slot(bars.k_empty(tile));
       weigh(0);
       round_weights();
@@ -412,20 +396,20 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
         wgmma_fence();
         start_scores(i);
         wait_values(i - 1);
-        hold(rows.o);
+        wgmma_fence_operand(rows.o);
         wgmma_fence();
         start_values(i - 1, add);
         pass();
         wgmma_wait<1>();
-        hold(s);
+        wgmma_fence_operand(s);
         free_slot(bars.k_empty(tile + i));
         weigh(i);
-        hold(s);
+        wgmma_fence_operand(s);
         // Never true: ptxas, which would put the wait before the exponentials,
         // moves it across no such branch.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
-        hold(rows.o);
+        wgmma_fence_operand(rows.o);
         free_slot(bars.v_empty(tile + i - 1));
         if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
@@ -446,7 +430,7 @@ __device__ __forceinline__ void multiply_varlen(const VarlenParams& p, uint8_t* 
         rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 2);
       }
       wgmma_wait<0>();
-      hold(rows.o);
+      wgmma_fence_operand(rows.o);
       free_slot(bars.v_empty(tile + count - 1));
     } else {
       free_slot(bars.q_empty());
@@ -463,25 +447,25 @@ __device__ __forceinline__ void varlen_attention(const VarlenParams& p, const CU
                                                  const CUtensorMap& k_map, const CUtensorMap& v_map) {
   using S = VarlenShape<DK, DV>;
   extern __shared__ __align__(1024) uint8_t smem[];
-  uint32_t base;  // volatile: computed once
-  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const uint32_t base = smem_u32_once(smem);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
     const VarlenBars<S> bars{base + S::kBars};
-    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArriving);
+    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArrivingLanes);
     for (int i = 0; i < S::kStages; ++i) {
       mbar_init(bars.k_full(i), 1), mbar_init(bars.v_full(i), 1);
-      mbar_init(bars.k_empty(i), 8 * kArriving), mbar_init(bars.v_empty(i), 8 * kArriving);
+      mbar_init(bars.k_empty(i), 8 * kArrivingLanes), mbar_init(bars.v_empty(i), 8 * kArrivingLanes);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
-  after_previous_kernel();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   sort_varlen<S>(p, smem);  // begins with a barrier of all threads
   if (warp >= 8) {
-    registers_down<40>();
+    setmaxnreg_dec<40>();
     if (warp == 8) copy_varlen<S, DK, DV>(p, q_map, k_map, v_map, smem, base);
   } else {
-    registers_up<232>();
+    setmaxnreg_inc<232>();
     multiply_varlen<T, DK, DV>(p, smem, base, warp >> 2);
   }
 }

@@ -19,29 +19,6 @@
 
 namespace gm {
 
-#define GM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define GM_PRODUCTS_8(T, TYPE) GM_PRODUCT(T, TYPE, 8, "%0, %1, %2, %3", GM_F4, "%4, %5, %6, %7", "%8", "%9")
-#define GM_PRODUCTS_16(T, TYPE) \
-  GM_PRODUCT(T, TYPE, 16, "%0, %1, %2, %3, %4, %5, %6, %7", GM_F8, "%8, %9, %10, %11", "%12", "%13")
-GM_PRODUCTS_8(__nv_bfloat16, "bf16");
-GM_PRODUCTS_8(__half, "f16");
-GM_PRODUCTS_16(__nv_bfloat16, "bf16");
-GM_PRODUCTS_16(__half, "f16");
-
-// 16 bytes to shared memory; or zeros.
-__device__ __forceinline__ void copy_16(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
-__device__ __forceinline__ void copy_16_or_0(uint32_t dst, const void* src, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
-               "r"(there ? 16 : 0)
-               : "memory");
-}
-// An arrival of this thread at a barrier, once all of its copies so far are there.
-__device__ __forceinline__ void arrive_with_copies(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-
 // W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see GroupedCta.  XS, WS,
 // CHAINS, PENDING: as for linear_gemm_ws.
 template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
@@ -54,8 +31,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
   constexpr int kBuffers = PENDING + 1, kChunk = Shape::kChunk, kFirstGiver = SLICES * C - Shape::kGivers;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-  uint32_t base;  // volatile: computed once
-  asm volatile("{\n.reg .u64 a;\ncvta.to.shared.u64 a, %1;\ncvt.u32.u64 %0, a;\n}" : "=r"(base) : "l"(smem));
+  const uint32_t base = smem_u32_once(smem);
   constexpr int kWRing = XS * kXSlot, kGifts = kWRing + WS * kWSlot, kStaging = kGifts + Shape::kExchange,
                 kBars = kStaging + Shape::kStaging, kGiven = kBars + (XS + WS) * 16, kTaken = kGiven + C * 32,
                 kTiles = kTaken + C * 32, kList = kTiles + kTilesAhead * 16;
@@ -69,24 +45,24 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
     const WRing w(base);
     for (int i = 0; i < XS; ++i)
       mbar_init(x.full + i * 8, gather ? kGatherWarps * 32 : 1),
-          mbar_init(x.empty() + i * 8, C * 4 * kArriving);
+          mbar_init(x.empty() + i * 8, C * 4 * kArrivingLanes);
     for (int i = 0; i < WS; ++i)
-      mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArriving);
+      mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArrivingLanes);
     for (int i = 0; i < C * 4; ++i)
       mbar_init(base + kGiven + i * 8, p.gated ? C * SLICES - 1 : max(1, SLICES - 1)),
           mbar_init(base + kTaken + i * 8, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
-  if (!p.early) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (!p.early) griddepcontrol_wait();
   list.make<MT>(p);
   // Not before the wait: what the kernel before this one waited for is there for the kernel after it, too.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  griddepcontrol_launch_dependents();
   const int tiles = list.first[p.experts] * p.blocks;
   constexpr int kWarps = C * SLICES * 4;
   const int rounds = SLICES == 1 ? p.groups : (p.groups + SLICES - 1) / SLICES * SLICES;
 
   if (warp >= kWarps) {
-    registers_down<Shape::kGiven>();
+    setmaxnreg_dec<Shape::kGiven>();
     const int role = warp - kWarps;
     if (role == kGatherWarps) {  // weights, immutable: nothing to wait for but an empty slot
       WRing w(base);
@@ -99,11 +75,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         if (lane == 0)
           *reinterpret_cast<int4*>(smem + kTiles + (count++ % kTilesAhead) * 16) =
               make_int4(tile.expert, tile.block, tile.row, tile.end);
-        uint64_t policy;
-        if (tile.sharers > 1)
-          asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-        else
-          asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const uint64_t policy = tile.sharers > 1 ? l2_evict_normal() : l2_evict_first();
         // A lane copies a block of four tiles of 16 rows, or, where some block is not whole, one such tile.
         const int half = p.tiles16 >> 1;
         const auto begin_of = [&](int b) {
@@ -124,7 +96,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
 #pragma unroll 1
         for (int k = 0; k < p.groups; ++k, from += there * kTile) {
           mbar_wait(w.empty(), w.parity ^ 1);
-          if (lane == 0) mbar_expect(w.full, all);
+          if (lane == 0) mbar_arrive_expect_tx(w.full, all);
           if (bytes > 0) bulk_load(w.slot + to, from, bytes, w.full, policy);
           w.next(base);
         }
@@ -136,7 +108,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         }
       }
     } else if (role < kGatherWarps) {
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      griddepcontrol_wait();
       XRing x(base);
       const int last = gather ? 0 : role;
 #pragma unroll 1
@@ -160,23 +132,24 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
             for (int i = 0; i < kSteps; ++i)
               if (row + i * 8 < count)
                 copy(x.slot + to + i * 1024, from + static_cast<uint64_t>(source[i]) * 16);
-            arrive_with_copies(x.full);
+            cp_async_mbar_arrive(x.full);
             x.next(base);
             from += kXSlotK * 2;
           };
           int h = 0;
 #pragma unroll 1
-          for (; h < p.k / kXSlotK; ++h) copy_slot([](uint32_t dst, const void* src) { copy_16(dst, src); });
+          for (; h < p.k / kXSlotK; ++h)
+            copy_slot([](uint32_t dst, const void* src) { cp_async_16<128>(dst, src); });
           int left = p.k % kXSlotK - piece * 8;
 #pragma unroll 1
           for (; h < p.groups * 2; ++h, left -= kXSlotK)  // the end of a row, and zeros behind it
-            copy_slot([&](uint32_t dst, const void* src) { copy_16_or_0(dst, src, left > 0); });
+            copy_slot([&](uint32_t dst, const void* src) { cp_async_16_or_zeros<128>(dst, src, left > 0); });
         } else if (lane == 0) {
 #pragma unroll 1
           for (int k = 0; k < p.groups * 128; k += kXSlotK) {
             mbar_wait(x.empty(), x.parity ^ 1);
-            mbar_expect(x.full, kXSlot);
-            tensor_load(x.slot, &x_map, k, tile.row, x.full);
+            mbar_arrive_expect_tx(x.full, kXSlot);
+            tma_load(x.slot, &x_map, k, tile.row, x.full);
             x.next(base);
           }
         }
@@ -191,12 +164,12 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         __syncwarp();
       }
     } else if (p.clear) {
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      griddepcontrol_wait();
       for (int64_t row = list.starts[p.experts] + blockIdx.x; row < p.rows; row += gridDim.x)
         for (int n = lane; n < p.out_n; n += 32) static_cast<T*>(p.y)[row * p.out_n + n] = Num<T>::round(0.f);
     }
   } else {
-    registers_up<Shape::kRegisters>();
+    setmaxnreg_inc<Shape::kRegisters>();
     const int group = warp >> 2, slice = group / C, c = group % C, quarter = warp & 3;
     const int owner = p.gated ? 0 : c;  // the block whose warpgroup of slice 0 ends up with the sums
     const bool owns = group == owner;
@@ -213,9 +186,9 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
     WRing w(base, slice);
     const uint32_t my_tile = (c * 4 + quarter) * kTile,
                    staging = base + kStaging + (c * 4 + quarter) * (512 * Shape::kPairs);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    griddepcontrol_wait();
     const auto done_with = [&](uint32_t slot) {
-      if (lane < kArriving) mbar_arrive(slot);
+      if (lane < kArrivingLanes) mbar_arrive(slot);
     };
 #pragma unroll 1
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
@@ -247,11 +220,11 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         for (int s = 0; s < 8; ++s) {
           if (s % 4 == 0) {
             mbar_wait(x.full, x.parity);
-            if (gather) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            rows = swizzled_rows(x.slot);
+            if (gather) fence_proxy_async();
+            rows = swizzle128_descriptor(x.slot);
           }
           wgmma_fence();
-          Product<T, MT>::run(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);
+          Wgmma<T, MT>::rs(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);
           wgmma_commit();
           wgmma_wait<PENDING>();  // the operands of the product before those at work may change
           if (s % 4 == PENDING - 1 && (s > 3 || add != 0)) done_with(last_x);
@@ -260,9 +233,8 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
           if (s == 0) {
             // Not before the codes are in registers:
             // an arrival may overtake loads, so it has to depend on them.
-            uint32_t zero;
-            asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(zero));
-            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArriving) mbar_arrive(w.empty());
+            const uint32_t zero = opaque_zero();
+            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArrivingLanes) mbar_arrive(w.empty());
             w.template next<SLICES>(base);
           }
           if (s == 3 && left > 1) {
@@ -298,10 +270,9 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
           mbar_wait(taken, turn ^ 1);
 #pragma unroll
           for (int f = 0; f < kChunk; ++f)
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(gift(group) + f * 2048),
-                         "f"(sum[(first + f) * 4]), "f"(sum[(first + f) * 4 + 1]),
-                         "f"(sum[(first + f) * 4 + 2]), "f"(sum[(first + f) * 4 + 3])
-                         : "memory");
+            st_shared(gift(group) + f * 2048,
+                      make_float4(sum[(first + f) * 4], sum[(first + f) * 4 + 1], sum[(first + f) * 4 + 2],
+                                  sum[(first + f) * 4 + 3]));
           __syncwarp();
           if (lane == 0) mbar_arrive(given);
           turn ^= 1;
@@ -318,10 +289,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
 #pragma unroll
             for (int f = 0; f < kChunk; ++f) {
               float g[4];
-              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                           : "=f"(g[0]), "=f"(g[1]), "=f"(g[2]), "=f"(g[3])
-                           : "r"(gift(from) + f * 2048)
-                           : "memory");
+              ld_shared(g, gift(from) + f * 2048);
 #pragma unroll
               for (int i = 0; i < 4; ++i) to[f * 4 + i] += g[i];
             }

@@ -5,6 +5,7 @@
 
 #include "experts.h"
 #include "gm_cuda.h"
+#include "sm90/ptx.cuh"
 
 struct MoeQuantizeParams {
   const uint16_t* x;  // tokens [m, k] with rows ldx apart; or gate and up [entries, 2 k]
@@ -22,13 +23,6 @@ struct MoeQuantizeParams {
 namespace {
 
 constexpr int kVector = 8, kThreads = 256, kKept = 4;  // values of 16 bytes; vectors that a thread keeps
-
-// The larger one, NaN if one of them is.
-__device__ __forceinline__ float larger(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
 
 template <bool HALF>
 __device__ __forceinline__ void widen(const uint4& word, float (&v)[kVector]) {
@@ -49,7 +43,7 @@ __device__ __forceinline__ float amax_of(const uint4& word) {
   float v[kVector], amax = 0.f;
   widen<HALF>(word, v);
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) amax = larger(amax, fabsf(v[i]));
+  for (int i = 0; i < kVector; ++i) amax = gm::fmax_nan(amax, fabsf(v[i]));
   return amax;
 }
 
@@ -61,10 +55,8 @@ __device__ __forceinline__ uint2 codes_of(const uint4& word, float scale) {
   uint32_t packed[2] = {};
 #pragma unroll
   for (int i = 0; i < kVector; i += 2) {
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(pair)
-        : "f"(__fdiv_rn(v[i + 1], scale)), "f"(__fdiv_rn(v[i], scale)));
+    const float high = __fdiv_rn(v[i + 1], scale), low = __fdiv_rn(v[i], scale);
+    const uint16_t pair = gm::packed_e4m3(low, high);
     packed[i / 4] |= static_cast<uint32_t>(pair) << (i % 4 * 8);
   }
   return make_uint2(packed[0], packed[1]);
@@ -80,18 +72,9 @@ __device__ __forceinline__ uint4 gated(const uint4& gate, const uint4& up) {
   for (int i = 0; i < kVector; i += 2) {
     const float low = __fdividef(g[i], 1.f + __expf(-g[i])) * u[i],
                 high = __fdividef(g[i + 1], 1.f + __expf(-g[i + 1])) * u[i + 1];
-    if constexpr (HALF)
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r[i / 2]) : "f"(high), "f"(low));
-    else
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r[i / 2]) : "f"(high), "f"(low));
+    r[i / 2] = gm::packed<std::conditional_t<HALF, __half, __nv_bfloat16>>(low, high);
   }
   return make_uint4(r[0], r[1], r[2], r[3]);
-}
-
-__device__ __forceinline__ void wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Behind the wait: the launch after this one may then read what the launches before this one wrote.
-__device__ __forceinline__ void allow_next() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Calls each(place, expert) for the entries of a token that an expert of this rank has.
@@ -117,11 +100,12 @@ __device__ __forceinline__ void over_places(const MoeQuantizeParams& p, int64_t 
 __device__ __forceinline__ float largest(float amax) {
   __shared__ float maxima[kThreads / 32];
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  for (int step = 16; step > 0; step /= 2)
+    amax = gm::fmax_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
   if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = amax;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) amax = larger(amax, maxima[i]);
+  for (int i = 0; i < kThreads / 32; ++i) amax = gm::fmax_nan(amax, maxima[i]);
   return amax;
 }
 
@@ -131,8 +115,9 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
   const int vectors = p.k / kVector;
   int64_t row = blockIdx.x;
   if constexpr (GATED) {
-    wait();
-    allow_next();
+    gm::griddepcontrol_wait();
+    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    gm::griddepcontrol_launch_dependents();
     row = __ldcg(p.inverse + blockIdx.x);
     if (row < 0) return;
   }
@@ -151,11 +136,11 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
     kept[i] = at < vectors ? vector_at(at) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) amax = larger(amax, amax_of<HALF>(kept[i]));
+  for (int i = 0; i < kKept; ++i) amax = gm::fmax_nan(amax, amax_of<HALF>(kept[i]));
 #pragma unroll 1
   for (int at = threadIdx.x + kKept * kThreads; at < vectors; at += kThreads)
-    amax = larger(amax, amax_of<HALF>(vector_at(at)));
-  const float scale = __fdiv_rn(larger(largest(amax), 1e-10f), 448.f);
+    amax = gm::fmax_nan(amax, amax_of<HALF>(vector_at(at)));
+  const float scale = __fdiv_rn(gm::fmax_nan(largest(amax), 1e-10f), 448.f);
   const auto write = [&](int64_t place) {
     uint2* to = reinterpret_cast<uint2*>(p.codes + place * p.k);
 #pragma unroll
@@ -171,8 +156,9 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
   if constexpr (GATED) {
     write(row);
   } else {
-    wait();
-    allow_next();
+    gm::griddepcontrol_wait();
+    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    gm::griddepcontrol_launch_dependents();
     over_places(p, row, [&](int place, int) { write(place); });
   }
 }
@@ -188,8 +174,9 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
   uint4 word = make_uint4(0, 0, 0, 0);
   int64_t row = item;
   if constexpr (GATED) {
-    wait();
-    allow_next();
+    gm::griddepcontrol_wait();
+    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    gm::griddepcontrol_launch_dependents();
     row = item < p.m ? __ldcg(p.inverse + item) : -1;
     if (here && row >= 0) {
       const uint4* gate = reinterpret_cast<const uint4*>(p.x + row * p.ldx + column);
@@ -200,8 +187,8 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
   }
   float amax = amax_of<HALF>(word);
 #pragma unroll
-  for (int step = 8; step > 0; step /= 2) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  const float scale = __fdiv_rn(larger(amax, 1e-4f), 448.f);
+  for (int step = 8; step > 0; step /= 2) amax = gm::fmax_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  const float scale = __fdiv_rn(gm::fmax_nan(amax, 1e-4f), 448.f);
   const uint2 codes = codes_of<HALF>(word, scale);
   const auto write = [&](int place, int expert) {
     if (here) *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(place) * p.k + column) = codes;
@@ -214,8 +201,9 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
   if constexpr (GATED) {
     if (row >= 0) write(static_cast<int>(row), __ldcg(p.ids + item));
   } else {
-    wait();
-    allow_next();
+    gm::griddepcontrol_wait();
+    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    gm::griddepcontrol_launch_dependents();
     if (item < p.m) over_places(p, item, write);
   }
 }

@@ -50,8 +50,7 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
   const Params& p = g.one;
   const bool leads = (threadIdx.x & 31) == 0;
   Ring<S> ring(base, p.slots);
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  const uint64_t policy = l2_evict_normal();
   struct Place {
     int w, m, scales, bytes;
   };
@@ -61,11 +60,11 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
     return Place{tile.expert * p.n + tile.n, tile.m, column, min(S::kTileM, p.x_pitch - column) * 4};
   };
   const auto load_w = [&](const Ring<S>& r, const Place& at, int k) {
-    mbar_expect(r.full, S::kA + S::kB + (S::kBlocks ? at.bytes : 0));
-    tensor_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, at.w, r.full);
+    mbar_arrive_expect_tx(r.full, S::kA + S::kB + (S::kBlocks ? at.bytes : 0));
+    tma_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, at.w, r.full);
   };
   const auto load_x = [&](const Ring<S>& r, const Place& at, int k) {
-    tensor_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, at.m, r.full);
+    tma_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, at.m, r.full);
     if constexpr (S::kBlocks)
       bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + at.scales, at.bytes, r.full,
                 policy);
@@ -79,7 +78,7 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
 #pragma unroll 1
       for (int i = 0; i < ahead; ++i, w_ring.next()) load_w(w_ring, at, i);
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    griddepcontrol_wait();
 #pragma unroll 1
     for (; k < ahead; ++k, ring.next())
       if (leads) load_x(ring, at, k);
@@ -103,7 +102,7 @@ template <typename T, class S>
 __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUtensorMap& w_map,
                                                 const CUtensorMap& x_map) {
   using Sum = typename T::Sum;
-  using Operands = std::conditional_t<S::kPlain, typename T::Plain, T>;
+  using Operands = typename T::template Operands<S::kPlain>;
   static_assert(!kIntegers<Sum>);
   constexpr int kSums = S::kSums;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -120,18 +119,18 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
       mbar_init(ring.full + i * 8, 1);
       mbar_init(ring.empty() + i * 8, S::kWarpgroups * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
   }
   list.make<S::kTileM>(g.list);
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  griddepcontrol_launch_dependents();
   const int all = list.first[g.list.experts] * g.list.blocks;
 
   if (warp >= S::kWarpgroups * 4) {
-    if constexpr (S::kGives) registers_down<40>();
+    if constexpr (S::kGives) setmaxnreg_dec<40>();
     if (warp == S::kWarpgroups * 4) produce_experts<S>(g, list, &w_map, &x_map, base, all);
     return;
   }
-  if constexpr (S::kGives) registers_up<232>();
+  if constexpr (S::kGives) setmaxnreg_inc<232>();
   const int warpgroup = warp >> 2;
   const int rows = warpgroup * 64 * S::kHalves,
             my_rows = (warp & 3) * 16;  // of A: the warpgroup's, the warp's in 64
@@ -151,7 +150,7 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
       for (int h = 0; h < kScales; ++h) scales[h].load(p, w_row(tile, h), 0);
     }
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  griddepcontrol_wait();
   const auto release = [&](uint32_t empty) {
     __syncwarp();
     if (lane == 0) mbar_arrive(empty);
@@ -172,10 +171,11 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
     Sum sums[S::kHalves][kSums] = {};
     // The products of one slot with 64 rows of A, as a group of their own.
     const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h) {
-      const uint64_t a = swizzled_rows(r.a + (rows + h * 64) * kBlockK), b = swizzled_rows(r.b);
+      const uint64_t a = swizzle128_descriptor(r.a + (rows + h * 64) * kBlockK),
+                     b = swizzle128_descriptor(r.b);
       wgmma_fence();
 #pragma unroll
-      for (int s = 0; s < 4; ++s) Product<Operands, S::kColumns>::run(d, a + s * 2, b + s * 2, s > 0 ? 1 : 0);
+      for (int s = 0; s < 4; ++s) Wgmma<Operands, S::kColumns>::ss(d, a + s * 2, b + s * 2, s > 0 ? 1 : 0);
       wgmma_commit();
     };
     if constexpr (S::kHalves > 1) {
@@ -193,9 +193,9 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
             factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
           }
           wgmma_wait<0>();
-          hold(part);
+          wgmma_fence_operand(part);
           promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, first_row[h], ring.scales);
-          hold(sums[h]);
+          wgmma_fence_operand(sums[h]);
         }
         release(ring.empty());
         ring.next();
@@ -214,9 +214,9 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
         ring.next();
       };
       const auto add = [&](int set) {
-        hold(part[set]);
+        wgmma_fence_operand(part[set]);
         promote<S>(p, sums[0], part[set], scales[0], factors[set], k, first_row[0], x_scales);
-        hold(sums[0]);  // before the next products change d
+        wgmma_fence_operand(sums[0]);  // before the next products change d
         release(behind);
         behind += 8, x_scales += S::kScales;
         if (behind == end_of_empty) behind -= slots * 8, x_scales -= slots * S::kScales;

@@ -1,0 +1,45 @@
+// Types of the output and of the queries of attention.
+#pragma once
+#include "sm90/ptx.cuh"
+
+#ifdef __CUDACC__
+#include <type_traits>
+
+namespace gm {
+
+// Two floats rounded to the dtype of the output, which may be known only at run time: fp16 or bf16, by p.bf16.
+struct EitherHalf {};
+template <typename T, typename P>
+__device__ __forceinline__ uint32_t packed_as(const P& p, float low, float high) {
+  if constexpr (std::is_same_v<T, EitherHalf>)
+    return p.bf16 ? packed<__nv_bfloat16>(low, high) : packed<__half>(low, high);
+  else
+    return packed<T>(low, high);
+}
+template <typename T>
+struct Stored {
+  using type = T;
+};
+template <>
+struct Stored<EitherHalf> {
+  using type = uint16_t;
+};
+
+// Two elements of q as float32.
+__device__ __forceinline__ float2 unpacked(uint32_t pair, bool bf16) {
+  return bf16 ? make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u))
+              : __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+// Queries over codes become fp16. A row is multiplied by a power of two first that brings its largest element
+// to 2^14 .. 2^15, as far as float32 has one, so that all of bf16's range that counts is kept.
+struct RowPower {
+  float factor, back;
+  explicit __device__ __forceinline__ RowPower(float largest) {
+    const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+    const uint32_t field = static_cast<uint32_t>(min(127 + 14 - exponent, 253));
+    factor = __uint_as_float(field << 23), back = __uint_as_float((254 - field) << 23);
+  }
+};
+
+}  // namespace gm
+#endif
