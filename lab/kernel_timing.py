@@ -111,8 +111,8 @@ def compare(
     rounds: int,
     seconds: float,
     peers: dict[str, Calls] | None = None,
-) -> tuple[dict[str, list[float]], dict[str, float], dict[str, float]]:
-    """Samples and medians in microseconds, and the difference of each output from the first kernel's, by label.
+) -> dict[str, dict[str, Any]]:
+    """ "us", the medians, and "samples", in microseconds, and "difference" of each output from the first kernel's, by label.
 
     calls_of: the calls of a kernel with changes to its configuration, which write `out`. peers: calls that are timed beside them.
     """
@@ -132,8 +132,15 @@ def compare(
     graphs.settle(seconds)
     samples = graphs.samples(rounds)
     first = outputs[kernels[0]]
-    return (
-        {label: [round(time, 2) for time in times] for label, times in samples.items()},
-        {label: round(median(times), 2) for label, times in samples.items()},
-        {label: float((output - first).norm() / first.norm()) for label, output in outputs.items()},
-    )
+    return {
+        "us": {label: round(median(times), 2) for label, times in samples.items()},
+        "difference": {
+            label: float((output - first).norm() / first.norm()) for label, output in outputs.items()
+        },
+        "samples": {label: [round(time, 2) for time in times] for label, times in samples.items()},
+    }
+
+
+def rates(work: int, us: Mapping[str, float], unit: float = 1e6, digits: int = 1) -> dict[str, float]:
+    """Work per time by label: operations as TFLOP/s, bytes as TB/s."""
+    return {label: round(work / time / unit, digits) for label, time in us.items()}

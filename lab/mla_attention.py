@@ -17,7 +17,7 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.mla_attention.op import OP
 from lab.gpu_graphs import DEVICE, cold_count, floor_us
-from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program
+from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program, rates
 
 KERNELS = "mla_attention_sm90,mla_attention_sm90_whole,mla_attention_triton_split"
 LATENT, DIM = 512, 576
@@ -114,18 +114,16 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     """The row of a case: samples and medians in microseconds, TFLOP/s, and the ratio of each kernel to the first one."""
     case = CASES[name]
     inputs = Inputs(case)
-    samples, us, difference = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds)
+    found = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds)
     return {
         "case": name,
         "problem": str(inputs.problem),
         "copies": len(inputs.sets),
         "flops": case.flops,
         "bytes": case.bytes,
-        "us": us,
-        "tflops": {label: round(case.flops / value / 1e6, 1) for label, value in us.items()},
-        "tbps": {label: round(case.bytes / value / 1e6, 2) for label, value in us.items()},
-        "difference": difference,
-        "samples": samples,
+        "tflops": rates(case.flops, found["us"]),
+        "tbps": rates(case.bytes, found["us"], digits=2),
+        **found,
     }
 
 

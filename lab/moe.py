@@ -191,7 +191,7 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     if not kernels:
         raise ValueError(f"{name}: no kernel runs it: {refused}")
     inputs = Inputs(case)
-    samples, us, difference = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds)
+    found = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds)
     read = inputs.distinct * inputs.expert_bytes + 4 * case.tokens * case.hidden
     flops = 6 * case.tokens * case.top_k // case.ranks * case.hidden * case.inner
     rate = MATRIX_FLOOR if QuantScheme.parse(case.scheme).activation is None else MATRIX_FLOOR_8_BITS
@@ -206,9 +206,7 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
         "fullest_expert": inputs.fullest,
         "read_floor_us": round(read / READ_FLOOR, 2),
         "matrix_floor_us": round(flops / rate, 2),
-        "us": us,
-        "difference": difference,
-        "samples": samples,
+        **found,
     }
 
 

@@ -17,7 +17,7 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.paged_attention.op import OP
 from lab.gpu_graphs import DEVICE, cold_count
-from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program
+from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program, rates
 
 KERNELS = "paged_attention_sm90,paged_attention_triton_split"
 
@@ -252,18 +252,14 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     inputs = Inputs(case)
     peer = cudnn_calls(case)
     peers = {} if peer is None else {"cudnn_contiguous": peer}
-    samples, us, difference = compare(
-        kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds, peers
-    )
+    found = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds, peers)
     return {
         "case": name,
         "problem": str(inputs.problem),
         "copies": len(inputs.sets),
         "flops": case.flops,
-        "us": us,
-        "tflops": {label: round(case.flops / value / 1e6, 1) for label, value in us.items()},
-        "difference": difference,
-        "samples": samples,
+        "tflops": rates(case.flops, found["us"]),
+        **found,
     }
 
 

@@ -71,13 +71,13 @@ def timed(case: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     m, v = int(rows), int(vocabulary)
     arguments = inputs(m, v, kind, min(32, cold_count(4 * m * v)))
     out = torch.empty(m, dtype=torch.int64, device=DEVICE)
-    samples, us, _ = compare(kernels, sweep, partial(calls_of, arguments, out), out, rounds, seconds)
+    found = compare(kernels, sweep, partial(calls_of, arguments, out), out, rounds, seconds)
     return {
         "case": case,
         "copies": len(arguments),
         "floor": 0.0 if DEVICE == "cpu" else round(floor_us(4 * m * v)[0], 2),
-        "us": us,
-        "samples": samples,
+        "us": found["us"],
+        "samples": found["samples"],
     }
 
 

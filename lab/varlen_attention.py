@@ -12,7 +12,6 @@ values of the heads. The expanded forms gather the latents of cached tokens and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -24,7 +23,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.mla_attention import op as mla_attention
 from gristmill.kernels.attention.varlen_attention.op import OP
 from lab.gpu_graphs import DEVICE, cold_count
-from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program
+from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program, rates
 
 KERNELS = "varlen_attention_sm90,varlen_attention_triton"
 MATRIX_TFLOPS = 785.0
@@ -225,27 +224,21 @@ def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, secon
     """The row of a case: samples and medians in microseconds, TFLOP/s of un-absorbed attention, and the difference of the kernels."""
     case = CASES[name]
     inputs = Inputs(case)
-    peers: dict[str, list[Callable[[], Any]]] = Layer(inputs, kernels[0]).calls()
+    peers = Layer(inputs, kernels[0]).calls()
     cudnn = cudnn_calls(inputs)
-    if cudnn is not None:
-        peers["cudnn"] = cudnn
-    samples, us, difference = compare(
-        kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds, peers
-    )
+    peers |= {} if cudnn is None else {"cudnn": cudnn}
+    found = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds, peers)
+    attention = {
+        label: us for label, us in found["us"].items() if not {"absorbed", "form"} & {*label.split("_")}
+    }
     return {
         "case": name,
         "problem": str(inputs.problem),
         "copies": len(inputs.sets),
         "flops": case.flops,
         "floor_us": round(case.flops / MATRIX_TFLOPS / 1e6, 2),
-        "us": us,
-        "tflops": {
-            label: round(case.flops / value / 1e6, 1)
-            for label, value in us.items()
-            if "absorbed" not in label and "form" not in label
-        },
-        "difference": difference,
-        "samples": samples,
+        "tflops": rates(case.flops, attention),
+        **found,
     }
 
 
