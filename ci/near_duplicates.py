@@ -1,17 +1,22 @@
-"""Find duplicated code: runs of LINES or more equal lines of code, without comments and blank lines.
+"""Find duplicated code in Python, C++, CUDA and HIP: runs of equal tokens over at least LINES lines of code.
 
     python ci/near_duplicates.py
 
-Parameter lists repeat by design and are left out: the parameters of a ``def`` are the declaration of an
-operation, which tests/test_types.py compares. KNOWN lists accepted pairs, each with its reason.
+Tokens are compared, so that neither line breaks nor comments hide a copy. Runs of short lines (lists, arguments by name: fewer than
+TOKENS tokens) count from MANY lines on. Left out are docstrings, imports and preprocessor lines, and in `kernels/` declarations and the
+parameters of a ``def``: launchers and references take the arguments that their operation declares.
+ACCEPTED and TO_REMOVE list the known ones: patterns of two files, each with its reason. An entry that matches nothing is an error, so
+that TO_REMOVE only shrinks.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
 
@@ -22,76 +27,131 @@ FOLDERS = (
     "kernels",
     "autotune",
     "runtime",
+    "integrations",
     "tools",
     "bench",
     "lab",
     "ci",
     "src/gristmill",
 )
-LINES = 12
+NATIVE = (".c", ".cpp", ".cu", ".cuh", ".h", ".hip")
+LINES, MANY, TOKENS, WINDOW = 8, 12, 50, 24
 _TILE_PRODUCT = "the call of the tile product: the arguments of a jitted function are passed one by one"
-KNOWN = {
-    ("kernels/linear/triton.py", "kernels/moe/grouped_linear/triton.py"): _TILE_PRODUCT,
-    ("kernels/linear/triton.py", "kernels/linear/w_triton_atomic.py"): _TILE_PRODUCT,
-    ("kernels/linear/w_triton_atomic.py", "kernels/moe/grouped_linear/triton.py"): _TILE_PRODUCT,
+_FORMAT = "readers of one format: each has the same parameters"
+_FAMILY = "a model family is one file, which states its layers and what their calls take"
+ACCEPTED = {
+    ("kernels/linear/*triton*.py", "kernels/linear/*triton*.py"): _TILE_PRODUCT,
+    ("kernels/linear/*triton*.py", "kernels/moe/*triton.py"): _TILE_PRODUCT,
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),
+    ("kernels/sampling/sample_cpu.py", "kernels/sampling/sample_sm90.py"): (
+        "arguments of two entries that begin with the same pointers"
+    ),
+    ("kernels/kv_cache/*triton.py", "kernels/rope/*triton.py"): "the configurations of one tile of heads",
+    ("kernels/*_cpu.cpp", "kernels/*_cpu.cpp"): (
+        "entries that fill a job from their arguments, and loops that differ in the layout of x"
+    ),
+    ("quant/formats/_compressed_tensors.py", "quant/formats/_compressed_tensors.py"): _FORMAT,
+    ("quant/formats/contract.py", "quant/formats/gguf.py"): _FORMAT,
+    ("runtime/models/*.py", "runtime/models/*.py"): _FAMILY,
+    ("integrations/sglang/*.py", "integrations/vllm/*.py"): (
+        "what both hosts prescribe; neither host can import the other's classes"
+    ),
 }
-"""Pairs of files, each sorted, and why their duplication is accepted."""
+TO_REMOVE = {
+    ("kernels/attention/*sm90*", "kernels/attention/*sm90*"): "one template of the attention loop",
+    (
+        "kernels/linear/*sm90*",
+        "kernels/linear/*sm90*",
+    ): "one launch of all schedules",
+    (
+        "kernels/linear/*sm90*",
+        "kernels/moe/*sm90*",
+    ): "linear and experts share entry, quantizer and main loop",
+    ("runtime/engine.py", "runtime/llm.py"): "the options of an engine as one object",
+    ("autotune/bound.py", "kernel_registry/plan.py"): "one function that makes an entry of a plan",
+}
+"""Patterns of two files, in this order, and why their duplication is accepted, or what removes it."""
+
+TOKEN = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|\w+|[^\w\s]")
+COMMENT = re.compile(
+    r"\"(?:\\.|[^\"\\\n])*\"|/\*.*?\*/|//[^\n]*|^[ \t]*#(?:\\\n|[^\n])*", re.DOTALL | re.MULTILINE
+)
 
 Place = tuple[str, int]
+Tokens = list[tuple[int, str]]
 
 
-def code(text: str) -> list[tuple[int, str]]:
-    """(number, line) of the lines of code of a Python file: no docstring, comment, import, or parameter list."""
+def python_code(text: str, kernels: bool) -> str:
+    """A Python file without comments, docstrings and imports, and in kernels without parameters and declarations; its lines keep their numbers."""
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and kernels:
             left_out.update(range(node.lineno, node.body[0].lineno))
+        if isinstance(node, ast.Call) and kernels and ast.unparse(node.func) in ("Kernel", "Op"):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if isinstance(node, ast.Import | ast.ImportFrom) or (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         ):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    lines = (re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
+    return "\n".join("" if number in left_out else line for number, line in enumerate(lines, 1))
+
+
+def native_code(text: str) -> str:
+    """A C++ file without comments and preprocessor lines; its lines keep their numbers."""
+    return COMMENT.sub(lambda found: found[0] if found[0][0] == '"' else "\n" * found[0].count("\n"), text)
+
+
+def tokens(name: str, text: str) -> Tokens:
+    """(line, token) of the code of a file."""
+    code = python_code(text, name.startswith("kernels/")) if name.endswith(".py") else native_code(text)
     return [
-        (number, line)
-        for number, line in lines
-        if number not in left_out and any(c.isalnum() for c in line) and not line.startswith("#")
+        (number, token) for number, line in enumerate(code.splitlines(), 1) for token in TOKEN.findall(line)
     ]
 
 
 def runs(files: dict[str, str]) -> Iterator[tuple[Place, Place, int]]:
-    """(place, place, lines) of every longest run of equal lines of code."""
-    lines = {name: code(text) for name, text in files.items()}
-    windows: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
-    for name, body in lines.items():
-        for at in range(len(body) - LINES + 1):
-            windows[tuple(line for _, line in body[at : at + LINES])].append((name, at))
+    """(place, place, lines of code) of every longest run of equal tokens that is long enough."""
+    read = {name: tokens(name, text) for name, text in files.items()}
+    windows: dict[tuple[str, ...], list[Place]] = defaultdict(list)
+    for name, body in read.items():
+        for at in range(len(body) - WINDOW + 1):
+            windows[tuple(token for _, token in body[at : at + WINDOW])].append((name, at))
     pairs = {pair for places in windows.values() for pair in combinations(places, 2)}
     for (left, i), (right, j) in sorted(pairs):
-        if ((left, i - 1), (right, j - 1)) in pairs:
-            continue  # the run began earlier
-        length = LINES
-        while ((left, i + length - LINES + 1), (right, j + length - LINES + 1)) in pairs:
+        if ((left, i - 1), (right, j - 1)) in pairs or (left == right and j < i + WINDOW):
+            continue  # the run began earlier, or a table repeats itself
+        length = WINDOW
+        while ((left, i + length - WINDOW + 1), (right, j + length - WINDOW + 1)) in pairs:
             length += 1
-        yield (left, lines[left][i][0]), (right, lines[right][j][0]), length
+        lines = min(
+            len({line for line, _ in read[name][at : at + length]}) for name, at in ((left, i), (right, j))
+        )
+        if lines >= MANY or (lines >= LINES and length >= TOKENS):
+            yield (left, read[left][i][0]), (right, read[right][j][0]), lines
 
 
 def main() -> int:
-    """Print the runs that KNOWN does not list, and its unused entries; 1 if there are any."""
+    """Print the runs that no entry lists, and the entries that list none; 1 if there are any."""
     files: dict[str, str] = {}
     for folder in FOLDERS:
-        paths = (ROOT / folder).glob("*.py") if folder.startswith("src/") else (ROOT / folder).rglob("*.py")
-        files |= {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
-    wrong, unused = 0, dict(KNOWN)
-    for (left, i), (right, j), length in runs(dict(sorted(files.items()))):
-        unused.pop((left, right), None)
-        if (left, right) not in KNOWN:
+        paths = (ROOT / folder).glob("*.py") if folder.startswith("src/") else (ROOT / folder).rglob("*")
+        for path in paths:
+            if path.suffix in (".py", *NATIVE):
+                files[str(path.relative_to(ROOT))] = path.read_text(encoding="utf-8")
+    wrong, unused = 0, {**ACCEPTED, **TO_REMOVE}
+    known = [*unused]
+    for (left, i), (right, j), lines in runs(dict(sorted(files.items()))):
+        listed = [pair for pair in known if fnmatchcase(left, pair[0]) and fnmatchcase(right, pair[1])]
+        for pair in listed:
+            unused.pop(pair, None)
+        if not listed:
             wrong += 1
-            print(f"{left}:{i} and {right}:{j}: {length} equal lines")
+            print(f"{left}:{i} and {right}:{j}: {lines} equal lines")
     for pair in unused:
-        print(f"{' and '.join(pair)} no longer repeat each other: delete the entry of KNOWN")
+        print(f"{' and '.join(pair)} no longer repeat each other: delete the entry")
     return 1 if wrong or unused else 0
 
 
