@@ -13,11 +13,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gristmill.quant import quantize
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats import open_format
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import pack
 from gristmill.runtime.loader.config import open_checkpoint
-from gristmill.runtime.loader.weights import Weights
 from lab.loading_cases import Made
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
+from gristmill.quant.formats import contract
 from gristmill.runtime.errors import ConfigError
 
 
@@ -127,29 +128,10 @@ class ModelConfig:
         return moe is not None and layer >= moe.first_dense and layer not in moe.dense_layers
 
 
-class Fields:
-    """Typed access to a JSON object. Errors name the file, the entry, the expected value and the given one."""
+class Fields(contract.Fields):
+    """Typed access to the entries of config.json. Errors (ConfigError) name the file, the entry, the expected value and the given one."""
 
-    def __init__(self, data: Mapping[str, Any], origin: str) -> None:
-        self.data = data
-        self.origin = origin
-
-    def get(
-        self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None
-    ) -> Any:
-        """The entry; `default` if it is absent or null. ConfigError if there is no default, or the entry has another type."""
-        value = self.data.get(name)
-        if value is None:
-            if default is ...:
-                raise ConfigError(f"{self.origin}: entry {name!r} is missing")
-            return default
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            expected = " or ".join(k.__name__ for k in kinds)
-            raise ConfigError(f"{self.origin}: entry {name!r} must be {expected}, got {value!r}")
-        if least is not None and isinstance(value, int | float) and value < least:
-            raise ConfigError(f"{self.origin}: entry {name!r} must be at least {least}, got {value!r}")
-        return value
+    error = ConfigError
 
     def size(self, name: str, default: Any = ...) -> Any:
         """A positive integer."""

@@ -7,18 +7,16 @@ for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gristmill.kernel_registry.policy import Policy
-from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint, NoTokenizerError
 from gristmill.runtime.completion import (
     Chunk,
@@ -32,18 +30,29 @@ from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.integers import as_integer, as_prompt, described, integers, is_integers
-from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.models import Model
 from gristmill.runtime.ownership import STREAMED
 from gristmill.runtime.parallel.driver import ParallelRunner, RemoteModel
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.structured_output import Grammar, GrammarCompiler
 from gristmill.runtime.tokenizer import Tokenizer
 
+P = ParamSpec("P")
 Prompt = str | Sequence[int] | Tensor | NDArray[np.integer[Any]]
 """Text, or token ids: a list, or an array or tensor of one dimension."""
+
+
+def _with_arguments_of(
+    engine: Callable[P, Engine],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Declare that an ``__init__`` takes the arguments of another class, for type checkers, `help` and editors."""
+
+    def declare(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        init.__signature__ = inspect.signature(engine.__init__)  # type: ignore[attr-defined]
+        return init
+
+    return declare
 
 
 class LLM:
@@ -57,75 +66,14 @@ class LLM:
         NoKernelError: no kernel can run an operation of the model here under the policy.
     """
 
-    def __init__(
-        self,
-        model: str | Path | Checkpoint,
-        *,
-        dtype: str | torch.dtype = "auto",
-        quant: str | QuantScheme | torch.dtype | None = None,
-        quant_head: str | QuantScheme | None = None,
-        kv_dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        policy: Policy | str | Path | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory: int | float | None = None,
-        max_batch_tokens: int | None = None,
-        max_seqs: int | None = None,
-        max_model_len: int | None = None,
-        max_chunk: int | None = None,
-        enable_prefix_cache: bool = True,
-        seed: int = 0,
-        decode_graphs: bool | None = None,
-        async_steps: bool | None = None,
-        queue_order: Literal["fcfs", "priority"] = "fcfs",
-        priority_span: int | None = 256,
-        max_queued: int | None = None,
-        max_queued_tokens: int | None = None,
-        max_bypass: int = 8,
-        inter_prefill_budget: int | None = None,
-        speculate: Speculation | str | None = None,
-        tensor_parallel: int = 1,
-        rank_timeout: float = 300.0,
-        context_parallel: bool = False,
-        kv_transfer: KVTransfer | str | None = None,
-    ) -> None:
+    @_with_arguments_of(Engine)
+    def __init__(self, model: str | Path | Checkpoint, **options: Any) -> None:
         checkpoint = open_checkpoint(model)
         try:  # before any weight is read, so that an error in it is known at once
             self._tokenizer: Tokenizer | NoTokenizerError = Tokenizer(checkpoint)
         except NoTokenizerError as error:
             self._tokenizer = error
-        self.engine = Engine(
-            checkpoint,
-            dtype=dtype,
-            quant=quant,
-            quant_head=quant_head,
-            kv_dtype=kv_dtype,
-            device=device,
-            policy=policy,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory=memory,
-            max_batch_tokens=max_batch_tokens,
-            max_seqs=max_seqs,
-            max_model_len=max_model_len,
-            max_chunk=max_chunk,
-            enable_prefix_cache=enable_prefix_cache,
-            seed=seed,
-            decode_graphs=decode_graphs,
-            async_steps=async_steps,
-            queue_order=queue_order,
-            priority_span=priority_span,
-            max_queued=max_queued,
-            max_queued_tokens=max_queued_tokens,
-            max_bypass=max_bypass,
-            inter_prefill_budget=inter_prefill_budget,
-            speculate=speculate,
-            tensor_parallel=tensor_parallel,
-            rank_timeout=rank_timeout,
-            context_parallel=context_parallel,
-            kv_transfer=kv_transfer,
-        )
+        self.engine = Engine(checkpoint, **options)
         self.path = checkpoint.path
         self.model: Model | RemoteModel = self.engine.runner.model
         self.config = self.model.config

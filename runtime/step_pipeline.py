@@ -8,11 +8,12 @@ steps do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from gristmill.runtime.runner import PromptLogprobs, StepResult
+from gristmill.runtime.parallel.driver import ParallelRunner
+from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import (
     RequestOutput,
@@ -24,45 +25,9 @@ from gristmill.runtime.scheduler import (
 from gristmill.runtime.speculation.speculator import Speculator, sampling_rows
 
 
-class Processed(Protocol):
-    """The requests whose logits are processed."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, request_id: str) -> bool: ...
-
-
-class StepRunner(Protocol):
-    """What runs the steps: a `Runner`, or one whose model is on several ranks. A launched step is an object of its own kind."""
-
-    @property
-    def processors(self) -> Processed: ...
-
-    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> Any:
-        """As `Runner.launch`."""
-        ...
-
-    def collect(self, step: Any) -> list[int]:
-        """As `Runner.collect`."""
-        ...
-
-    def drop(self, step: Any) -> None:
-        """As `Runner.drop`."""
-        ...
-
-    def run_detailed(
-        self,
-        entries: Sequence[ScheduledRequest],
-        rows: Sequence[SamplingRow],
-        prompts: Mapping[str, PromptLogprobs],
-    ) -> StepResult:
-        """As `Runner.run_detailed`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step whose outputs were not taken yet. step: as `StepRunner.launch` returned it, or a StepResult, of a step whose logits are
+    """A step whose outputs were not taken yet. step: as the runner's `launch` returned it, or a StepResult, of a step whose logits are
     processed on the host, and which is computed already."""
 
     scheduled: ScheduledStep
@@ -79,7 +44,7 @@ class StepPipeline:
 
     def __init__(
         self,
-        runner: StepRunner,
+        runner: Runner | ParallelRunner,
         scheduler: Scheduler,
         depth: int,
         sampling_row: Callable[[ScheduledRequest], SamplingRow],

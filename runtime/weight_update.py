@@ -20,13 +20,13 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import NamedSource
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.contract import Tensors
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 
 WeightSource = str | Path | Mapping[str, Tensor]

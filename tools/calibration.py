@@ -15,6 +15,7 @@ from torch import Tensor
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.table import Weight, WeightTable
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats import Format, Tensors
 from gristmill.quant.writing.folds import Fold, Moments
 from gristmill.quant.writing.methods import Awq, Gptq, Method, RoundToNearest
@@ -28,7 +29,6 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import load_config, open_checkpoint
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import make_layer, model_table
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.tools.evaluate import windows_at_once

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.checkpoints.table import WeightTable
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.load import parse_dtype, parse_scheme
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, local_config
 
@@ -80,5 +80,7 @@ def random_model(
     plans = Plans(parse_device(device, policy), parse_dtype(dtype, config), policy, block_size, mesh=mesh)
     table = model_table(config)
     checkpoint = RandomCheckpoint(table, plans.dtype, plans.device, seed)
-    weights = Weights(checkpoint, table, plans.dtype, plans.device, parse_scheme(quant), mesh=mesh)
+    weights = Weights(
+        checkpoint, table, plans.dtype, plans.device, parse_scheme(quant), rank=mesh.rank, world=mesh.world
+    )
     return build_model(local_config(config, mesh), weights, plans)

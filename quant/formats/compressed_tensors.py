@@ -92,17 +92,17 @@ class CompressedTensors(Format):
 
     def _group(self, name: str, groups: Fields) -> Group:
         if isinstance(groups.data[name], Sequence):
-            raise FormatError(f"{groups.where}.{name}: preset schemes are not read; write the scheme out")
+            raise FormatError(f"{groups.origin}.{name}: preset schemes are not read; write the scheme out")
         fields = groups.section(name)
         form = fields.get("format", str, None) or self.form
         targets = fields.strings("targets")
         for target in targets:
             if target.startswith("re:"):
-                _compiled(target, fields.where)
+                _compiled(target, fields.origin)
         if form == "dense" or fields.data.get("weights") is None:
             return Group(name, targets, form, None)
         if form not in READERS:
-            raise FormatError(f"{fields.where}: format {form!r} is not read; known: {', '.join(READERS)}")
+            raise FormatError(f"{fields.origin}: format {form!r} is not read; known: {', '.join(READERS)}")
         weights = fields.section("weights")
         scheme, ordered = (
             weight_scheme(weights, form),
@@ -182,7 +182,7 @@ def weight_scheme(fields: Fields, form: str) -> QuantScheme:
             name = form[:5]
     if name is None:
         raise FormatError(
-            f"{fields.where}: {description}{'' if symmetric else ', asymmetric'}: no scheme holds these"
+            f"{fields.origin}: {description}{'' if symmetric else ', asymmetric'}: no scheme holds these"
         )
     return QuantScheme.parse(name)
 

@@ -206,35 +206,41 @@ class FormatSpec:
 class Fields:
     """A JSON object with typed access; errors state the place, the expected and the actual value."""
 
-    def __init__(self, data: Any, where: str) -> None:
-        if not isinstance(data, Mapping):
-            raise FormatError(f"{where} must be an object, got {data!r}")
-        self.data = data
-        self.where = where
+    error: type[ValueError] = FormatError
 
-    def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        """The entry; `default` when it is absent or null, FormatError when there is none or it is of another kind."""
+    def __init__(self, data: Any, origin: str) -> None:
+        if not isinstance(data, Mapping):
+            raise self.error(f"{origin} must be an object, got {data!r}")
+        self.data = data
+        self.origin = origin
+
+    def get(
+        self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None
+    ) -> Any:
+        """The entry; `default` if it is absent or null. An error if there is no default, or the entry has another type."""
         value = self.data.get(name)
         if value is None:
             if default is ...:
-                raise FormatError(f"{self.where}: entry {name!r} is missing")
+                raise self.error(f"{self.origin}: entry {name!r} is missing")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(k.__name__ for k in kinds)
-            raise FormatError(f"{self.where}: entry {name!r} must be {expected}, got {value!r}")
+            raise self.error(f"{self.origin}: entry {name!r} must be {expected}, got {value!r}")
+        if least is not None and isinstance(value, int | float) and value < least:
+            raise self.error(f"{self.origin}: entry {name!r} must be at least {least}, got {value!r}")
         return value
 
     def strings(self, name: str) -> tuple[str, ...]:
         """A list of strings, () when absent."""
         values = self.get(name, (list, tuple), ())
         if not all(isinstance(v, str) for v in values):
-            raise FormatError(f"{self.where}: entry {name!r} must be a list of strings, got {values!r}")
+            raise FormatError(f"{self.origin}: entry {name!r} must be a list of strings, got {values!r}")
         return tuple(values)
 
     def section(self, name: str) -> Fields:
         """An entry that is an object."""
-        return Fields(self.get(name, Mapping), f"{self.where}.{name}")
+        return Fields(self.get(name, Mapping), f"{self.origin}.{name}")
 
     def one_of(self, name: str, choices: Collection[Any], default: Any = ...) -> Any:
         """An entry that is one of the choices."""
@@ -242,7 +248,7 @@ class Fields:
         value = default if value is None and default is not ... else value
         if value not in choices:
             listed = ", ".join(repr(c) for c in choices)
-            raise FormatError(f"{self.where}: entry {name!r} must be one of {listed}, got {value!r}")
+            raise FormatError(f"{self.origin}: entry {name!r} must be one of {listed}, got {value!r}")
         return value
 
 

@@ -52,7 +52,7 @@ class Gptq(Format):
 
     def __init__(self, config: Mapping[str, Any], where: str = "quantization_config") -> None:
         fields = Fields(config, where)
-        self.where = where
+        self.origin = where
         self.bits = _bits(fields)
         self.group = fields.get("group_size", int, 128)
         self.symmetric = fields.get("sym", bool, True)
@@ -107,7 +107,7 @@ class Gptq(Format):
             return None
         if rule is None:
             raise FormatError(
-                f"{module}: {self.where}.dynamic says it is not quantized, but there is {module}.qweight"
+                f"{module}: {self.origin}.dynamic says it is not quantized, but there is {module}.qweight"
             )
         if len(shape) != 2:
             raise FormatError(f"{module}: GPTQ stores matrices [N, K], not {list(shape)}")
@@ -141,7 +141,7 @@ class Gptq(Format):
             g_idx = self._g_idx(source, names[-1], k, groups)
         elif self.ordered and groups > 1:
             raise FormatError(
-                f"{module}: {self.where}.desc_act says that columns are in an order, and there is no {module}.g_idx"
+                f"{module}: {self.origin}.desc_act says that columns are in an order, and there is no {module}.g_idx"
             )
         if groups == 1:
             g_idx = None
@@ -167,7 +167,7 @@ class Gptq(Format):
 def _bits(fields: Fields) -> int:
     bits = fields.get("bits", int)
     if bits not in BITS:
-        raise FormatError(f"{fields.where}: bits must be one of {', '.join(map(str, BITS))}, got {bits}")
+        raise FormatError(f"{fields.origin}: bits must be one of {', '.join(map(str, BITS))}, got {bits}")
     return int(bits)
 
 

@@ -67,7 +67,7 @@ class ModelOpt(Format):
         fields = Fields(config, where)
         if isinstance(config.get("quantization"), Mapping):  # the contents of hf_quant_config.json
             fields = fields.section("quantization")
-        self.where = fields.where
+        self.origin = fields.origin
         self.algorithm: str = fields.get("quant_algo", str).upper()
         self.excluded = fields.strings("exclude_modules") + fields.strings("ignore")
         stored: str | None = fields.get("kv_cache_quant_algo", str, None)
@@ -92,7 +92,7 @@ class ModelOpt(Format):
         }
         if len(algorithms) > 1:
             raise FormatError(
-                f"{module}: {self.where}.quantized_layers gives it several: {', '.join(sorted(algorithms))}"
+                f"{module}: {self.origin}.quantized_layers gives it several: {', '.join(sorted(algorithms))}"
             )
         return algorithms.pop() if algorithms else None
 
@@ -140,7 +140,7 @@ class ModelOpt(Format):
 def _checked_algorithm(fields: Fields, algorithm: str) -> str:
     if algorithm not in ALGORITHMS:
         raise FormatError(
-            f"{fields.where}: quant_algo {algorithm} is not read; known: {', '.join(ALGORITHMS)}, MIXED_PRECISION"
+            f"{fields.origin}: quant_algo {algorithm} is not read; known: {', '.join(ALGORITHMS)}, MIXED_PRECISION"
         )
     fields.one_of("group_size", (None, 16 if ALGORITHMS[algorithm][0] == "nvfp4" else 32, 0, BLOCK), None)
     return algorithm

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weights
 
 
 class Attention:

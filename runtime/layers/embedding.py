@@ -7,11 +7,11 @@ from torch import Tensor
 
 from gristmill.quant import QuantTensor
 from gristmill.quant.checkpoints.shards import Range
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import Packed, row_reader
 from gristmill.runtime.layers.linear import AllReduce, Linear
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.weights import Weights
 
 
 class Embedding:

@@ -12,8 +12,8 @@ from torch import Tensor
 from gristmill.autotune.packing import pack_linear
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor
+from gristmill.quant.checkpoints.weights import Part, Weights
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.weights import Part, Weights
 
 
 class Linear:

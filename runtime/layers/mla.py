@@ -19,6 +19,7 @@ from torch import Tensor
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
@@ -28,7 +29,6 @@ from gristmill.runtime.layers.linear import Linear, PartialSum, load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weights
 
 NO_EPILOGUE = (None, False, 0.0, 0.0)
 """No bias, no clamped activation."""
@@ -156,8 +156,9 @@ class LatentAttention:
         self.few = FEW_HEADS if c.num_heads % FEW_HEADS == 0 else c.num_heads
         self.attend_few = self._attend_new(self.few)
 
-    def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor | PartialSum:
-        """x [tokens, hidden], cache [blocks, block_size, latent_dim] -> [tokens, hidden]."""
+    def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor | PartialSum:
+        """x [tokens, hidden], cache ([blocks, block_size, latent_dim],) -> [tokens, hidden]."""
+        (latents,) = cache
         mla, tokens = self.mla, x.shape[0]
         down = self.latents(x)
         rank = mla.q_lora_rank or 0
@@ -172,8 +173,8 @@ class LatentAttention:
             self.rope.table,
             self.rope.interleaved,
         )
-        self.write(latent, cache, batch.slots)
-        attended = self._attend(q, latent, batch, cache)
+        self.write(latent, latents, batch.slots)
+        attended = self._attend(q, latent, batch, latents)
         return self.out(attended.view(tokens, self.heads * mla.v_dim))
 
     def _attend(self, q: Tensor, latent: Tensor, batch: Batch, cache: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.weights import Weights
 
 
 class MLP:

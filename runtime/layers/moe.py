@@ -12,13 +12,13 @@ from torch import Tensor
 from gristmill.autotune.packing import plan_layouts
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.quant import QuantTensor, pack
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.errors import CheckpointError
 from gristmill.runtime.layers.linear import AllReduce, Linear, PartialSum
 from gristmill.runtime.layers.loaded_schemes import in_scheme
 from gristmill.runtime.layers.mlp import MLP
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.weights import Weights
 
 
 class MixtureOfExperts:

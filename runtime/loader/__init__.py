@@ -1,1 +1,1 @@
-"""From a model on disk to a configuration and parameters: Hugging Face directories, GGUF files, quantization at load."""
+"""Loading a model: its configuration, and the model on a device. `gristmill.quant.checkpoints` reads the files and the parameters."""

@@ -15,6 +15,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import FLOATS, torch_dtype
 from gristmill.quant import memory
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.devices import notice, parse_device
@@ -23,7 +24,6 @@ from gristmill.runtime.explain import warn_of_slow_layers
 from gristmill.runtime.kv_cache.paged import parse_cache_format
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, build_model, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, least, local_config
 
@@ -68,7 +68,9 @@ def load_model(
         raise UsageError(
             f"tensor_parallel={mesh.world}: the family of {config.architecture} does not declare how its weights are sharded"
         )
-    weights = Weights(checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh)
+    weights = Weights(
+        checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh.rank, mesh.world
+    )
     plans.schemes.room = room_of_weights(checkpoint, plans.device, mesh)
     with memory.shared_blocks():
         model = build_model(own_config, weights, plans)

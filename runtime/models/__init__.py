@@ -16,13 +16,13 @@ from torch import Tensor
 from gristmill.kernel_registry.declarations import Declarations, find_declarations
 from gristmill.kernel_registry.plugins import PluginFailure
 from gristmill.quant.checkpoints.table import WeightTable
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weights
 
 ENTRY_POINTS = "gristmill.models"
 

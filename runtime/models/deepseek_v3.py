@@ -8,25 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
-from gristmill.runtime.batch import Batch
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
-from gristmill.runtime.kv_cache.paged import PagedCache
-from gristmill.runtime.layers.embedding import embedding_and_head
-from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.mla import LatentAttention
-from gristmill.runtime.layers.mlp import MLP
-from gristmill.runtime.layers.moe import MixtureOfExperts
-from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weights
-from gristmill.runtime.models import Family
-from gristmill.runtime.models.llama import vocabulary
+from gristmill.runtime.models import Family, llama
+from gristmill.runtime.models.llama import Decoder, vocabulary
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -136,55 +127,20 @@ def _mla(c: ModelConfig) -> MlaConfig:
     return c.mla
 
 
-class Layer:
+class Layer(llama.Layer):
     """Latent attention and a feed-forward block, dense in the first layers, experts in the others."""
 
-    def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
-        name = f"layers.{index}"
-        self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = LatentAttention(c, _mla(c), plans, weights, name, rope, reduce=False)
-        self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
-        self.mlp: MLP | MixtureOfExperts
-        if c.moe is not None and c.is_moe_layer(index):
-            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, reduce=False)
-        else:
-            self.mlp = MLP(plans, weights, name, reduce=False)
-
-    def __call__(
-        self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
-    ) -> Tensor | PartialSum:
-        """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
-        y = self.attention_norm.add(x, residual)
-        x = self.attention(y, batch, cache[0])
-        y = self.mlp_norm.add(x, residual)
-        return self.mlp(y)
+    def make_attention(
+        self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope
+    ) -> LatentAttention:
+        """Latent attention."""
+        return LatentAttention(c, _mla(c), plans, weights, f"layers.{index}", rope, reduce=False)
 
 
-class DeepseekV3:
+class DeepseekV3(Decoder):
     """DeepseekV3ForCausalLM."""
 
     make_layer: ClassVar[Callable[..., Any]] = Layer
-
-    def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
-        self.config = config
-        self.plans = plans
-        rope = Rope(plans, config)
-        self.layers = [Layer(config, weights, plans, i, rope) for i in range(config.num_layers)]
-        self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
-        self.embedding, self.head = embedding_and_head(plans, weights, config.tie_embeddings)
-
-    def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
-        """Hidden states [tokens, hidden] after the last norm."""
-        embedded = self.embedding(batch.tokens)
-        residual = embedded.new_zeros(embedded.shape)
-        x: Tensor | PartialSum = embedded
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, residual, batch, layer_cache)
-        return self.norm.add(x, residual)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
-        return self.head(hidden)
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:

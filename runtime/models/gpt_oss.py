@@ -6,21 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
-from gristmill.runtime.batch import Batch
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.attention import Attention
-from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.moe import MixtureOfExperts
-from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weights
-from gristmill.runtime.models import Family
+from gristmill.runtime.models import Family, llama
 from gristmill.runtime.models.llama import Llama, decoder_table
 
 ALPHA = 1.702
@@ -78,25 +73,19 @@ def _moe(c: ModelConfig) -> MoeConfig:
     return c.moe
 
 
-class Layer:
-    """Attention with sinks, windowed or not, and experts, each after a norm and added to the residual stream."""
+class Layer(llama.Layer):
+    """Attention with sinks, windowed or not, and experts with a clamped activation."""
 
-    def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
-        name = f"layers.{index}"
-        self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = Attention(c, plans, weights, name, rope, c.windows[index], reduce=False)
-        self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
+    def make_attention(
+        self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope
+    ) -> Attention:
+        """Attention in the layer's window."""
+        return Attention(c, plans, weights, f"layers.{index}", rope, c.windows[index], reduce=False)
+
+    def make_mlp(self, c: ModelConfig, weights: Weights, plans: Plans, index: int) -> MixtureOfExperts:
+        """Experts in every layer."""
         clamp = (ALPHA, c.extra["swiglu_limit"])
-        self.mlp = MixtureOfExperts(_moe(c), plans, weights, name, reduce=False, clamp=clamp)
-
-    def __call__(
-        self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
-    ) -> Tensor | PartialSum:
-        """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
-        y = self.attention_norm.add(x, residual)
-        x = self.attention(y, batch, cache)
-        y = self.mlp_norm.add(x, residual)
-        return self.mlp(y)
+        return MixtureOfExperts(_moe(c), plans, weights, f"layers.{index}", reduce=False, clamp=clamp)
 
 
 class GptOss(Llama):

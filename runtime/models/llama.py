@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
@@ -22,7 +23,6 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Family
 
 
@@ -89,18 +89,28 @@ def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
 
 
 class Layer:
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream. Families override how the two are made."""
 
     def __init__(self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> None:
         name = f"layers.{index}"
         self.attention_norm = RMSNorm(plans, weights.tensor(f"{name}.attention_norm"), c.rms_eps)
-        self.attention = Attention(c, plans, weights, name, rope, reduce=False)
+        self.attention = self.make_attention(c, weights, plans, index, rope)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
-        self.mlp: MLP | MixtureOfExperts
+        self.mlp = self.make_mlp(c, weights, plans, index)
+
+    def make_attention(
+        self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope
+    ) -> Callable[[Tensor, Batch, tuple[Tensor, ...]], Tensor | PartialSum]:
+        """The attention of the layer."""
+        return Attention(c, plans, weights, f"layers.{index}", rope, reduce=False)
+
+    def make_mlp(
+        self, c: ModelConfig, weights: Weights, plans: Plans, index: int
+    ) -> Callable[[Tensor], Tensor | PartialSum]:
+        """The feed-forward block: experts in layers that have them."""
         if c.moe is not None and c.is_moe_layer(index):
-            self.mlp = MixtureOfExperts(c.moe, plans, weights, name, reduce=False)
-        else:
-            self.mlp = MLP(plans, weights, name, reduce=False)
+            return MixtureOfExperts(c.moe, plans, weights, f"layers.{index}", reduce=False)
+        return MLP(plans, weights, f"layers.{index}", reduce=False)
 
     def __call__(
         self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
@@ -112,11 +122,10 @@ class Layer:
         return self.mlp(y)
 
 
-class Llama:
-    """LlamaForCausalLM, and related models with another table or another `make_layer`."""
+class Decoder:
+    """A stack of decoder layers between an embedding and a logits head. Families set `make_layer`."""
 
     make_layer: ClassVar[Callable[..., Any]] = Layer
-    taps = True
 
     def __init__(self, config: ModelConfig, weights: Weights, plans: Plans) -> None:
         self.config = config
@@ -127,11 +136,6 @@ class Llama:
         ]
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
         self.embedding, self.head = embedding_and_head(plans, weights, config.tie_embeddings)
-
-    @property
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Layers that share block tables, by their windows."""
-        return make_groups(self.config.windows or (0,) * self.config.num_layers)
 
     def forward(
         self, batch: Batch, cache: PagedCache, taps: dict[int, Tensor | None] | None = None
@@ -150,6 +154,17 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]."""
         return self.head(hidden)
+
+
+class Llama(Decoder):
+    """LlamaForCausalLM, and related models with another table or another `make_layer`."""
+
+    taps = True
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Layers that share block tables, by their windows."""
+        return make_groups(self.config.windows or (0,) * self.config.num_layers)
 
 
 GGUF_ATTENTION = {

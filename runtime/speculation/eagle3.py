@@ -19,6 +19,7 @@ from torch import Tensor
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.contract import owned
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
@@ -32,7 +33,6 @@ from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, families
 from gristmill.runtime.models.eagle3_head import head_config, table
 from gristmill.runtime.speculation import LoadDraft, ProposerSpec

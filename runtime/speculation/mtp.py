@@ -18,6 +18,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import memory
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats import open_format
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.errors import CheckpointError, UsageError
@@ -29,7 +30,6 @@ from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import parse_scheme
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import Model, families
 from gristmill.runtime.speculation import LoadDraft, ProposerSpec
 from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel, HiddenStateProposer

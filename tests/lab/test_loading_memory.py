@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant import memory
+from gristmill.quant.checkpoints import weights
 from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
-from gristmill.runtime.loader import weights
 from gristmill.runtime.loader.load import load_model
 from lab import loading_memory
 

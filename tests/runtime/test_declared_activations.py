@@ -15,8 +15,8 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.native import library_dir
 from gristmill.quant import QuantTensor, Tensors, open_format, quantize
 from gristmill.quant.checkpoints.table import Weight, WeightTable
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.loader.weights import Weights
 
 needs_library = pytest.mark.skipif(
     not (library_dir() / "libgristmill_cuda_sm90a.so").is_file(),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime import runner
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
@@ -16,7 +17,6 @@ from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.loader.weights import Weights
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, NAMES, Answer, Comparison

@@ -83,8 +83,8 @@ def test_transformers_reads_the_same_directory(make: Callable[..., LLM], tmp_pat
 
 def test_fused_parts_keep_their_global_scales_bit_for_bit(make: Callable[..., LLM], tmp_path: Path) -> None:
     from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
+    from gristmill.quant.checkpoints.weights import Weights
     from gristmill.runtime.loader.config import load_config
-    from gristmill.runtime.loader.weights import Weights
     from gristmill.runtime.models import model_table
 
     directory, plain = producers.convert(LLAMA, tmp_path, *producers.modelopt_nvfp4())

@@ -14,13 +14,13 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.quant import QuantTensor, quantize
+from gristmill.quant.checkpoints.weights import Part
 from gristmill.runtime.layers import linear
 from gristmill.runtime.layers.linear import SplitLinear
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader import load
-from gristmill.runtime.loader.weights import Part
 from gristmill.runtime.parallel.mesh import ALONE
 from gristmill.runtime.weight_update import build_like
 from gristmill.tools.evaluate import evaluate

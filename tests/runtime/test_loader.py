@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE, SafetensorsCheckpoint, read_header
+from gristmill.quant.checkpoints.weights import Joined, Weights
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import load_config, parse_config
-from gristmill.runtime.loader.weights import Joined, Weights
 from gristmill.runtime.models import build_model, model_table
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS

@@ -280,7 +280,7 @@ def test_shards_of_a_large_model(
 def test_fused_parts_keep_their_own_global_scales(shared: Callable[..., LLM]) -> None:
     """q, k and v share a matrix but not a multiplier: the rows of each part equal those quantized separately."""
     from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
-    from gristmill.runtime.loader.weights import Weights
+    from gristmill.quant.checkpoints.weights import Weights
 
     config = load_config(MODELS / LLAMA)
     weights = Weights(

@@ -18,13 +18,13 @@ from gristmill.quant import QuantTensor, quantize
 from gristmill.quant.checkpoints import shards as shares
 from gristmill.quant.checkpoints.shards import Shard, ShardSpec, of_parts, shard_quantized
 from gristmill.quant.checkpoints.table import Weight
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats import open_format
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.config import load_config, open_checkpoint
-from gristmill.runtime.loader.weights import Weights
 from gristmill.runtime.models import model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, local_config
 from tests.runtime import producers
@@ -50,11 +50,11 @@ def read(weights: Weights, weight: Weight) -> tuple[Tensor, Tensor | None]:
     return torch.cat([part.weight.dequantize() for part in parts]), parts[0].pre_scale
 
 
-def share(whole: Tensor, spec: ShardSpec | None, mesh: Mesh) -> Tensor:
+def share(whole: Tensor, spec: ShardSpec | None, rank: Weights) -> Tensor:
     """Returns the part of a whole parameter that a rank is to have."""
     if spec is None:
         return whole
-    index = torch.cat([torch.arange(first, last) for first, last in spec.ranges(mesh.rank, mesh.world)])
+    index = torch.cat([torch.arange(first, last) for first, last in spec.ranges(rank.rank, rank.world)])
     return whole[:, index] if spec.dim == "columns" else whole[index]
 
 
@@ -63,7 +63,8 @@ def weights_of(folder: Path, mesh: Mesh, quant: str | None = None, head: str | N
     stored = None if config.quantization is None else open_format(config.quantization)
     scheme, head_scheme = (None if name is None else QuantScheme.parse(name) for name in (quant, head))
     table = model_table(config)
-    return Weights(open_checkpoint(folder), table, torch.float32, CPU, scheme, stored, head_scheme, mesh)
+    source, place = open_checkpoint(folder), (mesh.rank, mesh.world)
+    return Weights(source, table, torch.float32, CPU, scheme, stored, head_scheme, *place)
 
 
 def compare(
@@ -83,10 +84,10 @@ def compare(
         whole, whole_scale = read(alone, weight)
         for rank in ranks:
             part, scale = read(rank, weight)
-            assert torch.equal(part, share(whole, weight.shard, rank.mesh)), (weight.target, rank.mesh)
+            assert torch.equal(part, share(whole, weight.shard, rank)), (weight.target, rank.rank)
             columns = weight.shard is not None and weight.shard.dim == "columns"
             if scale is not None and whole_scale is not None:
-                expected = share(whole_scale[None], weight.shard, rank.mesh)[0] if columns else whole_scale
+                expected = share(whole_scale[None], weight.shard, rank)[0] if columns else whole_scale
                 assert torch.equal(scale, expected), weight.target
     if layers is None:
         for rank in ranks:
@@ -179,7 +180,7 @@ def test_planted_faults_are_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         shift = int(last < (weight.shape[0] if isinstance(weight, Tensor) else weight.n))
         return real(weight, ((first + shift, last + shift), *others), columns)
 
-    monkeypatch.setattr(f"gristmill.runtime.loader.weights.{kind}", late)
+    monkeypatch.setattr(f"gristmill.quant.checkpoints.weights.{kind}", late)
     with pytest.raises(AssertionError):
         compare(MODELS / LLAMA, (2,), "fp8_block" if kind == "shard_quantized" else None, layers=1)
 

@@ -25,11 +25,10 @@ from gristmill.quant.checkpoints.shards import (
     shard_quantized,
 )
 from gristmill.quant.checkpoints.table import Weight, WeightTable
+from gristmill.quant.errors import CheckpointError, UsageError
 from gristmill.quant.formats import Format, FormatError
 from gristmill.quant.formats.contract import Place, deinterleaved, new_codes, owned
 from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
-from gristmill.runtime.errors import CheckpointError, UsageError
-from gristmill.runtime.parallel.mesh import ALONE, Mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ class Weights:
 
     dtype: of kept and unquantized weights. scheme: quantize linear weights to it at load; None = as stored.
     stored: the format of a quantized checkpoint; None = unquantized. device: of the parameters. head_scheme: of the embedding and
-    the logits head; None = the model's dtype. mesh: of a rank, which gets its share of every weight.
+    the logits head; None = the model's dtype. rank, world: the rank that loads, of so many; it gets its ranges of every weight.
 
     Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
     are dequantized. Parameters that the model keeps in floats (embedding, logits head, router) are dequantized to their dtype
@@ -107,7 +106,8 @@ class Weights:
         scheme: QuantScheme | None = None,
         stored: Format | None = None,
         head_scheme: QuantScheme | None = None,
-        mesh: Mesh = ALONE,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         self.checkpoint = checkpoint
         self.table = table
@@ -116,7 +116,7 @@ class Weights:
         self.scheme = scheme
         self.stored = stored
         self.head_scheme = head_scheme
-        self.mesh = mesh
+        self.rank, self.world = rank, world
         self._declared = {weight.target: weight for weight in table.weights}
         self._pending = dict(self._declared)
         self._read: set[str] = set()
@@ -268,7 +268,7 @@ class Weights:
                 )
             keys = Shard(kv_heads, kv_heads) if weight.shard is None else weight.shard.shards[1]
             size = keys.length // keys.heads
-            heads = slice(*(edge // size for edge in keys.range(self.mesh.rank, self.mesh.world)))
+            heads = slice(*(edge // size for edge in keys.range(self.rank, self.world)))
             scales = [kv_scale(self.checkpoint, str(name), keys.heads) for name in scale_names]
             k_scale, v_scale = (scale if scale.numel() == 1 else scale[heads] for scale in scales)
         except FormatError as error:
@@ -323,20 +323,20 @@ class Weights:
     def is_partial(self, target: str) -> bool:
         """Whether products with a parameter are partial sums: its columns or its experts are sharded."""
         spec = self._declared[target].shard
-        return spec is not None and spec.dim != "rows" and self.mesh.world > 1
+        return spec is not None and spec.dim != "rows" and self.world > 1
 
     def shard_ranges(self, target: str) -> list[Range]:
         """The range of each rank of a parameter with one shard, in the order of the ranks; the whole range if it is replicated."""
-        weight, mesh = self._declared[target], self.mesh
+        weight, world = self._declared[target], self.world
         if weight.shard is None:
-            return [(0, weight.experts or sum(weight.rows))] * mesh.world
-        return [weight.shard.shards[0].range(rank, mesh.world) for rank in range(mesh.world)]
+            return [(0, weight.experts or sum(weight.rows))] * world
+        return [weight.shard.shards[0].range(rank, world) for rank in range(world)]
 
     def _local(self, weight: Weight) -> LocalRanges:
         try:
-            return local_ranges(weight.shard, weight.rows, weight.experts, self.mesh.rank, self.mesh.world)
+            return local_ranges(weight.shard, weight.rows, weight.experts, self.rank, self.world)
         except UsageError as error:
-            raise UsageError(f"tensor_parallel={self.mesh.world}: {weight.target}: {error}") from error
+            raise UsageError(f"tensor_parallel={self.world}: {weight.target}: {error}") from error
 
     def _take(self, target: str) -> Weight:
         weight = self._pending.pop(target, None)
