@@ -84,7 +84,7 @@ class Candidate:
         # A workspace of its own: rotations are shared among kernels.
         self._workspace = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
         lists = len(rotation.sets)
-        # A second round would use lists that the first one has changed.
+        # A kernel that writes in place must not see a list twice.
         once_only = rotation.in_place and lists > 1
         calls = None if rotation.device == "cpu" else lists if once_only else max(lists, GPU_CALLS)
         self._timed = self._made(self._step, calls, eager)

@@ -81,7 +81,7 @@ def _available() -> int:
 
 
 def _group() -> list[int]:
-    """[bytes left in the control group], [] without a limit."""
+    """[bytes left in this process's cgroup], [] without a limit."""
     place = Path("/sys/fs/cgroup")
     try:
         return [int((place / "memory.max").read_text()) - int((place / "memory.current").read_text())]

@@ -78,7 +78,7 @@ def _ranges(cores: list[int]) -> str:
 
 
 def _quota() -> float | None:
-    """How many cores' time this process's group may use; None without a limit."""
+    """The CPU quota of this process's cgroup in cores; None without a limit."""
     path = Path("/sys/fs/cgroup/cpu.max")
     parts = path.read_text().split() if path.is_file() else []
     return round(int(parts[0]) / int(parts[1]), 2) if len(parts) == 2 and parts[0] != "max" else None

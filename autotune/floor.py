@@ -30,7 +30,7 @@ from gristmill.kernel_registry.store import target_key
 
 SCHEMA = 1
 GPU_ROUNDS, CPU_ROUNDS = 5, 25
-"""Samples, of which the minimum counts. More on a CPU, where other processes disturb more of them."""
+"""Samples, of which the minimum counts; more on a CPU, where other processes disturb more of them."""
 _SLOW_US = 5e5
 """Microseconds that the samples of one product take at most, unless two take longer."""
 
@@ -113,8 +113,8 @@ class Floor:
 
 
 def row_floor(cost: Cost, device: str, us: float, *, captured: bool, hot: bool) -> Floor:
-    """The floor of a row that took `us` microseconds per call, timed as a graph or eagerly, its arguments in the cache or as far from
-    it as a rotation of lists puts them. Reads the bytes once per process, and once more where the row was faster."""
+    """The floor of a row that took `us` microseconds per call, timed as a graph or eagerly, hot or cold. A size is read once per process
+    and timing mode, and again for a row that was faster than its floor."""
     read = reading(
         device, cost.bytes, copies=list_count(cost.bytes, device, hot=hot), captured=captured, beaten=us
     )

@@ -1,6 +1,6 @@
-"""Timing of a collective kernel by a worker group, in one rank: all make the same calls, however long they take.
+"""Timing of a collective kernel in one rank of a worker group. All ranks make the same calls.
 
-A barrier precedes each round, so a round includes no wait for a rank that is late by more than that.
+A barrier precedes each round, so that a round includes no wait for a late rank but the skew of the barrier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.load import load
 
 CAPTURED = 100
-"""Calls in a graph: ranks leave a barrier some microseconds apart, which all calls share."""
+"""Calls in a graph. Ranks leave a barrier some microseconds apart; more calls make the skew per call small."""
 
 
 def time_together(

@@ -43,7 +43,7 @@ class Guarded:
         self.flat.fill_(self.poison)
 
     def intact(self) -> bool:
-        """Whether both bands are as they were."""
+        """Whether both guard bands are unchanged."""
         bands = torch.cat((self.flat[:GUARD], self.flat[-GUARD:]))
         return bool(
             bands.float().isnan().all() if bands.dtype.is_floating_point else (bands == self.poison).all()

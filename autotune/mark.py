@@ -1,9 +1,9 @@
-"""A mark on disk while kernels are tried on an accelerator, so that a crash of the machine is attributed to one.
+"""An on-disk journal of the kernels under verification on an accelerator: a crash of the machine is attributed to one of them.
 
-The verifying process locks the file, which holds the records of the kernels under trial. A lock ends with its process,
-the content of a file does not: an unlocked mark was left by a process that died during a trial. Processes therefore verify
-one after another, and none mistakes another's trial for a failure. Threads of one process share the lock; what several of
-them left cannot be attributed, so these kernels are tried again one at a time.
+The verifying process holds an exclusive lock on the file, which lists these kernels. The lock ends with the process, the content
+stays: entries in an unlocked file were left by a process that died during a verification. Processes therefore verify one after
+another. Threads of one process share the lock; if several of them were verifying, the crash cannot be attributed, and their
+kernels are verified again one at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Mark:
                     self._release()
 
     def left(self, patience: float) -> tuple[Verification, ...]:
-        """Take out the records of a process that died; none while a trial of this process runs, which took them. Raises as `trial`."""
+        """Remove and return the records of a process that died; none while a trial of this process holds the file. Raises as `trial`."""
         with self._mutex:
             if self._file is not None:  # a second lock of the file would wait for the first
                 return ()

@@ -31,8 +31,8 @@ LINE, STEP = 16, 64
 """Elements of 4 bytes: whole lines of the cache are read, and copies begin at multiples of 256 bytes."""
 
 AMPLITUDE, APART = 1 << 16, 61
-"""Numbers in memory are below the one, so that no program's sum leaves 32 bits; ones are the other apart, so that they do not all fall
-to the same lane of a vector, whose sum would not be exact for ever."""
+"""Integers are below AMPLITUDE, so that the sum of one program fits 32 bits. Ones are APART elements apart, which is no multiple of a
+vector: no lane adds up so many that its float32 sum is inexact."""
 
 
 class ReadError(RuntimeError):
@@ -124,8 +124,8 @@ def _room(device: str, count: int) -> torch.Tensor:
 
 
 def _filled(device: str, count: int) -> torch.Tensor:
-    """On a GPU integers, every second of which is the negative of the previous one. On a CPU, where sums are of floating point
-    numbers, zeros with a few ones: their sums are exact, and every page is written, so that it is backed by memory of its own."""
+    """Data whose sum is exact: on a GPU pairs of an integer and its negative, on a CPU float32 zeros with a one in every APART. Every
+    page is written, so that it is backed by physical memory."""
     if device == "cpu":
         data = torch.zeros(count, dtype=torch.float32)
         data[::APART] = 1.0
@@ -169,7 +169,7 @@ def _triton(data: torch.Tensor, count: int) -> Iterator[Reader]:
 
         def total(sink: torch.Tensor = sink) -> float:
             total = float(sink.sum())
-            sink.zero_()  # programs whose sum is 0 do not write it
+            sink.zero_()  # the kernel does not write a sum of 0
             return total
 
         yield Reader(f"{block}x{parts}, {warps} warps", call, total)
@@ -201,7 +201,7 @@ def _least(reader: Reader, views: Sequence[torch.Tensor], device: str, captured:
 
 
 def _check(reader: Reader, view: torch.Tensor) -> None:
-    """ReadError unless `reader` adds up all of this copy; of integers with other content than it is timed on, which cancels out."""
+    """ReadError unless `reader` adds up all of this copy; of integers with other content than the timed one, whose sum is 0."""
     odd = view[1::2] if not view.is_floating_point() else view[:0]
     odd.neg_()
     expected = float(view.sum(dtype=torch.float64 if view.is_floating_point() else torch.int64))

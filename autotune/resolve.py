@@ -157,7 +157,7 @@ class Resolver:
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
         """Verify one candidate in a child process and write the record; UnverifiableError if the fault is not the kernel's.
 
-        On an accelerator a mark stands meanwhile: if the machine dies with it, the kernel is quarantined.
+        On an accelerator the trial is journaled (`gristmill.autotune.mark`): if the machine crashes, the kernel is quarantined.
         """
         kernel, config = candidate.kernel, candidate.config or {}
         small = op.verification(problem, kernel, config)
@@ -195,7 +195,7 @@ class Resolver:
     def _try(
         self, trying: Verification, verify: Callable[[Worker | WorkerGroup], dict[str, Any]], world: int
     ) -> Verification:
-        """The record of a trial by a worker, or by one per rank; that of an earlier trial which ended with its process, where there was one."""
+        """Run a trial, by one worker or by one per rank, and return its record; or the record that an earlier process left when it died."""
         with self.workers.one() as worker, self._marked(trying) as left_records:
             if len(left_records) == 1:
                 self._record(left_records[0])

@@ -151,8 +151,8 @@ class Rotation:
         self.touch()
 
     def tie(self) -> None:
-        """Make the next call's input depend on what the last call wrote: its first number is written once more, the same one, by
-        an operation that reads the last byte of that result. Nothing of the next call that needs its input can begin before."""
+        """Make the next call's input depend on the last call's output: an operation that reads the last byte of that output rewrites
+        the first element of the input with its own value. No read of the input can start before."""
         torch.where(
             self._dependencies[self.turn - 1].flag,
             self._dependencies[self.turn].kept,
@@ -191,7 +191,7 @@ class Rotation:
     def snapshot(
         self, count: int, into: Sequence[Sequence[torch.Tensor]] | None = None
     ) -> Sequence[Sequence[torch.Tensor]]:
-        """Copies of what the first `count` lists hold now, the last one first: it had the least time to finish after its call returned.
+        """Copies of the outputs of the first `count` lists, the last one first: it had the least time to finish after its call returned.
 
         into: an earlier snapshot to write to, so that nothing is allocated, which might wait for the whole device.
         """
@@ -276,7 +276,7 @@ class Rotation:
 
 
 def _element(op: Op, arguments: Sequence[Any]) -> torch.Tensor | None:
-    """The first number of the first tensor that is read and not written: of floating point numbers, if there is such a one."""
+    """The first element of the first input that is not written, a floating-point one if there is any."""
     read = [
         t
         for p, a in zip(op.parameters, arguments, strict=True)
@@ -302,7 +302,7 @@ def _content(op: Op, problem: Problem, device: str, base: Sequence[Any], seed: i
 
 
 def _same_work(a: Any, b: Any) -> bool:
-    """Whether two arguments differ only in floating point numbers. Anything but a tensor of integers is up to its operation."""
+    """Whether two arguments differ in floating-point values at most. Other arguments than tensors are not compared."""
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same_work, a, b))
     if isinstance(a, torch.Tensor):
@@ -311,7 +311,7 @@ def _same_work(a: Any, b: Any) -> bool:
 
 
 def _rolled(argument: Any, by: int) -> Any:
-    """Floating point numbers moved along the last dimension; bands of poison between rows stay where they are."""
+    """Floating-point tensors rolled along the last dimension, so that guard bands between rows stay where they are."""
     if isinstance(argument, list | tuple):
         return [_rolled(item, by) for item in argument]
     if (

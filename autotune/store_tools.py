@@ -80,7 +80,7 @@ def diff(before: Store, after: Store) -> list[Difference]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about one record. kind: ``never`` (it cannot be looked up), ``stale`` (other code or toolchain),
+    """A finding about one record. kind: ``never`` (no lookup returns it), ``stale`` (other code or toolchain),
     ``slower`` (a tuned configuration that is slower than the default one), ``failed`` (it keeps a kernel out)."""
 
     kind: str

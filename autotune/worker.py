@@ -52,7 +52,7 @@ class Worker:
     def send(
         self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, rounds: int = 0
     ) -> None:
-        """Start a verification, or with rounds, of a worker group's rank, its timing; `receive` returns the outcome."""
+        """Start a verification; with rounds, in a rank of a worker group, its timing too. `receive` returns the outcome."""
         process = self._alive()
         task = {
             "op": op.name,
@@ -200,7 +200,7 @@ def main() -> None:
         rank, world, kind, file = sys.argv[1:]
         torch.set_num_threads(1)
         rendezvous("workers", int(rank), int(world), kind, file, COLLECTIVE_SECONDS)
-        check = verify  # no rank may try again alone
+        check = verify  # without retries: all ranks must make the same calls
     for line in sys.stdin:
         task = json.loads(line)
         op = registry.op(task["op"])

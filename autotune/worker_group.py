@@ -19,7 +19,7 @@ from gristmill.kernel_registry.problem import Problem
 
 
 class WorkerGroup:
-    """`world` child processes that verify and time together, with the interface of `Worker`. On GPUs rank r has device r."""
+    """`world` child processes, one per rank, that verify and time collectively, with the interface of `Worker`. Rank r uses GPU r."""
 
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
         self.world = world
@@ -75,7 +75,7 @@ class WorkerGroup:
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if not outcome["ok"]]
         if not failed:
             return outcomes
-        self.close()  # the ranks may not be at the same place any more
+        self.close()  # the ranks may be out of step
         rank, outcome = failed[0]
         return [outcome | {"reason": f"rank {rank}: {outcome['reason']}"}]
 

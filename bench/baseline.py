@@ -1,7 +1,7 @@
 """Baseline files: how long kernels may take, as ratios to another kernel timed in turn with them.
 
-A ratio of two kernels that run the same problem in the same rounds hardly depends on how busy a machine is, and less on
-which machine it is than a time does. A file holds one part for every environment that it was written on.
+The ratio of two kernels on one problem, timed in the same rounds, hardly depends on the load of the machine, and depends less on the
+machine than a time does. A file holds one part per environment.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _candidates(case: Case, here: Place, hot: bool) -> tuple[list[Any], list[Row
 
 
 def verified(op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> str:
-    """Verify in a child process, which contains faults. Returns "" or what was wrong; UnverifiableError if it cannot be decided."""
+    """Verify in a child process, which isolates faults. Returns "" or what was wrong; UnverifiableError if it cannot be decided."""
     from gristmill.autotune.errors import UnverifiableError
     from gristmill.autotune.worker import shared_workers
     from gristmill.kernel_registry.registry import default_registry

@@ -104,7 +104,7 @@ def find(path: Path, here: Place) -> tuple[list[Entry] | None, str]:
 def update(
     path: Path, here: Place, items: Sequence[Work], measured: Sequence[tuple[str, int | None]]
 ) -> list[Entry]:
-    """Put counts into the part for this environment; other parts, and other lines of it but for those that are `gone`, stay."""
+    """Write counts to the part for this environment. Other parts are kept, and other lines of it but those that are `gone`."""
     current = counts.environment(here)
     parts = baseline.read(path, Entry) if path.exists() else []
     part = next((p for p in parts if p["environment"] == current), None)

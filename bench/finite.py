@@ -1,4 +1,4 @@
-"""Numeric options that refuse nan, which passes every range check, and inf."""
+"""Numeric options that reject nan, which passes range checks, and inf."""
 
 from __future__ import annotations
 

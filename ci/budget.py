@@ -62,7 +62,7 @@ def cpu_seconds() -> float:
 
 
 def _children() -> list[str]:
-    """The ids of the living children of this process; none where the kernel does not tell."""
+    """The ids of the running children of this process; none if the kernel does not list them."""
     try:
         tasks = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
     except OSError:

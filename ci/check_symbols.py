@@ -1,4 +1,4 @@
-"""Prove that the built CPU library loads under every supported torch, from its symbol table alone.
+"""Check by its symbol table that the built CPU library loads under every supported torch.
 
     python ci/check_symbols.py [LIBRARY]
 
@@ -37,7 +37,7 @@ def _output(*command: str) -> str:
 
 
 def problems(library: Path, allowed: set[str]) -> list[str]:
-    """One line for each thing that would keep ``library`` from loading somewhere it must."""
+    """A line for each reason why ``library`` would not load under a supported system."""
     lines = []
     for line in _output("nm", "-D", "--undefined-only", str(library)).splitlines():
         name, _, version = line.split()[-1].partition("@")

@@ -2,10 +2,9 @@
 
     python ci/dead_code.py
 
-A name counts as used where vulture cannot see the use, but a rule of the tree makes one: launchers that specs name as
-``"module:attr"``, names that pytest or another library prescribes, planted faults that a test names by a string, and
-attributes of other libraries' objects, names that generated source calls, fields that a table of kernels names, and what a host of
-`gristmill.integrations` prescribes.
+Uses that vulture cannot see count too: launchers that specs name as ``"module:attr"``, names that pytest or another library
+looks up, planted faults that a test names by a string, attributes of other libraries' objects, names that generated source calls,
+fields in tables of kernels, and what a host of `gristmill.integrations` calls.
 """
 
 from __future__ import annotations

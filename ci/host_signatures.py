@@ -2,8 +2,8 @@
 
     python ci/host_signatures.py FlashInfer=DIR AITER=DIR DeepGEMM=DIR
 
-DIR is a git clone with tags. Nothing of a project is imported or copied: names of parameters are read from its sources, at each release
-tag and at the newest commit. Projects that are not named keep what the file has.
+DIR is a git clone with tags. Names of parameters are read from the sources at each release tag and at the newest commit; nothing is
+imported or copied. Entries of projects that are not named are kept.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from gristmill.kernel_registry.target import Target
 
 SCHEMA = 1
 SHIPPED = Path(__file__).parent.parent / "autotune" / "tuned"
-"""Stores that come with gristmill: times and tuned configurations of devices that somebody measured."""
+"""Stores that come with gristmill: measured times and tuned configurations by device."""
 NEAR_LIMIT = 1.0
 """Largest `distance`, in powers of two, between a measured problem and one that its time is used for."""
 
