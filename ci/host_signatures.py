@@ -145,7 +145,8 @@ def main(argv: list[str]) -> int:
             "commit": (git(folder, "log", "-1", "--format=%H %cs") or "").strip(),
             "functions": {function: history(folder, project, function) for function in project.functions},
         }
-    OUT.write_text(json.dumps(table, indent=1) + "\n")
+    one_line_a_row = re.sub(r"\n {5,}|\n {4}(?=})", " ", json.dumps(table, indent=1))
+    OUT.write_text(one_line_a_row + "\n")
     return 0
 
 

@@ -69,7 +69,6 @@ TO_REMOVE = {
         "kernels/linear/*sm90*",
         "kernels/moe/*sm90*",
     ): "linear and experts share entry, quantizer and main loop",
-    ("runtime/engine.py", "runtime/llm.py"): "the options of an engine as one object",
     ("autotune/bound.py", "kernel_registry/plan.py"): "one function that makes an entry of a plan",
 }
 """Patterns of two files, in this order, and why their duplication is accepted, or what removes it."""
