@@ -19,7 +19,6 @@ from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.refusals import require_served
 from gristmill.integrations.vllm.requests import Requests
 from gristmill.integrations.vllm.version import HOST
-from gristmill.integrations.vllm.warm_up import warm_up
 from gristmill.runtime.errors import INVALID_LOGITS, UsageError
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.kv_cache.size import make_cache
@@ -27,7 +26,8 @@ from gristmill.runtime.loader.config import open_checkpoint, parse_config
 from gristmill.runtime.loader.load import load_model, parse_scheme
 from gristmill.runtime.models import Model
 from gristmill.runtime.runner import Runner, StepResult
-from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
+from gristmill.runtime.warm_up import warm_up
 from gristmill.runtime.weight_update import build_like, copy_weights
 from gristmill.tools.random_model import random_model
 
@@ -155,13 +155,24 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         self.requests = Requests(self.model_config.seed, self.runner.processors)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Resolve, verify and load every kernel that a step can need, so that no request waits for one."""
-        runner = _loaded(self.runner)
-        scheduler = self.scheduler_config
-        steps = warm_up(
-            runner, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.model_config.max_model_len
+        """Resolve, verify and load every kernel that a step can need, and capture decode graphs, so that no request waits for one."""
+        runner, limits = _loaded(self.runner), self.scheduler_config
+        tokens = limits.max_num_batched_tokens
+        report = warm_up(
+            runner,
+            SchedulerConfig(
+                num_blocks=runner.cache.num_blocks,
+                block_size=runner.cache.block_size,
+                max_batch_tokens=tokens,
+                max_seqs=min(limits.max_num_seqs, tokens),
+                max_model_len=self.model_config.max_model_len,
+            ),
         )
-        logger.info("gristmill: %d steps ran before the first request, with these kernels:", steps)
+        logger.info(
+            "gristmill: warmed up in %.1f s, with %d decode graphs and these kernels:",
+            sum(report.seconds.values()),
+            report.graphs,
+        )
         for row in self.explain():
             formats = f" ({', '.join(row['formats'])})" if row["formats"] else ""
             logger.info("gristmill: %s%s: %s, %s", row["op"], formats, row["kernel"], row["reason"])
