@@ -1,4 +1,17 @@
-"""Bound plans: plans with loaded kernels. The hot path is a guard and a table lookup."""
+"""Bound plans: plans with loaded kernels. The hot path is a guard and a table lookup.
+
+A bound plan belongs to one device: a call runs there whatever device is current, and refuses tensors of another. The guard keeps kernels
+inside their buffers. ``prepare(sizes)`` resolves, verifies and loads; during the capture of a CUDA graph an unprepared size raises instead.
+
+    >>> import torch
+    >>> from gristmill import ops
+    >>> x, w = torch.randn(3, 512), torch.ones(512)
+    >>> plan = ops.bind("rms_norm", "n=512,x=fp32", "cpu").prepare([1, 4])
+    >>> out = torch.empty_like(x)
+    >>> torch.ops.gristmill.rms_norm.out(x, w, 1e-5, plan.handle, out)
+    >>> torch.equal(out, ops.rms_norm(x, w, 1e-5)), plan.entry(3).m_max
+    (True, 4)
+"""
 
 from __future__ import annotations
 

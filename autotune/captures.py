@@ -1,4 +1,7 @@
-"""Capture of CUDA graphs. All captures of the project go through this module."""
+"""Capture of CUDA graphs. All captures of the project go through this module.
+
+Garbage collection is off during a capture: freeing an old graph would end it. A lint rule forbids other captures.
+"""
 
 from __future__ import annotations
 

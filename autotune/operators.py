@@ -9,6 +9,10 @@ memory, ``lse``): Inductor cannot functionalize those where they are None.
 - ``out``: ``(arguments, int plan, outputs) -> ()``, the primary one. Positional, because keywords cost as much as a planned call.
 - ``planned`` and ``planned_out``: ``(inputs, int handle) -> outputs``, without defaults, and the same with its outputs as keyword arguments and
   `torch.Tag.out`. Inductor calls the second for the first, and allocates the outputs together with its other buffers.
+
+There is one operator per operation, never one per kernel. The size is read from host shapes inside the operator, so fake tensors never see it
+and dynamic shapes compile once. Handle 0 derives a plan from the arguments and caches it. A plan over several layouts takes the tensors of
+all of them, and the operator chooses by size, so that a traced layer is one call.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ python ci/generate.py --check    write nothing; exit 1 if one is out of date
 | file | made from |
 |---|---|
 | kernel_registry/grades.json | reports, tests and the compile matrix (grades.py) |
-| docs/kernels.md, the table of operations in README.md | the registry (tables.py) |
-| the table of quality in README.md | bench/results/quality.json (lab/quality_table.py) |
+| docs/kernels.md | the registry (tables.py) |
+| the table in docs/quantization.md | bench/results/quality.json (lab/quality_table.py) |
+| docs/figures/linear_int4.svg | bench/results/h200/linear_weight_only_table.json (figures.py) |
 | docs/api.md, src/gristmill/ops.pyi | signatures and docstrings (api.py) |
 """
 
@@ -25,27 +26,29 @@ from gristmill.kernel_registry.registry import default_registry
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT)]
 import api  # noqa: E402
+import figures  # noqa: E402
 import grades  # noqa: E402
 import tables  # noqa: E402
 
 from lab import quality_table  # noqa: E402
 
-README = ROOT / "README.md"
+QUANTIZATION = ROOT / "docs" / "quantization.md"
 QUALITY = ROOT / "bench" / "results" / "quality.json"
 
 
-def readme() -> str:
-    """README.md with its tables."""
-    text = tables.readme(default_registry(), README.read_text(encoding="utf-8"))
+def quantization() -> str:
+    """docs/quantization.md with its table."""
+    text = QUANTIZATION.read_text(encoding="utf-8")
     return quality_table.into(text, quality_table.render(json.loads(QUALITY.read_text(encoding="utf-8"))))
 
 
 FILES: dict[Path, Callable[[], str]] = {
     registered.RECORDS: lambda: grades.records(default_registry()),
     tables.PAGE: lambda: tables.page(default_registry()),
-    README: readme,
+    QUANTIZATION: quantization,
     api.PAGE: api.page,
     api.STUB: api.stub,
+    figures.FIGURE: figures.linear_int4,
 }
 """File -> its text. The records are first: the tables read them."""
 

@@ -1,4 +1,4 @@
-"""docs/kernels.md and the table of operations in README.md, from the registry. `generate.py` writes them."""
+"""docs/kernels.md, from the registry. `generate.py` writes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from grades import proved, reported, tested  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- ops-table -->", "<!-- /ops-table -->"
 
 COLUMNS = (
     ("sm_80", "sm_80"),
@@ -151,7 +150,7 @@ def legend(rows: Iterable[str]) -> str:
         f"{', '.join(names)}. **Bold**: ran on a device of that target and matched the reference (on x86-64: in the tests). "
         "Not bold: compiled for the target, and its source executed on a CPU; not run there. In brackets: only when a policy pins it. "
         "Kernels of libraries (FlashInfer, humming) need the library installed. No letter, no evidence; targets without a column "
-        "have none. What each kernel needs, promises, and where it has run: `docs/kernels.md`."
+        "have none. What each kernel needs, promises, and where it has run: below."
     )
 
 
@@ -235,14 +234,3 @@ def page(registry: Registry) -> str:
     return "\n".join(
         [head, ops_table(registry), *(op_section(registry, registry.op(n)) for n in sorted(registry.ops))]
     )
-
-
-def readme(registry: Registry, text: str) -> str:
-    """README.md with a new table between its marks; if it has no marks, they are added at its end."""
-    if BEGIN not in text:
-        text = text.rstrip("\n") + f"\n\n## Operations and targets\n\n{BEGIN}\n{END}\n"
-    before, _, remainder = text.partition(BEGIN)
-    _, mark, after = remainder.partition(END)
-    if not mark:
-        raise ValueError(f"README.md has {BEGIN} but no {END} after it")
-    return f"{before}{BEGIN}\n{ops_table(registry)}{END}{after}"

@@ -1,4 +1,9 @@
-"""Build: what this installation can compile or load, as data. Probed lazily and without heavy imports."""
+"""Build: what this installation can compile or load, as data. Probed lazily and without heavy imports.
+
+It has packages and what their modules really offer (``"module:attr"``, found by reading their source, because a package name proves
+nothing), compiled CPU levels and CUDA architectures (from ``_lib/manifest.json``), and Triton's backends. `Build.key` identifies the toolchain of
+a measurement or verification.
+"""
 
 from __future__ import annotations
 

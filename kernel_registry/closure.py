@@ -9,6 +9,24 @@ which are in the key of every record. A file that a module names in a string and
 
 Native: every string that begins with ``gm_`` in those modules names an entry; ``f"gm_linear_{config['format']}"`` names the
 one of a configuration, any other placeholder matches any text. `native_sources` determines which sources define an entry.
+The closure of an entry has every quoted ``#include``, the sources whose entries it calls, and the source that its library is linked with.
+Instances that CMake generates are represented by their template and its table. Layouts are not in the closure: their names carry a version.
+
+After the libraries are built, CMake writes into ``manifest.json``, per compiled source, the digest of its closure, its entries, and per code
+level a digest of closure, flags and compiler. Two hashes follow:
+
+    Kernel.code_hash(config)            of the present sources (native code in a wheel: as built); for times
+    Kernel.verification_hash(config)    Python as above; native code as built, at the configuration's code level; for verifications
+
+    >>> from gristmill.kernel_registry import default_registry
+    >>> kernel = default_registry().kernel("rms_norm", "rms_norm_cpu")
+    >>> kernel.code_hash() == kernel.code_hash({"level": "avx2"}), len(kernel.code_hash())
+    (True, 16)
+
+After an edit of a header, times no longer count as measured. Verifications still hold, because the old binary still runs; after the rebuild
+they do not. A time that is measured between the edit and the rebuild gets the hash of the built code (``code_hash(config, built=True)``), so
+it never counts for code that it did not run. `Build.key` contains none of this: with another compiler, kernels are verified again and times
+stay valid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,37 @@
-"""Kernels: how an operation is computed, the provider, and the requirements. A kernel is data with lazy code."""
+"""Kernels: how an operation is computed, the provider, and the requirements. A kernel is data with lazy code.
+
+A kernel is a file ``kernels/<family>/.../<op>_<impl>.py`` with a ``KERNEL``, or several ``KERNELS``; the spec imports neither torch nor Triton.
+
+    >>> from gristmill.kernel_registry import Target, default_registry
+    >>> registry = default_registry()
+    >>> kernel, problem = registry.kernel("rms_norm", "rms_norm_cpu"), registry.op("rms_norm").problem("m=7,n=4096")
+    >>> kernel.language, kernel.target
+    ('cpp', 'gristmill.kernels.norm.rms_norm_cpu:launch')
+    >>> dict(kernel.config(problem, Target.parse("cpu:avx2")))["level"] in ("avx2", "base")
+    True
+
+The contract of a kernel:
+
+- The launcher is ``launch(config, *arguments, *outputs)``, in the order of the operation's arguments and outputs. It runs on the caller's
+  current stream, does not synchronize, and allocates nothing that outlives the call.
+- ``config`` is a pure function of problem and target. It also carries the static parts of the problem that the launcher needs (scheme, code
+  level), so that a launch never parses anything. It holds no size of the problem: a configuration chosen for a large problem is verified
+  on a smaller one (`Op.shrink`).
+- ``misfit(problem, config)`` is what the launcher checks of both together: None, or why it refuses them. A configuration is verified on
+  the smallest problem that it fits, and a tuned one serves only sizes that it fits.
+- ``accepts(problem)`` returns None or a sentence. ``workspace(problem, config)`` returns the size in bytes and whether the memory must start
+  zeroed; a kernel with zeroed memory leaves it zeroed for its next call. The caller owns the memory.
+- ``deterministic``, ``batch_invariant`` and ``waits``/``triggers`` (programmatic dependent launch) are declared, and tested. A kernel that
+  ``waits`` may read its packed weights before the previous kernel has ended. ``pack`` therefore returns only when they are complete, and
+  code that writes into a packed weight later must synchronize the stream before the next call.
+- ``dequantizes`` is declared by kernels that write the weight to memory in floats in each call, which is slow with few rows. A model names
+  the layers that run one in a warning at load, with what would be faster, and so do both ``explain``.
+- ``auto=False`` kernels run only when a policy pins them.
+
+Third parties register modules with the same attributes under the entry point group ``gristmill.kernels`` (`plugins`). A plugin is added as a
+whole or not at all; one that cannot be imported, or whose specs are invalid, is a line of ``kernelbench doctor`` and a reason in
+``kernelbench list``.
+"""
 
 from __future__ import annotations
 

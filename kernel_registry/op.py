@@ -1,4 +1,40 @@
-"""Operations: what is computed. The torch reference defines the result, is the oracle of every test, and the last fallback."""
+"""Operations: what is computed. The torch reference defines the result, is the oracle of every test, and the last fallback.
+
+An operation is a file ``kernels/<family>/<op>.py`` with an ``OP``: the reference, its declared arguments and axes, example problems, a
+tolerance and a cost. One call of it as data is a `Problem`.
+
+    >>> from gristmill.kernel_registry import default_registry
+    >>> op = default_registry().op("rms_norm")
+    >>> problem = op.problem("m=7,n=4096")
+    >>> str(problem), problem.integer("n"), problem.text("x")
+    ('m=7,n=4096', 4096, 'bf16')
+    >>> op.cost(problem).bytes == (2 * 7 * 4096 + 4096) * 2
+    True
+    >>> op.problem("m=7,n=4096,colour=red")
+    Traceback (most recent call last):
+    gristmill.kernel_registry.problem.AxisError: rms_norm has no axis colour; its axes are m, n, x
+    >>> str(op.static(problem))          # dynamic axes open: what a layer's plan is made for
+    'n=4096'
+
+Arguments are declared once (`arguments`). The torch schema, `describe` (a call as a problem), `like` (shapes and dtypes of the outputs,
+also for fake tensors) and the guard of planned calls are generated from the declarations, as source that is compiled once per operation:
+``print(op.source)``. Functions in ``rules`` check what declarations cannot express, where arguments constrain each other.
+
+    >>> import torch
+    >>> op.schema, op.describe(torch.zeros(7, 64), torch.zeros(64), 1e-5) == op.problem("m=7,n=64,x=fp32")
+    ('Tensor x, Tensor weight, float eps', True)
+    >>> op.describe(torch.zeros(7, 64), torch.zeros(63), 1e-5)
+    Traceback (most recent call last):
+    ValueError: rms_norm: weight must be [n] = [64], n as in x, got [63]
+    >>> guard = op.guard(op.problem("n=64,x=fp32"))
+    >>> guard(torch.zeros(7, 64), torch.zeros(64), 1e-5, torch.zeros(7, 64))     # the size that selects the bucket
+    7
+
+`Op.check` refuses values that do not fit together, such as query heads that are not a multiple of KV heads. Inputs can therefore be
+generated for every problem that an operation accepts, and a mistyped problem does not count against the kernels. Ragged operations are
+described only by bounds that the host knows (``q_tokens, seqs, max_q, max_ctx, total_ctx``); their input generators derive the lengths
+from the bounds and a seed.
+"""
 
 from __future__ import annotations
 

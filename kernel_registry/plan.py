@@ -1,4 +1,8 @@
-"""Plans: the kernel of a layer at each size of its dynamic axis, over weight layouts that fit in memory."""
+"""Plans: the kernel of a layer at each size of its dynamic axis, over weight layouts that fit in memory.
+
+All kernels of a plan read weights that exist; an entry is selected at its bucket's upper bound. Tensor-parallel ranks take the choices of
+rank 0, and compare `Plan.digest`.
+"""
 
 from __future__ import annotations
 

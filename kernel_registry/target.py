@@ -1,4 +1,15 @@
-"""Target: one device as data. Parsed from a name, probed (targets/probe.py), or written by hand for tests."""
+"""Target: one device as data. Parsed from a name, probed (targets/probe.py), or written by hand for tests.
+
+It has vendor, architecture and a *set of features*, never a number to compare: ``sm_121`` is not ``sm_120``, and neither is ``sm_100``. One
+table per vendor in `targets` lists the features of each; devices of other makers come from plugins.
+
+    >>> from gristmill.kernel_registry import Requirement, Target
+    >>> hopper = Requirement.any({"wgmma", "tma"})
+    >>> hopper.check_hardware(Target.parse("h200"))
+    ()
+    >>> hopper.check_hardware(Target.parse("sm_120"))
+    ('needs {tma, wgmma}; sm_120 lacks wgmma',)
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ engine's most tokens per sequence; sequences with fewer are padded at their end.
 A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their
 workspaces, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
 no memory is left out: its steps run kernel by kernel.
+
+Layers share workspaces: one per stream, and one per kernel that needs zeroed memory and leaves it zeroed. A graph holds the workspaces that it
+was captured with. ``gristmill generate --explain`` prints which steps ran how, and why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Sampling: from logits to token ids, with parameters and a random stream per request."""
+"""Sampling: from logits to token ids, with parameters and a random stream per request.
+
+The random stream is Philox4x32-10, key = the request's seed, counter = (output index, token id): a request draws the same token in any batch.
+Samplers are verified by statistics; a kernel with another random stream is never chosen for a seeded request.
+"""
 
 from __future__ import annotations
 

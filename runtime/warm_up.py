@@ -5,6 +5,11 @@ Then they run on a cache that nobody uses: prompts of each bucket of tokens, fro
 sequences beside them; decode steps of each number of sequences and each bound of the context that has a graph, with and without
 drafts if the engine drafts; and the logits and samples of each bucket of rows. What a step of the engine can meet within its limits
 has then run once.
+
+Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and for integers that are 1 or multiples of 16. Every tensor of a
+step is therefore aligned (`send_parts`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
+``do_not_specialize``: what the verification compiled serves all steps. Afterwards the plans of the model report a kernel that is selected
+late. Graphs for steps with processed logits are captured when needed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ batches, prefix hits, preemption by recomputation and speculative drafts are all
         sampled = run_the_model(step)        # one id for each entry of step.sampling()
         for output in scheduler.update(step, sampled):
             ...
+
+A step that is dropped before ``commit`` leaves no trace. Admission has three outcomes, ADMIT, WAIT and NEVER: a request that can never fit is
+refused when it is added, with its need and the capacity. ``on_preempt`` is called with a request before its blocks are reused, so that they
+can be copied elsewhere. After every step free + cached + referenced blocks = all blocks. If requests are unfinished, a step is empty and
+no external event is pending, `SchedulerStuck` is raised with a dump of the state.
 """
 
 from gristmill.runtime.scheduler.config import SchedulerConfig

@@ -7,6 +7,12 @@ one more. Every token is therefore the one that decoding without drafts draws, g
 draft distribution. For a draft of probability p(x) under the target the probability of acceptance is p(x), as in rejection sampling
 (Leviathan et al., 2023, arXiv:2211.17192); a proposer that draws with the same noise agrees more often than an independent one (Daliri,
 Musco, Suresh, 2024, arXiv:2408.07978).
+
+A proposer gets the decoding requests before a step (`DraftRequest`: known tokens, the most drafts, how its next token is sampled) and returns
+token ids; it may be wrong, late or empty. The speculator chooses the requests that take drafts, cuts drafts that cannot be verified (outside the
+vocabulary, against the grammar), and hands the rest to ``Scheduler.propose``, which may take fewer: drafts are given up before a request is
+preempted. Logits processors of a row see the drafts
+that precede it. KV of rejected drafts is overwritten later, and a block is registered in the prefix cache only when accepted tokens fill it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
+import figures  # noqa: E402
 import generate  # noqa: E402
 
 
@@ -38,3 +40,11 @@ def test_files_that_are_missing_are_written(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(generate, "FILES", {path: lambda: "page"})
     assert generate.stale() == [path] and not path.exists()
     assert generate.stale(write=True) == [path] and path.read_text() == "page"
+
+
+def test_the_readme_says_what_the_picture_shows() -> None:
+    bars = {m: ours for m, ours, _ in figures.speeds(json.loads(figures.RESULTS.read_text(encoding="utf-8")))}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = f"{bars[1]:.1f} times as fast as cuBLAS in bf16 at one row, {bars[16]:.1f} times at 16, as fast at 4096]"
+    assert said in text and abs(bars[4096] - 1) < 0.05
+    assert f"docs/figures/{figures.FIGURE.name})" in text and figures.RESULTS.name in text

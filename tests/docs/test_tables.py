@@ -18,27 +18,10 @@ import compile_matrix  # noqa: E402
 import grades  # noqa: E402
 import tables  # noqa: E402
 
-README = ROOT / "README.md"
-
-
-def test_the_table_sits_between_marks_and_leaves_the_rest() -> None:
-    updated = tables.readme(
-        default_registry(), f"# a\n\n{tables.BEGIN}\na stale table\n{tables.END}\nafter\n"
-    )
-    assert (
-        updated.startswith("# a\n\n")
-        and updated.endswith("\nafter\n")
-        and "a stale table" not in updated
-        and "`rms_norm`" in updated
-    )
-    assert tables.readme(default_registry(), updated) == updated
-    with pytest.raises(ValueError, match="no <!-- /ops-table -->"):
-        tables.readme(default_registry(), tables.BEGIN)
-
 
 def _cells() -> dict[tuple[str, str], list[str]]:
-    """Maps (operation, heading) to the letters in README's table, as printed."""
-    text = README.read_text(encoding="utf-8").partition(tables.BEGIN)[2].partition(tables.END)[0]
+    """Maps (operation, heading) to the letters in the page's first table, as printed."""
+    text = tables.PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
     header, _, *rows = [
         line.strip("|").split("|") for line in text.strip().splitlines() if line.startswith("|")
     ]
