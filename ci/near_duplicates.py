@@ -36,12 +36,12 @@ FOLDERS = (
 )
 NATIVE = (".c", ".cpp", ".cu", ".cuh", ".h", ".hip")
 LINES, MANY, TOKENS, WINDOW = 8, 12, 50, 24
-_TILE_PRODUCT = "the call of the tile product: the arguments of a jitted function are passed one by one"
 _FORMAT = "readers of one format: each has the same parameters"
 _FAMILY = "a model family is one file, which states its layers and what their calls take"
 ACCEPTED = {
-    ("kernels/linear/*triton*.py", "kernels/linear/*triton*.py"): _TILE_PRODUCT,
-    ("kernels/linear/*triton*.py", "kernels/moe/*triton.py"): _TILE_PRODUCT,
+    ("kernels/linear/triton.py", "kernels/moe/*triton.py"): (
+        "the call of the tile product: the arguments of a jitted function are passed one by one"
+    ),
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),
