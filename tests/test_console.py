@@ -103,3 +103,15 @@ def test_a_reader_that_left_is_no_verdict_either(tmp_path: Path, body: str) -> N
     result = run_body(body, tmp_path, stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (console.READER_GONE, "")
+
+
+def test_a_table_of_rows_takes_keys_and_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"name": "a", "us": 3.14159, "n": 2}, {"name": "b", "us": None, "n": None}]
+    columns: dict[str, console.Cell] = {
+        "kernel": "name",
+        "µs": "us",
+        "twice": lambda r: r["n"] and 2 * r["n"],
+    }
+    console.table_of("Times", rows, columns, right=("µs",))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["Times"], ["kernel", "µs", "twice"], ["a", "3.14", "4"], ["b", "-"]]
