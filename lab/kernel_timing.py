@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,52 @@ import torch
 from torch import Tensor
 
 from gristmill.autotune.device import device_target
+from gristmill.autotune.store import dump
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.store import Store
 from lab.gpu_graphs import Graphs, environment
 from lab.result import write_result
 
 Calls = list[Callable[[], Any]]
 Sweep = tuple[str, list[int]]
+
+
+class Run:
+    """A run of the program `lab.NAME` with the present command line: its rows, times for a store, and where both are written."""
+
+    def __init__(self, name: str, out: Path | None, store: Path | None = None) -> None:
+        self.command = f"python -m lab.{name} {shlex.join(sys.argv[1:])}"
+        self.out, self.store_path, self.store = out, store, Store()
+        self.begin, self.before = time.monotonic(), environment()
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.begin
+
+    def save(self, form: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
+        """Write the result file and the store. form: makes the content of the file from that of all rows."""
+        if self.out:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            content = {"command": self.command, "before": self.before, "after": environment()}
+            write_result(self.out, form(content | {"rows": self.rows}))
+        if self.store_path:
+            self.store_path.write_text(dump(self.store))
+
+
+def linear_options(description: str | None, kernels: str, m: str) -> argparse.ArgumentParser:
+    """The options of the programs that time linear; `kernels` and `m` are defaults."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--store", type=Path, help="also write the times of registered kernels as a store")
+    parser.add_argument("--m", default=m, help="rows of x, by commas")
+    parser.add_argument("--kernels", default=kernels, help="registered ones, by commas")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further weight starts")
+    return parser
 
 
 def program(
@@ -55,17 +94,14 @@ def program(
         parser.add_argument("--floors", action="store_true", help="also measure the floors")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    command = f"python -m lab.{name} {shlex.join(sys.argv[1:])}"
-    before, rows = environment(), []
+    run = Run(name, options.out)
     for case in options.cases.split(","):
         row = timed(case, options.kernels.split(","), sweep_of(options.set), options.rounds, options.seconds)
         if floors is not None and options.floors:
             floors(row)
-        rows.append(row)
+        run.rows.append(row)
         print(case, *(row[key] for key in shown), flush=True)
-        if options.out:
-            result = {"command": command, "before": before, "after": environment(), "rows": rows}
-            write_result(options.out, result)
+        run.save()
     return 0
 
 

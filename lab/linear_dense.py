@@ -12,23 +12,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gristmill.autotune.device import device_target
-from gristmill.autotune.store import dump
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from gristmill.kernels.load import load
-from lab.gpu_graphs import DEVICE, Call, Graphs, add_time, cold_count, environment, floor_us
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, Call, Graphs, add_time, cold_count, floor_us
+from lab.kernel_timing import Run, linear_options
 
 OURS = "linear_dense_decode_sm90"
 SHAPES = (
@@ -129,42 +126,28 @@ def measure(
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m lab.linear_dense", description=str(__doc__).split("\n")[0])
+    parser = linear_options(__doc__, f"{OURS},linear_torch", "1,2,4,8,16")
     parser.add_argument("--shapes", default=SHAPES, help="NxK or NxK+silu_mul, by commas")
-    parser.add_argument("--m", default="1,2,4,8,16", help="rows of x, by commas")
-    parser.add_argument("--kernels", default=f"{OURS},linear_torch", help="registered ones, by commas")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further problem starts")
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument(
-        "--store", type=Path, help="also write the best configurations and their times as a store"
-    )
+    parser.set_defaults(rounds=9)
     return parser
 
 
 def main() -> int:
     options = arguments().parse_args()
-    begin, before, store = time.monotonic(), environment(), Store()
-    rows: list[dict[str, Any]] = []
-    registry = default_registry()
+    run, registry = Run("linear_dense", options.out, options.store), default_registry()
     kernels = [registry.kernel("linear", name) for name in options.kernels.split(",")]
-    command = " ".join(["python -m lab.linear_dense", *sys.argv[1:]])
     for shape in options.shapes.split(","):
-        if time.monotonic() - begin > options.seconds:
+        if run.seconds > options.seconds:
             continue
         weights = Weights(problem_of(shape, 1))
         for m in options.m.split(","):
-            row = measure(weights, problem_of(shape, int(m)), kernels, options.rounds, store)
-            rows.append(row)
+            row = measure(weights, problem_of(shape, int(m)), kernels, options.rounds, run.store)
+            run.rows.append(row)
             times = "  ".join(f"{name} {us:.2f}" for name, us in row["us"].items())
             worst = max(row["errors"].values())
             print(f"{row['problem']}: floor {row['floor_us']:.2f}  {times}  error {worst:.1e}", flush=True)
-        write_result(
-            options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
-        )
-        if options.store:
-            options.store.write_text(dump(store))
-    print(f"{time.monotonic() - begin:.0f} s")
+        run.save()
+    print(f"{run.seconds:.0f} s")
     return 0
 
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build
-from gristmill.autotune.store import dump
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
@@ -35,8 +32,8 @@ from gristmill.kernels.linear.w8a8_sm90 import _launch
 from gristmill.kernels.linear.w8a8_sm90.shapes import operands_of, workspace_bytes
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.activations import QuantAct, quantize_activation
-from lab.gpu_graphs import DEVICE, Call, Graphs, add_time, cold_count, environment
-from lab.result import write_result
+from lab.gpu_graphs import DEVICE, Call, Graphs, add_time, cold_count
+from lab.kernel_timing import Run, linear_options
 
 SHAPES = "7168x2048,4096x7168,24576x1536"
 SCHEMES = "fp8_block.fp8_g128,fp8_ch.fp8_token,int8_ch.int8_token"
@@ -273,43 +270,28 @@ def line(row: dict[str, Any]) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--store", type=Path, help="also write the times of registered kernels as a store")
+    parser = linear_options(__doc__, f"{OURS},linear_scaled_mm_torch", "1,16,64,256,1024,4096")
     parser.add_argument("--schemes", default=SCHEMES, help="by commas")
     parser.add_argument("--shapes", default=SHAPES, help="NxK by commas")
-    parser.add_argument("--m", default="1,16,64,256,1024,4096", help="rows of x, by commas")
-    parser.add_argument(
-        "--kernels", default=f"{OURS},linear_scaled_mm_torch", help="registered ones, by commas"
-    )
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="seconds after which no further problem starts"
-    )
     return parser
 
 
 def main() -> int:
     options = arguments().parse_args()
-    start, before, store = time.monotonic(), environment(), Store()
-    rows: list[dict[str, Any]] = []
-    command = " ".join(["python -m lab.linear_w8a8", *sys.argv[1:]])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    run = Run("linear_w8a8", options.out, options.store)
     for scheme in options.schemes.split(","):
         for shape in options.shapes.split(","):
-            if time.monotonic() - start > options.seconds:
+            if run.seconds > options.seconds:
                 continue
             problem = Problem(scheme, *(int(v) for v in shape.split("x")))
             for m in options.m.split(","):
-                rows.append(measure(problem, int(m), options.kernels.split(","), options.rounds, store))
-                print(line(rows[-1]), flush=True)
-            write_result(
-                options.out, {"command": command, "before": before, "after": environment(), "rows": rows}
-            )
-            if options.store:
-                options.store.write_text(dump(store))
+                run.rows.append(
+                    measure(problem, int(m), options.kernels.split(","), options.rounds, run.store)
+                )
+                print(line(run.rows[-1]), flush=True)
+            run.save()
             del problem
-    print(f"{time.monotonic() - start:.0f} s")
+    print(f"{run.seconds:.0f} s")
     return 0
 
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build
-from gristmill.autotune.store import dump
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
@@ -40,12 +37,12 @@ from lab.gpu_graphs import (
     add_time,
     cold_copies,
     column_error,
-    environment,
     floor_us,
     links,
 )
 from lab.humming_choices import humming_choices
-from lab.result import fastest_per_kernel, write_result
+from lab.kernel_timing import Run, linear_options
+from lab.result import fastest_per_kernel
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
 MORE = (
@@ -306,14 +303,10 @@ def line(row: dict[str, Any]) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--store", type=Path, help="also write the times of registered kernels as a store")
+    parser = linear_options(__doc__, "", "1,4,16,32,64,128,256,1024,4096")
     parser.add_argument("--schemes", default="int4_g128,nvfp4,mxfp4", help="by commas")
     parser.add_argument("--x", default="bf16", help="comma-separated dtypes of activations")
     parser.add_argument("--shapes", default="table", help="table, more, all, or comma-separated NxK")
-    parser.add_argument("--m", default="1,4,16,32,64,128,256,1024,4096", help="rows of x, by commas")
-    parser.add_argument("--kernels", default="", help="only these registered kernels, comma-separated")
     parser.add_argument(
         "--tuned",
         action="store_true",
@@ -327,40 +320,26 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--isolated", action="store_true", help="also time isolated calls")
     parser.add_argument("--alone", action="store_true", help="without cuBLAS and the floor")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="seconds after which no further shape starts"
-    )
     return parser
 
 
 def main() -> int:
     options = arguments().parse_args()
-    start, before, store = time.monotonic(), environment(), Store()
-    rows: list[dict[str, Any]] = []
-    command = " ".join(["python -m lab.linear_weight_only", *sys.argv[1:]])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    run = Run("linear_weight_only", options.out, options.store)
     for scheme in options.schemes.split(","):
         for n, k in shapes_of(options.shapes):
-            if time.monotonic() - start > options.seconds:
+            if run.seconds > options.seconds:
                 continue
             shape = Shape(scheme, n, k, options)
             for x in options.x.split(","):
                 for m in options.m.split(","):
-                    rows.append(shape.row(int(m), x, store))
-                    print(line(rows[-1]), flush=True)
+                    run.rows.append(shape.row(int(m), x, run.store))
+                    print(line(run.rows[-1]), flush=True)
             del shape
             torch.cuda.empty_cache()
-            write_result(
-                options.out,
-                fastest_per_kernel(
-                    {"command": command, "before": before, "after": environment(), "rows": rows}
-                ),
-            )
-            if options.store:
-                options.store.write_text(dump(store))
-    judged = [row["met"] for row in rows if row["met"] is not None]
-    print(f"bars met: {sum(judged)} of {len(judged)}; {time.monotonic() - start:.0f} s")
+            run.save(fastest_per_kernel)
+    judged = [row["met"] for row in run.rows if row["met"] is not None]
+    print(f"bars met: {sum(judged)} of {len(judged)}; {run.seconds:.0f} s")
     return 0
 
 

@@ -15,7 +15,7 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from gristmill.quant.packed import LayoutError
-from lab import gpu_graphs
+from lab import gpu_graphs, kernel_timing
 from lab import linear_weight_only as program
 
 
@@ -97,7 +97,7 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     monkeypatch.setattr(program, "Graphs", Calls)
-    monkeypatch.setattr(program, "environment", dict)
+    monkeypatch.setattr(kernel_timing, "environment", dict)
     out, store = tmp_path / "found.json", tmp_path / "store.json"
     expected = [
         "--out",

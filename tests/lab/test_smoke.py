@@ -63,7 +63,6 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
     for module in (linear_dense, linear_weight_only, linear_w8a8):
         monkeypatch.setattr(module, "Graphs", Calls)
-        monkeypatch.setattr(module, "environment", dict)
     monkeypatch.setattr(linear_sanitized, "device_target", lambda device, policy: Target.parse("h200"))
     monkeypatch.setattr(linear_sanitized, "run", lambda kernel, config, x, q, tensors: 0.0)
 
