@@ -15,6 +15,7 @@ from gristmill.autotune.place import place
 from gristmill.autotune.rotation import Rotation
 from gristmill.autotune.rounds import Rounds
 from gristmill.kernel_registry.registry import default_registry
+from lab.gpu_graphs import Graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -84,3 +85,14 @@ def test_rounds_have_their_clock(policy_file) -> None:
     if torch.version.cuda is not None:
         assert len(rounds.clocks) == 9 and all(mhz and mhz > 100 for mhz in rounds.clocks)
     assert 5 <= len(rounds.steady) <= 9 and len(rounds.kept(candidate.name)) == len(rounds.steady)
+
+
+def test_graphs_of_lab_replay_their_calls_in_order() -> None:
+    x = torch.zeros(1, device="cuda:0")
+    graphs = Graphs()
+    graphs.add("affine", [lambda: x.add_(1), lambda: x.mul_(2), lambda: x.sub_(3)])
+    x.fill_(5)
+    samples = graphs.samples(2)
+    torch.cuda.synchronize()
+    assert graphs.timed["affine"].captured and all(us > 0 for us in samples["affine"])
+    assert float(x) == ((5 + 1) * 2 - 3 + 1) * 2 - 3
