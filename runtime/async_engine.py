@@ -127,8 +127,11 @@ class AsyncEngine:
     ) -> AsyncGenerator[Chunk, None]:
         """Stream one prompt in chunks, those of its n completions as they come; leaving the iterator aborts the request.
 
-        prompt: text, or token ids that are used unchanged. params: None = greedy, 128 tokens. priority: lower values first, in an
-        engine made with queue_order="priority". request_id: a name for `abort` and traces; None = one is made.
+        Args:
+            prompt: text, or token ids that are used unchanged.
+            params: None = greedy, 128 tokens.
+            priority: lower values first, in an engine made with queue_order="priority".
+            request_id: a name for `abort` and traces; None = one is made.
 
         Raises:
             UsageError, RequestTooLarge, QueueFull, EngineDraining: as `Engine.add_request`; a request_id in use.
@@ -231,12 +234,13 @@ class AsyncEngine:
         )
 
     async def call(self, function: Callable[[Engine], T], *, watchdog_seconds: float = 0.0) -> T:
-        """function(engine), called between two steps in the engine's thread: ``await engine.call(lambda e: e.update_weights(path))``.
+        """Call function(engine) between two steps in the engine's thread: ``await engine.call(lambda e: e.update_weights(path))``.
 
-        For `Engine.sleep`, `wake_up`, `update_weights`, `reset_prefix_cache`, `status`. Requests wait meanwhile. What it raises, this
-        raises, and the engine goes on.
+        This is for `Engine.sleep`, `wake_up`, `update_weights`, `reset_prefix_cache` and `status`. Requests wait meanwhile. An exception of the
+        function is raised here, and the engine goes on.
 
-        watchdog_seconds: how long it may take, if longer than the engine's watchdog_seconds; weights that are read from a slow disk need it.
+        Args:
+            watchdog_seconds: how long the call may take, if longer than the engine's watchdog_seconds; weights on a slow disk need it.
         """
 
         if not watchdog_seconds >= 0:

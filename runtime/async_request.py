@@ -35,8 +35,10 @@ class ActiveChoice:
 class ActiveRequest:
     """The completions of one prompt, used in one event loop.
 
-    open: by the engine's id, the completions that have not ended; the engine's thread reads it too. added: whether the engine has
-    taken the request; set in the engine's thread. on_the_way: completions that are registered, and not given to the engine yet.
+    Attributes:
+        open: the completions that have not ended, by the engine's id; the engine's thread reads it too.
+        added: whether the engine has taken the request; set in the engine's thread.
+        on_the_way: how many completions are registered and not yet given to the engine.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class ActiveRequests:
     An id is free again only when the end of its request has been queued for the engine or has come from it: a later request with
     the same id is added after that, and nothing that was meant for the first one reaches it.
 
-    waiting: the number of requests that wait in the engine. max_queued: most that may wait there and on the way to it; None = any number.
+    Args:
+        waiting: returns the number of requests that wait in the engine.
+        max_queued: the most requests that may wait there and on the way to it; None = any number.
     """
 
     def __init__(self, waiting: Callable[[], int], max_queued: int | None) -> None:
@@ -165,7 +169,7 @@ LONG_TEXT = 4096
 
 
 class AsyncPrompts:
-    """From text to token ids and back. llm: whose tokenizer and grammars are used; None = token ids alone, and a UsageError for text."""
+    """From text to token ids and back, by the tokenizer and the grammars of `llm`; None = token ids only, and a UsageError for text."""
 
     def __init__(self, llm: LLM | None) -> None:
         self._llm = llm

@@ -16,10 +16,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ContextShard:
-    """The part of each token's context that is in the cache of this rank, where ranks share a context (`layers.context_parallel`).
+    """The part of each token's context that is in the cache of this rank, if ranks share a context (`layers.context_parallel`). Every token is a
+    sequence of its own.
 
-    Every token is a sequence: block_table int32 [T, width], query_start int32 [T + 1], seq_lens int32 [T], at least 1. max_ctx: the
-    longest. empty: bool [T], where the rank has no key of a context, and the one of seq_lens does not count.
+    Attributes:
+        block_table: int32 [T, width].
+        query_start: int32 [T + 1].
+        seq_lens: int32 [T], at least 1.
+        max_ctx: the longest of them.
+        empty: bool [T], whether the rank has no key of a context; the 1 in seq_lens then does not count.
     """
 
     block_table: Tensor
@@ -31,14 +36,19 @@ class ContextShard:
 
 @dataclass(frozen=True)
 class Batch:
-    """New tokens of several sequences, one sequence after another.
+    """New tokens of several sequences, one sequence after another: T tokens of S sequences.
 
-    tokens, positions: int64 [T]. slots: int64 [T], block · block_size + offset of each token's place in the cache.
-    query_start: int32 [S + 1], where each sequence's tokens begin. seq_lens: int32 [S], context lengths with the new
-    tokens. block_table: int32 [S, width]. max_q, max_ctx: most new tokens, longest context. rows: int64, the tokens whose
-    logits are computed. lengths: new tokens and context of each sequence, as the host knows them; () where it does not, in a step that
-    is captured. others: the step for the other groups of layers (`kv_cache.groups`), with slots and block tables of their own.
-    context_shard: None = the whole context of each token is in the cache.
+    Attributes:
+        tokens, positions: int64 [T].
+        slots: int64 [T], block * block_size + offset of each token's place in the cache.
+        query_start: int32 [S + 1], where the tokens of each sequence begin.
+        seq_lens: int32 [S], context lengths, new tokens included.
+        block_table: int32 [S, width].
+        rows: int64, the tokens whose logits are computed.
+        max_q, max_ctx: the most new tokens, and the longest context.
+        lengths: new tokens and context of each sequence, if the host knows them; () in a step that is captured.
+        others: the step for the other groups of layers (`kv_cache.groups`), with their own slots and block tables.
+        context_shard: None = the cache has the whole context of each token.
     """
 
     tokens: Tensor
@@ -151,10 +161,12 @@ def shard_context(batch: Batch, rank: int, world: int, block_size: int) -> Batch
 
 @dataclass(frozen=True)
 class Feedback:
-    """Where the tokens of a step come from and go to, on the device; int64.
+    """Where the tokens of a step come from and go to on the device, int64.
 
-    places: [F], tokens of the batch that a step before has sampled. read_rows: [F], the rows of their requests. write_rows: [samples], the
-    rows of the requests that sample, in order.
+    Attributes:
+        places: [F], tokens of the batch that an earlier step has sampled.
+        read_rows: [F], the rows of their requests.
+        write_rows: [samples], the rows of the requests that sample, in order.
     """
 
     places: Tensor

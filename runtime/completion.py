@@ -19,7 +19,9 @@ class StopStrings:
     The output does not depend on how the text is split into pieces. Of several stop strings the one that is complete first ends
     the text; of those complete at the same character, the longest.
 
-    strings: the stop strings, none of them empty. include: whether the one that ends the text is part of it.
+    Args:
+        strings: the stop strings, none of them empty.
+        include: whether the stop string that ends the text is part of it.
     """
 
     def __init__(self, strings: Sequence[str], include: bool = False) -> None:
@@ -29,9 +31,9 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str, armed: bool = True) -> str:
-        """More text; returns what is certain. `matched` is set where a stop string is complete, and nothing comes after it.
+        """Take more text; returns what is certain. `matched` is set when a stop string is complete, and nothing comes after it.
 
-        armed: False where no stop string may be complete inside of this text; one may begin in it.
+        With `armed` False no stop string may be complete within this text; one may begin in it.
         """
         if self.matched is not None:
             return ""
@@ -120,9 +122,9 @@ class Chunk:
 
 
 def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
-    """The parameters of one completion as the engine takes them: without n, stop strings and grammar, bad words as token ids.
+    """The parameters of one completion as the engine takes them: without n, stop strings and grammar, and with bad words as token ids.
 
-    tokenizer: called if text must be encoded. Choices after the first have separate seeds and no logprobs of the prompt.
+    `tokenizer` is called if text must be encoded. Choices after the first have their own seeds and no logprobs of the prompt.
     """
     text_words = any(isinstance(word, str) for word in params.bad_words)
     if params.n == 1 and not params.stop and not text_words and params.structured_output is None:
@@ -205,10 +207,7 @@ def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> T
 
 
 class TextOutput:
-    """The text of one completion while it grows.
-
-    index, choice: of its chunks. stream: decodes its ids; None without a tokenizer.
-    """
+    """The text of one completion while it grows. `index` and `choice` are those of its chunks; without a tokenizer `stream` is None."""
 
     def __init__(self, index: int, choice: int, params: SamplingParams, stream: TextStream | None) -> None:
         self.index, self.choice = index, choice

@@ -36,8 +36,10 @@ class MlaConfig:
 class MoeConfig:
     """Mixture of experts: routed experts in groups, shared experts, and the weights of routed experts.
 
-    scoring: ``sigmoid`` or ``softmax`` of the router's logits. choice_bias: the checkpoint has a bias that is added to
-    scores for choosing only. Layers before first_dense and those in dense_layers have no experts.
+    Attributes:
+        scoring: ``sigmoid`` or ``softmax`` of the router's logits.
+        choice_bias: whether the checkpoint has a bias that is added to the scores for choosing only.
+        first_dense, dense_layers: layers before first_dense, and those in dense_layers, have no experts.
     """
 
     num_experts: int
@@ -89,11 +91,12 @@ class ModelConfig:
     `eos_ids` come from generation_config.json, else config.json; nothing else of generation_config.json is used: what
     it recommends for sampling (temperature, top_k, top_p) does not change the defaults of `SamplingParams`.
 
-    attention_bias: q, k, v and the output have biases; qkv_bias: only q, k and v. qk_norm: heads of q and k are normalized.
-    windows: per layer, the number of keys that a query sees, 0 = all; empty if no layer has a window.
-
-    extra: entries that only the family's own layers read, by name.
-    quantization: the checkpoint's quantization_config, for `gristmill.quant.formats`; None = not quantized.
+    Attributes:
+        attention_bias: whether q, k, v and the output have biases; qkv_bias: only q, k and v.
+        qk_norm: whether heads of q and k are normalized.
+        windows: for each layer, the number of keys that a query sees, 0 = all; empty if no layer has a window.
+        extra: entries that only the family's own layers read, by name.
+        quantization: the checkpoint's quantization_config, for `gristmill.quant.formats`; None = not quantized.
     """
 
     architecture: str

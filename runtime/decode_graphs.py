@@ -64,8 +64,10 @@ def padded(seqs: int) -> int:
 class DecodeGraph:
     """Steps of `seqs` sequences with up to `per_seq` new tokens each and contexts up to `bound`.
 
-    samples: the graph ends with sampled ids, in its buffers; else with logits. reason: why steps cannot be captured; "" if they can, and
-    on a CPU. holds: objects that the graph uses and that must live as long.
+    Attributes:
+        samples: whether the graph ends with sampled ids, in its buffers; otherwise it ends with logits.
+        reason: why steps cannot be captured; "" if they can, and on a CPU.
+        holds: tensors that the graph uses and that must live as long as it does.
     """
 
     seqs: int
@@ -87,8 +89,9 @@ class DecodeGraph:
 class DecodeGraphs:
     """The decode graphs of a model over its cache, made as steps need them.
 
-    most_drafts: per sequence; steps with drafts are padded to it, so that one graph serves them all. kept: the states
-    that a step leaves in `hidden`, [LARGEST, width], of which all graphs write the first rows.
+    Args:
+        most_drafts: drafts per sequence to which steps with drafts are padded, so that one graph serves them all.
+        kept: the states that a step leaves in `hidden`, [LARGEST, width], of which all graphs write the first rows.
     """
 
     def __init__(

@@ -24,8 +24,13 @@ from gristmill.runtime.steps_in_flight import DEPTH, SampledTokens
 
 
 class RowState:
-    """Block tables and sampling parameters of the requests in rows 0 to rows - 1, on the host. width: cache blocks of the longest
-    request. windows: of the groups of layers, each with tables. null: the block in places behind a window."""
+    """Block tables and sampling parameters of the requests in rows 0 to rows - 1, on the host.
+
+    Args:
+        width: cache blocks of the longest request.
+        windows: the windows of the groups of layers, each of which has tables.
+        null: the block in places that no query reads any more.
+    """
 
     def __init__(
         self, rows: int, width: int, vocab_size: int, windows: Sequence[int] = (0,), null: int = 0
@@ -95,7 +100,9 @@ class RowState:
 class DecodeInputs:
     """The memory of all decode graphs' inputs, on the device and once on the host for each step in flight.
 
-    seqs: of the largest graph. width: cache blocks of the longest context, in each of `groups` block tables.
+    Args:
+        seqs: sequences of the largest graph.
+        width: cache blocks of the longest context, in each of `groups` block tables.
     """
 
     def __init__(

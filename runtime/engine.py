@@ -277,9 +277,13 @@ class Engine(EngineMemory):
     ) -> Engine:
         """An engine with an existing runner, for models that are not loaded from files, or share weights.
 
-        config: budgets of the scheduler. UsageError unless its blocks are those of the runner's cache, and its max_seqs at most the
-        runner's. draft: the runner of the draft model, where `speculate` takes one; its token ids must be the model's. kv_transfer: as of
-        an engine, with an identity.
+        Args:
+            config: budgets of the scheduler.
+            draft: the runner of the draft model, if `speculate` takes one; its token ids must be the model's.
+            kv_transfer: as in the constructor, with an identity.
+
+        Raises:
+            UsageError: the scheduler's blocks are not those of the runner's cache, or its max_seqs is more than the runner's.
         """
         engine = cls.__new__(cls)
         speculation = None if speculate is None else Speculation.parse(speculate)
@@ -384,7 +388,8 @@ class Engine(EngineMemory):
         Python's garbage collection leaves out what is alive then (`gc.freeze`) until the engine is gone: a full collection takes as long
         as up to a hundred steps.
 
-        progress: called with a stage, its steps done, and its steps in all.
+        Args:
+            progress: called with a stage, its steps done, and its steps in all.
 
         Raises:
             UsageError: a request has begun and not ended, or the engine sleeps.
@@ -427,9 +432,11 @@ class Engine(EngineMemory):
     ) -> None:
         """Queue a prompt of token ids: a list, or an array or tensor of one dimension.
 
-        params: without what needs text (stop strings, bad words as texts) and with n = 1. after: an unfinished request with the
-        same prompt, such as another choice: the new request is held until that one has computed the prompt, and shares its blocks.
-        grammar: of its output, made for it alone by a `GrammarCompiler`.
+        Args:
+            params: without anything that needs text (stop strings, bad words as texts), and with n = 1.
+            after: an unfinished request with the same prompt, such as another choice: the new request is held until that one has computed the
+                prompt, and shares its blocks.
+            grammar: the grammar of its output, made for this request alone by a `GrammarCompiler`.
 
         Raises:
             UsageError: an empty prompt, ids outside the vocabulary, an id in use, an argument of the wrong type.
@@ -540,9 +547,10 @@ class Engine(EngineMemory):
     def pause(self, mode: PauseMode = "wait") -> None:
         """Stop, until `resume`; requests may be added meanwhile, and wait. May be called in a signal handler.
 
-        mode: ``wait``: requests that have begun run to their end, no other is admitted. ``keep``: nothing runs; requests and their
-        blocks stay as they are. ``abort``: the next step ends all unfinished requests and returns them. Call `step` until `paused`
-        is true.
+        Args:
+            mode: ``wait``: requests that have begun run to their end, no other is admitted. ``keep``: nothing runs; requests and their
+                blocks stay as they are. ``abort``: the next step ends all unfinished requests and returns them. Call `step` until `paused`
+                is true.
         """
         if mode not in get_args(PauseMode):
             raise UsageError(f"unknown mode {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
@@ -569,8 +577,9 @@ class Engine(EngineMemory):
     def drain(self, timeout: float | None = None) -> None:
         """Take no more requests; unfinished ones run to their end. May be called in a signal handler; it cannot be undone.
 
-        timeout: seconds after which the next step ends those still unfinished, and returns them; None = no limit. A second call
-        changes the limit: 0 ends them at once.
+        Args:
+            timeout: seconds after which the next step ends those still unfinished, and returns them; None = no limit. A second call
+                changes the limit: 0 ends them at once.
         """
         check_timeout(timeout)
         self._draining = True

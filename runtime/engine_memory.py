@@ -42,7 +42,8 @@ class EngineMemory:
     def sleep(self, level: int = 1) -> None:
         """Give memory back to the device: cache, decode graphs, and weights. Nothing runs until `wake_up`; requests may be added, and wait.
 
-        level: 1 moves the weights to host memory (on a CPU they stay); 2 discards them, for an `update_weights` after `wake_up`.
+        Args:
+            level: 1 moves the weights to host memory (on a CPU they stay); 2 discards them, for an `update_weights` after `wake_up`.
 
         Raises:
             UsageError: a request has begun and not ended (`pause` or `abort` first), or the engine sleeps already.
@@ -58,7 +59,7 @@ class EngineMemory:
         self.residency.sleep(level)
 
     def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
-        """Allocate what `sleep` gave back. parts: one after the other, so that weights can be updated before the cache takes its memory."""
+        """Allocate what `sleep` gave back. `parts` can be given one by one, so that weights are updated before the cache takes its memory."""
         self.ownership.check()
         self.residency.wake_up(parts)
         if self.speculator is not None:
@@ -70,11 +71,13 @@ class EngineMemory:
         quant: str | QuantScheme | torch.dtype | None = None,
         staging: str | torch.device | None = None,
     ) -> None:
-        """New weights in the memory of the old ones: plans, packed layouts and CUDA graphs stay. The prefix cache is emptied.
+        """Write new weights into the memory of the old ones: plans, packed layouts and CUDA graphs stay. The prefix cache is emptied.
 
-        source: a directory or GGUF file with the configuration of the loaded model, or a mapping of all its tensors by their names in
-        the checkpoint. quant: the scheme to round them to; None = as at load. staging: where the new model is built, which takes the
-        memory of a second model; None = the engine's device.
+        Args:
+            source: a directory or GGUF file with the configuration of the loaded model, or a mapping of all its tensors by their names in
+                the checkpoint.
+            quant: the scheme to round the weights to; None = as at load.
+            staging: where the new model is built, which takes the memory of a second model; None = the engine's device.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous or of a wrong shape, or the model would change; the old weights stay.

@@ -41,7 +41,7 @@ class EngineDeadError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the thread does. began: by time.monotonic. seconds: how long it may take, if longer than the watchdog's."""
+    """What the thread does, since `began` (time.monotonic). It may take `seconds`, if that is longer than the watchdog's limit."""
 
     what: str
     began: float
@@ -50,7 +50,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """function: called in the thread, for the future. seconds: as of `_Work`."""
+    """A function that the thread calls for a future. It may take `seconds`, if that is longer than the watchdog's limit."""
 
     function: Callable[[], Any]
     future: Future[Any]
@@ -60,9 +60,12 @@ class _Call:
 class EngineThread:
     """Steps an engine while it has work, and sleeps while it has none.
 
-    engine: owned by the caller; it is this thread's until `stop`, which gives it back. on_step: called in the thread with the outputs of
-    each step. on_death: called once, in the thread or the watchdog's, when the engine can run no more. watchdog_seconds: longest time of a
-    step, of its on_step, and of a call; None = any. on_stop: called by `stop` before it gives the engine back.
+    Args:
+        engine: owned by the caller; it is this thread's until `stop`, which gives it back.
+        on_step: called in the thread with the outputs of each step.
+        on_death: called once, in the thread or the watchdog's, when the engine can run no more.
+        watchdog_seconds: the longest time of a step, of its on_step, and of a call; None = any.
+        on_stop: called by `stop` before it gives the engine back.
     """
 
     def __init__(
@@ -95,8 +98,11 @@ class EngineThread:
             watch.start()
 
     def call(self, function: Callable[[Engine], T], seconds: float = 0.0) -> Future[T]:
-        """Call function(engine) in the thread, between two steps; the future gets whatever it raises. EngineDeadError if there will be no
-        step. seconds: how long it may take, if longer than the watchdog's.
+        """Call function(engine) in the thread, between two steps; the future gets whatever it raises. It may take `seconds`, if that is longer than
+        the watchdog's limit.
+
+        Raises:
+            EngineDeadError: there will be no step.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -246,8 +252,9 @@ class EngineThread:
                 wait = min(limit, left)  # what comes next may end sooner
 
     def die(self, reason: str, cause: BaseException | None = None) -> None:
-        """The engine runs no more; what the thread does is not waited for. cause: an exception that ended the thread. Nothing happens
-        after a death or `stop`."""
+        """The engine runs no more; what the thread does is not waited for. Nothing happens after a death or `stop`. `cause` is an exception that
+        ended the thread.
+        """
         error = EngineDeadError(reason)
         error.__cause__ = cause
         with self._lock:

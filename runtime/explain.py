@@ -65,7 +65,7 @@ def _reason(source: str, us: float | None, priority: int, pins: tuple[str, ...])
 
 
 def warn_of_slow_layers(model: str, plans: Plans) -> None:
-    """One warning with all layers whose weights are dequantized in each call, by scheme, and what would be faster. model: its path."""
+    """Give one warning with all layers whose weights are dequantized in each call, by scheme, and what would be faster. `model` is its path."""
     counts: Counter[str] = Counter()
     for (problem, layouts), count in plans.layers.items():
         select = partial(plans.resolver.select, plans.resolver.registry.op(problem.op))

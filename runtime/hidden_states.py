@@ -23,22 +23,23 @@ class TappedModel(Protocol):
     def forward(
         self, batch: Batch, cache: PagedCache, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
-        """As of `Model`. taps: layer -> its output with the residual, [tokens, hidden], written for the layers that are its keys."""
+        """As `Model.forward`. `taps` maps layers to their outputs with the residual, [tokens, hidden], which are written for the layers in it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """The states of a step's tokens, on the device. values: [rows, width]. firsts: the row of each entry's first token."""
+    """The states of a step's tokens on the device: `values` [rows, width], and in `firsts` the row of each entry's first token."""
 
     values: Tensor
     firsts: list[int]
 
 
 class KeptStates:
-    """Which states of a model's steps are kept: those behind the last norm, or the outputs of `layers`, side by side.
+    """Which states of a model's steps are kept: those after the last norm, or the outputs of `layers`, side by side. `width` is their size.
 
-    width: of a token's states. UsageError: the model does not hand over the outputs of its layers.
+    Raises:
+        UsageError: the model does not hand over the outputs of its layers.
     """
 
     def __init__(self, model: Model, layers: tuple[int, ...] = ()) -> None:

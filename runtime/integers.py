@@ -40,9 +40,10 @@ def is_integers(value: object) -> bool:
 
 
 def integers(value: Any, what: str, kind: str = "token ids") -> list[int]:
-    """The integers of a sequence, a set, or an array or tensor of one dimension, as a list of ints.
+    """The integers of a sequence, a set, or an array or tensor of one dimension, as a list of ints. `what` and `kind` name them in messages.
 
-    Raises UsageError for anything else: text, an array of other dimensions, elements that are no integers. what, kind: what they are, in messages.
+    Raises:
+        UsageError: anything else: text, an array of other dimensions, elements that are no integers.
     """
     dimensions = getattr(value, "ndim", 1)
     if dimensions != 1:

@@ -95,10 +95,12 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt, batched by the scheduler; results are in the order of the prompts, each with its n choices in turn.
 
-        prompts: one or several; text, or token ids (a list, or an array or tensor of one dimension) that are used unchanged. params: one
-        for all, or one for each; None = greedy, 128 tokens, whatever the model's generation_config.json recommends (its end tokens are used).
-        priority: one for all, or one for each; lower values first, in an LLM made with queue_order="priority".
-        Without a tokenizer.json prompts must be ids, and `text` is empty.
+        Args:
+            prompts: one or several; text, or token ids (a list, or an array or tensor of one dimension) that are used unchanged. Without a
+                tokenizer.json prompts must be ids, and `text` is empty.
+            params: one for all, or one for each; None = greedy, 128 tokens, whatever the model's generation_config.json recommends (its end
+                tokens are used).
+            priority: one for all, or one for each; lower values first, in an LLM made with queue_order="priority".
 
         Raises:
             UsageError: an empty prompt, ids outside the vocabulary, params of the wrong number or type; the engine is paused, an

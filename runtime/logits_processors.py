@@ -27,8 +27,13 @@ FIRST_SLOTS = 8
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """The state of a request. tokens: its known tokens, a list that grows. counted: the number of tokens that its slot contains.
-    slot: None before its first step."""
+    """The state of a request.
+
+    Attributes:
+        tokens: its known tokens, a list that grows.
+        slot: None before its first step.
+        counted: the number of tokens that its slot contains.
+    """
 
     params: SamplingParams
     tokens: Sequence[int]
@@ -85,10 +90,7 @@ class _Row:
 
 
 class LogitsProcessors:
-    """The processed requests of one engine; its length is their number.
-
-    vocab_size: tokens of a row of logits. device: where the logits are.
-    """
+    """The processed requests of one engine, with logits of `vocab_size` tokens on `device`. Its length is their number."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -117,8 +119,11 @@ class LogitsProcessors:
     ) -> None:
         """Process the request's rows from now on.
 
-        tokens: its known tokens, a list that the scheduler extends. stop_ids: barred until min_tokens. grammar: of its output.
-        bad_words of params must be token ids, all ids below the vocabulary's size.
+        Args:
+            params: its bad_words must be token ids, all below the vocabulary's size.
+            tokens: the known tokens of the request, a list that the scheduler extends.
+            stop_ids: tokens that are barred until min_tokens.
+            grammar: the grammar of its output.
         """
         words = [list(word) for word in params.bad_words if not isinstance(word, str) and len(word) > 1]
         bad = tuple((word[:-1], word[-1]) for word in words)
@@ -138,11 +143,12 @@ class LogitsProcessors:
         request_ids: Sequence[str],
         drafted: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """logits [rows, vocab] of these requests -> processed logits: `logits` itself if no row is processed, else a new
-        tensor, float32 [rows, vocab]. Does not synchronize.
+        """Process the logits [rows, vocab] of these requests: returns `logits` itself if no row is processed, else a new tensor, float32
+        [rows, vocab]. Does not synchronize.
 
-        drafted: for each row the drafts that precede it, as if they were known; None = no row has any. The rows of a request are one
-        after another, each with one draft more than the one before it.
+        Args:
+            drafted: for each row the drafts that precede it, as if they were known; None = no row has any. The rows of a request are one
+                after another, each with one draft more than the one before it.
         """
         rows = [
             _Row(place, self._states[name], () if drafted is None else drafted[place])

@@ -30,7 +30,9 @@ def row_norms(x: Tensor) -> Tensor:
 def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
     """The log-probability of one token for each row of logits [rows, vocab], computed in float32.
 
-    ids: the token of each row. tops: how many of the row's likeliest tokens are returned with it.
+    Args:
+        ids: the token of each row.
+        tops: how many of the row's most likely tokens are returned with it.
     """
     most = min(max(tops, default=0), logits.shape[1])
     parts = []

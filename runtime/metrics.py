@@ -76,7 +76,7 @@ HISTOGRAMS = {
 
 @dataclass(slots=True)
 class Timing:
-    """Times of the events of one completion, by time.monotonic; None = not yet. tokens: generated so far."""
+    """Times of the events of one completion, by time.monotonic, None = not yet; and the `tokens` generated so far."""
 
     prompt_tokens: int
     arrived: float = field(default_factory=time.monotonic)
@@ -89,7 +89,10 @@ class Timing:
 class Metrics:
     """Counters, gauges and histograms in a registry of prometheus_client; `prometheus_client.generate_latest(registry)` prints them.
 
-    model_name: value of the label ``model_name``. registry: None = prometheus_client's own. prefix: of the names, before a colon.
+    Args:
+        model_name: value of the label ``model_name``.
+        registry: None = prometheus_client's own.
+        prefix: prefix of the names, before a colon.
 
     Raises:
         UsageError: prometheus_client is missing.

@@ -23,8 +23,11 @@ class Ownership:
         self._thread: int | None = None
 
     def take(self, owner: str, *, any_thread: bool = False) -> None:
-        """Own the engine, in this thread alone unless any_thread. owner: what others are told, and what they can do. UsageError: the
-        engine has an owner."""
+        """Own the engine, in this thread only unless any_thread. `owner` is what others are told, and what they can do.
+
+        Raises:
+            UsageError: the engine has an owner.
+        """
         with self._lock:
             if self._owner is not None:
                 raise UsageError(self._owner)

@@ -24,7 +24,9 @@ Place = tuple[Tensor, int, int, tuple[int, ...], tuple[int, ...]]
 class Residency:
     """The memory of a runner's model and cache. The model must not be used by anything else.
 
-    absent: parts that were given back. outdated: why the weights cannot be used until they are updated; "" if they can.
+    Attributes:
+        absent: the parts that were given back.
+        outdated: why the weights cannot be used until they are updated; "" if they can.
     """
 
     def __init__(self, runner: Runner) -> None:

@@ -24,8 +24,13 @@ from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepR
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a prompt, while its chunks are computed. ids: the prompt. top: number of likeliest tokens at each position.
-    logprobs: one for each token; None for the first, which nothing predicts, and for those not computed yet."""
+    """Log-probabilities of a prompt, while its chunks are computed.
+
+    Attributes:
+        ids: the token ids of the prompt.
+        top: the number of most likely tokens at each position.
+        logprobs: one for each token; None for the first, which nothing predicts, and for those not computed yet.
+    """
 
     ids: list[int]
     top: int
@@ -34,8 +39,13 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """ids: as in `Runner.run`. logprobs: by request id, of each of its ids, for requests with logprobs. errors: by request id, why its first
-    row has no id, as far as that is known."""
+    """The results of a step.
+
+    Attributes:
+        ids: as `Runner.run` returns them.
+        logprobs: by request id, the log-probabilities of each of its ids, for requests with logprobs.
+        errors: by request id, why its first row has no id, as far as that is known.
+    """
 
     ids: list[int]
     logprobs: dict[str, list[TokenLogprobs]]
@@ -48,10 +58,15 @@ class Runner:
     A step is launched, and its ids are collected later; a second one may be launched in between. Its entries may then take
     tokens from the first, without the host.
 
-    decode_graphs: run decode steps by `DecodeGraphs`; None = on a GPU. max_seqs: rows of requests, above any row of an entry. UsageError:
-    blocks of the cache are not of the size that the model was loaded for.
+    Args:
+        decode_graphs: whether decode steps run by `DecodeGraphs`; None = on a GPU.
+        max_seqs: the number of rows of requests, above any row of an entry.
 
-    hidden: of the last step, valid until the next one is launched; None unless `keep_hidden` was called.
+    Attributes:
+        hidden: the hidden states of the last step, valid until the next one is launched; None unless `keep_hidden` was called.
+
+    Raises:
+        UsageError: blocks of the cache are not of the size that the model was loaded for.
     """
 
     hidden: HiddenStates | None = None
@@ -174,8 +189,8 @@ class Runner:
     ) -> StepResult:
         """`run` with the logits between model and sampler: processed, and read for log-probabilities.
 
-        prompts: by request id, the log-probabilities of prompts, which are updated in place. A decode graph ends with the logits
-        in this case, and the sampler is launched after it.
+        A decode graph then ends with the logits, and the sampler is launched after it. `prompts` has the log-probabilities of prompts by request
+        id, which are updated in place.
         """
         logits = self._graph_logits(entries, rows)
         if logits is None:

@@ -20,7 +20,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class SamplingRow:
-    """How one row of logits is sampled. seed: of the request. index: of the output token in the request, from 0."""
+    """How one row of logits is sampled: with the `seed` of the request, for the output token of this `index` in it, from 0."""
 
     params: SamplingParams
     seed: int

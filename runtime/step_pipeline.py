@@ -44,8 +44,9 @@ from gristmill.runtime.speculation.speculator import Speculator, sampling_rows
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step whose outputs were not taken yet. step: as the runner's `launch` returned it, or a StepResult, of a step whose logits are
-    processed on the host, and which is computed already."""
+    """A step whose outputs were not taken yet. `step` is what the runner's `launch` returned, or a StepResult if the step is computed already,
+    because its logits are processed on the host.
+    """
 
     scheduled: ScheduledStep
     step: Any
@@ -55,8 +56,11 @@ class _InFlight:
 class StepPipeline:
     """Runs the steps of a scheduler, up to `depth` of them at a time.
 
-    sampling_row: how the first token that an entry samples is sampled. with_logprobs: requests whose logits are read; prompts: the
-    log-probabilities of those prompts that are read. speculator: drafts before each step, which is synchronous then; None = no drafts.
+    Args:
+        sampling_row: how the first token that an entry samples is sampled.
+        with_logprobs: the requests whose logits are read.
+        prompts: the log-probabilities of those prompts that are read.
+        speculator: drafts before each step, which is synchronous then; None = no drafts.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class SampledTokens:
         self.values = torch.zeros(rows + 1, dtype=torch.int64, device=device)
 
     def read(self, rows: Tensor) -> Tensor:
-        """rows: int64 [n] -> the tokens, int64 [n]."""
+        """The tokens, int64 [n], of these rows, int64 [n]."""
         return self.values[rows]
 
     def write(self, rows: Tensor, ids: Tensor) -> None:
@@ -53,8 +53,14 @@ class StreamEvent:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that the device computes, or has computed. slot: its place in the ring. host: int64, pinned on a GPU: its ids come here.
-    count: number of ids. open: its ids can still be asked for."""
+    """A step that the device computes, or has computed.
+
+    Attributes:
+        slot: its place in the ring.
+        host: int64, pinned on a GPU, where its ids arrive.
+        count: the number of ids.
+        open: whether its ids can still be asked for.
+    """
 
     slot: int
     host: Tensor

@@ -125,8 +125,9 @@ def _tags(value: Mapping[str, Any] | str) -> list[_Tag]:
 
 
 def _tag_grammar(tags: Sequence[_Tag], special: Collection[str]) -> str:
-    """Lark, in llguidance's dialect: text up to a trigger, lazily, the rest of its tag, and so on; then text to the end. special: texts that are
-    tokens of their own, which text does not hold."""
+    """Lark, in llguidance's dialect: text up to a trigger, lazily, the rest of its tag, and so on; then text to the end. `special` has the texts
+    that are tokens of their own, which text does not contain.
+    """
     names = " | ".join(f"tag_{i}" for i in range(len(tags)))
     lines = [f"start: ({names})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/"]
     for i, tag in enumerate(tags):
@@ -143,7 +144,7 @@ def _tag_grammar(tags: Sequence[_Tag], special: Collection[str]) -> str:
 
 
 class Grammar:
-    """The state of one output within its grammar. words: int32 words of a mask of the vocabulary."""
+    """The state of one output within its grammar. A mask of the vocabulary has `words` int32 words."""
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self.matcher = matcher
@@ -176,7 +177,10 @@ class Grammar:
 class GrammarCompiler:
     """Makes grammars for the tokens of one model.
 
-    tokenizer_json: the model's tokenizer.json. vocab_size: of its logits. eos_ids: the tokens that end an output.
+    Args:
+        tokenizer_json: the model's tokenizer.json.
+        vocab_size: tokens of its logits.
+        eos_ids: the tokens that end an output.
 
     Raises:
         UsageError: llguidance is missing or cannot read the tokenizer; the model has no end token.
@@ -233,9 +237,11 @@ class GrammarCompiler:
 def next_tokens(grammars: Sequence[Grammar], drafts: Sequence[Sequence[int]], pinned: bool) -> Tensor:
     """Which tokens may come next: int32 [rows, words] on the host, bit i of word w for token 32 w + i.
 
-    drafts: for each grammar tokens that may come; it has a row for the state before them and one behind each of them. Grammars do not
-    change. Computed in several threads without the GIL. The rows of a grammar that failed are empty: its request ends with an error.
-    So are rows behind a draft that is not allowed, which is never accepted.
+    Grammars do not change. Computed in several threads without the GIL. The rows of a grammar that failed are empty: its request ends with an
+    error. So are rows after a draft that is not allowed, which is never accepted.
+
+    Args:
+        drafts: for each grammar, tokens that may come; it has a row for the state before them and one after each of them.
     """
     from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 

@@ -36,7 +36,7 @@ class RequestSpan:
         )
 
     def scheduled(self, choice: int, cached_tokens: int) -> None:
-        """The completion is in a step for the first time. cached_tokens: of the prompt, found in the prefix cache."""
+        """The completion is in a step for the first time, with this many tokens of the prompt found in the prefix cache."""
         self._span.add_event("SCHEDULED", {"choice": choice, "cached_tokens": cached_tokens})
 
     def preempted(self, choice: int) -> None:

@@ -45,8 +45,13 @@ _ROW = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, top_k=40), 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What a warm-up did. seconds: by stage, in the order of time. graphs: decode graphs that exist now. kernels: plan entries that
-    are resolved."""
+    """What a warm-up did.
+
+    Attributes:
+        seconds: by stage, in the order of time.
+        graphs: number of decode graphs that exist now.
+        kernels: number of plan entries that are resolved.
+    """
 
     seconds: dict[str, float]
     graphs: int
@@ -67,9 +72,11 @@ def warm_up(
 ) -> WarmUp:
     """Run every kind of step once. No request may be unfinished: the cache is written over.
 
-    drafts: per request and step, of an engine that verifies drafts; of its steps with drafts, those with this many are run.
-    From then on a kernel that is selected while requests wait is reported by a RuntimeWarning. workers: processes that verify
-    kernels at a time; None = by the machine.
+    From then on a kernel that is selected while requests wait is reported by a RuntimeWarning.
+
+    Args:
+        workers: processes that verify kernels at a time; None = by the machine.
+        drafts: the most drafts per request and step of an engine that verifies drafts; its steps with drafts run with as many.
     """
     plans = runner.model.plans
     plans.set_warm(False)

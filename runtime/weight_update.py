@@ -42,7 +42,7 @@ def build_like(
 ) -> Model:
     """A model of the same configuration and plans with the weights of `source`, on `staging` (None: the model's device).
 
-    quant: as in `load_model`. A mapping holds the tensors of an unquantized checkpoint, or of one quantized like the model's own.
+    A mapping holds the tensors of an unquantized checkpoint, or of one quantized like the model's own. `quant` is as in `load_model`.
 
     Raises:
         CheckpointError: an invalid checkpoint, or one whose configuration differs.

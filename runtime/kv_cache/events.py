@@ -43,8 +43,9 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class EventLog:
     """The events since the last `take`, in order; neighbours of one kind are one event.
 
-    limit: blocks in them, beyond which they are dropped: the log is stale then, and what the cache holds says more, and takes less, than how
-    it came about. None = any number.
+    Args:
+        limit: number of blocks beyond which the events are dropped, None = any: the log is stale then, and what the cache holds says more, in
+            less space, than how it came about.
     """
 
     def __init__(self, limit: int | None = None, stale: bool = False) -> None:

@@ -16,11 +16,12 @@ from gristmill.runtime.models import Model
 class ExternalCache(PagedCache):
     """The paged cache of a model in tensors of the caller, who keeps them alive and lets nobody else write the engine's blocks.
 
-    model: as `load_model` returns it. layers: of each layer, what `PagedCache.layers` holds: (K, V) [blocks, block_size, kv_heads,
-    head_dim], with the scales of tokens if the format has them, or one latent tensor in a tuple. Any strides with contiguous last
-    dimensions; what the memory holds does not matter.
-
     While the engine sleeps it does not use the memory; `wake_up` uses the same tensors again, whatever was written there meanwhile.
+
+    Args:
+        model: as `load_model` returns it.
+        layers: for each layer, what `PagedCache.layers` holds: (K, V) [blocks, block_size, kv_heads, head_dim], with the scales of tokens if
+            the format has them, or one latent tensor in a tuple. Any strides with contiguous last dimensions; the contents do not matter.
 
     Raises:
         UsageError: a tensor that does not fit the model, by its layer and place.

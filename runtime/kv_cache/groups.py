@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """layers: their indices in the model. window: keys that a query sees, its own included; 0 = all."""
+    """Layers that share block tables: `layers` are their indices in the model, `window` is the number of keys that a query sees, its own included;
+    0 = all.
+    """
 
     layers: tuple[int, ...]
     window: int = 0
@@ -40,5 +42,5 @@ def make_groups(windows: Sequence[int]) -> tuple[KVGroup, ...]:
 
 
 def first_needed(window: int, computed: int, block_size: int) -> int:
-    """Index of the first block that queries at positions from `computed` on read; what is before it may be given back. window: 0 = all."""
+    """Index of the first block that queries at positions from `computed` on read; the blocks before it may be given back. A window of 0 keeps all."""
     return max(0, computed - window + 1) // block_size if window else 0

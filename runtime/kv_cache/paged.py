@@ -22,8 +22,9 @@ from gristmill.runtime.kv_cache.groups import KVGroup
 class CacheFormat:
     """A format of the KV cache.
 
-    name: a value of the argument kv_dtype. kv, kv_scale: the axes of the operations that write and read the cache
-    (`gristmill.kernels.kv_cache.quantized`).
+    Attributes:
+        name: a value of the argument kv_dtype.
+        kv, kv_scale: the axes of the operations that write and read the cache (`gristmill.kernels.kv_cache.quantized`).
     """
 
     name: str
@@ -66,14 +67,17 @@ def parse_cache_format(kv_dtype: str | torch.dtype) -> CacheFormat:
 
 
 class PagedCache:
-    """The paged cache of a model. dtype: of activations; form: how keys and values are stored.
+    """The paged cache of a model.
 
-    layers: of each layer, (K, V), each [blocks, block_size, kv_heads, head_dim]; with scales of tokens (K, V, k_scale, v_scale),
-    the scales float32 [blocks, block_size, kv_heads]; of a latent (MLA) model one tensor [blocks, block_size, latent_dim], as a
-    tuple of one.
+    Args:
+        dtype: the dtype of activations.
+        form: how keys and values are stored.
+        groups: groups of layers with block tables of their own (`kv_cache.groups`); empty = one group of all layers. The n-th layers of all
+            groups share tensors, with one more block: the null block, which stays zero.
 
-    groups: of layers with block tables of their own (`kv_cache.groups`); empty = one group of all. The n-th layers of all groups share
-    tensors, with one more block: the null block, which stays zero.
+    Attributes:
+        layers: for each layer (K, V), each [blocks, block_size, kv_heads, head_dim]; with scales of tokens (K, V, k_scale, v_scale), the
+            scales float32 [blocks, block_size, kv_heads]; for a latent (MLA) model ([blocks, block_size, latent_dim],).
     """
 
     groups: tuple[KVGroup, ...] = ()
@@ -142,7 +146,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype, form: CacheFormat = AUTO) -> int:
-    """Bytes per token in the caches of all layers. dtype: of activations."""
+    """Bytes per token in the caches of all layers. `dtype` is that of activations."""
     shape = _shape(config, 1, 1)
     scales = math.prod(shape[:-1]) * 4 if form.token_scales else 0
     return math.prod(shape) * form.dtype(dtype).itemsize + scales

@@ -22,7 +22,7 @@ HashFunction = Callable[[tuple[int, tuple[int, ...], Hashable]], int]
 
 
 class CachedBlock:
-    """One registered content: the tokens of a block and, through `parent`, everything before them. blocks: of each group, None without."""
+    """One registered content: the tokens of a block and, through `parent`, everything before them. `blocks` has its block in each group, or None."""
 
     __slots__ = ("__weakref__", "blocks", "extra", "hash", "parent", "tokens")
 
@@ -46,7 +46,7 @@ def same_prefix(a: CachedBlock | None, b: CachedBlock | None) -> bool:
 
 
 class PrefixCache:
-    """Finds and registers full blocks in `pool`. One cache per pool: it sets the pool's `on_evict`. windows: of the groups, the first 0."""
+    """Finds and registers full blocks in `pool`. There is one per pool: it sets the pool's `on_evict`. `windows` are of the groups, the first 0."""
 
     def __init__(
         self, pool: BlockPool, hash_function: HashFunction = hash, windows: Sequence[int] = (0,)

@@ -41,12 +41,13 @@ def cache_blocks(
     groups: Sequence[KVGroup] = (),
     spare: int = 0,
 ) -> int:
-    """Blocks of `block_size` tokens that fit in `memory`: bytes (an int), or a fraction of the free memory (a float up to 1).
+    """Blocks of `block_size` tokens that fit in the memory for the cache.
 
-    None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the need of max_seqs sequences of max_model_len tokens, but
-    at most `CPU_CACHE_BYTES`, and at least one sequence. draft: a draft model, whose cache has as many blocks in the same memory, and
-    `spare` more.
-    groups: of the cache; a block holds its tokens in the layers of one of them.
+    Args:
+        memory: bytes (an int), or a fraction of the free memory (a float up to 1). None: `CUDA_MEMORY` of a GPU's free memory; on a CPU the
+            need of max_seqs sequences of max_model_len tokens, at most `CPU_CACHE_BYTES`, and at least one sequence.
+        draft: a draft model, whose cache has as many blocks in the same memory, and `spare` more.
+        groups: the groups of the cache; a block holds its tokens in the layers of one of them.
 
     Raises:
         UsageError: memory is neither, or too small for one block.

@@ -51,8 +51,13 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """A kind of store. name: before the colon, ``NAME[:ARGUMENT]``. summary: one line for users. open: makes a store from the argument,
-    "" if there is none; raises UsageError for one that it does not take."""
+    """A kind of store.
+
+    Attributes:
+        name: what stands before the colon in ``NAME[:ARGUMENT]``.
+        summary: one line for users.
+        open: makes a store from the argument, "" if there is none; raises UsageError for an argument that it does not take.
+    """
 
     name: str
     summary: str

@@ -39,7 +39,7 @@ STAGED = 64 << 20
 
 
 class CacheBlocks:
-    """The blocks of a cache in all its layers. nbytes: of a block; block_size: its tokens. A row is a record: room for a header, then the block."""
+    """The blocks of a cache in all its layers. A row is a record: room for a header, then the block of `nbytes` bytes and `block_size` tokens."""
 
     remote = False
 

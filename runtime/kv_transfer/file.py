@@ -25,7 +25,7 @@ FREED = 0.9
 
 
 class FileStore:
-    """folder: made if it is not there. capacity: bytes of all records; None = no limit.
+    """Records as files of a folder, which is made if it is missing. `capacity` is the bytes of all records; None = no limit.
 
     Raises:
         UsageError: the folder cannot be made or written.

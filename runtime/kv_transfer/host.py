@@ -13,7 +13,7 @@ from gristmill.runtime.kv_transfer import StoreSpec, parse_bytes
 
 
 class HostStore:
-    """capacity: bytes of all records."""
+    """Records in host memory. `capacity` is the bytes of all records."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

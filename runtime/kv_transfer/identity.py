@@ -48,7 +48,7 @@ def identity_of_files(path: Path) -> str:
 
 
 def root_key(identity: str, model: Model, cache: PagedCache) -> bytes:
-    """The key before the first block. identity: of the weights, with the schemes they are quantized to at load.
+    """The key before the first block. `identity` names the weights, with the schemes they are quantized to at load.
 
     Two engines with the same root have blocks of the same bytes, as far as their kernels round alike.
     """
@@ -67,7 +67,7 @@ def root_key(identity: str, model: Model, cache: PagedCache) -> bytes:
 
 
 def root_of_ranks(identity: str, ranks: RanksConfig, nbytes: int) -> bytes:
-    """As `root_key`, of a model over ranks: also the number of ranks, and what each of them has. nbytes: of a block on all of them."""
+    """As `root_key`, for a model over ranks: also the number of ranks, and what each of them has. `nbytes` is of a block on all of them."""
     loading = {name: str(value) for name, value in ranks.loading.items() if name != "path"}
     parts = (identity, ranks.world, ranks.context_parallel, sorted(loading.items()), nbytes)
     return hashlib.sha256(repr(parts).encode()).digest()

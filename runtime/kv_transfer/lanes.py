@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Runs calls one after the other in a daemon thread, which does not keep the process from ending. done: notified after each."""
+    """Runs calls one after the other in a daemon thread, which does not keep the process from ending. `done` is notified after each."""
 
     def __init__(self, name: str, done: threading.Condition) -> None:
         self._done = done

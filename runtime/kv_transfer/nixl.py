@@ -30,7 +30,11 @@ SECONDS = 2.0
 
 
 class NixlStore:
-    """folder: where the processes meet; it must be theirs alone, because NIXL trusts what it says. capacity: bytes of this process's records.
+    """Records in the memory of several processes, transferred by NIXL.
+
+    Args:
+        folder: where the processes meet; it must be theirs alone, because NIXL trusts what is in it.
+        capacity: bytes of this process's records.
 
     Raises:
         UsageError: the package is missing, or the folder cannot be used.

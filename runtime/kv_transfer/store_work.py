@@ -31,8 +31,14 @@ DAMAGED, GONE = "a record was damaged", "a record was dropped meanwhile"
 
 @dataclass(slots=True)
 class Found:
-    """The blocks of a prefix: those at `places`, in rows. length: blocks of the prefix, with the `first` that were not looked up. missing:
-    keys without a record. failures: what went wrong, as (reason, detail)."""
+    """The blocks of a prefix that were found.
+
+    Attributes:
+        places: their places among the blocks of the prefix, in the order of `rows`.
+        length: blocks of the prefix, with the `first` that were not looked up.
+        missing: keys without a record.
+        failures: what went wrong, as (reason, detail).
+    """
 
     first: int
     length: int
@@ -51,10 +57,12 @@ def find(
     after: Future[Any] | None,
     seconds: float,
 ) -> Found:
-    """Load the longest prefix of blocks `first` and on whose records are whole.
+    """Load the longest prefix of blocks, from block `first` on, whose records are whole.
 
-    keys: of all blocks. windows: of the groups; of one with a window only the last blocks are needed. after: what saves these blocks at
-    the moment, waited for up to `seconds`.
+    Args:
+        keys: the keys of all blocks.
+        windows: the windows of the groups; a group with a window needs only the last blocks.
+        after: the work that saves these blocks at the moment; it is waited for up to `seconds`.
     """
     if after is not None:
         wait([after], seconds)
@@ -83,7 +91,7 @@ def find(
 
 
 def write(store: Store, rows: Tensor, keys: Sequence[bytes], event: StreamEvent | None) -> int:
-    """Save rows under keys, those that the store does not have. Returns how many. event: after which the rows are there."""
+    """Save rows under their keys, if the store does not have them; returns how many were saved. The rows are complete after `event`."""
     if event is not None:
         event.synchronize()
     memory = rows.numpy()

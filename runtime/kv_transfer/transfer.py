@@ -67,7 +67,7 @@ class _Saving:
 
 
 class Transfer:
-    """The KV transfer of one engine. root: as of `root_key`. Not thread-safe."""
+    """The KV transfer of one engine, with the root of `root_key`. Not thread-safe."""
 
     def __init__(self, config: KVTransfer, scheduler: Scheduler, blocks: Blocks, root: bytes) -> None:
         if scheduler.cache is None:
@@ -104,7 +104,7 @@ class Transfer:
         )
 
     def matched(self, request: Request, after: Future[int] | None = None) -> None:
-        """Look for the blocks of a held request that the prefix cache does not have; `load` releases it. after: what saves them now."""
+        """Look for the blocks of a held request that the prefix cache does not have; `load` releases it. `after` is the work that saves them now."""
         keys, most = self._extended(request), (len(request.tokens) - 1) // self._size
         first = len(self._hits(request))
         if first >= most:

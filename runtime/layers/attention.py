@@ -15,8 +15,12 @@ from gristmill.runtime.layers.rope import Rope
 class Attention:
     """Fused q/k/v projection; norm per head (Qwen3), rotary embedding and cache write in one call; attention; output projection.
 
-    window: keys that a query sees, including its own; 0 = all. Sinks are used if the table has them. scales: (k_scale, v_scale) of a
-    quantized cache with scales per tensor or head, from the checkpoint or 1.0; scales per token are part of the cache. reduce: as of `load_linear`.
+    Attention sinks are used if the table has them. `scales` is (k_scale, v_scale) of a quantized cache with scales per tensor or head, from the
+    checkpoint or 1.0; scales per token are part of the cache.
+
+    Args:
+        window: number of keys that a query sees, its own included; 0 = all.
+        reduce: as in `load_linear`.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from gristmill.runtime.layers.plans import Plans
 
 
 class ContextParallelAttention:
-    """heads: of this rank. Sizes of `mla` are as in `LatentAttention`."""
+    """Attention of `heads` query heads of this rank over the parts of the latent cache on all ranks. Sizes of `mla` are as in `LatentAttention`."""
 
     def __init__(self, plans: Plans, mla: MlaConfig, heads: int) -> None:
         self.plans, self.mla, self.heads = plans, mla, heads

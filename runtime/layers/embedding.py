@@ -17,7 +17,8 @@ from gristmill.runtime.layers.plans import Plans
 class Embedding:
     """Rows of a [vocab, hidden] matrix, dense or quantized, or of a packed one whose layout reads single rows.
 
-    ranges: the tokens of each rank, whose rows are those of the matrix; one range = all tokens.
+    Args:
+        ranges: the token ids of each rank, whose rows are those of the matrix; one range = all token ids.
     """
 
     def __init__(self, plans: Plans, weight: QuantTensor | Packed, ranges: list[Range]) -> None:
@@ -53,7 +54,7 @@ class Embedding:
 
 
 class LogitsHead(Linear):
-    """Hidden states to logits, with a separate matrix or the embedding's (tied). ranges: as of `Embedding`; declared: as of `Linear`."""
+    """Hidden states to logits, with a separate matrix or the embedding's (tied). `ranges` are as in `Embedding`, `declared` is as in `Linear`."""
 
     def __init__(
         self, plans: Plans, weight: QuantTensor, ranges: list[Range], declared: str | None = None

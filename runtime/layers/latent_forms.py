@@ -35,8 +35,13 @@ def expands(new: int, context: int, mla: MlaConfig) -> bool:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Some sequences of a batch. rows: their tokens in it. query_start int32 [S + 1], seq_lens int32 [S], block_table int32 [S, width],
-    max_q and max_ctx as in `Batch`."""
+    """Some sequences of a batch.
+
+    Attributes:
+        rows: their tokens in the batch.
+        query_start, seq_lens, block_table: int32 [S + 1], [S] and [S, width].
+        max_q, max_ctx: as in `Batch`.
+    """
 
     rows: slice | Tensor
     query_start: Tensor
@@ -48,8 +53,12 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Expanded(Sequences):
-    """Those in the un-absorbed form. context_start: int32 [S + 1], where the context of each begins in `slots`, int64: where their latents
-    are in the cache. None: all of their tokens are new."""
+    """The sequences in the un-absorbed form.
+
+    Attributes:
+        context_start: int32 [S + 1], where the context of each sequence begins in `slots`.
+        slots: int64, where the latents of the contexts are in the cache; None = all of their tokens are new.
+    """
 
     context_start: Tensor
     slots: Tensor | None

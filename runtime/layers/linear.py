@@ -19,9 +19,11 @@ from gristmill.runtime.layers.plans import Plans
 class Linear:
     """y = x · Wᵀ (+ bias); with silu_mul W holds gate and up, and y = silu(gate) · up.
 
-    weight: [N, K], dense or quantized; it is packed and may be dropped. dtype: of x, None for the model's. declared: the activation
-    format of the checkpoint; `Plans.loaded` says in which scheme the weight is loaded. `target` is the parameter's name in the
-    model's table, if it has one.
+    Args:
+        weight: [N, K], dense or quantized; it is packed and may be dropped.
+        dtype: the dtype of x; None = the model's.
+        declared: the activation format of the checkpoint; `Plans.loaded` decides in which scheme the weight is loaded.
+        target: the parameter's name in the model's table, if it has one.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def in_scheme(weight: QuantTensor, scheme: QuantScheme) -> QuantTensor:
 
 
 class LoadedSchemes:
-    """The schemes of the weights of one model. room: bytes by which its weights may grow, all together."""
+    """The schemes in which the weights of one model are loaded. All together, the weights may grow by `room` bytes."""
 
     def __init__(self, room: int = 0) -> None:
         self.room = room
@@ -39,9 +39,11 @@ class LoadedSchemes:
         self._served: dict[Problem, bool] = {}
 
     def choose(self, problem: Problem, growth: int, resolver: Resolver) -> QuantScheme:
-        """The scheme to load the weight of a layer in; in floats, the dtype of x.
+        """The scheme to load the weight of a layer in; a float scheme is the dtype of x.
 
-        problem: static, with the scheme of the weight. growth: bytes that it takes more in floats.
+        Args:
+            problem: the static problem, with the scheme of the weight.
+            growth: bytes by which the weight is larger in floats.
         """
         scheme, x = QuantScheme.parse(problem.text("w")), problem.text("x")
         if scheme.is_dense or self.keeps_stored(resolver):

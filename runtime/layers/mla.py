@@ -63,7 +63,7 @@ class HeadProducts:
         plans.own(*self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: of any strides. The result is a view of heads by tokens."""
+        """x, of any strides -> a view of heads by tokens."""
         rows = x.transpose(0, 1)
         if self.plan is None:
             return torch.bmm(rows, self.weight[0]).transpose(0, 1)
@@ -84,7 +84,7 @@ class HeadProducts:
         return out.view(self.heads, tokens, self.n).transpose(0, 1)
 
     def of_all(self, x: Tensor, heads: slice, *, out: Tensor, transposed: bool = False) -> None:
-        """x [rows, k] times the matrices of some heads, into out [rows, heads, n] of any strides. transposed: x [rows, n], out [rows, heads, k].
+        """x [rows, k] times the matrices of some heads, into out [rows, heads, n] of any strides; transposed, x [rows, n] into [rows, heads, k].
 
         Not under a batch-invariant policy, which packs the matrices.
         """
@@ -94,7 +94,7 @@ class HeadProducts:
 
 
 class LatentAttention:
-    """Down-projections to latents, rotary embedding, cache write, attention, output projection. reduce: as of `load_linear`."""
+    """Down-projections to latents, rotary embedding, cache write, attention, output projection. `reduce` is as in `load_linear`."""
 
     def __init__(
         self,
@@ -260,8 +260,9 @@ class LatentAttention:
         )
 
     def _keys_and_values(self, context: Tensor, heads: slice, new: bool) -> tuple[Tensor, Tensor]:
-        """context [rows, latent_dim] -> k [rows, heads, qk_dim], v [rows, heads, v_dim] of some heads. new: of the tokens of this step,
-        and of all heads; the plans of `kv` are prepared for so many rows."""
+        """context [rows, latent_dim] -> k [rows, heads, qk_dim], v [rows, heads, v_dim] of some heads. With `new`, the rows are the tokens of this
+        step and the heads are all heads: the plans of `kv` are prepared for so many rows.
+        """
         mla, rows = self.mla, context.shape[0]
         latents = context[:, : mla.kv_lora_rank]
         k = context.new_empty(rows, heads.stop - heads.start, mla.qk_dim)

@@ -10,7 +10,7 @@ from gristmill.runtime.layers.plans import Plans
 
 
 class MLP:
-    """Fused gate/up projection with the activation in its epilogue, and the down projection. reduce: as in `load_linear`."""
+    """Fused gate/up projection with the activation in its epilogue, and the down projection. `reduce` is as in `load_linear`."""
 
     def __init__(self, plans: Plans, weights: Weights, name: str, *, reduce: bool = True) -> None:
         self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=True)

@@ -25,7 +25,10 @@ class MixtureOfExperts:
     """Router in float32, routed experts, shared experts as one MLP.
 
     Every rank has the router and all tokens, and runs its own experts; one sum over the ranks completes routed and shared experts.
-    reduce: False leaves it to the caller, as of `load_linear`. clamp: alpha and limit of the clamped activation of `moe`; None = silu.
+
+    Args:
+        reduce: False leaves the sum over the ranks to the caller, as in `load_linear`.
+        clamp: alpha and limit of the clamped activation of `moe`; None = silu.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from gristmill.runtime.layers.plans import Plans
 
 
 class RMSNorm:
-    """RMSNorm over the last dimension. weight: [N] in the model's dtype."""
+    """RMSNorm over the last dimension, with `weight` [N] in the model's dtype."""
 
     def __init__(self, plans: Plans, weight: Tensor, eps: float) -> None:
         self.weight = weight

@@ -84,10 +84,20 @@ LARGE_STEP = 1024
 class Plans:
     """Binds plans on `device` under `policy` (None: the one GRISTMILL_POLICY names), one for each (op, static problem).
 
-    dtype: of activations. block_size: tokens per block of the paged cache. cache_format: how it stores keys and values. Layers bind
-    their plans when they are made, and call them in each step; `explain` reports `bound`, all plans so far. owned: the
-    parameters, as packed. schemes: those that weights are loaded in. layers: how many layers have weights of each problem, packed in
-    these layouts. mesh: the ranks that share the model. is_warm: whether a kernel that is selected from now on is late (`set_warm`).
+    Layers bind their plans when they are made, and call them in each step.
+
+    Args:
+        dtype: the dtype of activations.
+        block_size: tokens per block of the paged cache.
+        cache_format: how the cache stores keys and values.
+        mesh: the ranks that share the model.
+
+    Attributes:
+        bound: all plans so far, which `explain` reports.
+        owned: the parameters, as packed.
+        schemes: the schemes that weights are loaded in.
+        layers: how many layers have weights of each problem, packed in these layouts.
+        is_warm: whether a kernel that is selected from now on is late (`set_warm`).
     """
 
     def __init__(

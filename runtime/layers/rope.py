@@ -8,7 +8,7 @@ from gristmill.runtime.layers.plans import Plans
 
 
 class Rope:
-    """Cosines and sines of every position. rot: elements of a head that are rotated; style: of their pairs, as in problems."""
+    """Cosines and sines of every position. `rot` elements of a head are rotated, in pairs of this `style`, as in problems."""
 
     def __init__(self, plans: Plans, config: ModelConfig) -> None:
         self.rot = config.rope_dim

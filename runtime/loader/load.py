@@ -44,17 +44,20 @@ def load_model(
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
-    path: of the model, or the model as `open_checkpoint` returned it, whose headers are then not read again.
+    A warning says where the KV cache in ``fp8`` finds no scales in the checkpoint.
 
-    dtype: of activations, cache and unquantized weights; ``auto`` = the checkpoint's. quant: a scheme such as ``int4_g128``:
-    linear and expert weights are rounded to it as they are read; embedding, logits head, norms and router are kept. Of a
-    quantized checkpoint it can name the stored scheme, with an activation format to multiply with
-    (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized. kv_dtype: of the KV cache, as
-    in `Engine`; quant_head: likewise. A warning says where ``fp8`` finds no scales in the checkpoint. mesh: of a rank, which keeps its
-    share of every weight.
+    Args:
+        path: the path of the model, or the model as `open_checkpoint` returned it, whose headers are then not read again.
+        dtype: the dtype of activations, cache and unquantized weights; ``auto`` = the checkpoint's.
+        quant: a scheme such as ``int4_g128``: linear and expert weights are rounded to it as they are read; embedding, logits head, norms and
+            router are kept. For a quantized checkpoint it can name the stored scheme, with an activation format to multiply with
+            (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized.
+        kv_dtype, quant_head: as in `Engine`.
+        mesh: the place of a rank, which keeps its range of every weight.
 
     Raises:
-        ConfigError, CheckpointError: an invalid checkpoint. UsageError: an unknown dtype, scheme or device.
+        ConfigError, CheckpointError: an invalid checkpoint.
+        UsageError: an unknown dtype, scheme or device.
     """
     checkpoint = open_checkpoint(path)
     config = parse_config(*checkpoint.config())

@@ -28,7 +28,7 @@ ENTRY_POINTS = "gristmill.models"
 
 
 class Model(Protocol):
-    """The interface of models for the runner. make_layer: one decoder layer from (config, weights, plans, index, rope)."""
+    """The interface of models for the runner. `make_layer` makes one decoder layer from (config, weights, plans, index, rope)."""
 
     config: ModelConfig
     plans: Plans
@@ -52,11 +52,16 @@ def nothing_special(fields: Fields, architecture: str) -> Mapping[str, Any]:
 class Family:
     """A model family.
 
-    name: for display. architectures: ``architectures`` of config.json -> its ``model_type``. table: the checkpoint tensors of a
-    model. model: its class, constructed from (config, weights, plans). config: fields of ModelConfig that differ from those of a
-    plain decoder, from the entries of config.json and the architecture. A family whose configuration does not return
-    ``windows`` refuses a sliding window. gguf: the ggml architectures of such models. prediction: the checkpoint tensors of the layer
-    that predicts a further token (`gristmill.runtime.speculation.mtp`), the one behind the last; None = such models have none.
+    Attributes:
+        name: the name for display.
+        architectures: ``architectures`` of config.json -> its ``model_type``.
+        table: the checkpoint tensors of a model.
+        model: the class of models, constructed from (config, weights, plans).
+        config: fields of ModelConfig that differ from those of a plain decoder, from the entries of config.json and the architecture. A family
+            whose configuration does not return ``windows`` refuses a sliding window.
+        gguf: the ggml architectures of such models.
+        prediction: the checkpoint tensors of the layer after the last, which predicts a further token (`gristmill.runtime.speculation.mtp`);
+            None = such models have none.
     """
 
     name: str

@@ -60,7 +60,7 @@ def head_config(head: Checkpoint, target: ModelConfig) -> ModelConfig:
 
 
 def table(c: ModelConfig, has_head: bool) -> WeightTable:
-    """Tensors of a head -> parameters. has_head: it has a logits head of its own."""
+    """Tensors of a head -> parameters. `has_head` says whether it has a logits head of its own."""
     hidden = c.hidden_size
     weights = [
         Weight("join", ("fc",), (hidden,), 3 * hidden, "linear"),

@@ -115,7 +115,7 @@ class Layer:
     def __call__(
         self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
     ) -> Tensor | PartialSum:
-        """x: added to the residual [tokens, hidden] first; returns the x of the next layer. Norms complete the sums over ranks."""
+        """Add x to the residual [tokens, hidden], and return the x of the next layer. Norms complete the sums over ranks."""
         y = self.attention_norm.add(x, residual)
         x = self.attention(y, batch, cache)
         y = self.mlp_norm.add(x, residual)
@@ -140,7 +140,7 @@ class Decoder:
     def forward(
         self, batch: Batch, cache: PagedCache, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
-        """Hidden states [tokens, hidden] after the last norm. taps: layer -> its output with the residual, written for its keys."""
+        """Hidden states [tokens, hidden] after the last norm. `taps` maps layers to their outputs with the residual, written for the layers in it."""
         embedded = self.embedding(batch.tokens)
         residual = embedded.new_zeros(embedded.shape)
         x: Tensor | PartialSum = embedded

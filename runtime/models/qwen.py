@@ -29,7 +29,7 @@ def table(c: ModelConfig) -> WeightTable:
 
 
 def experts(c: ModelConfig, name: str, source: str, names: tuple[str, str, str]) -> Iterator[Weight]:
-    """A router in float32 and experts; names: of their gate, up and down projections."""
+    """A router in float32 and experts, with these `names` of their gate, up and down projections."""
     moe = c.moe
     if moe is None:
         return

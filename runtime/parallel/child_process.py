@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception that ended a process. at: time.monotonic, which all processes of a host share."""
+    """The exception that ended a process, and when: `at` is by time.monotonic, which all processes of a host share."""
 
     error: Exception | None
     text: str
@@ -26,7 +26,12 @@ class Failure:
 
 @dataclass
 class ChildProcess:
-    """A process as its parent sees it. life: the descriptor whose closing ends it. failure: its last message, if it failed."""
+    """A process as its parent sees it.
+
+    Attributes:
+        life: the descriptor whose closing ends the process.
+        failure: its last message, if it failed.
+    """
 
     number: int
     process: subprocess.Popen[bytes]
@@ -47,7 +52,7 @@ class ChildProcess:
 def spawn(
     module: str, number: int, descriptors: Sequence[int] = (), env: Mapping[str, str] | None = None
 ) -> ChildProcess:
-    """Start ``python -m MODULE``, which calls `serve`. descriptors: that it inherits. env: added to this process's environment."""
+    """Start ``python -m MODULE``, which calls `serve`. It inherits `descriptors`; `env` is added to this process's environment."""
     here, there = Pipe()
     read, write = os.pipe()
     try:

@@ -42,9 +42,15 @@ GRACE = 0.5
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """What ranks are started for. loading: arguments of `load_model` besides device and policy. limit: tokens of the longest request;
-    memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`. timeout: seconds that a step may take. context_parallel:
-    as of `Mesh`."""
+    """What ranks are started with.
+
+    Attributes:
+        loading: arguments of `load_model` other than device and policy.
+        limit: tokens of the longest request.
+        memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`.
+        timeout: seconds that a step may take.
+        context_parallel: as in `Mesh`.
+    """
 
     world: int
     device: str
@@ -62,7 +68,7 @@ class RanksConfig:
 
 @dataclass(frozen=True)
 class RemoteState:
-    """weight_bytes: of all ranks together. device: ``cpu`` or ``cuda``."""
+    """The bytes of weights of all ranks together, and the type of their devices, ``cpu`` or ``cuda``."""
 
     weight_bytes: int
     device: torch.device
@@ -70,7 +76,7 @@ class RemoteState:
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """A model as far as it is known outside its ranks. config: of the whole model."""
+    """A model as far as it is known outside its ranks, with the configuration of the whole model."""
 
     config: ModelConfig
     plans: RemoteState
@@ -78,7 +84,7 @@ class RemoteModel:
 
 @dataclass(frozen=True)
 class RemoteCache:
-    """The sizes of a cache. nbytes: of all ranks together."""
+    """The sizes of a cache; `nbytes` is of all ranks together."""
 
     num_blocks: int
     block_size: int
@@ -86,10 +92,13 @@ class RemoteCache:
 
 
 class ParallelRunner:
-    """A model on several ranks. config: of the whole model.
+    """A model on several ranks.
 
-    num_blocks, max_seqs, max_batch_tokens: as the ranks can hold them. weight_bytes, cache_bytes: of all ranks together. processors:
-    the requests whose logits are processed, which the ranks do.
+    Attributes:
+        config: the configuration of the whole model.
+        num_blocks, max_seqs, max_batch_tokens: as many as the ranks can hold.
+        weight_bytes, cache_bytes: bytes of all ranks together.
+        processors: the requests whose logits are processed, by the ranks.
     """
 
     def __init__(self, config: ModelConfig, ranks: RanksConfig) -> None:
@@ -187,7 +196,8 @@ class ParallelRunner:
     def call(self, name: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Call a method of every `Rank`; returns the results in the order of the ranks.
 
-        seconds: the deadline; None = that of a step.
+        Args:
+            seconds: the deadline; None = that of a step.
 
         Raises:
             RankError: a rank died, failed, or did not answer within the deadline. All have ended.

@@ -13,10 +13,12 @@ from gristmill.runtime.errors import UsageError
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank `rank` of `world` ranks, each with its part of every weight that is cut.
+    """Rank `rank` of `world` ranks, each with its range of every weight that is sharded.
 
-    device: of this rank, ``cpu`` or ``cuda:<index>``. group: the name of the process group that collectives take
-    (`gristmill.kernels.collective.groups`); "" for a world of one. context_parallel: each rank has a part of every context (MLA).
+    Attributes:
+        device: the device of this rank, ``cpu`` or ``cuda:<index>``.
+        group: the name of the process group that collectives take (`gristmill.kernels.collective.groups`); "" for a world of one.
+        context_parallel: whether each rank has a part of every context (MLA).
     """
 
     rank: int = 0

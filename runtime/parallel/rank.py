@@ -70,7 +70,7 @@ class Rank:
     def load(
         self, memory: int | float | None, max_seqs: int | None, max_batch_tokens: int | None, length: int
     ) -> Loaded:
-        """Load the model. length: tokens of the longest request; the others as in `Engine`."""
+        """Load the model for requests of up to `length` tokens; the other arguments are as in `Engine`."""
         job = self.job
         self._model = load_model(**job.loading, device=self._mesh.device, policy=job.policy, mesh=self._mesh)
         plans = self._model.plans

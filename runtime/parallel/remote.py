@@ -28,8 +28,11 @@ def start_ranks(
     loading: Mapping[str, Any],
     **sizes: Any,
 ) -> ParallelRunner:
-    """The ranks of a model, with weights and cache. loading: arguments of `load_model` besides path, device and policy. sizes: of
-    `RanksConfig`, as the engine's caller gave them.
+    """The ranks of a model, with weights and cache.
+
+    Args:
+        loading: arguments of `load_model` other than path, device and policy.
+        sizes: fields of `RanksConfig`, as the engine's caller gave them.
 
     Raises:
         UsageError: a model, a device or a number of ranks that do not go together.

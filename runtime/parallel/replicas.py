@@ -39,7 +39,7 @@ Call = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Any]"]  # where the answe
 
 @dataclass(slots=True)
 class _Replica:
-    """A process, and its unfinished requests. error: why it serves no more."""
+    """A process, and its unfinished requests. `error` is why it serves no more."""
 
     child: ChildProcess
     outgoing: SimpleQueue[Any] = field(default_factory=SimpleQueue)

@@ -25,10 +25,17 @@ PROGRESS = struct.Struct("qq")
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is started for. device: ``cpu`` or ``cuda``, of which rank r has number r. folder: of the rendezvous and of the
-    progress of all ranks. timeout: seconds that a collective call may wait, no less than the driver waits for an answer: it is the
-    driver that names the rank that is late. loading: arguments of `load_model`. choices: descriptors of the pipes to the other
-    ranks (rank 0), or to rank 0. context_parallel: as of `Mesh`."""
+    """What a rank is started with.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``, of which rank r has number r.
+        folder: the folder of the rendezvous and of the progress of all ranks.
+        timeout: seconds that a collective call may wait, no less than the driver waits for an answer: it is the driver that names the rank
+            that is late.
+        loading: arguments of `load_model`.
+        choices: descriptors of the pipes to the other ranks (rank 0), or to rank 0.
+        context_parallel: as in `Mesh`.
+    """
 
     rank: int
     world: int
@@ -43,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank knows after loading. num_blocks: cache blocks that fit on its device. choices: as `digests`."""
+    """What a rank knows after loading: the cache blocks that fit on its device, and its `choices`, as in `digests`."""
 
     num_blocks: int
     max_seqs: int
@@ -55,8 +62,12 @@ class Loaded:
 
 @dataclass(slots=True)
 class Processed:
-    """A request whose logits are processed. tokens: its known tokens, a list that the scheduler extends. sent: how many the ranks know;
-    None = not even the request."""
+    """A request whose logits are processed.
+
+    Attributes:
+        tokens: its known tokens, a list that the scheduler extends.
+        sent: how many of them the ranks know; None = they do not know the request.
+    """
 
     params: SamplingParams
     tokens: Sequence[int]
@@ -67,9 +78,15 @@ class Processed:
 
 @dataclass(slots=True)
 class Step:
-    """One step. entries: (id, start, count, samples, tokens, row, table or None, blocks added to the known table). rows:
-    (parameters or None for known ones, seed, index) of each entry that samples. ended: ids that ranks forget. processed:
-    new requests whose logits are processed; grown: id -> their new tokens."""
+    """One step.
+
+    Attributes:
+        entries: (id, start, count, samples, tokens, row, table or None, blocks added to the known table).
+        rows: (parameters or None for known ones, seed, index) of each entry that samples.
+        ended: ids that ranks forget.
+        processed: new requests whose logits are processed.
+        grown: id -> new tokens of such a request.
+    """
 
     entries: list[tuple[Any, ...]]
     rows: list[tuple[Any, ...]]
@@ -121,7 +138,7 @@ class Sender:
         return request_id in self._processed
 
     def step(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> Step:
-        """The message of a committed plan. rows: one of each entry that samples; entries have no drafts."""
+        """The message of a committed step, with one of `rows` for each entry that samples. Entries have no drafts."""
         message = Step([], [], self._ended)
         self._ended = []
         sampling = iter(rows)

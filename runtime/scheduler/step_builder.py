@@ -30,7 +30,7 @@ class _ResultsFirst(Exception):
 
 
 class StepBuilder:
-    """The state while one step is built. ahead: a step is in flight."""
+    """The state while one step is built. `ahead` says whether another step is in flight."""
 
     def __init__(
         self,

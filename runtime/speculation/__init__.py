@@ -32,9 +32,12 @@ ENTRY_POINTS = "gristmill.proposers"
 class DraftRequest:
     """A decoding request that takes drafts.
 
-    id: of the request. tokens: its known tokens, prompt and output; read-only, and only during the call. prompt_len: those of the
-    prompt. count: the most drafts that it takes, at least 1. row: how its next token is sampled; draft i is verified by the draw at
-    output index row.index + i.
+    Attributes:
+        id: the id of the request.
+        tokens: its known tokens, prompt and output; read-only, and only during the call.
+        prompt_len: the number of prompt tokens.
+        count: the most drafts that it takes, at least 1.
+        row: how its next token is sampled; draft i is verified by the draw at output index row.index + i.
     """
 
     id: str
@@ -70,10 +73,11 @@ class StateReader(Protocol):
     """A proposer that reads what each step of the target has computed."""
 
     def computed(self, entries: Sequence[ScheduledRequest], following: Sequence[Sequence[int]]) -> None:
-        """A step has been computed, and its drafts are verified. Called before the scheduler learns of it.
+        """A step has been computed, and its drafts are verified. Called before the scheduler learns of it. If it raises, the step fails.
 
-        following: for each entry the tokens behind its positions from the first on, as many as are known by now: behind rejected
-        drafts there are none. If it raises, the step fails.
+        Args:
+            following: for each entry the tokens that follow its positions, from the first on, as many as are known by now: after rejected drafts
+                there are none.
         """
         ...
 
@@ -86,10 +90,16 @@ LoadDraft = Callable[["Model", "Policy | None", "str | QuantScheme | torch.dtype
 class ProposerSpec:
     """A kind of proposer.
 
-    name: of the method. summary: one line for users. tokens: drafts per step unless the user says otherwise. make: a proposer for an
-    engine. takes_model: its argument is a model, `Speculation.model`. open: for kinds that draft by a model, called before any
-    weight is read, with the target's checkpoint and that argument: checks that they go together. shares_blocks: the cache of that model has
-    the blocks of the target's, with the same numbers, and blocks of its own drafts behind them (`hidden_drafts`).
+    Attributes:
+        name: the name of the method.
+        summary: one line for users.
+        tokens: drafts per step unless the user says otherwise.
+        make: makes a proposer for an engine.
+        takes_model: whether its argument is a model, `Speculation.model`.
+        open: for kinds that draft by a model: called before any weight is read, with the target's checkpoint and that argument, to check that
+            they go together.
+        shares_blocks: whether the cache of that model has the blocks of the target's, with the same numbers, and blocks of its own drafts
+            after them (`hidden_drafts`).
     """
 
     name: str
@@ -120,8 +130,11 @@ def failures() -> tuple[PluginFailure, ...]:
 class DraftContext:
     """The engine that a proposer drafts for.
 
-    runner: of the target model. max_seqs, max_batch_tokens: requests and tokens per step. tokens: the most drafts per request and step.
-    draft_runner: of the draft model, for methods that take one; None for the others.
+    Attributes:
+        runner: the runner of the target model.
+        max_seqs, max_batch_tokens: requests and tokens per step.
+        tokens: the most drafts per request and step.
+        draft_runner: the runner of the draft model, for methods that take one; None for the others.
     """
 
     runner: Runner

@@ -100,7 +100,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Draft:
-    """A request in one call. end: known tokens that the cache holds after the first step."""
+    """A request in one call. `end` is the number of known tokens that the cache holds after the first step."""
 
     request: DraftRequest
     sequence: _Sequence
@@ -115,8 +115,9 @@ class _Draft:
 class DraftModelProposer:
     """Runs the draft model: one step that reads what is new of all requests, then one per further draft.
 
-    runner: of the draft model. max_batch_tokens: tokens of a step; a prompt that is longer is read in several calls, and has no drafts
-    before it is complete.
+    Args:
+        runner: the runner of the draft model.
+        max_batch_tokens: tokens of a step; a longer prompt is read in several calls, and has no drafts before it is complete.
     """
 
     def __init__(self, runner: Runner, max_batch_tokens: int) -> None:

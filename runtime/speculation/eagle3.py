@@ -40,7 +40,7 @@ from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel, Hidden
 
 
 class EagleHead(HiddenStateModel):
-    """The layer, with the target's embedding. places: the target's ids of its tokens, int64 [draft vocab]; None = the same ids."""
+    """The layer, with the target's embedding. `places` has the target's ids of its tokens, int64 [draft vocab]; None = the same ids."""
 
     def __init__(
         self, c: ModelConfig, weights: Weights, plans: Plans, target: Any, places: Tensor | None

@@ -30,10 +30,12 @@ from gristmill.runtime.speculation import DraftContext, DraftRequest
 
 
 class HiddenStateModel:
-    """The base of models that read the target's states: a `Model` whose `forward` reads the first rows of `inputs`, beside the tokens, and
+    """The base of models that read the target's states: a `Model` whose `forward` reads the first rows of `inputs`, with the tokens, and
     writes those of `outputs`, so that steps run as graphs. Its `logits` take rows of `outputs`.
 
-    inputs, outputs: [rows, hidden]. target_layers: whose outputs it reads; empty = the states behind the target's last norm.
+    Attributes:
+        inputs, outputs: [rows, hidden].
+        target_layers: the layers whose outputs it reads; empty = the states after the target's last norm.
     """
 
     make_layer: ClassVar[Callable[..., Any]]
@@ -70,8 +72,9 @@ def draft_blocks(tokens: int, block_size: int) -> int:
 
 @dataclass(slots=True)
 class _Request:
-    """What was read of a request: its first `length` - 1 positions, with the tokens behind them. place: of the output for the last one.
-    block_ids: the request's table."""
+    """What was read of a request: its first `length` - 1 positions, with the tokens that follow them. `place` is that of the output for the last
+    one, `block_ids` the request's table.
+    """
 
     place: int
     length: int

@@ -36,10 +36,7 @@ from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel, Hidden
 
 
 class PredictionLayer(HiddenStateModel):
-    """The layer behind the last of a model, with its embedding and head.
-
-    weights: of the family's table `prediction`. target: has `embedding` and `head`.
-    """
+    """The layer after the last of a model, with the embedding and head of `target`, and the weights of the family's table `prediction`."""
 
     def __init__(self, weights: Weights, plans: Plans, target: Any) -> None:
         c = target.config

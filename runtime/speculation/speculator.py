@@ -32,8 +32,13 @@ from gristmill.runtime.speculation.statistics import DraftCounts, RequestGain, S
 class Speculator:
     """Drafts for the requests of one scheduler.
 
-    config: what the user asked for. proposer: made for it. row_of: how the next token of a request is sampled. processors: whose
-    grammars cut drafts. vocab_size: of the target model. clock: seconds.
+    Args:
+        config: what the user asked for.
+        proposer: the proposer made for it.
+        row_of: how the next token of a request is sampled.
+        processors: the processors whose grammars limit drafts.
+        vocab_size: vocabulary of the target model.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -182,28 +187,33 @@ class Speculator:
 
 
 def sampling_rows(entry: ScheduledRequest, row: SamplingRow) -> list[SamplingRow]:
-    """The rows that an entry samples: of its last known token, then of each draft, at successive output indices.
-
-    row: of the first of them.
-    """
+    """The rows that an entry samples: after its last known token, then after each draft, at successive output indices. `row` is the first of them."""
     if not entry.drafts:
         return [row]
     return [SamplingRow(row.params, row.seed, row.index + i) for i in range(1 + entry.drafts)]
 
 
 def following_tokens(entry: ScheduledRequest, tokens: Sequence[int], run: Sequence[int] | None) -> list[int]:
-    """The known tokens behind an entry's positions, from the first on. tokens: of the request before the step. run: as `accepted_runs`
-    returned it; None if the entry does not sample."""
+    """The known tokens that follow an entry's positions, from the first on.
+
+    Args:
+        tokens: the tokens of the request before the step.
+        run: as `accepted_runs` returned it; None if the entry does not sample.
+    """
     if run is None:
         return [*tokens[entry.start + 1 : entry.context + 1]]
     return [*tokens[entry.start + 1 :], *(token for token in run if token >= 0)]
 
 
 def accepted_runs(entries: Sequence[ScheduledRequest], drawn: Sequence[int]) -> list[list[int]]:
-    """For each entry its new tokens: the accepted drafts, then the first draw that differs, or the draw behind the last draft.
+    """For each entry its new tokens: the accepted drafts, then the first draw that differs, or the draw after the last draft.
 
-    entries: those that sample. drawn: 1 + drafts ids for each of them in turn; negative = that row's logits were NaN. A run ends before a
-    failed row; only a first row that failed is itself returned, [-1], so that the request fails where it would without drafts.
+    A run ends before a failed row; only a first row that failed is itself returned, [-1], so that the request fails where it would without
+    drafts.
+
+    Args:
+        entries: the entries that sample.
+        drawn: 1 + drafts ids for each of them in turn; negative = the logits of that row were NaN.
     """
     runs = []
     first = 0

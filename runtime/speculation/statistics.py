@@ -45,7 +45,7 @@ class SpeculationStatus:
 
 
 class DraftCounts:
-    """The growing counts. positions: the most drafts of a run."""
+    """The growing counts, for at most `positions` drafts per run."""
 
     def __init__(self, positions: int) -> None:
         self.drafts = 0
@@ -82,7 +82,12 @@ REFRESH = 64
 
 @dataclass(slots=True)
 class RequestGain:
-    """The drafts of one request. accepted: mean per verified step, recent ones first. rests: times that it was given up."""
+    """The drafts of one request.
+
+    Attributes:
+        accepted: mean of accepted drafts per verified step, weighted towards recent steps.
+        rests: how often drafting was suspended for the request.
+    """
 
     accepted: float = 0.0
     steps: int = 0

@@ -28,7 +28,7 @@ PAST_TOKENS = 1 << 17
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """Tokens that matches are looked up in. indexed: tokens whose preceding n-grams are in the index. alive: not removed from the index."""
+    """Tokens that matches are looked up in. The n-grams before the first `indexed` tokens are in the index; `alive` = not removed from it."""
 
     tokens: Sequence[int]
     indexed: int = ANCHOR
