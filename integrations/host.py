@@ -69,9 +69,8 @@ class Host:
 def host_names(
     package: str, file: str, unchecked: Collection[str] = ("HOST",)
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`lazy_names` of the package of a host. Before a name is imported, `Host.require` of the package's ``HOST`` is called.
-
-    unchecked: names that are imported without it.
+    """`lazy_names` of the package of a host. Before a name is imported, `Host.require` of the package's ``HOST`` is called, except for the names
+    in `unchecked`.
     """
     get, names, public = lazy_names(package, file)
 

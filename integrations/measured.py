@@ -58,9 +58,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """A linear layer of a host: scheme of the weight [n, k], dtype of the activations.
+    """A linear layer of a host.
 
-    host: the program. method: what it multiplies with, and its version: a time counts for these.
+    Attributes:
+        host: the name of the program.
+        method: what the host multiplies with, and its version: a time counts for these.
     """
 
     scheme: str
@@ -82,7 +84,8 @@ _KNOWN: dict[tuple[Case, str, Path], Comparison] = {}
 def compare(case: Case, device: torch.device, theirs: Callable[[], Call]) -> Comparison:
     """The times of a case: known ones, or measured now.
 
-    theirs: makes the host's product with a weight of its own; called several times. What it raises is not caught.
+    Args:
+        theirs: makes the host's product with a weight of its own; called several times. Its exceptions are not caught.
     """
     path = beside(case.host, device)
     key = (case, str(device), path)

@@ -13,7 +13,8 @@ from gristmill.runtime.llm import LLM
 def engine_options(options: Mapping[str, Any], leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """The options as keyword arguments of `LLM`; texts that are numbers, ``true``, ``false`` or ``none`` become those.
 
-    leave_out: names that the host has another argument for.
+    Args:
+        leave_out: names that the host has another argument for.
 
     Raises:
         UsageError: an unknown name.

@@ -25,7 +25,11 @@ Reader = Callable[[Tensors, str, tuple[int, ...]], tuple[QuantTensor, Tensor | N
 class Part:
     """One module of a fused layer.
 
-    module: its name in the checkpoint. shard: the host's id. rows: of the whole module; start, count: those of this rank.
+    Attributes:
+        module: its name in the checkpoint.
+        shard: the host's id of it.
+        rows: rows of the whole module.
+        start, count: the rows of this rank.
     """
 
     module: str
@@ -39,8 +43,12 @@ class Part:
 class Shard:
     """A tensor-parallel rank's part of a layer.
 
-    prefix: the layer's name. parts: its modules, in the order of their rows. shape: [n, k] of this rank. whole_k: k of all ranks.
-    rank: which part of k it is, if k is divided.
+    Attributes:
+        prefix: the layer's name.
+        parts: its modules, in the order of their rows.
+        shape: [n, k] of this rank.
+        whole_k: k of all ranks.
+        rank: which part of k it is, if k is divided.
     """
 
     prefix: str
@@ -108,7 +116,7 @@ class Product:
         return out
 
     def prepare(self, sizes: Sequence[int], *, bias: bool) -> None:
-        """Resolve, verify and load the kernels for these numbers of tokens. bias: also with one."""
+        """Resolve, verify and load the kernels for these numbers of tokens; with `bias`, also those of calls with a bias."""
         for plan in self.plans[: 1 + bias]:
             plan.prepare(sizes)
 

@@ -11,7 +11,10 @@ from typing import Any
 class Layer:
     """One layer of the model.
 
-    kernels: by the upper bound of a batch, "" where the host runs it. reason: why it does, "" otherwise. measured: why we do, if times said so.
+    Attributes:
+        kernels: names of kernels by the upper bound of a batch, "" if the host runs it.
+        reason: why the host runs it; "" otherwise.
+        measured: why gristmill runs it, if times decided.
     """
 
     name: str
@@ -23,7 +26,7 @@ class Layer:
 
 
 class Report:
-    """The layers of a process's models. The first layer of each kind is logged. host: its name, for people."""
+    """The layers of a process's models. The first layer of each kind is logged, with the `host` by name."""
 
     def __init__(self, host: str, logger: logging.Logger) -> None:
         self.host, self.logger = host, logger

@@ -38,10 +38,12 @@ from gristmill.tools.folds import folds
 class LayerStream:
     """A `Calibration`: hidden states of windows before a layer, in float32, and the layers that they pass.
 
-    tokens: from the first token of the first window on. device: for running and rounding layers.
-
     Layer i is built from given tensors: those of the checkpoint, to observe the inputs of its linears (`moments`), and the written
     ones, to continue (`advance`), so that layer i + 1 gets the same inputs as when the model is served.
+
+    Args:
+        tokens: token ids, from the first token of the first window on.
+        device: the device that runs and rounds layers.
 
     Raises:
         UsageError: too few tokens, a token that is not in the vocabulary, a window longer than the model's positions, a model
@@ -167,7 +169,9 @@ class _TensorSource(Tensors):
 def watch(layer: Any, weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Moments:
     """Moments that grow with every call of a decoder layer from now on.
 
-    weights: of the layer, from the model's table. tensors: those of the layer, by checkpoint name.
+    Args:
+        weights: the layer's entries of the model's table.
+        tensors: the layer's tensors, by checkpoint name.
     """
     table = {weight.target: weight for weight in weights}
     moments = Moments()

@@ -524,7 +524,7 @@ def supported(as_json: bool) -> None:
 
 
 def _load(options: dict[str, Any], quiet: bool, text: bool = False, **engine_options: Any) -> LLM:
-    """The model of the options. text: prompts are text, so a missing tokenizer is an error before weights are read."""
+    """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read."""
     with console.err().status(f"loading {options['model']}") if not quiet else _silence():
         from gristmill.runtime.llm import LLM
         from gristmill.runtime.loader.config import open_checkpoint

@@ -60,8 +60,9 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over `windows` contiguous windows of `window` tokens from token 0; each predicts its last window - 1.
 
-    tokens: a list, or an array or tensor of one dimension.
-    progress: called with (windows done, windows in all).
+    Args:
+        tokens: a list, or an array or tensor of one dimension.
+        progress: called with (windows done, windows in all).
 
     Raises:
         UsageError: too few tokens, a window larger than the model or the cache allows, requests in flight.

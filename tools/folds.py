@@ -24,9 +24,10 @@ from gristmill.runtime.config import ModelConfig
 
 
 def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[Fold]:
-    """The folds of a layer, in order of computation; UsageError if no rule applies.
+    """The folds of a layer, in order of computation. `weights` are the layer's entries of the model's table.
 
-    weights: the layer's entries of the model's table.
+    Raises:
+        UsageError: no rule applies.
     """
     table = {weight.target.removeprefix(f"layers.{index}."): weight for weight in weights}
     if any(weight.stacked for weight in weights):

@@ -13,7 +13,8 @@ class CacheEvents:
     """Hands events to Dynamo's publisher, from the engine's thread. Nothing is kept for a publisher that is not there yet: when it comes,
     it gets what the cache holds, and then what changes.
 
-    resync: asks the engine for an `AllBlocksCleared` and the blocks that it holds, as `AsyncEngine.resync_cache_events` does.
+    Args:
+        resync: asks the engine for an `AllBlocksCleared` and the blocks that it holds, as `AsyncEngine.resync_cache_events` does.
     """
 
     def __init__(self, resync: Callable[[], None]) -> None:

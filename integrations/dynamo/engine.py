@@ -35,8 +35,13 @@ NOT_STARTED = "the engine was not started, or was cleaned up"
 
 
 class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read without types
-    """One engine in one worker. path: a directory with tokenizer.json. name: under which the frontend serves it. options: of `gristmill.LLM`.
-    kv_routing: record events of the prefix cache for the router.
+    """One engine in one worker.
+
+    Args:
+        path: a model directory with tokenizer.json.
+        name: the name under which the frontend serves the model.
+        options: options of `gristmill.LLM`.
+        kv_routing: whether to record events of the prefix cache for the router.
 
     Raises:
         HostError: a version of Dynamo that is not served.

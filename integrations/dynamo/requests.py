@@ -39,7 +39,10 @@ FINISH = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
 def sampling_params(request: Mapping[str, Any], room: int) -> SamplingParams:
-    """room: tokens that fit behind the prompt, for requests that name no limit. Text is Dynamo's: stop strings are matched there, too.
+    """The parameters of a request. Text is Dynamo's: stop strings are matched there, too.
+
+    Args:
+        room: tokens that fit after the prompt, for requests that name no limit.
 
     Raises:
         UsageError: an option that is not served, or an invalid value.
@@ -85,7 +88,7 @@ def _structured(guided: Mapping[str, Any]) -> StructuredOutput:
 
 
 def chunk_of(chunk: Chunk, prompt_tokens: int, tokens: int) -> dict[str, Any]:
-    """A chunk for Dynamo. tokens: of its choice so far, with its own."""
+    """A chunk for Dynamo. `tokens` counts those of its choice so far, with its own."""
     values: dict[str, Any] = {"token_ids": list(chunk.token_ids), "index": chunk.choice}
     if chunk.logprobs:
         values["log_probs"] = [token.logprob for token in chunk.logprobs]

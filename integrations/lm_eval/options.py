@@ -37,7 +37,7 @@ def device_of(name: str) -> str:
 
 
 def sampling_params(options: Mapping[str, Any], max_tokens: int, stop: Sequence[str]) -> SamplingParams:
-    """Of a generation request. options: normalized by the harness, without stop strings and the number of tokens.
+    """The parameters of a generation request. The harness has normalized `options`, without stop strings and the number of tokens.
 
     Raises:
         UsageError: an option that is not served, or an invalid value.

@@ -33,11 +33,13 @@ MAX_ONGOING = 1024
 class Server:
     """One engine per replica. A caller that leaves, or cancels, ends its request.
 
-    model: a directory or a GGUF file. options: of `gristmill.LLM`, such as ``{"quant": "int4_g128", "max_queued": 256}``.
-
     Over HTTP: POST ``{"prompt": text or token ids, "params": {...}, "stream": false, "priority": 0}``. The answer is
     ``{"completions": [...]}``, or, with stream, server-sent events of one chunk each and ``[DONE]``. Status 400: an invalid request; 503:
     the queue is full or the replica drains; 500: the engine has failed, with its `ErrorInfo.code`. GET: the status of the engine.
+
+    Args:
+        model: a directory or a GGUF file.
+        options: options of `gristmill.LLM`, such as ``{"quant": "int4_g128", "max_queued": 256}``.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any] | None = None) -> None:
@@ -125,7 +127,8 @@ def _values(part: Completion | Chunk) -> dict[str, Any]:
 def build(arguments: Mapping[str, str]) -> serve.Application:
     """``serve run gristmill.integrations.ray:build model=MODEL quant=int4_g128``: an application of one deployment.
 
-    arguments: ``model``, and options of `gristmill.LLM`, which may be texts.
+    Args:
+        arguments: ``model``, and options of `gristmill.LLM`, which may be texts.
 
     Raises:
         UsageError: there is no model, or an option is unknown.

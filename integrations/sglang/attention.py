@@ -25,7 +25,7 @@ from gristmill.runtime.errors import UsageError
 
 @dataclass(frozen=True)
 class Step:
-    """A step, as `gristmill.ops.paged_attention` takes it. max_q, max_ctx: bounds that the host knows."""
+    """A step, as `gristmill.ops.paged_attention` takes it. `max_q` and `max_ctx` are bounds that the host knows."""
 
     query_start: Tensor
     seq_lens: Tensor
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plans:
-    """The plans of a layer. window: tokens that a query sees, 0 = all."""
+    """The plans of a layer with this `window`, the number of tokens that a query sees; 0 = all."""
 
     write: BoundPlan
     attend: BoundPlan
@@ -46,7 +46,8 @@ class Plans:
 class GristmillAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is read without types
     """The attention of one model: causal, grouped queries, windows, sinks. CUDA graphs are refused when SGLang asks for them.
 
-    model_runner: SGLang's, with the model loaded and the pools made.
+    Args:
+        model_runner: SGLang's, with the model loaded and the pools made.
 
     Raises:
         UsageError: a pool or a layer that is not served, by name.

@@ -20,8 +20,11 @@ from gristmill.runtime.errors import UsageError
 class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # SGLang is read without types
     """A linear layer of SGLang's model.
 
-    modules: what it is made of in the checkpoint. read: makes a weight of a module's tensors. scheme: of the layer as far as it is known
-    before it is loaded. floats: whether the checkpoint is in floats, which SGLang multiplies itself where no kernel serves the layer.
+    Args:
+        modules: the modules of the checkpoint that it is made of.
+        read: makes a weight from a module's tensors.
+        scheme: the scheme of the layer as far as it is known before it is loaded.
+        floats: whether the checkpoint is in floats; SGLang itself then multiplies layers that no kernel serves.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ def explain() -> list[dict[str, Any]]:
 class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # SGLang is read without types
     """What SGLang asks about quantization.
 
-    config: ``quantization_config`` of config.json; or {"quantize_at_load": scheme} for a checkpoint in floats.
+    Args:
+        config: ``quantization_config`` of config.json; or {"quantize_at_load": scheme} for a checkpoint in floats.
 
     Raises:
         UsageError: neither.

@@ -66,8 +66,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, S, D], key [B, Hkv, S', D], value [B, Hkv, S', Dv] -> ([B, S, H, Dv], None).
 
-    attention_mask: what `mask` gave; on the left of S' or on its right, padding is left out. s_aux: sinks [H]. softcap: of the scores
-    (Gemma 2).
+    Args:
+        attention_mask: the result of `mask`; on the left of S' or on its right, padding is left out.
+        s_aux: sinks [H].
+        softcap: soft cap of the scores (Gemma 2).
 
     Raises:
         NotImplementedError: what gristmill's attention does not compute; nothing is left out silently.

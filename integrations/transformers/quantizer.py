@@ -25,8 +25,9 @@ SCALE_DTYPES = {
 class GristmillConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers carries no types here
     """``from_pretrained(path, quantization_config=GristmillConfig("int4_g128"))``: linear layers in a scheme of gristmill.
 
-    scheme: ``int4_g128``, ``mxfp4``, ``nvfp4``, ``fp8_block`` ... modules_to_not_convert: names that stay in floats, beside the
-    logits head; None = those alone.
+    Args:
+        scheme: ``int4_g128``, ``mxfp4``, ``nvfp4``, ``fp8_block`` ...
+        modules_to_not_convert: names that stay in floats, in addition to the logits head; None = the logits head only.
 
     Raises:
         ValueError: an unknown scheme, or one that also quantizes activations.

@@ -24,9 +24,10 @@ def enable(*, paged_eager: bool = False) -> None:
 
     Models choose them by name; those that do not are untouched. Calling it again changes nothing.
 
-    paged_eager: run continuous batching of models with ``attn_implementation="eager"`` by our kernels, too. transformers 5.17 takes
-    ``gristmill`` for continuous batching as it is; 5.23 takes no name but its own, and this is the way in there, with
-    ``ContinuousBatchingConfig(auto_switch_to_flash=False)``.
+    Args:
+        paged_eager: run continuous batching of models with ``attn_implementation="eager"`` by our kernels, too. transformers 5.17 takes
+            ``gristmill`` for continuous batching as it is; 5.23 takes no name but its own, and this is the way in there, with
+            ``ContinuousBatchingConfig(auto_switch_to_flash=False)``.
     """
     AttentionInterface.register(NAME, attention)
     AttentionInterface.register(f"paged|{NAME}", paged)

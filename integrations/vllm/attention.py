@@ -86,7 +86,7 @@ class GristmillAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM
 
 @dataclass
 class Metadata:
-    """A step, as `gristmill.ops.paged_attention` takes it. tokens: without padding."""
+    """A step, as `gristmill.ops.paged_attention` takes it. `tokens` counts the tokens without padding."""
 
     tokens: int
     query_start: Tensor

@@ -49,7 +49,7 @@ def problem_of(moe: Any, scheme: str) -> str:
 
 
 class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is read without types
-    """The routed experts of a layer. read: makes a weight of the tensors of one expert's matrix."""
+    """The routed experts of a layer. `read` makes a weight from the tensors of one expert's matrix."""
 
     def __init__(self, moe: Any, prefix: str, read: Reader) -> None:
         super().__init__(moe)

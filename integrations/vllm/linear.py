@@ -28,9 +28,12 @@ LATENTS = "kv_b_proj"
 class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is read without types
     """A linear layer of vLLM's model.
 
-    read: makes a weight of a module's tensors. names: the modules of a fused layer. scheme: of the layer as far as it is known before
-    it is loaded, for the question whether a kernel serves it. fallback: vLLM's own method of a layer. measured: take the layer only where
-    times on this device say so.
+    Args:
+        read: makes a weight from a module's tensors.
+        names: the modules of a fused layer.
+        scheme: the scheme of the layer as far as it is known before it is loaded, to ask whether a kernel serves it.
+        fallback: vLLM's own method of a layer.
+        measured: whether to take the layer only if times on this device say so.
     """
 
     def __init__(

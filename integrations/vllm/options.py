@@ -17,10 +17,11 @@ TAKE = ("measured", "all")
 class Options:
     """The entry ``gristmill`` of vLLM's ``additional_config``.
 
-    quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
-    policy: the path of a policy file; None = the one that GRISTMILL_POLICY names.
-    take: linear layers of a quantized checkpoint that run on gristmill: ``measured``, those that are faster on this device than with vLLM's
-        own kernels, measured at the first start; ``all`` that a kernel serves.
+    Attributes:
+        quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
+        policy: the path of a policy file; None = the one that GRISTMILL_POLICY names.
+        take: linear layers of a quantized checkpoint that run on gristmill: ``measured``, those that are faster on this device than with
+            vLLM's own kernels, measured at the first start; ``all`` that a kernel serves.
     """
 
     quant: str | None = None

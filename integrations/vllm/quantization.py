@@ -53,7 +53,8 @@ def name_in_vllm(stored: Mapping[str, Any]) -> str:
 class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read without types
     """What vLLM asks about quantization.
 
-    stored: the configuration of a quantized checkpoint; None = floats, quantized at load to the scheme of `Options`.
+    Args:
+        stored: the configuration of a quantized checkpoint; None = floats, quantized at load to the scheme of `Options`.
     """
 
     def __init__(self, stored: Mapping[str, Any] | None = None) -> None:

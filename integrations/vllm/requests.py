@@ -19,8 +19,11 @@ from gristmill.runtime.scheduler import ScheduledRequest
 class ActiveRequest:
     """A request that vLLM has sent to the worker.
 
-    tokens: of the prompt and every sampled one; vLLM's scheduler may be one step behind. block_ids: its blocks of the cache.
-    stop_ids: barred until min_tokens. prompt: log-probabilities of the prompt until all are computed, None if none are wanted.
+    Attributes:
+        tokens: the prompt and every sampled token; vLLM's scheduler may be one step behind.
+        block_ids: its blocks of the cache.
+        stop_ids: tokens that are barred until min_tokens.
+        prompt: log-probabilities of the prompt until all are computed, None if none are wanted.
     """
 
     tokens: list[int]
@@ -40,7 +43,9 @@ class ActiveRequest:
 class Requests:
     """The requests that vLLM has scheduled and not finished.
 
-    seed: source of the seeds of requests without one. processors: the runner's, told of requests that edit logits.
+    Args:
+        seed: source of the seeds of requests without one.
+        processors: the runner's, told of requests that edit logits.
     """
 
     def __init__(self, seed: int, processors: LogitsProcessors) -> None:

@@ -69,7 +69,10 @@ def product_of(
 ) -> Call:
     """vLLM's own product with a weight of arbitrary numbers.
 
-    sizes: rows of the parts of this rank. whole: [n, k] of all ranks. attributes: the others of `create_weights`.
+    Args:
+        sizes: rows of the parts of this rank.
+        whole: [n, k] of all ranks.
+        attributes: further arguments of `create_weights`.
     """
     twin = twin_of(layer)
     method = fallback(twin)

@@ -18,7 +18,7 @@ from gristmill.quant.formats.gguf import GgufArchitecture, GgufFile
 
 
 class GgufCheckpoint(GgufFile):
-    """A GGUF file, a `Checkpoint`. architectures: those that are read.
+    """A GGUF file of one of these `architectures`, a `Checkpoint`.
 
     Raises:
         CheckpointError: a damaged file, or an unsupported architecture or type of tensor.

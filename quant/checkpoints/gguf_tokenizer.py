@@ -38,7 +38,7 @@ PRE: Mapping[str, str | None] = {
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> Any:
-    """A `tokenizers.Tokenizer` of a file's ``tokenizer.*`` pairs. where: the file's name in messages.
+    """A `tokenizers.Tokenizer` of a file's ``tokenizer.*`` pairs. `where` is the file's name in messages.
 
     Raises:
         ConfigError: the file has none, one of an unsupported kind, or contradictory fields.

@@ -57,7 +57,7 @@ class Entry:
 
 
 class SafetensorsCheckpoint:
-    """A model directory, a `Checkpoint`. entries: its tensors by name, read from the headers on first use.
+    """A model directory, a `Checkpoint`. `entries` has its tensors by name, read from the headers on first use.
 
     Raises, on the first access to tensors:
         CheckpointError: no safetensors files, a missing shard, a truncated or corrupt file, a tensor that the index names

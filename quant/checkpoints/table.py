@@ -14,15 +14,22 @@ Kind = Literal["linear", "kept", "fp32"]
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of a model.
+    """One parameter of a model. Sizes are those of the whole weight.
 
-    target: its name in the model. sources: checkpoint names of the parts, joined along rows in this order (fused q/k/v,
-    gate/up); with `experts`, each has ``{expert}`` in it and the experts are stacked in front. rows: of each part.
-    columns: None for a vector. kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
-    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format. stacked: the
-    one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N]. cut: how ranks share
-    it; None = every rank has all of it. interleaved: a stacked source has gate and up in turn, in its rows, or a bias in its columns;
-    it is handed out with all of gate first. Sizes are those of the whole weight.
+    Names leave out the ``.weight`` of a linear, in whose place a quantized checkpoint has tensors of its format.
+
+    Attributes:
+        target: its name in the model.
+        sources: checkpoint names of the parts, joined along rows in this order (fused q/k/v, gate/up); with `experts`, each has ``{expert}``
+            in it, and the experts are stacked in front.
+        rows: the number of rows of each part.
+        columns: the number of columns; None for a vector.
+        kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
+        experts: the number of experts; 0 = none.
+        stacked: whether the one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N].
+        shard: how it is sharded; None = every rank has all of it.
+        interleaved: whether gate and up alternate in the rows of a stacked source, or in the columns of its bias; it is returned with all of
+            gate first.
     """
 
     target: str
@@ -36,7 +43,7 @@ class Weight:
     interleaved: bool = False
 
     def part_names(self, experts: Range | None = None) -> list[str]:
-        """Names of the parts in the checkpoint, expert after expert. experts: of these; None = of all."""
+        """Names of the parts in the checkpoint, expert after expert; of a range of `experts`, None = all."""
         if not self.experts or self.stacked:
             return list(self.sources)
         indices = range(*(experts or (0, self.experts)))
@@ -51,7 +58,8 @@ TIED = ("lm_head.weight", "model.embed_tokens.weight")
 class WeightTable:
     """All weights of a model, and patterns of checkpoint tensors that it ignores.
 
-    copies: (ignored tensor, tensor used in its place) pairs; a checkpoint with both must have equal ones.
+    Attributes:
+        copies: (ignored tensor, tensor used in its place) pairs; a checkpoint with both must have equal ones.
     """
 
     weights: tuple[Weight, ...]

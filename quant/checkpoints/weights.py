@@ -35,7 +35,7 @@ from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
 class Part:
     """A linear weight [N, K] on the device, and the pre_scale of x, [K] in the model's dtype, or None.
 
-    declared: the activation format that the checkpoint declares for it; None if there is none, or a scheme was requested.
+    `declared` is the activation format that the checkpoint declares for it; None if there is none, or a scheme was requested.
     """
 
     weight: QuantTensor
@@ -47,7 +47,7 @@ class Joined:
     """The codes of parts that become one matrix, `rows` of each, in one tensor on the device if they have equal widths.
 
     Parts come in order. The reader of a part writes its codes to their `place`, or passes them to `put`, so that no part is in
-    memory twice. codes: of all parts, None if one does not fit.
+    memory twice. `codes` are those of all parts, None if one does not fit.
     """
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
@@ -84,17 +84,22 @@ HEAD_ROWS = 16384
 
 
 class Weights:
-    """Hands out the parameters of a table from a checkpoint.
+    """Reads the parameters of a table from a checkpoint.
 
-    dtype: of kept and unquantized weights. scheme: quantize linear weights to it at load; None = as stored.
-    stored: the format of a quantized checkpoint; None = unquantized. device: of the parameters. head_scheme: of the embedding and
-    the logits head; None = the model's dtype. rank, world: the rank that loads, of so many; it gets its ranges of every weight.
-
-    Of a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
+    For a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
     are dequantized. Parameters that the model keeps in floats (embedding, logits head, router) are dequantized to their dtype
     if the checkpoint stores them quantized.
 
-    without_cache_scales: attention modules whose quantized cache uses scales of 1.0 because the checkpoint has none.
+    Args:
+        dtype: the dtype of kept and unquantized weights.
+        device: the device of the parameters.
+        scheme: the scheme to quantize linear weights to at load; None = as stored.
+        stored: the format of a quantized checkpoint; None = unquantized.
+        head_scheme: the scheme of the embedding and the logits head; None = the model's dtype.
+        rank, world: the rank that loads, and the number of ranks; it gets its ranges of every weight.
+
+    Attributes:
+        without_cache_scales: attention modules whose quantized cache uses scales of 1.0 because the checkpoint has none.
     """
 
     def __init__(

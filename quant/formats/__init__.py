@@ -47,9 +47,7 @@ def failures() -> tuple[PluginFailure, ...]:
 
 
 def open_format(config: Mapping[str, Any], where: str = "quantization_config") -> Format:
-    """The format that a quantization configuration describes.
-
-    where: what the configuration is called in messages.
+    """The format that a quantization configuration describes. `where` is what the configuration is called in messages.
 
     Raises:
         FormatError: an unknown method, or a configuration that its format does not read.

@@ -61,7 +61,7 @@ READERS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One config group: its targets, their storage, and the declared activations. ordered: columns have a g_idx."""
+    """One config group: its targets, their storage, and the declared activations. If `ordered`, columns have a g_idx."""
 
     name: str
     targets: tuple[str, ...]

@@ -100,10 +100,13 @@ class StoredWeight:
     Tensors that need no rearranging are those of the source, so that nothing is copied unnecessarily; `owned` copies those in a
     mapped file.
 
-    weight: [..., N, K], its scheme without activations. names: the tensors it is made of. activation: the activation format
-    that the checkpoint declares, for information: None = in their own dtype. input_scale: float32 [1], a static scale of
-    those activations as a multiplier (value = code * input_scale), or None. pre_scale: float32 [K] by which x is
-    multiplied before the product (AWQ-style scaling that was not folded into a previous layer), or None.
+    Attributes:
+        weight: [..., N, K], its scheme without activations.
+        names: the tensors it is made of.
+        activation: the activation format that the checkpoint declares, for information; None = activations in their own dtype.
+        input_scale: float32 [1], a static scale of those activations as a multiplier (value = code * input_scale), or None.
+        pre_scale: float32 [K] by which x is multiplied before the product (AWQ-style scaling that was not folded into a previous layer), or
+            None.
     """
 
     weight: QuantTensor
@@ -125,8 +128,10 @@ def new_codes(shape: tuple[int, ...]) -> Tensor:
 class Format(ABC):
     """A checkpoint format with a parsed configuration.
 
-    name: its ``quant_method``. ordered: columns may belong to groups in any order (act-order). kv_cache: the number format of its
-    KV cache scales, such as ``fp8``; None: not in the configuration.
+    Attributes:
+        name: its ``quant_method``.
+        ordered: whether columns may belong to groups in any order (act-order).
+        kv_cache: the number format of its KV cache scales, such as ``fp8``; None = not in the configuration.
     """
 
     name: str
@@ -137,9 +142,10 @@ class Format(ABC):
     def read(
         self, source: Source, module: str, shape: tuple[int, ...], place: Place = new_codes
     ) -> StoredWeight | None:
-        """The weight of a module, of logical shape (..., N, K); None when it is not quantized.
+        """The weight of a module, of logical shape (..., N, K); None if it is not quantized.
 
-        place: allocates memory for codes that the reader has to rearrange; other codes are those of the source.
+        Args:
+            place: allocates memory for codes that the reader has to rearrange; other codes are those of the source.
 
         Raises:
             FormatError: the module's tensors are missing, of the wrong shape or dtype, or a variant that is not read.
@@ -161,7 +167,7 @@ class Format(ABC):
 class Writer(Protocol):
     """A format to write in one scheme. If it cannot hold a weight exactly, FormatError is raised before anything is written.
 
-    stacked: it holds experts [E, N, K] in one tensor, and no other weights; the others hold matrices alone.
+    If `stacked`, it holds experts [E, N, K] in one tensor, and no other weights; otherwise it holds only matrices.
     """
 
     name: str
@@ -176,7 +182,7 @@ class Writer(Protocol):
         ...
 
     def config(self, kept: Collection[str]) -> dict[str, Any]:
-        """``quantization_config``; kept: the modules with matrices that stay in floats."""
+        """The ``quantization_config``, with the modules in `kept` as those whose matrices stay in floats."""
         ...
 
 
@@ -189,10 +195,13 @@ def by_name(config: Mapping[str, Any]) -> bool:
 class FormatSpec:
     """A checkpoint format as its module declares it, under the attribute `FORMAT`.
 
-    name: the ``quant_method`` of config.json. read: creates the format from a configuration and its name in messages. write: the
-    writer of a scheme, None when the format is only read. claims: whether a configuration of another ``quant_method``, or of none,
-    is of this format. entry: another entry of config.json than ``quantization_config`` that holds one. sidecar: a file beside
-    config.json that holds one.
+    Attributes:
+        name: the ``quant_method`` of config.json.
+        read: creates the format from a configuration and its name in messages.
+        write: creates the writer of a scheme; None if the format is only read.
+        claims: whether a configuration of another ``quant_method``, or of none, is of this format.
+        entry: another entry of config.json than ``quantization_config`` that holds one.
+        sidecar: a file next to config.json that holds one.
     """
 
     name: str

@@ -49,10 +49,13 @@ def no_entries(values: Mapping[str, Any]) -> Mapping[str, Any]:
 class GgufArchitecture:
     """One of ggml's architectures, with experts or without: how a model family reads such files.
 
-    name: its ``general.architecture``. model: the architecture as config.json has it. modules: those of a layer, Hugging Face's
-    name, with ``{expert}`` in those of experts, -> ggml's after ``blk.<layer>.``. experts: for files with ``expert_count`` above 0.
-    paired: converters reorder rows of q and k for a rotation of neighbouring pairs. config: what keys (without their prefix) add to
-    the entries of config.json.
+    Attributes:
+        name: its ``general.architecture``.
+        model: the architecture as config.json has it.
+        modules: the modules of a layer: Hugging Face's name, with ``{expert}`` in those of experts, -> ggml's after ``blk.<layer>.``.
+        experts: whether it is for files with ``expert_count`` above 0.
+        paired: whether converters reorder rows of q and k for a rotation of neighbouring pairs.
+        config: what keys (without their prefix) add to the entries of config.json.
     """
 
     name: str
@@ -69,8 +72,14 @@ class GgufArchitecture:
 class GgufFile:
     """The tensors of a GGUF file, a `Source`: floats as they are, quantized ones as their blocks, uint8.
 
-    architectures: those that are known; `architecture` is the file's own. metadata: the key-value pairs without arrays.
-    names: Hugging Face's name -> the file's own. kinds: Hugging Face's name -> ggml's type.
+    Args:
+        architectures: the known architectures.
+
+    Attributes:
+        architecture: the file's own.
+        metadata: the key-value pairs without arrays.
+        names: Hugging Face's name -> the file's own.
+        kinds: Hugging Face's name -> ggml's type.
 
     Raises:
         FormatError: not a GGUF file, truncated or damaged; a byte order, a tensor, a type or an architecture that is not read.

@@ -92,8 +92,13 @@ _STRINGS: Final = (c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int6
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in the file. shape: row-major, so that the last dimension is contiguous. kind: ggml's name of its type. start: of its
-    first byte, from the beginning of the file."""
+    """A tensor in the file.
+
+    Attributes:
+        shape: row-major, so that the last dimension is contiguous.
+        kind: ggml's name of its type.
+        start: the position of its first byte in the file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +109,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class _ArrayEntry:
-    """An array in the header. element: its value type. start: of the first element. size: of all in bytes."""
+    """An array in the header, with the type of its elements, the position of the first one, and the bytes of all of them."""
 
     element: int
     length: int
@@ -115,8 +120,10 @@ class _ArrayEntry:
 class GgufHeader:
     """The header of a file, and its mapping.
 
-    data: the file, copy-on-write, so that tensors over it are writable to torch and the file is not. tensors: in the order of the
-    file. metadata: the pairs with scalars and strings; arrays are returned by `array`.
+    Attributes:
+        data: the file, copy-on-write, so that tensors over it are writable to torch and the file is not.
+        tensors: the tensors in the order of the file.
+        metadata: the pairs with scalars and strings; arrays are returned by `array`.
 
     Raises:
         FormatError: the file cannot be read, is no GGUF file of a known version, or its header contradicts itself or the file's size.
@@ -247,7 +254,7 @@ class GgufHeader:
     def _placed(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], data: int
     ) -> tuple[TensorEntry, ...]:
-        """The tensors, each within the file and apart from the others. data: where their data begins."""
+        """The tensors, each within the file and apart from the others. Their data begin at byte `data`."""
         tensors = []
         for name, shape, kind, offset in entries:
             if kind not in BLOCKS:

@@ -50,13 +50,19 @@ def write_quantized(
     `out` is created atomically: layers are written to a hidden folder next to it, which is then renamed. An interrupted run
     leaves that folder, and the same call resumes after its last complete layer, with the same result.
 
-    progress: called with (tensors done, total tensors). form: the ``quant_method`` of the format. method: the rounding method;
-    None = to nearest. Returns {"tensors": quantized ones, "bytes_before", "bytes_after", "resumed": layers that existed,
-    "notes": the method's notes on weights that it treated differently}.
+    Args:
+        progress: called with (tensors done, total tensors).
+        form: the ``quant_method`` of the format.
+        method: the rounding method; None = to nearest.
+
+    Returns:
+        {"tensors": quantized ones, "bytes_before", "bytes_after", "resumed": layers that existed, "notes": the method's notes on weights that
+        it treated differently}.
 
     Raises:
         UsageError: `out` exists and is not empty, or cannot be written, or was begun with other options; the scheme is dense, the
-            format does not support it, or stores experts differently from the model. CheckpointError: an invalid source.
+            format does not support it, or stores experts differently from the model.
+        CheckpointError: an invalid source.
     """
     from gristmill.quant.writing.methods import RoundToNearest
 

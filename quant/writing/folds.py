@@ -16,9 +16,12 @@ from gristmill.quant.awq import search_channel_scales
 class Fold:
     """Linears that share an input, and the tensors that produce it.
 
-    modules: linears to be quantized, by checkpoint name. kept: tensors of float matrices on the same input. divided: tensors
-    whose rows (or elements) produce the channels: linears, or one vector. rows: int64 [C], the rows, None = all. columns: int64
-    [K], the channel of each input column, None = the identity.
+    Attributes:
+        modules: linears to be quantized, by checkpoint name.
+        divided: tensors whose rows (or elements) produce the channels: linears, or one vector.
+        kept: tensors of float matrices on the same input.
+        rows: int64 [C], the rows of `divided`; None = all.
+        columns: int64 [K], the channel of each input column; None = the identity.
     """
 
     modules: tuple[str, ...]
@@ -53,8 +56,8 @@ def search_and_fold(
     """Scale a layer's tensors by the best channel scales of every fold, in place. The output of the layer is unchanged up to float32
     rounding. Moments become those of the scaled inputs. A fold is skipped if none of its linears saw a token.
 
-    Linears and kept matrices become float32; norms and biases keep their dtype, to which scales are adjusted.
-    quantize: rounds a float32 matrix as the method will.
+    Linears and kept matrices become float32; norms and biases keep their dtype, to which scales are adjusted. `quantize` rounds a float32
+    matrix as the method will.
     """
     for fold in folds:
         seen = [module for module in fold.modules if module in moments.sums]

@@ -120,7 +120,8 @@ class Gptq(Calibrated):
     """GPTQ on searched scales. A linear that saw fewer tokens than it has inputs (a rarely chosen expert) is rounded to
     nearest, with a note: its Hessian does not have full rank, and GPTQ would overfit those few tokens.
 
-    act_order: process the columns of largest energy first.
+    Attributes:
+        act_order: whether columns of the largest energy are processed first.
     """
 
     act_order: bool = True

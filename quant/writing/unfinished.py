@@ -24,9 +24,11 @@ RUN, LOCK, NOTES = "run.json", "lock", "notes.json"
 class Unfinished:
     """`.NAME.unfinished` next to `out`, renamed to `out` at the end.
 
-    Parts are safetensors files that are written atomically; an interrupted run leaves them. identity: the options that they
-    depend on; a folder with others is refused, naming the options. As a context manager: a `UsageError` (invalid arguments or
-    an invalid source, which would fail again) removes the folder; any other exit keeps it.
+    Parts are safetensors files that are written atomically; an interrupted run leaves them. As a context manager: a `UsageError` (invalid
+    arguments or an invalid source, which would fail again) removes the folder; any other exit keeps it.
+
+    Args:
+        identity: the options that the parts depend on; a folder with others is refused, naming the options.
 
     Raises:
         UsageError: the folder cannot be made, is in use by another process, or was begun with other options.

@@ -89,7 +89,7 @@ FOLDED = 16
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()
 ) -> None:
-    """A table on stdout; where the terminal is too narrow for it, a paragraph a row. right: the columns of numbers."""
+    """A table on stdout; where the terminal is too narrow for it, a paragraph a row. `right` names the columns of numbers."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     where = out()
     widths = [max(map(len, texts)) for texts in zip(columns, *cells, strict=True)]
@@ -115,8 +115,9 @@ Cell = str | Callable[[Any], Any]
 
 
 def table_of(title: str, rows: Sequence[Any], columns: Mapping[str, Cell], right: Sequence[str] = ()) -> None:
-    """A table of dictionaries. columns: a heading -> the key of its values, or a function of a row; floats and what is unknown in a
-    column on the right are written by `number`."""
+    """A table of dictionaries. `columns` maps a heading to the key of its values, or to a function of a row; floats and what is unknown in a
+    column on the right are written by `number`.
+    """
 
     def cell(row: Any, heading: str, source: Cell) -> Any:
         value = row[source] if isinstance(source, str) else source(row)

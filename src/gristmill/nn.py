@@ -288,9 +288,13 @@ def quantize_module(
 ) -> torch.nn.Module:
     """Round the linear layers of any torch model to nearest, and put `Linear` in their place. The model itself is changed.
 
-    scheme: of the weights, ``int4_g128``, ``mxfp4``, ``fp8_block`` ...; a float dtype keeps them as they are. skip: patterns of names
-    of modules that stay as they are. A matrix that the model shares with another module stays as it is, too. embeddings: quantize
-    `torch.nn.Embedding` as well. policy: None = the one that GRISTMILL_POLICY names.
+    A matrix that the model shares with another module stays as it is.
+
+    Args:
+        scheme: the scheme of the weights, ``int4_g128``, ``mxfp4``, ``fp8_block`` ...; a float dtype keeps them as they are.
+        skip: patterns of names of modules that stay as they are.
+        embeddings: whether to quantize `torch.nn.Embedding` as well.
+        policy: None = the one that GRISTMILL_POLICY names.
 
     Raises:
         ValueError: an unknown scheme, or a layer whose shape it does not take: the message names it.
