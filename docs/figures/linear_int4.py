@@ -1,4 +1,4 @@
-"""Figures of the pages as SVG, from result files. `generate.py` writes them; a browser shows them in light and dark."""
+"""linear_int4.svg, the picture of README.md, from a result file. `make generate` writes it; a browser shows it in light and dark."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "h200" / "linear_weight_only_table.json"
-FIGURE = ROOT / "docs" / "figures" / "linear_int4.svg"
+FIGURE = Path(__file__).with_suffix(".svg")
 SHAPE = {"scheme": "int4_g128", "n": 28672, "k": 4096, "x": "bf16"}
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 300, 40, 62, 250
@@ -34,8 +34,8 @@ def speeds(data: dict[str, Any]) -> list[tuple[int, float, float | None]]:
     return sorted(found)
 
 
-def linear_int4() -> str:
-    """docs/figures/linear_int4.svg."""
+def figure() -> str:
+    """The SVG."""
     bars = speeds(json.loads(RESULTS.read_text(encoding="utf-8")))
     described = "; ".join(
         f"{m} rows: {ours:.2f}" + (f", humming {peer:.2f}" if peer else "") for m, ours, peer in bars
