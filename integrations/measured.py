@@ -1,6 +1,6 @@
 """Whether a host's layer runs faster on our kernels, measured on this device while the host loads its model.
 
-Both products are called with cold weights, captured in graphs on a GPU, in turns. The times are kept beside the user's store, so that the
+Both products are called with cold weights, captured in graphs on a GPU, in turns. The times are kept next to the user's store, so that the
 next start measures nothing.
 """
 
@@ -87,7 +87,7 @@ def compare(case: Case, device: torch.device, theirs: Callable[[], Call]) -> Com
     Args:
         theirs: makes the host's product with a weight of its own; called several times. Its exceptions are not caught.
     """
-    path = beside(case.host, device)
+    path = times_file(case.host, device)
     key = (case, str(device), path)
     if key not in _KNOWN:
         records = _empty_records(case, device)
@@ -108,8 +108,8 @@ def compare(case: Case, device: torch.device, theirs: Callable[[], Call]) -> Com
     return _KNOWN[key]
 
 
-def beside(host: str, device: torch.device) -> Path:
-    """The file of the times beside a host: next to the user's store, whose reader knows only kernels of this program."""
+def times_file(host: str, device: torch.device) -> Path:
+    """The file of a host's times, next to the user's store, whose reader knows only kernels of gristmill."""
     store = ops.resolver(device).policy.store_path
     return store.with_name(f"{store.stem}_beside_{host}.json")
 

@@ -131,7 +131,7 @@ class Product:
 
 
 def multiply(products: Sequence[Product], x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times the rows of all products, one behind the other -> [..., N]."""
+    """x [..., K] times the rows of all products, one after the other -> [..., N]."""
     flat = x.reshape(-1, x.shape[-1])
     if len(products) == 1:
         out = products[0](flat, bias)

@@ -35,8 +35,6 @@ from gristmill.runtime.structured_output import Grammar
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from gristmill.runtime.tracing import RequestSpan
-
 T = TypeVar("T")
 
 MAX_QUEUED = 1024
@@ -150,7 +148,9 @@ class AsyncEngine:
         self._requests.register(request)
         try:
             if self._tracer is not None:
-                request.span = self._span(self._tracer, name, len(ids), params)
+                from gristmill.runtime.tracing import RequestSpan  # which needs opentelemetry
+
+                request.span = RequestSpan(self._tracer, name, len(ids), params)
             await asyncio.wrap_future(
                 self._thread.call(
                     lambda engine: self._add(engine, request, ids, choice_params, grammars, priority)
@@ -423,14 +423,9 @@ class AsyncEngine:
         with suppress(EngineDeadError):  # there is nothing left to abort then
             self._thread.call(lambda engine: engine.abort(names))
 
-    def _span(self, tracer: Tracer, name: str, prompt_tokens: int, params: SamplingParams) -> RequestSpan:
-        from gristmill.runtime.tracing import RequestSpan
-
-        return RequestSpan(tracer, name, prompt_tokens, params)
-
 
 def _log_failure(future: Future[None]) -> None:
-    """Of a call that nobody waits for."""
+    """Log the failure of a call that no caller waits for."""
     error = future.exception()
     if error is not None and not isinstance(error, EngineDeadError):
         LOG.error("on_cache_events failed: %s: %s", type(error).__name__, error, exc_info=error)

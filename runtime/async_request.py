@@ -75,7 +75,7 @@ class ActiveRequest:
         self._ready.set()
 
     async def next(self) -> Chunk | None:
-        """What has come of one completion since the last call, as one chunk; None at the end. What came before a failure is handed
+        """What was added to one completion since the last call, as one chunk; None at the end. What came before a failure is returned
         out before it is raised."""
         while not self._untaken:
             if self._error is not None:

@@ -129,7 +129,7 @@ def make_batch(
 
 
 def with_groups(batch: Batch, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> Batch:
-    """The batch with those of the groups behind the first; slots [T] and tables [S, width] of each group."""
+    """The batch, with those of the groups after the first; slots [T] and tables [S, width] of each group."""
     if len(slots) == 1:
         return batch
     others = zip(slots[1:], tables[1:], strict=True)
@@ -198,7 +198,7 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
 
 
 ALIGNMENT = 16
-"""Bytes to which every part of a copy is aligned, as memory of its own is: Triton compiles a kernel anew for less aligned arguments."""
+"""Bytes to which every part of a copy is aligned, as memory of its own is: Triton compiles a kernel again for less aligned arguments."""
 
 
 def send_parts(parts: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

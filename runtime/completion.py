@@ -52,7 +52,7 @@ class StopStrings:
         return held
 
     def _first(self, buffer: str, known: int) -> tuple[int, str] | None:
-        """(start, string) of the stop string that is complete first, behind the first `known` characters."""
+        """(start, string) of the stop string that is complete first, after the first `known` characters."""
         best: tuple[int, int, str] | None = None
         for string in self._strings:
             start = buffer.find(string, max(0, known - len(string) + 1))

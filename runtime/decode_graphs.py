@@ -193,30 +193,13 @@ class DecodeGraphs:
         """A row for each graph, {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each
         kind of step without a graph, whose first four are None. samples: the graph includes sampling; otherwise it ends with the
         logits, for steps whose logits are processed."""
-        rows = [
-            {
-                "seqs": g.seqs,
-                "tokens_per_seq": g.per_seq,
-                "max_ctx": g.bound,
-                "samples": g.samples,
-                "captured": g.captured,
-                "steps": g.steps,
-                "reason": g.reason,
-            }
+        rows: list[tuple[Any, ...]] = [
+            (g.seqs, g.per_seq, g.bound, g.samples, g.captured, g.steps, g.reason)
             for g in self.graphs.values()
         ]
-        return rows + [
-            {
-                "seqs": None,
-                "tokens_per_seq": None,
-                "max_ctx": None,
-                "samples": None,
-                "captured": False,
-                "steps": count,
-                "reason": reason,
-            }
-            for reason, count in self.refused.items()
-        ]
+        rows += [(None, None, None, None, False, count, reason) for reason, count in self.refused.items()]
+        names = ("seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason")
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     @torch.inference_mode()
     def _make(self, seqs: int, bound: int, samples: bool, per_seq: int) -> DecodeGraph:

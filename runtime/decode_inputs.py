@@ -50,7 +50,7 @@ class RowState:
     def update(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], block_size: int
     ) -> list[int]:
-        """Bring the state up to a step, whose entries all sample; the row of each entry. Entries without rows get the first ones, anew
+        """Bring the state up to a step, whose entries all sample; the row of each entry. Entries without rows get the first ones, again
         in each step."""
         tables, written = self._tables, self._written
         places = [entry.row for entry in entries]

@@ -23,7 +23,7 @@ RUNNABLE = ("selected", "eligible", "unverified")
 
 
 def parse_device(name: str | torch.device, policy: Policy | None = None) -> torch.device:
-    """The device of a name; UsageError if it does not exist. ``auto`` is `auto_device` under the policy, and is said in one line."""
+    """The device of a name; UsageError if it does not exist. ``auto`` is `auto_device` under the policy, which a notice reports."""
     if name == "auto":
         device, line = auto_device(policy or Policy.current())
         notice(f"device auto: {line}")

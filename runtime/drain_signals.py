@@ -22,7 +22,7 @@ SIGNAL_SECONDS = 1.0
 class DrainSignals:
     """Handlers of signals, from now until `restore`, which puts the former ones back.
 
-    A signal that finds nobody who would act on it (after `restore`, `serves` is false, the loop has ended) goes to the former
+    A signal that nothing would act on (after `restore`, `serves` is false, the loop has ended) goes to the former
     handler, and is never lost. The handlers of `loop.add_signal_handler` cannot be asked for the former ones, so these are Python's own.
 
     Args:

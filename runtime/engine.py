@@ -357,7 +357,9 @@ class Engine(EngineMemory):
             runner,
             self.scheduler,
             DEPTH if async_steps else 1,
-            partial(_sampling_row, self._active),  # no method: an engine that nobody holds is gone at once
+            partial(
+                _sampling_row, self._active
+            ),  # not a bound method: the engine is freed with its last reference
             self._with_logprobs,
             self._prompts,
             self.speculator,
@@ -385,7 +387,7 @@ class Engine(EngineMemory):
         and all graphs after `sleep`, are captured when needed. On a GPU this takes from seconds (with a filled store) to over a
         minute; on a CPU kernels are verified, which the store records for later processes.
 
-        Python's garbage collection leaves out what is alive then (`gc.freeze`) until the engine is gone: a full collection takes as long
+        Python's garbage collection leaves out what is alive then (`gc.freeze`) until the engine is freed: a full collection takes as long
         as up to a hundred steps.
 
         Args:
@@ -638,7 +640,7 @@ class Engine(EngineMemory):
 
 
 def _next_row(active: Mapping[str, _Active], request_id: str) -> SamplingRow:
-    """How the token behind the known ones is sampled."""
+    """How the token after the known ones is sampled."""
     one = active[request_id]
     return SamplingRow(one.params, one.seed, len(one.request.tokens) - one.request.prompt_len)
 

@@ -101,7 +101,7 @@ class EngineMemory:
         """From now on keep the events of the prefix cache for `take_cache_events`, which is to be called regularly; False = no more.
 
         If the cache holds blocks already, or events are recorded already, the first ones are an AllBlocksCleared and the blocks that are
-        there: for a router that begins to listen, or begins anew.
+        there: for a router that starts to listen, or starts again.
 
         Raises:
             UsageError: there is no prefix cache.
@@ -160,11 +160,11 @@ class EngineMemory:
 
 
 def freeze_heap(owner: object) -> None:
-    """Collect garbage; then later collections leave out every object that is alive now, until `owner` is gone.
+    """Collect garbage; then later collections leave out every object that is alive now, until `owner` is freed.
 
     A full collection visits each object of the process. With torch and Triton imported these are hundreds of thousands, most of which
-    are never freed; beside a GPU that was 0.2 to 0.6 s, in which no step was launched. Cycles among frozen objects are not freed, so
-    `owner` must not be part of one: it must go with its last reference.
+    are never freed; next to a GPU that took 0.2 to 0.6 s, in which no step was launched. Cycles among frozen objects are not freed, so
+    `owner` must not be part of one: it must be freed with its last reference.
     """
     gc.collect()
     gc.freeze()

@@ -40,7 +40,7 @@ INVALID_LOGITS = ErrorInfo(
 
 
 def error_info(error: BaseException) -> ErrorInfo:
-    """What ended an engine, by the exception of its step, or by the one behind it."""
+    """What ended an engine, from the exception of its step or the causes of that exception."""
     message = str(error) or type(error).__name__
     if is_out_of_memory(error):
         return ErrorInfo("out_of_memory", message)
@@ -50,8 +50,8 @@ def error_info(error: BaseException) -> ErrorInfo:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the device or the host ran out, by the exception or one behind it: torch's own, or a failed call of the driver
-    (by torch, Triton or a library), which has a text alone."""
+    """Whether memory of the device or the host ran out, from the exception or its causes: torch's own, or a failed call of the driver (by
+    torch, Triton or a library), which has only a text."""
     from torch import OutOfMemoryError
 
     return any(
@@ -62,14 +62,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An exception and those behind it, as a traceback shows them."""
+    """An exception and its causes, as a traceback shows them."""
     chain = [error]
     while True:
         last = chain[-1]
-        behind = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if behind is None or behind in chain:
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or cause in chain:
             return chain
-        chain.append(behind)
+        chain.append(cause)
 
 
 class RankError(RuntimeError):

@@ -49,7 +49,7 @@ class KeptStates:
             raise UsageError(f"{model.config.architecture} does not hand over the outputs of its layers")
 
     def forward(self, batch: Batch, cache: PagedCache) -> tuple[Tensor, Tensor]:
-        """A step: the states behind the last norm, and those that are kept."""
+        """A step: the states after the last norm, and those that are kept."""
         if not self.layers:
             hidden = self.model.forward(batch, cache)
             return hidden, hidden

@@ -26,7 +26,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def plain(value: T) -> T:
-    """An integer of numpy or torch as an int; anything else as it is, to be judged by who knows what is expected."""
+    """An integer of numpy or torch as an int; anything else unchanged, for the caller to check."""
     integer = as_integer(value)
     return value if integer is None else cast(T, integer)
 

@@ -51,14 +51,14 @@ class _State:
         return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
 
     def advanced_grammar(self, grammar: Grammar) -> Grammar:
-        """The request's grammar, behind the known tokens."""
+        """The request's grammar, advanced past the known tokens."""
         if self.consumed < len(self.tokens):
             grammar.consume(self.tokens[self.consumed :])
             self.consumed = len(self.tokens)
         return grammar
 
     def limits(self) -> list[str]:
-        """The parameters that bar tokens behind the known ones."""
+        """The parameters that bar tokens after the known ones."""
         given = {
             "structured_output": self.grammar is not None,
             "allowed_token_ids": self.params.allowed_token_ids is not None,
@@ -68,7 +68,7 @@ class _State:
         return [name for name, bars in given.items() if bars]
 
     def bans(self, drafted: Sequence[int]) -> list[int]:
-        """Tokens that are barred behind the known tokens and `drafted`, in addition to those that are always barred."""
+        """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred."""
         banned: list[int] = []
         if len(self.tokens) + len(drafted) - self.prompt_len < self.params.min_tokens:
             banned += self.stop_ids
@@ -184,7 +184,7 @@ class LogitsProcessors:
         )
 
     def legal(self, request_id: str, drafts: Sequence[int]) -> int:
-        """How many of the drafts the request's grammar allows behind its known tokens; all of them without one."""
+        """How many of the drafts the request's grammar allows after its known tokens; all of them without one."""
         state = self._states.get(request_id)
         if state is None or state.grammar is None:
             return len(drafts)

@@ -183,7 +183,7 @@ class Metrics:
         self._metrics["prefix_cache_hits"].inc(cached_tokens)
 
     def output(self, timing: Timing, chunk: Chunk) -> None:
-        """A chunk of a completion has come."""
+        """A chunk of a completion has arrived."""
         now, metrics, count = time.monotonic(), self._metrics, len(chunk.token_ids)
         if count and timing.first_token is None:
             timing.first_token = timing.last_token = now

@@ -1,4 +1,4 @@
-"""Who steps an engine. Its scheduler takes the results of steps in the order of their plans, so that two at a time would break it."""
+"""Who steps an engine. Its scheduler takes the results of steps in their order, so two callers at a time would break it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STREAMED = "a generate or stream of this LLM has not ended: exhaust its iterator
 
 
 class Ownership:
-    """At most one owner at a time, and for some one thread. Without an owner, anybody may step the engine."""
+    """At most one owner at a time, and for some one thread. Without an owner, any caller may step the engine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

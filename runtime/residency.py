@@ -82,7 +82,7 @@ class Residency:
             self.outdated = "sleep(level=2) discarded the weights: call update_weights"
 
     def wake_up(self, parts: Collection[Part]) -> None:
-        """Allocate parts that were given back. Graphs are captured anew when steps need them."""
+        """Allocate parts that were given back. Graphs are captured again when steps need them."""
         unknown = set(parts) - set(get_args(Part))
         if unknown:
             raise UsageError(

@@ -94,7 +94,7 @@ class Runner:
             self.make_decode_graphs()
 
     def make_decode_graphs(self) -> None:
-        """Run decode steps by graphs from now on, captured anew."""
+        """Run decode steps by graphs from now on, which are captured again."""
         self.decode = DecodeGraphs(
             self.model, self.cache, self.sampler, self._sampled, self._most_drafts, self._kept
         )
@@ -137,7 +137,7 @@ class Runner:
         return step.ids()
 
     def drop(self, step: LaunchedStep) -> None:
-        """Nobody will collect the step. It runs to its end."""
+        """The step will not be collected. It runs to its end."""
         step.open = False
 
     def _start(self, step: LaunchedStep, work: Callable[[], Tensor | None]) -> None:
@@ -227,7 +227,7 @@ class Runner:
     def _errors(
         self, sampling: Sequence[ScheduledRequest], ids: Sequence[int], logits: Tensor, processed: Tensor
     ) -> dict[str, ErrorInfo]:
-        """Why requests end here: those whose first row has no id. Rows behind a draft may have none either, and count for nothing."""
+        """Why requests end here: those whose first row has no id. Rows after a draft may have none either, which does not matter."""
         errors, place = {}, 0
         for entry in sampling:
             if ids[place] < 0:

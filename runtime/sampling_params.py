@@ -43,10 +43,10 @@ class SamplingParams:
         min_tokens: number of output tokens before which no end token is sampled and no stop string ends the request.
         stop: texts that end the request where the first of them is complete; the output's text ends before it. Needs a tokenizer:
             `LLM` or `AsyncEngine`, not `Engine`.
-        include_stop_str_in_output: the output's text ends behind the stop string.
+        include_stop_str_in_output: the output's text ends after the stop string.
         logprobs: log-probabilities of the output tokens, and of this many most likely tokens at each position, from the model's
             logits before they are processed; None = none.
-        prompt_logprobs: the same for the prompt, whose part in the prefix cache is then computed anew; None = none.
+        prompt_logprobs: the same for the prompt, whose part in the prefix cache is then computed again; None = none.
         structured_output: what the output looks like, from its first token to its end token; None = anything. Needs `LLM` or
             `AsyncEngine`, and llguidance.
         n: number of completions of the prompt, which is computed once (with a prefix cache); with a seed, choice i has

@@ -12,7 +12,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """The tokenizer of a model: tokenizer.json of its directory, or beside a GGUF file, else the one in that file.
+    """The tokenizer of a model: tokenizer.json of its directory, or next to a GGUF file, else the one in that file.
 
     Raises:
         ConfigError: it cannot be read; its subclass NoTokenizerError: there is none.

@@ -44,7 +44,7 @@ class RequestSpan:
         self._span.add_event("PREEMPTED", {"choice": choice})
 
     def output(self, chunk: Chunk) -> None:
-        """A chunk has come."""
+        """A chunk has arrived."""
         if chunk.token_ids and chunk.choice not in self._begun:
             self._begun.add(chunk.choice)
             self._span.add_event("FIRST_TOKEN", {"choice": chunk.choice})

@@ -1,8 +1,8 @@
 """Warm-up: what the steps of an engine call is selected, verified, compiled, loaded and captured before the first request.
 
 Steps are recorded first, without running: the kernels that they need are verified, and so compiled, by several processes at a time.
-Then they run on a cache that nobody uses: prompts of each bucket of tokens, from their beginning and behind cached tokens with other
-sequences beside them; decode steps of each number of sequences and each bound of the context that has a graph, with and without
+Then they run on a cache that nobody uses: prompts of each bucket of tokens, from their beginning and after cached tokens, with other
+sequences in the step; decode steps of each number of sequences and each bound of the context that has a graph, with and without
 drafts if the engine drafts; and the logits and samples of each bucket of rows. What a step of the engine can meet within its limits
 has then run once.
 
@@ -189,7 +189,7 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
         if cached:
             yield partial(step, lengths, cached)
             singles = min(config.max_seqs - len(lengths), lengths[0] - 1, 4)
-            if singles > 0:  # decode steps beside the prompt
+            if singles > 0:  # decode steps next to the prompt
                 mixed = [lengths[0] - singles, *lengths[1:], *([1] * singles)]
                 yield partial(step, mixed, cached)
 

@@ -1,6 +1,6 @@
 """New weights for a loaded model, written into the memory of the old ones.
 
-The new model is built beside the old one, through the same loader, and compared with it part by part. Only then are its tensors
+The new model is built next to the old one, through the same loader, and compared with it part by part. Only then are its tensors
 copied. Packed layouts, bound plans and captured CUDA graphs are those of before, and an update that is refused changes nothing.
 """
 

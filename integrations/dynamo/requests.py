@@ -69,7 +69,7 @@ def sampling_params(request: Mapping[str, Any], room: int) -> SamplingParams:
             values[name] = int(output[name])
     if guided:
         values["structured_output"] = _structured(guided)
-    # What nobody chose is the OpenAI protocol's default.
+    # Options that the caller left out have the OpenAI protocol's defaults.
     return SamplingParams(**{"temperature": 1.0, "max_tokens": max(1, room), **values})
 
 

@@ -161,7 +161,7 @@ class GristmillLM(TemplateLM):  # type: ignore[misc]  # the harness carries no t
         """(log-likelihood of the continuation, whether greedy decoding generates it) for each (key, context, continuation).
 
         The last token of a continuation is the only one that its request may sample, so that a context is not computed for the
-        token behind it; contexts that several continuations of one token share come from the prefix cache.
+        token after it; contexts that several continuations of one token share come from the prefix cache.
         """
         prompts, params = [], []
         for _, context, continuation in requests:

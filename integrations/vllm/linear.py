@@ -141,7 +141,7 @@ class GristmillLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is 
 
 @functools.cache
 def _version() -> str:
-    """vLLM's; a version that is not tested is said once."""
+    """vLLM's own method; a version that is not tested is reported once."""
     return HOST.require()
 
 

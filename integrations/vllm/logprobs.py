@@ -12,7 +12,7 @@ from gristmill.runtime.scheduler import TokenLogprobs
 
 
 def sampled(names: Sequence[str], found: Mapping[str, TokenLogprobs]) -> LogprobsLists | None:
-    """Of the tokens of a step: a row per request of the step, zeros for those that want none. None if nobody wants any."""
+    """Log-probabilities of the tokens of a step: a row per request of the step, zeros for those without; None if no request wants any."""
     if not found:
         return None
     return LogprobsLists(*_arrays([found.get(name) for name in names]))

@@ -174,7 +174,7 @@ class Writer(Protocol):
     stacked: bool
 
     def quantize(self, weight: Tensor) -> QuantTensor:
-        """A weight rounded to nearest, such that the format holds the result exactly."""
+        """A weight rounded to nearest so that the format holds the result exactly."""
         ...
 
     def tensors(self, weight: QuantTensor) -> dict[str, Tensor]:
@@ -314,7 +314,7 @@ def need(source: Source, module: str, suffixes: Collection[str], form: str) -> N
 def make(module: str, *fields: Any, **named: Any) -> QuantTensor:
     """A QuantTensor; errors of its fields become a FormatError with the module's name.
 
-    Codes of float formats must be finite, and scales such that every value is finite in float32.
+    Codes of float formats must be finite, and scales must be so that every value is finite in float32.
     """
     try:
         weight = QuantTensor(*fields, **named)

@@ -6,7 +6,7 @@
   multiplier, whatever its name says: W = q * scale. The last blocks may be partial.
 - without, ``NAME.weight_scale``, one number, and for ``activation_scheme: static`` ``NAME.input_scale``.
 
-Which modules are quantized is said by their dtype: lists of exceptions (``modules_to_not_convert``, ``ignored_layers``)
+The dtype of a module's weight tells whether it is quantized: lists of exceptions (``modules_to_not_convert``, ``ignored_layers``)
 are checked against it. Fused experts are [E, N, K] with scales in front. ``scale_fmt: ue8m0`` says that scales, stored
 in float32, are powers of two, which changes how activations are rounded and nothing here. Weights in float8_e4m3fnuz (made
 for gfx94x) become float8_e4m3fn of twice the value, and their scales half as large. Sources: DeepSeek-V3's

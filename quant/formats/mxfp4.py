@@ -2,7 +2,7 @@
 
 ``NAME_blocks`` uint8 [E, N, K/32, 16], low nibble = even k, and ``NAME_scales`` uint8 [E, N, K/32], E8M0: W = e2m1 *
 2^(scale - 127). Only experts are quantized, and NAME is the fused parameter ``...mlp.experts.gate_up_proj`` or
-``...down_proj``. Rows of gate_up_proj come interleaved, gate and up in turn, and are left so: `deinterleaved` parts them.
+``...down_proj``. Rows of gate_up_proj are interleaved, gate and up alternating, and are left so: `deinterleaved` parts them.
 """
 
 from __future__ import annotations

@@ -47,6 +47,6 @@ def padded_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def to_words(octets: Tensor, width: int) -> Tensor:
-    """A bit stream uint8 [..., B] -> int32 [..., width], zeros behind it: what writers store."""
+    """A bit stream uint8 [..., B] -> int32 [..., width], padded with zeros, as writers store it."""
     padded = torch.nn.functional.pad(octets, (0, 4 * width - octets.shape[-1]))
     return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)

@@ -86,7 +86,7 @@ class BlockPool:
         return self._next[self.num_blocks]
 
     def after(self, block: int) -> int:
-        """Block behind `block` in the queue, or `num_blocks` at its end."""
+        """Block after `block` in the queue, or `num_blocks` at its end."""
         return self._next[block]
 
     def queue(self) -> list[int]:

@@ -14,7 +14,7 @@ from gristmill.runtime.models import Model
 
 
 class ExternalCache(PagedCache):
-    """The paged cache of a model in tensors of the caller, who keeps them alive and lets nobody else write the engine's blocks.
+    """The paged cache of a model in tensors of the caller, who keeps them alive and lets nothing else write the engine's blocks.
 
     While the engine sleeps it does not use the memory; `wake_up` uses the same tensors again, whatever was written there meanwhile.
 

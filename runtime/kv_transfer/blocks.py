@@ -56,7 +56,7 @@ class CacheBlocks:
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int], rows: Tensor) -> StreamEvent | None:
-        """Copy blocks into rows, behind all steps that were launched. Returns what to wait for before the rows are read; None = nothing."""
+        """Copy blocks into rows, after all steps that were launched. Returns what to wait for before the rows are read; None = nothing."""
         for chosen, part in self._parts(blocks, rows):
             on_host = self.device.type == "cpu"
             staged = part if on_host else torch.empty(part.shape, dtype=torch.uint8, device=self.device)
@@ -75,7 +75,7 @@ class CacheBlocks:
 
     @torch.inference_mode()
     def write(self, blocks: Sequence[int], rows: Tensor) -> None:
-        """Copy rows into blocks, behind all steps that were launched and before any later one."""
+        """Copy rows into blocks, after all steps that were launched and before any later one."""
         for chosen, part in self._parts(blocks, rows):
             staged, place = part.to(self.device, non_blocking=True), HEADER
             for view in self._views():
@@ -85,7 +85,7 @@ class CacheBlocks:
                 place += size
 
     def _parts(self, blocks: Sequence[int], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(blocks, rows) in parts of at most `STAGED` bytes, so that little memory of a device is needed beside the cache."""
+        """(blocks, rows) in parts of at most `STAGED` bytes, so that little memory of a device is needed in addition to the cache."""
         per = max(1, STAGED // (HEADER + self.nbytes))
         for first in range(0, len(blocks), per):
             yield (

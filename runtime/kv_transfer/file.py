@@ -1,6 +1,6 @@
 """Records as files of a folder, which any number of processes may use at once, and later ones.
 
-A record is written beside its place and moved there, so readers see whole files. Whoever saves beyond the capacity removes the files that
+A record is written next to its place and moved there, so readers see whole files. A process that saves beyond the capacity removes the files that
 were used least recently, by their time of modification, which a load renews.
 """
 
@@ -66,16 +66,16 @@ class FileStore:
 
     def save(self, key: bytes, record: memoryview) -> None:
         """As `Store.save`."""
-        descriptor, beside = tempfile.mkstemp(dir=self.folder, suffix=PART)
+        descriptor, temporary = tempfile.mkstemp(dir=self.folder, suffix=PART)
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
                 written = 0
                 while written < len(record):
                     written += file.write(record[written:])
-            os.replace(beside, self._place(key))
+            os.replace(temporary, self._place(key))
         except BaseException:
             with suppress(FileNotFoundError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
         with self._lock:
             self._nbytes += len(record)
@@ -103,7 +103,7 @@ class FileStore:
         return files
 
     def _remove_unfinished(self) -> None:
-        """Remove what processes that were killed have left beside the records."""
+        """Remove what processes that were killed have left next to the records."""
         for entry in os.scandir(self.folder):
             if entry.name.endswith(PART):
                 with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A thread that talks to a store, which may be slow, or never answer: nobody waits for it without a limit."""
+"""A thread that talks to a store, which may be slow, or never answer: every wait for it has a limit."""
 
 from __future__ import annotations
 

@@ -170,19 +170,19 @@ class NixlStore:
 
     def _write(self, place: Path, data: bytes) -> None:
         """A file that readers see whole, or not at all."""
-        descriptor, beside = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        descriptor, temporary = tempfile.mkstemp(dir=self.folder, suffix=".part")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
-            os.replace(beside, place)
+            os.replace(temporary, place)
         except BaseException:
             with suppress(FileNotFoundError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What a peer that is gone may raise: exceptions of NIXL, which have no common base, and its missing file."""
+    """What a peer that has ended may raise: exceptions of NIXL, which have no common base, and its missing file."""
     from nixl import _bindings
 
     found = (one for one in vars(_bindings).values() if isinstance(one, type) and issubclass(one, Exception))

@@ -28,7 +28,7 @@ LOG = logging.getLogger("gristmill")
 
 
 class PrefillDecode:
-    """Replicas that compute prompts and replicas that compute outputs, behind one front.
+    """Replicas that compute prompts and replicas that compute outputs, with one front end.
 
     Args:
         model, timeout, options: as of `Replicas`, for both kinds.

@@ -149,7 +149,7 @@ def _in_threads(count: int, work: Callable[[range], T]) -> list[T]:
 
 
 def _needed(first: int, length: int, windows: Sequence[int], size: int) -> list[Place]:
-    """The blocks from `first` on that queries behind `length` blocks read."""
+    """The blocks from `first` on that queries after `length` blocks read."""
     starts = [first_needed(window, length * size, size) for window in windows]
     return [
         (index, group)

@@ -2,11 +2,11 @@
 
 The verbs, in the order of a request:
 
-    matched     a request waits while the blocks behind its cached prefix are looked up, by another thread
+    matched     a request waits while the blocks after its cached prefix are looked up, by another thread
     load        blocks that have come are put into blocks of the pool and registered in the prefix cache, where the scheduler finds them
     save        blocks of the prefix cache that were seen often enough are copied to the host, and written by another thread
     preempted   so are all blocks of a request that loses them; when there is room again, it is matched like a new one
-    wait        until something has come, while nothing else is to be done
+    wait        until something has arrived, while nothing else is to be done
     finished    a request that has ended waits for nothing
 
 The scheduler knows of none of this: a request that waits is held, and a load that fails or is late leaves it as it was. Its tokens are
@@ -186,7 +186,7 @@ class Transfer:
     # The engine --------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a load has come or is late, but not longer than `IDLE`."""
+        """Wait until a load has arrived or is late, but not longer than `IDLE`."""
         if not self._loading:
             return
         until = min(loading.deadline for loading in self._loading.values()) - time.monotonic()

@@ -85,7 +85,7 @@ class LogitsHead(Linear):
 def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embedding, LogitsHead]:
     """The first and the last matrix of a model.
 
-    A tied matrix is in memory once if its layout reads single rows, or is the matrix itself; else it is kept beside the packed one.
+    A tied matrix is in memory once if its layout reads single rows, or is the matrix itself; else it is kept next to the packed one.
     """
     part, ranges = weights.vocabulary("embedding"), weights.shard_ranges("embedding")
     matrix = part.weight

@@ -1,6 +1,6 @@
 """Which form of latent attention each sequence of a step takes, by the arithmetic of both, and what the forms read.
 
-The choice depends on the lengths of the sequence alone, not on the requests beside it.
+The choice depends on the lengths of the sequence only, not on the other requests of the step.
 """
 
 from __future__ import annotations

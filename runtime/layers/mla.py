@@ -125,7 +125,7 @@ class LatentAttention:
         per_head = kv.dequantize(plans.dtype).view(self.heads, mla.nope_dim + mla.v_dim, mla.kv_lora_rank)
         self.to_latent = HeadProducts(plans, per_head[:, : mla.nope_dim])
         self.to_values = HeadProducts(plans, per_head[:, mla.nope_dim :].transpose(1, 2))
-        # The two forms round differently, and which one a prompt gets would depend on the requests beside it.
+        # The two forms round differently, and which one a prompt gets would depend on the other requests of the step.
         self.one_form = plans.policy.batch_invariant
         self.out = load_linear(plans, weights, f"{name}.out", reduce=reduce)
         self.rotate = plans.bind(

@@ -17,7 +17,8 @@ from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.models import Family, llama
-from gristmill.runtime.models.llama import Decoder, vocabulary
+from gristmill.runtime.models.llama import Decoder, mlp, vocabulary
+from gristmill.runtime.models.qwen import experts
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -37,7 +38,7 @@ def table(c: ModelConfig) -> WeightTable:
 
 
 def prediction(c: ModelConfig) -> WeightTable:
-    """The prediction layer: a decoder layer behind norms and a projection (arXiv:2412.19437, 2.2). Checkpoints repeat embedding and head."""
+    """The prediction layer: a decoder layer after norms and a projection (arXiv:2412.19437, 2.2). Checkpoints repeat embedding and head."""
     hidden, source = c.hidden_size, f"model.layers.{c.num_layers}"
     head = "model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"
     weights = (
@@ -64,7 +65,7 @@ def _layer(c: ModelConfig, index: int) -> Iterator[Weight]:
     if c.is_moe_layer(index):
         yield from _moe(c, name, f"{source}.mlp")
     else:
-        yield from _mlp(c, name, f"{source}.mlp", c.intermediate_size)
+        yield from mlp(c, name, f"{source}.mlp")
 
 
 def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:
@@ -92,31 +93,16 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
         yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
 
 
-def _mlp(c: ModelConfig, name: str, source: str, ffn: int) -> Iterator[Weight]:
-    gate_up = (f"{source}.gate_proj", f"{source}.up_proj")
-    inner = ShardSpec.columns(ffn)
-    yield Weight(
-        f"{name}.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", shard=ShardSpec.rows(ffn, ffn)
-    )
-    yield Weight(f"{name}.down", (f"{source}.down_proj",), (c.hidden_size,), ffn, "linear", shard=inner)
-
-
 def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     moe = c.moe
     if moe is None:
         return
-    experts, ffn = moe.num_experts, moe.intermediate_size
-    each, by_expert = f"{source}.experts.{{expert}}", ShardSpec.experts(experts)
-    yield Weight(f"{name}.router", (f"{source}.gate.weight",), (experts,), c.hidden_size, "fp32")
-    yield Weight(f"{name}.router.bias", (f"{source}.gate.e_score_correction_bias",), (experts,), None, "fp32")
-    gate_up = (f"{each}.gate_proj", f"{each}.up_proj")
-    yield Weight(
-        f"{name}.experts.gate_up", gate_up, (ffn, ffn), c.hidden_size, "linear", experts, shard=by_expert
-    )
-    down = (f"{each}.down_proj",)
-    yield Weight(f"{name}.experts.down", down, (c.hidden_size,), ffn, "linear", experts, shard=by_expert)
+    yield from experts(c, name, source, ("gate_proj", "up_proj", "down_proj"))
+    bias = f"{source}.gate.e_score_correction_bias"
+    yield Weight(f"{name}.router.bias", (bias,), (moe.num_experts,), None, "fp32")
     if moe.num_shared:
-        yield from _mlp(c, f"{name}.shared", f"{source}.shared_experts", ffn * moe.num_shared)
+        ffn = moe.intermediate_size * moe.num_shared
+        yield from mlp(c, f"{name}.shared", f"{source}.shared_experts", ffn)
 
 
 def _mla(c: ModelConfig) -> MlaConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from gristmill.quant.checkpoints.shards import ShardSpec
@@ -26,42 +27,20 @@ def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. Gate and up rows of an expert are stored in turn, and are parted as they are read."""
     moe = _moe(c)
     hidden, ffn, experts = c.hidden_size, moe.intermediate_size, moe.num_experts
-    by_expert, rows, heads = (
-        ShardSpec.experts(experts),
-        ShardSpec.rows(experts, unit=1),
-        ShardSpec.head_rows(c.num_heads, size=1),
-    )
+    sinks, rows = ShardSpec.head_rows(c.num_heads, size=1), ShardSpec.rows(experts, unit=1)
+    stacked = partial(Weight, kind="linear", experts=experts, stacked=True, shard=ShardSpec.experts(experts))
 
     def feed_forward(name: str, source: str, layer: int) -> Iterator[Weight]:
-        router, each = f"{source}.mlp.router", f"{source}.mlp.experts"
-        yield Weight(
-            f"{name}.sinks", (f"{source}.self_attn.sinks",), (c.num_heads,), None, "fp32", shard=heads
-        )
+        router, each, to = f"{source}.mlp.router", f"{source}.mlp.experts", f"{name}.experts"
+        heads = (c.num_heads,)
+        yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), heads, None, "fp32", shard=sinks)
         yield Weight(f"{name}.router", (f"{router}.weight",), (experts,), hidden, "fp32")
         yield Weight(f"{name}.router.bias", (f"{router}.bias",), (experts,), None, "fp32")
-        yield Weight(
-            f"{name}.experts.gate_up",
-            (f"{each}.gate_up_proj",),
-            (2 * ffn,),
-            hidden,
-            "linear",
-            experts,
-            True,
-            by_expert,
-            interleaved=True,
-        )
-        yield Weight(
-            f"{name}.experts.gate_up.bias",
-            (f"{each}.gate_up_proj_bias",),
-            (experts,),
-            2 * ffn,
-            shard=rows,
-            interleaved=True,
-        )
-        yield Weight(
-            f"{name}.experts.down", (f"{each}.down_proj",), (hidden,), ffn, "linear", experts, True, by_expert
-        )
-        yield Weight(f"{name}.experts.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden, shard=rows)
+        yield stacked(f"{to}.gate_up", (f"{each}.gate_up_proj",), (2 * ffn,), hidden, interleaved=True)
+        bias = (f"{each}.gate_up_proj_bias",)
+        yield Weight(f"{to}.gate_up.bias", bias, (experts,), 2 * ffn, shard=rows, interleaved=True)
+        yield stacked(f"{to}.down", (f"{each}.down_proj",), (hidden,), ffn)
+        yield Weight(f"{to}.down.bias", (f"{each}.down_proj_bias",), (experts,), hidden, shard=rows)
 
     base = decoder_table(c, feed_forward)
     return replace(base, ignored=(*base.ignored, "model.layers.*.self_attn.rotary_emb.*"))

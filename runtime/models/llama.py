@@ -74,9 +74,9 @@ def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
         yield Weight(f"{name}.k_norm", (f"{source}.k_norm.weight",), (c.head_dim,))
 
 
-def mlp(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
-    """Gate, up and down, with biases if the configuration has them."""
-    hidden, ffn = c.hidden_size, c.intermediate_size
+def mlp(c: ModelConfig, name: str, source: str, ffn: int = 0) -> Iterator[Weight]:
+    """Gate, up and down, with biases if the configuration has them. `ffn` is the inner size; 0 = `c.intermediate_size`."""
+    hidden, ffn = c.hidden_size, ffn or c.intermediate_size
     gate_up, down = (f"{source}.gate_proj", f"{source}.up_proj"), f"{source}.down_proj"
     inner = ShardSpec.rows(ffn, ffn)
     yield Weight(f"{name}.gate_up", gate_up, (ffn, ffn), hidden, "linear", shard=inner)

@@ -105,7 +105,7 @@ class Rank:
         return ids if self.job.rank == 0 else None
 
     def drop(self, number: int) -> None:
-        """Nobody will collect a step."""
+        """A step will not be collected."""
         self._runner.drop(self._steps.pop(number))
 
     def detailed(

@@ -1,4 +1,4 @@
-"""Several copies of a model, each in a process of its own, behind one front: data parallelism without communication.
+"""Several copies of a model, each in a process of its own, with one front end: data parallelism without communication.
 
 async with Replicas("DIR", count=2, device="cuda") as replicas:
     async for chunk in replicas.stream("The index", SamplingParams(max_tokens=32)):
@@ -48,7 +48,7 @@ class _Replica:
 
 
 class Replicas:
-    """Copies of a model behind one front. Each decides for itself; they share nothing but, if asked for, a store of `kv_transfer`.
+    """Copies of a model with one front end. Each decides for itself; they share nothing but, if asked for, a store of `kv_transfer`.
 
     Args:
         model, options: arguments of `LLM`, for each. On GPUs, replica r has those from r * tensor_parallel

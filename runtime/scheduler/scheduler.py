@@ -3,7 +3,7 @@
 Two committed steps may be in flight: while one runs, the next one is made from what is known of its results, their number.
 `Request.pending` counts these tokens, and only real ids are appended to `Request.tokens`. An end token becomes known when
 the next step is in flight: what that one computes for the request is dropped. A request whose length ends it is
-scheduled no further. What a request held can be given away when it ends, because whoever gets it next runs after the steps in flight.
+scheduled no further. What a request held can be given away when it ends, because its next owner runs after the steps in flight.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Scheduler(SchedulerState):
                     request.drafts = []  # used once, even those that did not fit
                     request.steady = self._steady(request)
                 if output.finish_reason is not None:
-                    # Positions after the end belong to no known token; what a failed row computed is shared with nobody.
+                    # Positions after the end belong to no known token; what a failed row computed is not shared.
                     failed = output.finish_reason is FinishReason.ERROR
                     computed = 0 if failed else min(computed, len(request.tokens) - 1)
             if computed >= (request.registered + 1) * size and self.cache is not None:
@@ -385,7 +385,7 @@ class Scheduler(SchedulerState):
         return output
 
     def _release_behind(self, request: Request, computed: int) -> None:
-        """Give back blocks behind the windows of all later queries. With results only: a step in flight may be discarded."""
+        """Give back blocks outside the windows of all later queries. With results only: a step in flight may be discarded."""
         blocks, groups = request.block_ids, len(self.config.windows)
         for group, window in enumerate(self.config.windows):
             end = first_needed(window, computed, self.config.block_size) * groups + group

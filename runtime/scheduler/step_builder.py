@@ -247,7 +247,7 @@ class StepBuilder:
         return coming
 
     def _is_coming(self, request: Request, hits: int, coming: set[int]) -> bool:
-        """Whether SHARED_TOKENS more of the prompt are being computed. Once their results are there, they are hits, or nobody computes them."""
+        """Whether SHARED_TOKENS more of the prompt are being computed. Once their results are there, they are hits, or no longer being computed."""
         last = hits + cdiv(SHARED_TOKENS, self.config.block_size) - 1
         hashes = request.block_hashes
         return request.reads_cache and last < len(hashes) and hashes[last] in coming

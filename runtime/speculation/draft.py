@@ -88,7 +88,7 @@ class _Sequence:
     fed: list[int] = field(default_factory=list)
 
     def keep_valid(self, tokens: Sequence[int]) -> None:
-        """Keep what is a prefix of the known tokens, without the last of them, behind which the first draft is drawn."""
+        """Keep what is a prefix of the known tokens, without the last of them, after which the first draft is drawn."""
         agreed = 0
         for draft, token in zip(self.fed, tokens[self.known :], strict=False):
             if draft != token:
@@ -157,7 +157,7 @@ class DraftModelProposer:
             self.ended(request_id, (), 0)
 
     def _most(self, request: DraftRequest) -> int:
-        """Drafts of a request: the last one is not fed, so its position is one behind the cache's."""
+        """Drafts of a request: the last one is not fed, so its position is one past the cache's."""
         return min(request.count, self.runner.model.config.max_position - len(request.tokens) + 1)
 
     def _prepare(self, request: DraftRequest, budget: int, named: set[str]) -> _Draft | None:

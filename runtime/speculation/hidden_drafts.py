@@ -57,7 +57,7 @@ class HiddenStateModel:
         return hidden
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
-        """The states [tokens, hidden] that are the rows of `outputs`. batch.tokens: those behind the positions of `inputs`."""
+        """The states [tokens, hidden] that are the rows of `outputs`. `batch.tokens` follow the positions of `inputs`."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class HiddenStateProposer:
             self.ended(request_id, (), 0)
 
     def _place(self, entry: ScheduledRequest, count: int, named: set[str]) -> int:
-        """Where the state behind the entry's first `count` positions goes: the place of a request that waits if none is free."""
+        """Where the state after the entry's first `count` positions goes: the place of a request that waits if none is free."""
         known = self._requests.pop(entry.id, None)
         if known is None:
             if not self._free:

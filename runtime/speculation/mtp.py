@@ -1,8 +1,8 @@
 """Drafts from the model's own multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437, 2.2), which its checkpoint holds.
 
 The layer joins the norm of the next token's embedding with the norm of the hidden state by a projection, h' = M [norm(e); norm(h)],
-and is a decoder layer of the model's kind from there. Embedding and logits head are the model's, behind a norm of its own. The
-state of the first draft is the model's, behind its last norm; a further one is the layer's own.
+and is a decoder layer of the model's kind from there. Embedding and logits head are the model's, after a norm of its own. The
+state of the first draft is the model's, after its last norm; a further one is the layer's own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PredictionLayer(HiddenStateModel):
         self.layer = target.make_layer(c, weights, plans, c.num_layers, Rope(plans, c))
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
-        """The layer's states [tokens, hidden], before its last norm. batch.tokens: those behind the positions of the states."""
+        """The layer's states [tokens, hidden], before its last norm. `batch.tokens` follow the positions of the states."""
         tokens = len(batch.tokens)
         embedded = self.token_norm(self.embedding(batch.tokens))
         x = self.join(torch.cat((embedded, self.hidden_norm(self.inputs[:tokens])), -1))

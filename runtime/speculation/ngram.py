@@ -15,7 +15,7 @@ SHORTEST, LONGEST = 2, 4
 
 
 class _Index:
-    """The n-grams of a text that are followed by a token: n-gram -> position of the token behind its last occurrence."""
+    """The n-grams of a text that are followed by a token: n-gram -> position of the token after its last occurrence."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, ...], int] = {}

@@ -40,7 +40,7 @@ class SpeculationStatus:
 
     @property
     def mean_run(self) -> float:
-        """Tokens per verified run: the accepted drafts and the draw behind them; 1 if there were none."""
+        """Tokens per verified run: the accepted drafts and the draw after them; 1 if there were none."""
         return 1 + (self.accepted_tokens / self.drafts if self.drafts else 0.0)
 
 

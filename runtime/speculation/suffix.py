@@ -21,7 +21,7 @@ PLACES = 16
 LONGEST = 32
 """Tokens that a match is extended to; beyond that all are equally good."""
 CONFIDENCE = 0.3
-"""Product of the shares of the matches behind each draft, below which a draft ends."""
+"""Product of the shares of the matches that agree with each draft, below which a draft ends."""
 PAST_TOKENS = 1 << 17
 """Tokens of past outputs that are kept, by default: those that ended last."""
 
@@ -37,7 +37,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _Index:
-    """n-gram -> the places behind its last occurrences, oldest first: (text, position of the token that follows)."""
+    """n-gram -> the places after its last occurrences, oldest first: (text, position of the token that follows)."""
 
     places: dict[tuple[int, ...], list[tuple[_Text, int]]] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class _Index:
                 self.places.pop(key, None)
 
     def matches(self, tokens: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """(length of the match, text, position behind it) of the places that end as `tokens` do."""
+        """(length of the match, text, position after it) of the places that end as `tokens` do."""
         if len(tokens) < ANCHOR:
             return []
         end = tokens[-LONGEST:]

@@ -43,7 +43,7 @@ def run(command: click.Command, name: str) -> None:
     except click.ClickException as error:
         status = fail(name, error.format_message())
     except (SystemExit, BrokenPipeError):
-        # click and rich leave so when nobody reads stdout any more. What is still buffered must not be tried again at the end.
+        # click and rich raise these when stdout is closed. What is still buffered must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = READER_GONE
     except USER_ERRORS as error:

@@ -196,7 +196,7 @@ class Linear(_Quantized):
             )  # a kernel may read its weight before the work ahead of it has ended
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        """`to`, `cuda`, `half`: on another device the weight is packed anew for it; its codes keep their dtypes."""
+        """`to`, `cuda`, `half`: on another device the weight is packed again for it; its codes keep their dtypes."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.plan.resolver.device))
         if probe.dtype != self.dtype or probe.device != torch.device(self.plan.resolver.device):
             weight = self.weight().to(probe.device)
