@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class BoundPlan:
     """
 
     __slots__ = (
+        "_call",
         "_cuda",
         "_guard",
         "_index",
@@ -77,41 +79,44 @@ class BoundPlan:
         self._guard = op.guard(self.static)
         self._cuda = resolver.target.vendor != "cpu"
         self._index = device_index(resolver.device)
-        self._tensor = next(
-            i
-            for i, parameter in enumerate(op.parameters)
-            if parameter.type.startswith("Tensor") and "[]" not in parameter.type
+        self._call = op.Call
+        self._tensor = attrgetter(
+            next(p.name for p in op.parameters if p.type.startswith("Tensor") and "[]" not in p.type)
         )
         self.handle = 0
         self.binds = 0
         self.sealed = False
         self.is_warm = False
 
-    def __call__(self, *arguments: Any) -> None:
-        """Run with `arguments` followed by the outputs; weights are the tensors of the plan's layouts.
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        """Run with the operation's arguments and outputs, by position or by name; raises what `run` does."""
+        self.run(self._call(*arguments, **named))
+
+    def run(self, call: Any) -> None:
+        """Run a call of the operation (`Op.Call`); weights are the tensors of the plan's layouts.
 
         Raises:
             ValueError: a tensor on another device, or a call that does not match the plan.
             UnpreparedError: a size that was not prepared, during CUDA-graph capture.
             NoKernelError: a size that no kernel can run here.
         """
-        if arguments[self._tensor].get_device() != self._index:
+        if self._tensor(call).get_device() != self._index:
             raise ValueError(
                 f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
-                f"{arguments[self._tensor].device}"
+                f"{self._tensor(call).device}"
             )
         try:
-            size = self._guard(*arguments)
+            size = self._guard(call)
         except (IndexError, AttributeError) as error:
-            raise unfit(self.op, arguments, f"planned for {self.static}") from error
+            raise unfit(self.op, call.values(), f"planned for {self.static}") from error
         if size:
             # The bucket of `bucket_index`, inlined: this line and the call are the whole cost of a planned call.
             runner = self._runners[(size - 1).bit_length() if size <= 4096 else 13] or self._late(size)
             if self._cuda and torch.accelerator.current_device_index() != self._index:
                 with torch.accelerator.device_index(self._index):
-                    runner(*arguments)
+                    runner(call)
             else:
-                runner(*arguments)
+                runner(call)
 
     def prepare(self, sizes: Iterable[int] | None = None) -> BoundPlan:
         """Resolve (verify) and load the kernels for these sizes of the dynamic axis; None = every bucket."""
@@ -140,7 +145,7 @@ class BoundPlan:
         self._runners = self._recorded
 
     def _record_call(
-        self, calls: dict[tuple[BoundPlan, int], None], thread: int, index: int, *arguments: Any
+        self, calls: dict[tuple[BoundPlan, int], None], thread: int, index: int, call: Any
     ) -> None:
         if threading.get_ident() == thread:
             calls[self, index] = None
@@ -148,7 +153,7 @@ class BoundPlan:
         runner = self._recorded[index]  # another model that shares the plan is serving
         if runner is None:
             runner = self._recorded[index] = self._bind(index)
-        runner(*arguments)
+        runner(call)
 
     def workspace(self, size: int) -> Workspace:
         """Scratch memory that calls of this size need."""
@@ -229,21 +234,21 @@ class BoundPlan:
         names = list(counts)
         begin = sum(counts[name] for name in names[: names.index(str(entry.layout))])
         own_tensors = slice(begin, begin + counts[str(entry.layout)])
-        places = [place for place, p in enumerate(self.op.parameters) if p.type == "Tensor[]"]
+        weights = [p.name for p in self.op.parameters if p.type == "Tensor[]"]
         expected = f"the tensors of {' and '.join(names)}, {sum(counts.values())} in all"
 
-        def run(*arguments: Any) -> None:
-            call_arguments = list(arguments)
-            for place in places:
-                weight = call_arguments[place]
+        def run(call: Any) -> None:
+            own = {}
+            for name in weights:
+                weight = getattr(call, name)
                 if len(weight) != sum(counts.values()):
                     raise ValueError(
-                        f"{self.op.name} planned for {self.static}: {self.op.parameters[place].name} must be {expected}, "
-                        f"got {len(weight)}"
+                        f"{self.op.name} planned for {self.static}: {name} must be {expected}, got {len(weight)}"
                     )
-                call_arguments[place] = weight[own_tensors]
-            self._guard(*call_arguments)  # the first check covered only the tensors of the first layout
-            runner(*call_arguments)
+                own[name] = weight[own_tensors]
+            call = call.replace(**own)
+            self._guard(call)  # the first check covered only the tensors of the first layout
+            runner(call)
 
         return run
 
@@ -270,14 +275,14 @@ def unfit(op: Op, arguments: Sequence[Any], expected: str) -> ValueError:
     )
 
 
-def _outside_capture(name: str, runner: Runner, *arguments: Any) -> None:
+def _outside_capture(name: str, runner: Runner, call: Any) -> None:
     """Run a kernel that cannot be captured; UnpreparedError during capture."""
     if _capturing():
         raise UnpreparedError(
             f"{name} reads device memory on the host and cannot be captured in a CUDA graph; pin another "
             "kernel in the policy"
         )
-    runner(*arguments)
+    runner(call)
 
 
 def _capturing() -> bool:

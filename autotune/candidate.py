@@ -83,6 +83,7 @@ class Candidate:
             raise ValueError(f"{kernel.name} cannot be timed isolated: {why}")
         # A workspace of its own: rotations are shared among kernels.
         self._workspace = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
+        self._takes_workspace = "workspace" in rotation.op.Call.names
         lists = len(rotation.sets)
         # A kernel that writes in place must not see a list twice.
         once_only = rotation.in_place and lists > 1
@@ -115,11 +116,10 @@ class Candidate:
             ) from error
 
     def _step(self) -> None:
-        arguments = self.rotation.next()
-        if self._workspace is not None:
-            place, memory = self._workspace
-            arguments[place] = memory
-        self._launch(self.config, *arguments)
+        call = self.rotation.next()
+        if self._takes_workspace:
+            call.workspace = self._workspace
+        self._launch(self.config, call)
         if self._isolated:
             self.rotation.tie()
 

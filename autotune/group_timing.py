@@ -40,7 +40,7 @@ def time_together(
             while not sets or len(sets) < list_count(_size(sets[0]), device, hot=hot):
                 sets.append(_arguments(op, kernel, config, problem, len(sets), device))
         for graph in (True, False) if kernel.capturable and device != "cpu" else (False,):
-            turn = _Turn(run, config, sets)
+            turn = _Turn(run, config, [op.Call(*one) for one in sets])
             timed = Timed(
                 turn.step,
                 device,
@@ -60,8 +60,8 @@ def time_together(
 class _Turn:
     """Calls of a kernel over argument lists in turn."""
 
-    def __init__(self, run: Any, config: Config, sets: list[list[Any]]) -> None:
-        self._run, self._config, self._sets, self._next = run, config, sets, 0
+    def __init__(self, run: Any, config: Config, calls: list[Any]) -> None:
+        self._run, self._config, self._calls, self._next = run, config, calls, 0
 
     def start(self) -> None:
         """Begin with the first list."""
@@ -69,8 +69,8 @@ class _Turn:
 
     def step(self) -> None:
         """One call."""
-        self._run(self._config, *self._sets[self._next])
-        self._next = (self._next + 1) % len(self._sets)
+        self._run(self._config, self._calls[self._next])
+        self._next = (self._next + 1) % len(self._calls)
 
 
 def _arguments(op: Op, kernel: Kernel, config: Config, problem: Problem, seed: int, device: str) -> list[Any]:

@@ -33,8 +33,9 @@ cached by address are detected, not those cached by a fingerprint of the content
 
 @dataclass
 class _Set:
-    """One argument list. content: index of its content. guards: of all tensors that a call may write."""
+    """One call, and its arguments and outputs. content: index of its content. guards: of all tensors that it may write."""
 
+    call: Any
     arguments: list[Any]
     outputs: list[torch.Tensor]
     guards: list[Guarded]
@@ -123,11 +124,11 @@ class Rotation:
         ]
         self.turn = 0
 
-    def next(self) -> list[Any]:
-        """The next argument list, outputs after arguments."""
+    def next(self) -> Any:
+        """The next call (`Op.Call`)."""
         argument_set = self.sets[self.turn]
         self.turn = (self.turn + 1) % len(self.sets)
-        return [*argument_set.arguments, *argument_set.outputs]
+        return argument_set.call
 
     @property
     def in_place(self) -> bool:
@@ -272,7 +273,7 @@ class Rotation:
             for name, (shape, dtype) in zip(self.op.outputs, self.op.like(*arguments), strict=True):
                 guards.append(Guarded.make(name, shape, dtype, self.device))
                 outputs.append(guards[-1].tensor)
-        return _Set(arguments, outputs, guards, content)
+        return _Set(self.op.Call(*arguments, *outputs), arguments, outputs, guards, content)
 
 
 def _element(op: Op, arguments: Sequence[Any]) -> torch.Tensor | None:

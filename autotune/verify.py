@@ -149,23 +149,20 @@ def with_workspace(
     op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]
 ) -> list[Any]:
     """`arguments` with the scratch memory that `kernel` asks for."""
-    call_arguments = list(arguments)
-    workspace = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
-    if workspace is not None:
-        call_arguments[workspace[0]] = workspace[1]
-    return call_arguments
+    memory = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
+    return [
+        memory if memory is not None and parameter.name == "workspace" else argument
+        for parameter, argument in zip(op.parameters, arguments, strict=True)
+    ]
 
 
-def scratch(
-    op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any
-) -> tuple[int, torch.Tensor] | None:
-    """Scratch memory as the runtime hands it over, and its place among the arguments: zeros, or NaN in all float types, which
-    stands for what others left there. None for a kernel that needs none."""
+def scratch(op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any) -> torch.Tensor | None:
+    """A workspace as the runtime hands it over: zeros, or NaN in all float types, which stands for what others left there.
+    None for a kernel that needs none."""
     need = kernel.workspace(problem, config)
-    place = next((i for i, p in enumerate(op.parameters) if p.name == "workspace"), None)
-    if place is None or not need.bytes:
+    if not need.bytes or all(parameter.name != "workspace" for parameter in op.parameters):
         return None
-    return place, torch.full((need.bytes,), 0 if need.zeroed else 0xFF, dtype=torch.uint8, device=device)
+    return torch.full((need.bytes,), 0 if need.zeroed else 0xFF, dtype=torch.uint8, device=device)
 
 
 def run_reference(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
@@ -202,7 +199,7 @@ def run_guarded(
             device = next(t.device for a in copies for t in tensors(a))
             guards.append(Guarded.make(name, shape, dtype, device))
             outputs.append(guards[-1].tensor)
-    load(kernel)(config, *copies, *outputs)
+    load(kernel)(config, op.Call(*copies, *outputs))
     outputs += written(op, copies)
     if any(t.is_cuda for t in outputs):
         torch.cuda.synchronize()

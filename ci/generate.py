@@ -18,6 +18,7 @@ from gristmill.kernel_registry.registry import default_registry
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT)]
 import api  # noqa: E402
+import calls  # noqa: E402
 import grades  # noqa: E402
 import tables  # noqa: E402
 
@@ -41,6 +42,7 @@ FILES: dict[Path, Callable[[], str]] = {
     api.PAGE: api.page,
     api.STUB: api.stub,
     LINEAR_INT4["FIGURE"]: LINEAR_INT4["figure"],
+    calls.STUB: lambda: calls.text(default_registry()),
 }
 """File -> its text. The records are first: the tables read them."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from gristmill.kernel_registry.argument_names import Names, Shape, is_name, names_in
 from gristmill.kernel_registry.argument_source import (
     Checks,
@@ -162,10 +165,10 @@ class Guard:
         return f"max(1, {size})"
 
     def lines(self) -> Lines:
-        """``make_guard(problem)`` -> ``guard(*arguments, *outputs)``."""
+        """``make_guard(problem)`` -> ``guard(call)``."""
         self.bind()
         self.condition()
-        parameters = ", ".join([*self.names.arguments, *(item.name for item in self.op.returns)])
+        names = [*self.names.arguments, *(item.name for item in self.op.returns)]
         head = [f'where = f"{self.op.name} planned for {{problem}}"', "values = dict(problem.values)"]
         for axis in self.op.axes:
             if axis.kind == "dtype":
@@ -183,20 +186,21 @@ class Guard:
         head += [*self.setup, *(f"{name} = {text}" for text, name in self.constants.items()), ""]
         slow = [*Checks(self.op, planned=True).lines(), f"return {self.bucket_size(fast=False)}"]
         joined = [part if index == 0 else f"or {part}" for index, part in enumerate(self.failures)]
-        fast = [
+        condition = [
             *self.bindings,
             "if (",
             *indented(joined),
             "):",
-            f"    return examine({parameters})",
+            "    return examine(call)",
             f"return {result}",
         ]
+        fast = [*_attributes(names, condition), *condition]
         body = [
             *head,
-            f"def examine({parameters}):",
-            *indented(slow),
+            "def examine(call):",
+            *indented([*_attributes(names, slow), *slow]),
             "",
-            f"def guard({parameters if self.op.returns else self.names.parameters}):",
+            "def guard(call):",
             *indented(fast),
             "",
             "return guard",
@@ -204,8 +208,14 @@ class Guard:
         return ["def make_guard(problem):", *indented(body)]
 
 
+def _attributes(names: Iterable[str], lines: Lines) -> Lines:
+    """Assignments of the attributes of the call that `lines` read."""
+    read = {name for line in lines for name in re.findall(r"\w+", line)}
+    return [f"{name} = call.{name}" for name in names if name in read]
+
+
 def guard_source(op: Declared) -> Lines:
-    """``make_guard(problem)`` -> ``guard(*arguments, *outputs)`` -> the call's size on the bucket axis."""
+    """``make_guard(problem)`` -> ``guard(call)`` -> the call's size on the bucket axis."""
     return Guard(op).lines()
 
 

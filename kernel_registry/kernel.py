@@ -36,6 +36,7 @@ whole or not at all; one that cannot be imported, or whose specs are invalid, is
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +92,7 @@ def no_sources(problem: Problem) -> tuple[str, ...]:
 class Kernel:
     """One implementation of one operation.
 
-    target: ``"module:attr"`` of the launcher ``launch(config, *arguments, *outputs)``; imported at first use. It
+    target: ``"module:attr"`` of the launcher ``launch(config, call)``; imported at first use. call: `Op.Call`. It
         launches on the caller's current stream, allocates nothing that outlives the call, and does not synchronise.
     requires: requirements on the device and the installation.
     accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
@@ -152,8 +153,18 @@ class Kernel:
         return self.accepts(problem) is None and self.misfit(problem, config) is None
 
     def load(self) -> Callable[..., None]:
-        """The launcher. Does not catch ImportError and AttributeError: selection checks before it loads."""
+        """The launcher. Does not catch ImportError and AttributeError: selection checks before it loads.
+
+        TypeError for a function that is not ``launch(config, call)``.
+        """
         launcher: Callable[..., None] = load_attribute(self.target)
+        try:
+            inspect.signature(launcher).bind({}, None)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.target}, the launcher of {self.name}, must be launch(config, call), where call has the arguments and "
+                f"outputs of {self.op} as attributes: {error}"
+            ) from None
         return launcher
 
     def code_hash(self, config: Config | None = None, *, built: bool = False) -> str:

@@ -27,7 +27,7 @@ also for fake tensors) and the guard of planned calls are generated from the dec
     Traceback (most recent call last):
     ValueError: rms_norm: weight must be [n] = [64], n as in x, got [63]
     >>> guard = op.guard(op.problem("n=64,x=fp32"))
-    >>> guard(torch.zeros(7, 64), torch.zeros(64), 1e-5, torch.zeros(7, 64))     # the size that selects the bucket
+    >>> guard(op.Call(torch.zeros(7, 64), torch.zeros(64), 1e-5, torch.zeros(7, 64)))     # the size that selects the bucket
     7
 
 `Op.check` refuses values that do not fit together, such as query heads that are not a multiple of KV heads. Inputs can therefore be
@@ -152,6 +152,13 @@ class Op:
         return tuple(tensor.name for tensor in self.returns)
 
     @cached_property
+    def Call(self) -> Any:
+        """The class of its calls (`call.Call`): ``op.Call(*arguments, *outputs)``."""
+        from gristmill.kernel_registry.call import call_class
+
+        return call_class(self)
+
+    @cached_property
     def _compiled(self) -> dict[str, Any]:
         from gristmill.kernel_registry.argument_functions import compiled
 
@@ -173,7 +180,7 @@ class Op:
         return outputs
 
     def guard(self, static: Problem) -> Callable[..., int]:
-        """``guard(*arguments, *outputs)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.
+        """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.
 
         It raises ValueError for a call that does not match `static`. It runs at every planned call, costs a few attribute reads,
         and keeps kernels from accessing memory outside their buffers.

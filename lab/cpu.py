@@ -198,7 +198,7 @@ def made_case(op_name: str, text: str, target: Target) -> Case:
     )
 
     def call() -> None:
-        launch(config, *rotation.next())
+        launch(config, rotation.next())
 
     return Case(op_name, text, float(op.cost(problem).bytes), call)
 

@@ -21,6 +21,7 @@ from gristmill.autotune.store import dump
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from lab.gpu_graphs import Graphs, environment
 from lab.result import write_result
@@ -124,11 +125,11 @@ class Launch:
         self.config = {**kernel.config(problem, device_target(device, Policy())), **changes}
         size = kernel.workspace(problem, self.config).bytes
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device) if size else None
-        self._launch = kernel.load()
+        self._launch, self._call = kernel.load(), default_registry().op(kernel.op).Call
 
     def call(self, *arguments: Any) -> Callable[[], Any]:
-        """A call with these arguments."""
-        return partial(self._launch, self.config, *arguments)
+        """A call with these arguments and outputs."""
+        return partial(self._launch, self.config, self._call(*arguments))
 
 
 def block_table(blocks: list[int]) -> Tensor:

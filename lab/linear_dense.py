@@ -75,9 +75,9 @@ def measure(
         exact = torch.nn.functional.silu(exact[:, : weights.n // 2]) * exact[:, weights.n // 2 :]
 
     def calls(kernel: Kernel, config: Config) -> list[Call]:
-        run, copies = load(kernel), weights.copies
+        run, call, copies = load(kernel), default_registry().op("linear").Call, weights.copies
         return [
-            partial(run, config, x, [copies[i % len(copies)]], None, None, gated, weights.n, None, out)
+            partial(run, config, call(x, [copies[i % len(copies)]], None, None, gated, weights.n, None, out))
             for i in range(weights.calls)
         ]
 

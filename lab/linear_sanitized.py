@@ -47,7 +47,9 @@ def run(
 ) -> float:
     """Run once; the error per column."""
     out = torch.full((x.shape[0], q.n), float("nan"), dtype=x.dtype, device=DEVICE)
-    load(kernel)(config, x.to(DEVICE), tensors, None, None, False, q.n, None, out)
+    load(kernel)(
+        config, default_registry().op("linear").Call(x.to(DEVICE), tensors, None, None, False, q.n, None, out)
+    )
     return column_error(out.cpu(), x, q.dequantize())
 
 

@@ -132,7 +132,19 @@ class Problem:
         """The operation by a kernel, over copy i of the weight."""
         launch = kernel.load()
         return lambda i: launch(
-            config, self.x, self.packed[i % len(self.packed)], None, None, False, self.n, self.room, self.out
+            config,
+            default_registry()
+            .op("linear")
+            .Call(
+                self.x,
+                self.packed[i % len(self.packed)],
+                None,
+                None,
+                False,
+                self.n,
+                self.room,
+                self.out,
+            ),
         )
 
     def quantizer(self) -> Callable[[int], Any]:

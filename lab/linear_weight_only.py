@@ -204,14 +204,18 @@ class Row:
         def call(config: dict[str, Any], index: int) -> None:
             launcher(
                 config,
-                self.x,
-                weights[index % len(weights)],
-                None,
-                None,
-                False,
-                self.shape.n,
-                space,
-                self.out,
+                default_registry()
+                .op("linear")
+                .Call(
+                    self.x,
+                    weights[index % len(weights)],
+                    None,
+                    None,
+                    False,
+                    self.shape.n,
+                    space,
+                    self.out,
+                ),
             )
 
         made = [(option, partial(call, option)) for option in options]

@@ -11,22 +11,22 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SiluAndMulCall
 
 ARGUMENTS = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int)
 
 
-def launch(config: Config, x: Tensor, out: Tensor) -> None:
+def launch(config: Config, call: SiluAndMulCall) -> None:
     """x [..., 2N] -> out [..., N]."""
-    n = out.shape[-1]
+    n = call.out.shape[-1]
     code = cpu_function("gm_silu_and_mul", config["level"], ARGUMENTS)(
-        x.data_ptr(),
-        row_stride(x),
-        out.data_ptr(),
-        row_stride(out),
-        out.numel() // n,
+        call.x.data_ptr(),
+        row_stride(call.x),
+        call.out.data_ptr(),
+        row_stride(call.out),
+        call.out.numel() // n,
         n,
-        DTYPE_CODES[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "silu_and_mul_cpu")
 

@@ -14,27 +14,27 @@ from gristmill.kernels.native import best_config, check, cpu_function
 from gristmill.kernels.quantized_rows import config_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SiluAndMulQuantCall
 
 ARGUMENTS = (*(c_void_p, c_int64) * 2, c_void_p, *(c_int64,) * 3, *(c_float,) * 2, c_int)
 _LEVEL = best_config("gm_silu_and_mul_quant")
 
 
-def launch(config: Config, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:
+def launch(config: Config, call: SiluAndMulQuantCall) -> None:
     """The arguments of `silu_and_mul_quant.reference`."""
-    n = codes.shape[-1]
+    n = call.codes.shape[-1]
     code = cpu_function("gm_silu_and_mul_quant", config["level"], ARGUMENTS)(
-        x.data_ptr(),
-        row_stride(x),
-        codes.data_ptr(),
-        row_stride(codes),
-        scales.data_ptr(),
-        codes.numel() // n,
+        call.x.data_ptr(),
+        row_stride(call.x),
+        call.codes.data_ptr(),
+        row_stride(call.codes),
+        call.scales.data_ptr(),
+        call.codes.numel() // n,
         n,
         config["group"],
         config["least"],
         config["top"],
-        DTYPE_CODES[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "silu_and_mul_quant_cpu")
 

@@ -9,12 +9,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.activation.silu_and_mul_quant import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SiluAndMulQuantCall
 
 
-def launch(config: Config, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:
+def launch(config: Config, call: SiluAndMulQuantCall) -> None:
     """The arguments of `silu_and_mul_quant.reference`."""
-    reference(x, codes, scales, format)
+    reference(call.x, call.codes, call.scales, call.format)
 
 
 KERNEL = Kernel(

@@ -21,7 +21,7 @@ from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.quantized_rows import as_stored, config_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SiluAndMulQuantCall
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -80,18 +80,18 @@ def silu_and_mul_quant_kernel(
         quantize_block(values, columns, n, codes, at, first, least, top, BLOCK, GROUP, INT8, GIVEN)
 
 
-def launch(config: Config, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:
+def launch(config: Config, call: SiluAndMulQuantCall) -> None:
     """The arguments of `silu_and_mul_quant.reference`."""
-    n, given, block = codes.shape[-1], config["least"] == 0, int(config["block"])
-    rows = codes.numel() // n
+    n, given, block = call.codes.shape[-1], config["least"] == 0, int(config["block"])
+    rows = call.codes.numel() // n
     group = int(config["group"]) or (block if given else 0)
     if rows:
         silu_and_mul_quant_kernel[(rows, cdiv(n, block) if group else 1)](
-            x,
-            as_stored(codes),
-            scales,
-            row_stride(x),
-            row_stride(codes),
+            call.x,
+            as_stored(call.codes),
+            call.scales,
+            row_stride(call.x),
+            row_stride(call.codes),
             0 if given else cdiv(n, group or n),
             n,
             config["least"],

@@ -8,17 +8,17 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SiluAndMulCall
 
 
-def launch(config: Config, x: Tensor, out: Tensor) -> None:
+def launch(config: Config, call: SiluAndMulCall) -> None:
     """x [..., 2N] -> out [..., N]."""
     import torch
 
-    n = out.shape[-1]
-    gate = torch.nn.functional.silu(x[..., :n].float())
-    torch.mul(gate, x[..., n:], out=gate)
-    out.copy_(gate)
+    n = call.out.shape[-1]
+    gate = torch.nn.functional.silu(call.x[..., :n].float())
+    torch.mul(gate, call.x[..., n:], out=gate)
+    call.out.copy_(gate)
 
 
 KERNEL = Kernel(

@@ -15,7 +15,7 @@ from gristmill.kernels.common import row_stride
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SiluAndMulCall
 
 LARGEST_BLOCK = 1024
 
@@ -50,13 +50,19 @@ def silu_and_mul_kernel(x, out, x_stride, out_stride, n, BLOCK: tl.constexpr):
     tl.store(out + row * out_stride + columns, product.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, x: Tensor, out: Tensor) -> None:
+def launch(config: Config, call: SiluAndMulCall) -> None:
     """x [..., 2N] -> out [..., N]."""
-    n, block = out.shape[-1], int(config["block"])
-    rows = out.numel() // n
+    n, block = call.out.shape[-1], int(config["block"])
+    rows = call.out.numel() // n
     if rows:
         silu_and_mul_kernel[(rows, cdiv(n, block))](
-            x, out, row_stride(x), row_stride(out), n, BLOCK=block, num_warps=config["warps"]
+            call.x,
+            call.out,
+            row_stride(call.x),
+            row_stride(call.out),
+            n,
+            BLOCK=block,
+            num_warps=config["warps"],
         )
 
 

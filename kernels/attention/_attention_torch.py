@@ -7,6 +7,7 @@ On a GPU nothing is read back: host-known bounds replace the lengths, with masks
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.kv_cache.quantized import by_token, dequantize
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import MlaAttentionCall, PagedAttentionCall, VarlenAttentionCall
 
 QUERY_TILE = 256
 
@@ -190,75 +194,65 @@ def paged_gather(
     return gather
 
 
-def launch_paged(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-) -> None:
+def launch_paged(config: Config, call: PagedAttentionCall) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
-    gather = paged_gather(k_cache, v_cache, block_table, k_scale, v_scale)
+    gather = paged_gather(call.k_cache, call.v_cache, call.block_table, call.k_scale, call.v_scale)
     attend_sequences(
-        q, gather, query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse, out, softcap
+        call.q,
+        gather,
+        call.query_start,
+        call.seq_lens,
+        call.max_q,
+        call.max_ctx,
+        call.scale,
+        call.window,
+        call.sinks,
+        call.lse,
+        call.out,
+        call.softcap,
     )
 
 
-def launch_mla(
-    config: Config,
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch_mla(config: Config, call: MlaAttentionCall) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
-    rows = cache[:, :, None]
-    gather = paged_gather(rows, rows[..., :latent_dim], block_table)
-    attend_sequences(q, gather, query_start, seq_lens, max_q, max_ctx, scale, 0, None, lse, out)
+    rows = call.cache[:, :, None]
+    gather = paged_gather(rows, rows[..., : call.latent_dim], call.block_table)
+    attend_sequences(
+        call.q,
+        gather,
+        call.query_start,
+        call.seq_lens,
+        call.max_q,
+        call.max_ctx,
+        call.scale,
+        0,
+        None,
+        call.lse,
+        call.out,
+    )
 
 
-def launch_varlen(
-    config: Config,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    context_start: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    lse: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch_varlen(config: Config, call: VarlenAttentionCall) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
-    begin = context_start.tolist() if q.device.type == "cpu" else context_start
+    begin = call.context_start.tolist() if call.q.device.type == "cpu" else call.context_start
 
     def gather(index: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(first, end, device=q.device) + begin[index]
+        rows = torch.arange(first, end, device=call.q.device) + begin[index]
         if rows.is_cuda:
-            rows = rows.clamp(max=k.shape[0] - 1)
-        return k[rows], v[rows]
+            rows = rows.clamp(max=call.k.shape[0] - 1)
+        return call.k[rows], call.v[rows]
 
-    contexts = context_start[1:] - context_start[:-1]
-    attend_sequences(q, gather, query_start, contexts, max_q, max_ctx, scale, 0, None, lse, out)
+    contexts = call.context_start[1:] - call.context_start[:-1]
+    attend_sequences(
+        call.q,
+        gather,
+        call.query_start,
+        contexts,
+        call.max_q,
+        call.max_ctx,
+        call.scale,
+        0,
+        None,
+        call.lse,
+        call.out,
+    )

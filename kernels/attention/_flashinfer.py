@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flashinfer
 import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import MlaAttentionCall, PagedAttentionCall
 
 WORKSPACE_BYTES = 128 << 20
 
@@ -72,38 +75,19 @@ def _pages(block_table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tens
     )
 
 
-def launch_paged(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-) -> None:
+def launch_paged(config: Config, call: PagedAttentionCall) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. If every sequence has one new token, the decode
     wrapper runs, else the prefill wrapper."""
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = call.q.shape
     if tokens == 0:
         return
-    _, block_size, kv_heads, _ = k_cache.shape
-    decode = max_q == 1 and tokens == seq_lens.shape[0]
-    static = (heads, kv_heads, dim, block_size, q.dtype, window, scale)
+    _, block_size, kv_heads, _ = call.k_cache.shape
+    decode = call.max_q == 1 and tokens == call.seq_lens.shape[0]
+    static = (heads, kv_heads, dim, block_size, call.q.dtype, call.window, call.scale)
     if decode:
         planned = _planned(
             "decode",
-            q.device,
+            call.q.device,
             static,
             lambda space: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 space, "NHD", use_tensor_cores=heads // kv_heads >= 4
@@ -112,68 +96,59 @@ def launch_paged(
     else:
         planned = _planned(
             "prefill",
-            q.device,
+            call.q.device,
             static,
             lambda space: flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD"),
         )
-    if planned.stale((block_table, query_start, seq_lens), (tokens,)):
-        indptr, indices, last, _ = _pages(block_table, seq_lens, block_size)
+    if planned.stale((call.block_table, call.query_start, call.seq_lens), (tokens,)):
+        indptr, indices, last, _ = _pages(call.block_table, call.seq_lens, block_size)
         shared = {
-            "sm_scale": scale,
-            "window_left": window - 1 if window > 0 else -1,
-            "q_data_type": q.dtype,
-            "kv_data_type": k_cache.dtype,
+            "sm_scale": call.scale,
+            "window_left": call.window - 1 if call.window > 0 else -1,
+            "q_data_type": call.q.dtype,
+            "kv_data_type": call.k_cache.dtype,
         }
         if decode:
             planned.wrapper.plan(indptr, indices, last, heads, kv_heads, dim, block_size, **shared)
         else:
-            starts = query_start.cpu()
+            starts = call.query_start.cpu()
             planned.wrapper.plan(
                 starts, indptr, indices, last, heads, kv_heads, dim, block_size, causal=True, **shared
             )
-    _run(planned.wrapper, (q, (k_cache, v_cache)), out, lse)
+    _run(planned.wrapper, (call.q, (call.k_cache, call.v_cache)), call.out, call.lse)
 
 
-def launch_mla(
-    config: Config,
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch_mla(config: Config, call: MlaAttentionCall) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = call.q.shape
     if tokens == 0:
         return
-    block_size = cache.shape[1]
-    static = (heads, dim, latent_dim, block_size, q.dtype, scale)
-    planned = _planned("mla", q.device, static, flashinfer.mla.BatchMLAPagedAttentionWrapper)
-    if planned.stale((block_table, query_start, seq_lens), (tokens,)):
-        indptr, indices, _, contexts = _pages(block_table, seq_lens, block_size)
+    block_size = call.cache.shape[1]
+    static = (heads, dim, call.latent_dim, block_size, call.q.dtype, call.scale)
+    planned = _planned("mla", call.q.device, static, flashinfer.mla.BatchMLAPagedAttentionWrapper)
+    if planned.stale((call.block_table, call.query_start, call.seq_lens), (tokens,)):
+        indptr, indices, _, contexts = _pages(call.block_table, call.seq_lens, block_size)
         planned.wrapper.plan(
-            query_start.cpu(),
+            call.query_start.cpu(),
             indptr,
             indices,
             contexts,
             heads,
-            latent_dim,
-            dim - latent_dim,
+            call.latent_dim,
+            dim - call.latent_dim,
             block_size,
             True,
-            scale,
-            q.dtype,
-            cache.dtype,
+            call.scale,
+            call.q.dtype,
+            call.cache.dtype,
         )
-    parts = (q[..., :latent_dim], q[..., latent_dim:], cache[..., :latent_dim], cache[..., latent_dim:])
-    _run(planned.wrapper, parts, out, lse)
+    parts = (
+        call.q[..., : call.latent_dim],
+        call.q[..., call.latent_dim :],
+        call.cache[..., : call.latent_dim],
+        call.cache[..., call.latent_dim :],
+    )
+    _run(planned.wrapper, parts, call.out, call.lse)
 
 
 def _run(wrapper: Any, arguments: tuple[object, ...], out: Tensor, lse: Tensor | None) -> None:

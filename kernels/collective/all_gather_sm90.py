@@ -14,31 +14,31 @@ from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.native import check, cuda_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import AllGatherCall
 
 _SIGNATURE = (*(c_void_p,) * 3, *(c_int64,) * 2, *(c_int,) * 2, c_void_p)
 
 
-def launch(config: Config, x: Tensor, group: str, world: int, out: Tensor) -> None:
+def launch(config: Config, call: AllGatherCall) -> None:
     """x [M, N] -> out [M, world * N]. A -0 may arrive as +0."""
     import torch
 
-    enter(group, world)
-    memory = symmetric(group)
-    for name, tensor in (("x", x), ("out", out)):
+    enter(call.group, call.world)
+    memory = symmetric(call.group)
+    for name, tensor in (("x", call.x), ("out", call.out)):
         if tensor.data_ptr() % 16:
             raise ValueError(
                 f"all_gather: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
             )
     code = cuda_function("gm_all_gather_sm90", "sm_90a", _SIGNATURE)(
         memory.address,
-        x.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
-        x.shape[1] * x.element_size(),
+        call.x.data_ptr(),
+        call.out.data_ptr(),
+        call.x.shape[0],
+        call.x.shape[1] * call.x.element_size(),
         memory.sms,
-        x.get_device(),
-        torch.cuda.current_stream(x.device).cuda_stream,
+        call.x.get_device(),
+        torch.cuda.current_stream(call.x.device).cuda_stream,
     )
     check(code, "all_gather_sm90")
 

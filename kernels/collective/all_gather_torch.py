@@ -9,12 +9,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.collective.all_gather import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import AllGatherCall
 
 
-def launch(config: Config, x: Tensor, group: str, world: int, out: Tensor) -> None:
+def launch(config: Config, call: AllGatherCall) -> None:
     """x [M, N] -> out [M, world * N]."""
-    reference(x, group, world, out)
+    reference(call.x, call.group, call.world, call.out)
 
 
 KERNEL = Kernel(

@@ -13,66 +13,41 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective import all_reduce_torch
+from gristmill.kernels.collective.all_reduce import OP as ALL_REDUCE
 from gristmill.kernels.norm import (
     fused_add_rms_norm_cpu,
     fused_add_rms_norm_torch,
     fused_add_rms_norm_triton,
 )
+from gristmill.kernels.norm.fused_add_rms_norm import OP as ADD_NORM
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import AllReduceAddRmsNormCall, FusedAddRmsNormCall
 
 
-def _sum(config: Config, x: Tensor, group: str, world: int, out: Tensor) -> None:
-    if out.data_ptr() != x.data_ptr():
-        out.copy_(x)
+def _sum(config: Config, call: AllReduceAddRmsNormCall) -> FusedAddRmsNormCall:
+    """The sum of all ranks in the output's memory, and the call that adds the residual and normalizes it there."""
+    if call.out.data_ptr() != call.x.data_ptr():
+        call.out.copy_(call.x)
     add = all_reduce_torch.launch_in_order if config["ordered"] else all_reduce_torch.launch
-    add({}, out, group, world)
+    add({}, ALL_REDUCE.Call(call.out, call.group, call.world))
+    norm: FusedAddRmsNormCall = ADD_NORM.Call(call.out, call.residual, call.weight, call.eps, call.out)
+    return norm
 
 
-def launch_torch(
-    config: Config,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: str,
-    world: int,
-    out: Tensor,
-) -> None:
+def launch_torch(config: Config, call: AllReduceAddRmsNormCall) -> None:
     """x [M, N], residual [M, N] (written in place), weight [N] -> out [M, N]."""
-    _sum(config, x, group, world, out)
-    fused_add_rms_norm_torch.launch({}, out, residual, weight, eps, out)
+    fused_add_rms_norm_torch.launch({}, _sum(config, call))
 
 
-def launch_triton(
-    config: Config,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: str,
-    world: int,
-    out: Tensor,
-) -> None:
+def launch_triton(config: Config, call: AllReduceAddRmsNormCall) -> None:
     """As `launch_torch`."""
-    _sum(config, x, group, world, out)
-    fused_add_rms_norm_triton.launch(config, out, residual, weight, eps, out)
+    fused_add_rms_norm_triton.launch(config, _sum(config, call))
 
 
-def launch_cpu(
-    config: Config,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: str,
-    world: int,
-    out: Tensor,
-) -> None:
+def launch_cpu(config: Config, call: AllReduceAddRmsNormCall) -> None:
     """As `launch_torch`."""
-    _sum(config, x, group, world, out)
-    fused_add_rms_norm_cpu.launch(config, out, residual, weight, eps, out)
+    fused_add_rms_norm_cpu.launch(config, _sum(config, call))
 
 
 def _configs(

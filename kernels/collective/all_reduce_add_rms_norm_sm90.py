@@ -19,46 +19,42 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import check, cuda_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import AllReduceAddRmsNormCall
 
 _SIGNATURE = (*(c_void_p,) * 5, c_int64, c_int, c_float, *(c_int,) * 4, c_void_p)
 _THREADS = 512
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: str,
-    world: int,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: AllReduceAddRmsNormCall) -> None:
     """x [M, N], residual [M, N] (written in place), weight [N] -> out [M, N]."""
     import torch
 
-    enter(group, world)
-    memory = symmetric(group)
-    for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("out", out)):
+    enter(call.group, call.world)
+    memory = symmetric(call.group)
+    for name, tensor in (
+        ("x", call.x),
+        ("residual", call.residual),
+        ("weight", call.weight),
+        ("out", call.out),
+    ):
         if tensor.data_ptr() % 16:
             raise ValueError(
                 f"all_reduce_add_rms_norm: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
             )
     code = cuda_function("gm_all_reduce_add_rms_norm_sm90", "sm_90a", _SIGNATURE)(
         memory.address,
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
-        x.shape[1],
-        eps,
-        DTYPE_CODES[dtype_name(x.dtype)],
+        call.x.data_ptr(),
+        call.residual.data_ptr(),
+        call.weight.data_ptr(),
+        call.out.data_ptr(),
+        call.x.shape[0],
+        call.x.shape[1],
+        call.eps,
+        DTYPE_CODES[dtype_name(call.x.dtype)],
         config["each"],
         memory.sms,
-        x.get_device(),
-        torch.cuda.current_stream(x.device).cuda_stream,
+        call.x.get_device(),
+        torch.cuda.current_stream(call.x.device).cuda_stream,
     )
     check(code, "all_reduce_add_rms_norm_sm90")
 

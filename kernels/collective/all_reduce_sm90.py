@@ -19,17 +19,19 @@ from gristmill.kernels.common import DTYPE_CODES, ITEM_BYTES, dtype_name
 from gristmill.kernels.native import check, cuda_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import AllReduceCall
 
 _SIGNATURE = (c_void_p, c_void_p, c_int64, *(c_int,) * 5, c_void_p)
 
 
-def launch(config: Config, x: Tensor, group: str, world: int) -> None:
+def launch(config: Config, call: AllReduceCall) -> None:
     """x [M, N], in place."""
     import torch
 
-    enter(group, world)
-    memory = symmetric(group)
+    x = call.x
+
+    enter(call.group, call.world)
+    memory = symmetric(call.group)
     if x.data_ptr() % 16:
         raise ValueError(f"all_reduce: x must begin at a multiple of 16 bytes, got address {x.data_ptr():#x}")
     code = cuda_function("gm_all_reduce_sm90", "sm_90a", _SIGNATURE)(

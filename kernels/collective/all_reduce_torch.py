@@ -10,20 +10,20 @@ from gristmill.kernels.collective.all_reduce import reference
 from gristmill.kernels.collective.groups import enter
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import AllReduceCall
 
 
-def launch(config: Config, x: Tensor, group: str, world: int) -> None:
+def launch(config: Config, call: AllReduceCall) -> None:
     """x [M, N], in place."""
     import torch.distributed as dist
 
-    if world > 1:
-        dist.all_reduce(x, group=enter(group, world))
+    if call.world > 1:
+        dist.all_reduce(call.x, group=enter(call.group, call.world))
 
 
-def launch_in_order(config: Config, x: Tensor, group: str, world: int) -> None:
+def launch_in_order(config: Config, call: AllReduceCall) -> None:
     """x [M, N], in place: all-gather, then the sum in float32 in rank order, as the reference has it."""
-    reference(x, group, world)
+    reference(call.x, call.group, call.world)
 
 
 KERNELS = (

@@ -15,66 +15,53 @@ from gristmill.kernels.kv_cache.slots import check_slots
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import QkNormRopeCacheCall
 
 ARGUMENTS = (*(c_void_p,) * 3, c_float, *(c_void_p,) * 9, c_int)
 LONGEST_QUANTIZED_HEAD = 1024
 _Sizes = c_int64 * 24
 
 
-def launch(
-    config: Config,
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    q: Tensor,
-) -> None:
+def launch(config: Config, call: QkNormRopeCacheCall) -> None:
     """The arguments of `qk_norm_rope_cache.reference`, then q [T, Hq, D]."""
-    blocks, block_size, kv_heads, _ = key_cache.shape
+    blocks, block_size, kv_heads, _ = call.key_cache.shape
     sizes = _Sizes(
-        q.shape[0],
-        q.shape[1],
+        call.q.shape[0],
+        call.q.shape[1],
         kv_heads,
-        q.shape[2],
-        qkv.stride(0),
-        qkv.stride(1),
-        *cos_sin.shape,
-        interleaved,
+        call.q.shape[2],
+        call.qkv.stride(0),
+        call.qkv.stride(1),
+        *call.cos_sin.shape,
+        call.interleaved,
         blocks,
         block_size,
-        k_scale is not None and by_token(k_scale),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *scale_strides(k_scale),
-        *scale_strides(v_scale),
+        call.k_scale is not None and by_token(call.k_scale),
+        *call.key_cache.stride()[:3],
+        *call.value_cache.stride()[:3],
+        *scale_strides(call.k_scale),
+        *scale_strides(call.v_scale),
     )
     code = cpu_function("gm_qk_norm_rope_cache", config["level"], ARGUMENTS)(
-        qkv.data_ptr(),
-        None if q_weight is None else q_weight.data_ptr(),
-        None if k_weight is None else k_weight.data_ptr(),
-        eps,
-        positions.data_ptr(),
-        cos_sin.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        None if k_scale is None else k_scale.data_ptr(),
-        None if v_scale is None else v_scale.data_ptr(),
-        q.data_ptr(),
+        call.qkv.data_ptr(),
+        None if call.q_weight is None else call.q_weight.data_ptr(),
+        None if call.k_weight is None else call.k_weight.data_ptr(),
+        call.eps,
+        call.positions.data_ptr(),
+        call.cos_sin.data_ptr(),
+        call.key_cache.data_ptr(),
+        call.value_cache.data_ptr(),
+        call.slot_mapping.data_ptr(),
+        None if call.k_scale is None else call.k_scale.data_ptr(),
+        None if call.v_scale is None else call.v_scale.data_ptr(),
+        call.q.data_ptr(),
         sizes,
-        DTYPE_CODES[dtype_name(qkv.dtype)],
+        DTYPE_CODES[dtype_name(call.qkv.dtype)],
     )
     if code:
-        check_slots("qk_norm_rope_cache", slot_mapping, blocks * block_size)  # raises if a slot is the fault
+        check_slots(
+            "qk_norm_rope_cache", call.slot_mapping, blocks * block_size
+        )  # raises if a slot is the fault
         check(code, "qk_norm_rope_cache_cpu")
 
 

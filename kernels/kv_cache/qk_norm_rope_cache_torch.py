@@ -9,40 +9,25 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.kv_cache.qk_norm_rope_cache import NAME, reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import QkNormRopeCacheCall
 
 
-def launch(
-    config: Config,
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    q: Tensor,
-) -> None:
+def launch(config: Config, call: QkNormRopeCacheCall) -> None:
     """The arguments of `qk_norm_rope_cache.reference`, then q [T, Hq, D]."""
-    q.copy_(
+    call.q.copy_(
         reference(
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            positions,
-            cos_sin,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            interleaved,
-            k_scale,
-            v_scale,
+            call.qkv,
+            call.q_weight,
+            call.k_weight,
+            call.eps,
+            call.positions,
+            call.cos_sin,
+            call.key_cache,
+            call.value_cache,
+            call.slot_mapping,
+            call.interleaved,
+            call.k_scale,
+            call.v_scale,
         )
     )
 

@@ -16,7 +16,7 @@ from gristmill.kernels.kv_cache.quantized import as_bytes, by_token, scale_strid
 from gristmill.kernels.lazy_triton import function_of, jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import QkNormRopeCacheCall
 
 
 def _most(problem: Problem) -> int:
@@ -261,49 +261,34 @@ def qk_norm_rope_cache_kernel(
                     tl.store(to + offset, tl.load(at, mask=inside), mask=inside)
 
 
-def launch(
-    config: Config,
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    q: Tensor,
-) -> None:
+def launch(config: Config, call: QkNormRopeCacheCall) -> None:
     """The arguments of `qk_norm_rope_cache.reference`, then q [T, Hq, D]."""
-    tokens, q_heads, d = q.shape
-    blocks, block_size, kv_heads, _ = key_cache.shape
-    heads, (rows, rot) = int(config["heads"]), cos_sin.shape
+    tokens, q_heads, d = call.q.shape
+    blocks, block_size, kv_heads, _ = call.key_cache.shape
+    heads, (rows, rot) = int(config["heads"]), call.cos_sin.shape
     q_tiles, kv_tiles = cdiv(q_heads, heads), cdiv(kv_heads, heads)
-    quantized = k_scale is not None
+    quantized = call.k_scale is not None
     if not tokens:
         return
     qk_norm_rope_cache_kernel[(tokens, q_tiles + 2 * kv_tiles)](
-        qkv,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        positions,
-        cos_sin,
-        as_bytes(key_cache) if quantized else key_cache,
-        as_bytes(value_cache) if quantized else value_cache,
-        slot_mapping,
-        cos_sin if k_scale is None else k_scale,
-        cos_sin if v_scale is None else v_scale,
-        q,
-        eps,
-        qkv.stride(0),
-        qkv.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *scale_strides(k_scale),
-        *scale_strides(v_scale),
+        call.qkv,
+        call.qkv if call.q_weight is None else call.q_weight,
+        call.qkv if call.k_weight is None else call.k_weight,
+        call.positions,
+        call.cos_sin,
+        as_bytes(call.key_cache) if quantized else call.key_cache,
+        as_bytes(call.value_cache) if quantized else call.value_cache,
+        call.slot_mapping,
+        call.cos_sin if call.k_scale is None else call.k_scale,
+        call.cos_sin if call.v_scale is None else call.v_scale,
+        call.q,
+        call.eps,
+        call.qkv.stride(0),
+        call.qkv.stride(1),
+        *call.key_cache.stride()[:3],
+        *call.value_cache.stride()[:3],
+        *scale_strides(call.k_scale),
+        *scale_strides(call.v_scale),
         q_heads,
         kv_heads,
         rows,
@@ -317,10 +302,10 @@ def launch(
         BLOCK_REST=next_power_of_2(max(d - rot, 1)),
         BLOCK_D=next_power_of_2(d),
         HEADS=heads,
-        INTERLEAVED=bool(interleaved),
-        NORM=q_weight is not None,
+        INTERLEAVED=bool(call.interleaved),
+        NORM=call.q_weight is not None,
         QUANTIZED=quantized,
-        TOKEN_SCALES=k_scale is not None and by_token(k_scale),
+        TOKEN_SCALES=call.k_scale is not None and by_token(call.k_scale),
         num_warps=config["warps"],
     )
 

@@ -18,6 +18,8 @@ from gristmill.kernels.native import best_config, check, cpu_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import ReshapeAndCacheCall, ReshapeAndCacheMlaCall
+
 ARGUMENTS = (
     c_void_p,
     c_int64,
@@ -84,27 +86,21 @@ def _quantize(config: Config, tokens: Tensor, cache: Tensor, slot_mapping: Tenso
         check(code, "reshape_and_cache_cpu")
 
 
-def launch(
-    config: Config,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def launch(config: Config, call: ReshapeAndCacheCall) -> None:
     """The arguments of `reshape_and_cache.reference`."""
-    for tokens, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+    for tokens, cache, scale in (
+        (call.key, call.key_cache, call.k_scale),
+        (call.value, call.value_cache, call.v_scale),
+    ):
         if scale is None:
-            _store(config, "reshape_and_cache", tokens, cache, slot_mapping)
+            _store(config, "reshape_and_cache", tokens, cache, call.slot_mapping)
         else:
-            _quantize(config, tokens, cache, slot_mapping, scale)
+            _quantize(config, tokens, cache, call.slot_mapping, scale)
 
 
-def launch_mla(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def launch_mla(config: Config, call: ReshapeAndCacheMlaCall) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
-    _store(config, "reshape_and_cache_mla", latent[:, None], cache[:, :, None], slot_mapping)
+    _store(config, "reshape_and_cache_mla", call.latent[:, None], call.cache[:, :, None], call.slot_mapping)
 
 
 _COPY, _QUANTIZE = best_config("gm_cache_store"), best_config("gm_cache_store_e4m3")

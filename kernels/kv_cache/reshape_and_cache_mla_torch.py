@@ -9,12 +9,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.kv_cache.reshape_and_cache_mla import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import ReshapeAndCacheMlaCall
 
 
-def launch(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def launch(config: Config, call: ReshapeAndCacheMlaCall) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
-    reference(latent, cache, slot_mapping)
+    reference(call.latent, call.cache, call.slot_mapping)
 
 
 KERNEL = Kernel(

@@ -15,7 +15,7 @@ from gristmill.kernels.kv_cache._copy_triton import block_config, block_space, c
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import ReshapeAndCacheMlaCall
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -62,18 +62,18 @@ def reshape_and_cache_mla_kernel(
         )
 
 
-def launch(config: Config, latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def launch(config: Config, call: ReshapeAndCacheMlaCall) -> None:
     """latent [T, D] -> cache [blocks, block_size, D] by slot_mapping [T]."""
-    (tokens, d), block = latent.shape, int(config["block"])
-    blocks, block_size = cache.shape[:2]
+    (tokens, d), block = call.latent.shape, int(config["block"])
+    blocks, block_size = call.cache.shape[:2]
     if tokens:
         reshape_and_cache_mla_kernel[(tokens, cdiv(d, block))](
-            latent,
-            cache,
-            slot_mapping,
-            latent.stride(0),
-            cache.stride(0),
-            cache.stride(1),
+            call.latent,
+            call.cache,
+            call.slot_mapping,
+            call.latent.stride(0),
+            call.cache.stride(0),
+            call.cache.stride(1),
             block_size,
             blocks * block_size,
             D=d,

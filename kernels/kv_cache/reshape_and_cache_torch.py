@@ -9,21 +9,14 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.kv_cache.reshape_and_cache import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import ReshapeAndCacheCall
 
 
-def launch(
-    config: Config,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def launch(config: Config, call: ReshapeAndCacheCall) -> None:
     """The arguments of `reshape_and_cache.reference`."""
-    reference(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    reference(
+        call.key, call.value, call.key_cache, call.value_cache, call.slot_mapping, call.k_scale, call.v_scale
+    )
 
 
 KERNEL = Kernel(

@@ -16,7 +16,7 @@ from gristmill.kernels.kv_cache._quantize_and_cache_triton import launch_quantiz
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import ReshapeAndCacheCall
 
 
 def _longest(problem: Problem) -> int:
@@ -99,37 +99,37 @@ def reshape_and_cache_kernel(
             )
 
 
-def launch(
-    config: Config,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def launch(config: Config, call: ReshapeAndCacheCall) -> None:
     """The arguments of `reshape_and_cache.reference`."""
-    if k_scale is not None and v_scale is not None:
-        launch_quantized(config, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if call.k_scale is not None and call.v_scale is not None:
+        launch_quantized(
+            config,
+            call.key,
+            call.value,
+            call.key_cache,
+            call.value_cache,
+            call.slot_mapping,
+            call.k_scale,
+            call.v_scale,
+        )
         return
-    tokens, heads, d = key.shape
-    dv, block = value.shape[2], int(config["block"])
-    blocks, block_size = key_cache.shape[:2]
+    tokens, heads, d = call.key.shape
+    dv, block = call.value.shape[2], int(config["block"])
+    blocks, block_size = call.key_cache.shape[:2]
     key_parts, value_parts = cdiv(heads * d, block), cdiv(heads * dv, block)
     if tokens:
         reshape_and_cache_kernel[(tokens, key_parts + value_parts)](
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
+            call.key,
+            call.value,
+            call.key_cache,
+            call.value_cache,
+            call.slot_mapping,
+            call.key.stride(0),
+            call.key.stride(1),
+            call.value.stride(0),
+            call.value.stride(1),
+            *call.key_cache.stride()[:3],
+            *call.value_cache.stride()[:3],
             heads,
             block_size,
             blocks * block_size,

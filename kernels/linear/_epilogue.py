@@ -15,9 +15,10 @@ GATING = {"block": 1024, "warps": 4}
 def finish(z: Tensor, bias: Tensor | None, residual: Tensor | None, silu_mul: bool, out: Tensor) -> None:
     """z [..., N] (+ bias), silu(gate) * up, (+ residual) -> out. On a GPU gating alone is one launch, where torch has four."""
     if silu_mul and bias is None and residual is None and z.is_cuda and _has_triton():
+        from gristmill.kernels.activation.silu_and_mul import OP
         from gristmill.kernels.activation.silu_and_mul_triton import launch
 
-        launch(GATING, z, out)
+        launch(GATING, OP.Call(z, out))
     else:
         finish_in_torch(z, bias, residual, silu_mul, out)
 

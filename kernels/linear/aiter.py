@@ -16,6 +16,8 @@ from gristmill.kernel_registry.target import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import LinearCall
+
 SCHEMES = ("fp8_ch.fp8_token", "fp8.fp8_token")
 
 
@@ -28,17 +30,7 @@ def as_fnuz(values: Tensor) -> Tensor:
     return e4m3fn_to_fnuz(values.view(torch.uint8)).view(torch.float8_e4m3fnuz)
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] bf16 or float16, the six tensors of plain_v1 in fp8_ch or fp8 -> out [..., N or N / 2]."""
     import aiter
     import torch
@@ -46,13 +38,13 @@ def launch(
     from gristmill.kernels.linear._epilogue import finish
     from gristmill.quant.activations import quantize_activation
 
-    codes, scales = weight[0].view(torch.float8_e4m3fn), weight[1]
-    act = quantize_activation(x.reshape(-1, x.shape[-1]), "fp8_token")
+    codes, scales = call.weight[0].view(torch.float8_e4m3fn), call.weight[1]
+    act = quantize_activation(call.x.reshape(-1, call.x.shape[-1]), "fp8_token")
     values, x_scales, w_scales = act.values, act.scales, scales.float().view(1, -1)
     if config["fnuz"]:
         values, codes, x_scales, w_scales = as_fnuz(values), as_fnuz(codes), 2 * x_scales, 2 * w_scales
-    z = aiter.gemm_a8w8(values, codes, x_scales, w_scales, dtype=x.dtype)
-    finish(z.view(*x.shape[:-1], codes.shape[0]), bias, residual, silu_mul, out)
+    z = aiter.gemm_a8w8(values, codes, x_scales, w_scales, dtype=call.x.dtype)
+    finish(z.view(*call.x.shape[:-1], codes.shape[0]), call.bias, call.residual, call.silu_mul, call.out)
 
 
 def accepts(problem: Problem) -> str | None:

@@ -16,6 +16,8 @@ from gristmill.kernels.native import best_config, check, cpu_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import LinearCall
+
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6)
 FORMATS = {
     "int4": 0,
@@ -32,19 +34,11 @@ NONE, E8M0 = -1, 20
 _LEVEL = best_config("gm_linear_rows16")
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
-    arguments = native_arguments("linear_cpu", config, x, weight, bias, residual, silu_mul, out)
+    arguments = native_arguments(
+        "linear_cpu", config, call.x, call.weight, call.bias, call.residual, call.silu_mul, call.out
+    )
     code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(*arguments)
     check(code, "linear_cpu")
 

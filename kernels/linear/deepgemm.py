@@ -13,20 +13,10 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] bf16, the six tensors of plain_v1 in fp8_block -> out [..., N or N / 2].
 
     x is quantized here, per token and 128 columns; DeepGEMM rearranges the scales.
@@ -37,23 +27,23 @@ def launch(
     from gristmill.kernels.linear._epilogue import finish
     from gristmill.quant.activations import quantize_activation
 
-    codes, scales, k = weight[0], weight[1], x.shape[-1]
+    codes, scales, k = call.weight[0], call.weight[1], call.x.shape[-1]
     rows = codes.shape[0]
     if tuple(scales.shape) != (cdiv(rows, 128), cdiv(k, 128)):
         raise ValueError(
             f"linear_deepgemm: block scales must be whole 128 x 128 blocks of [{rows}, {k}], got "
             f"{tuple(scales.shape)}: fused or sharded inside a block"
         )
-    act = quantize_activation(x.reshape(-1, k), "fp8_g128")
-    plain = bias is None and residual is None and not silu_mul
+    act = quantize_activation(call.x.reshape(-1, k), "fp8_g128")
+    plain = call.bias is None and call.residual is None and not call.silu_mul
     z = (
-        out.view(-1, rows)
+        call.out.view(-1, rows)
         if plain
-        else torch.empty(act.values.shape[0], rows, dtype=x.dtype, device=x.device)
+        else torch.empty(act.values.shape[0], rows, dtype=call.x.dtype, device=call.x.device)
     )
     deep_gemm.fp8_gemm_nt((act.values, act.scales), (codes.view(torch.float8_e4m3fn), scales), z)
     if not plain:
-        finish(z.view(*x.shape[:-1], rows), bias, residual, silu_mul, out)
+        finish(z.view(*call.x.shape[:-1], rows), call.bias, call.residual, call.silu_mul, call.out)
 
 
 def accepts(problem: Problem) -> str | None:

@@ -19,7 +19,7 @@ from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.quant.layouts.w4_frag16_v1 import groups_per_tile, tile_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 TILES = ("w4_frag16_v1", "f4_frag16_v1", "w8_frag16_v1")
 
@@ -159,26 +159,16 @@ def dequantize(
             tl.store(to[:, None] + pair, tl.join(left, right).to(TYPE), mask=(row < n)[:, None])
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]: rows of W at a time, then torch's product."""
     import torch
 
     from gristmill.kernels._packed_rows import gather
     from gristmill.kernels.linear._epilogue import finish
 
-    tiles, second, perm = weight
-    scheme, rows = QuantScheme.parse(str(config["scheme"])), out.shape[-1] * (2 if silu_mul else 1)
-    flat = gather(x.reshape(-1, x.shape[-1]), perm if perm.numel() else None)
+    tiles, second, perm = call.weight
+    scheme, rows = QuantScheme.parse(str(config["scheme"])), call.out.shape[-1] * (2 if call.silu_mul else 1)
+    flat = gather(call.x.reshape(-1, call.x.shape[-1]), perm if perm.numel() else None)
     k = flat.shape[1]
     size, count, groups = tile_bytes(scheme), cdiv(rows, 16), cdiv(k, 128)
     if tiles.numel() != count * groups * size:
@@ -186,13 +176,17 @@ def launch(
             f"linear of {scheme}: {tiles.numel()} bytes of tiles do not pack a [{rows}, {k}] weight; expected "
             f"{count * groups * size}"
         )
-    plain = bias is None and residual is None and not silu_mul
-    z = out.view(-1, rows) if plain else torch.empty(flat.shape[0], rows, dtype=x.dtype, device=x.device)
+    plain = call.bias is None and call.residual is None and not call.silu_mul
+    z = (
+        call.out.view(-1, rows)
+        if plain
+        else torch.empty(flat.shape[0], rows, dtype=call.x.dtype, device=call.x.device)
+    )
     step = max(1, CHUNK // (groups * 128 * 64)) * 4
-    dense = torch.empty(min(step, count) * 16, groups * 128, dtype=x.dtype, device=x.device)
+    dense = torch.empty(min(step, count) * 16, groups * 128, dtype=call.x.dtype, device=call.x.device)
     order = (INT4 if scheme.is_integer else FP4) if scheme.bits == 4 else INT8 if scheme.is_integer else FP8
     scales = tiles if order == FP4 else tiles.view(second.dtype)
-    dtype = getattr(tl, str(x.dtype).removeprefix("torch."))
+    dtype = getattr(tl, str(call.x.dtype).removeprefix("torch."))
     for first in range(0, count, step):
         tile_rows = min(step, count - first)
         dequantize[(groups, tile_rows)](
@@ -217,8 +211,14 @@ def launch(
         stop = min(rows, (first + tile_rows) * 16)
         z[:, first * 16 : stop] = flat @ dense[: stop - first * 16, :k].T
     if not plain:
-        width = out.shape[-1]
-        finish(z, bias, None if residual is None else residual.view(-1, width), silu_mul, out.view(-1, width))
+        width = call.out.shape[-1]
+        finish(
+            z,
+            call.bias,
+            None if call.residual is None else call.residual.view(-1, width),
+            call.silu_mul,
+            call.out.view(-1, width),
+        )
 
 
 def aot(target: Target) -> list[AotCase]:

@@ -11,23 +11,13 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 CHUNK = 1 << 22
 """Weights dequantized at a time: 16 MB of float32."""
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], a weight packed as plain_v1, cpu_rows16_v1 or cpu_groups16_v1 -> out [..., N or N / 2].
 
     For bf16 activations the weight is rounded to bf16; float16 and float32 activations are multiplied in float32.
@@ -39,25 +29,25 @@ def launch(
     from gristmill.quant.activations import quantize_activation
 
     scheme = QuantScheme.parse(str(config["scheme"]))
-    k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
-    flat = x.reshape(-1, k)
+    k, rows = call.x.shape[-1], call.out.shape[-1] * (2 if call.silu_mul else 1)
+    flat = call.x.reshape(-1, k)
     if scheme.activation is not None:
         flat = quantize_activation(flat, scheme.activation).dequantize()
-    elif x.dtype != torch.bfloat16:
+    elif call.x.dtype != torch.bfloat16:
         flat = flat.float()
-    flat = gather(flat, perm_of(weight))
-    z = torch.empty(flat.shape[0], rows, dtype=flat.dtype, device=x.device)
+    flat = gather(flat, perm_of(call.weight))
+    z = torch.empty(flat.shape[0], rows, dtype=flat.dtype, device=call.x.device)
     step = max(16, CHUNK // k // 16 * 16)
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        part = dequantize_rows(weight, scheme, k, start, stop).to(flat.dtype)
+        part = dequantize_rows(call.weight, scheme, k, start, stop).to(flat.dtype)
         z[:, start:stop] = flat @ part.T
     finish_in_torch(
         z,
-        bias,
-        None if residual is None else residual.view(-1, out.shape[-1]),
-        silu_mul,
-        out.view(-1, out.shape[-1]),
+        call.bias,
+        None if call.residual is None else call.residual.view(-1, call.out.shape[-1]),
+        call.silu_mul,
+        call.out.view(-1, call.out.shape[-1]),
     )
 
 

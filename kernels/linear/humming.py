@@ -11,7 +11,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 LOCKS = Workspace(8192, zeroed=True)
 """Locks of the CTAs that share a tile; humming leaves them zero."""
@@ -30,35 +30,29 @@ def _text(raw: bytes) -> str:
     return raw.decode()
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] bf16, the five tensors of humming_v1 -> out [..., N or N / 2]."""
     import torch
     from humming.ops import humming_gemm
 
     from gristmill.kernels.linear._epilogue import finish
 
-    tensors = [t if t.numel() else None for t in weight[:4]]
-    flat = x.reshape(-1, x.shape[-1])
-    rows = out.shape[-1] * (2 if silu_mul else 1)
-    plain = bias is None and residual is None and not silu_mul
-    target = out.view(-1, rows) if plain else torch.empty(flat.shape[0], rows, dtype=x.dtype, device=x.device)
+    tensors = [t if t.numel() else None for t in call.weight[:4]]
+    flat = call.x.reshape(-1, call.x.shape[-1])
+    rows = call.out.shape[-1] * (2 if call.silu_mul else 1)
+    plain = call.bias is None and call.residual is None and not call.silu_mul
+    target = (
+        call.out.view(-1, rows)
+        if plain
+        else torch.empty(flat.shape[0], rows, dtype=call.x.dtype, device=call.x.device)
+    )
     locks = (
-        torch.zeros(LOCKS.bytes, dtype=torch.uint8, device=x.device)
-        if workspace is None
-        else workspace[: LOCKS.bytes]
+        torch.zeros(LOCKS.bytes, dtype=torch.uint8, device=call.x.device)
+        if call.workspace is None
+        else call.workspace[: LOCKS.bytes]
     )
     humming_gemm(
-        layer_config=_text(weight[4].numpy().tobytes()),
+        layer_config=_text(call.weight[4].numpy().tobytes()),
         inputs=flat,
         weight=tensors[0],
         weight_scale=tensors[1],
@@ -68,7 +62,7 @@ def launch(
         locks=locks.view(torch.int32),
     )
     if not plain:
-        finish(target.view(*x.shape[:-1], rows), bias, residual, silu_mul, out)
+        finish(target.view(*call.x.shape[:-1], rows), call.bias, call.residual, call.silu_mul, call.out)
 
 
 def accepts(problem: Problem) -> str | None:

@@ -11,33 +11,30 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 GROUPS = (32, 64, 128)
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] bf16, the two tensors of tinygemm_v1 -> out [..., N or N / 2]."""
     import torch
 
     from gristmill.kernels.linear._epilogue import finish_in_torch
 
     z = torch._weight_int4pack_mm(
-        x.reshape(-1, x.shape[-1]).contiguous(), weight[0], int(config["group"]), weight[1]
+        call.x.reshape(-1, call.x.shape[-1]).contiguous(),
+        call.weight[0],
+        int(config["group"]),
+        call.weight[1],
     )
-    width = out.shape[-1]
+    width = call.out.shape[-1]
     finish_in_torch(
-        z, bias, None if residual is None else residual.view(-1, width), silu_mul, out.view(-1, width)
+        z,
+        call.bias,
+        None if call.residual is None else call.residual.view(-1, width),
+        call.silu_mul,
+        call.out.view(-1, width),
     )
 
 

@@ -13,22 +13,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.linear.w8a8_sm90.shapes import operands_of, workspace_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 OPERANDS = operands_of("fp8")
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] bf16, the six tensors of plain_v1 in fp8_ch or fp8 -> out [..., N or N / 2]."""
     import torch
 
@@ -36,34 +26,36 @@ def launch(
     from gristmill.kernels.linear._epilogue import finish
     from gristmill.kernels.linear.w8a8_sm90._launch import quantize_rows
 
-    codes, scales, k = weight[0], weight[1], x.shape[-1]
-    m, rows = x.numel() // k, codes.shape[0]
+    workspace = call.workspace
+
+    codes, scales, k = call.weight[0], call.weight[1], call.x.shape[-1]
+    m, rows = call.x.numel() // k, codes.shape[0]
     if m == 0:
         return
     size = workspace_bytes(OPERANDS, m, k)
     if workspace is None:
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=call.x.device)
     else:
-        need_workspace("linear", workspace, size, x.device)
-    device = x.get_device()
+        need_workspace("linear", workspace, size, call.x.device)
+    device = call.x.get_device()
     quantized = quantize_rows(
-        OPERANDS, x, m, k, workspace, device, torch.cuda.current_stream(device).cuda_stream
+        OPERANDS, call.x, m, k, workspace, device, torch.cuda.current_stream(device).cuda_stream
     )
     values = workspace[: m * k].view(m, k).view(torch.float8_e4m3fn)
     start = quantized.scales - quantized.codes
     x_scales = workspace[start : start + 4 * m].view(torch.float32).view(m, 1)
-    plain = bias is None and residual is None and not silu_mul
-    z = out.view(m, rows) if plain else torch.empty(m, rows, dtype=x.dtype, device=x.device)
+    plain = call.bias is None and call.residual is None and not call.silu_mul
+    z = call.out.view(m, rows) if plain else torch.empty(m, rows, dtype=call.x.dtype, device=call.x.device)
     torch._scaled_mm(
         values,
         codes.view(torch.float8_e4m3fn).T,
         scale_a=x_scales,
         scale_b=scales.float().view(1, rows),
-        out_dtype=x.dtype,
+        out_dtype=call.x.dtype,
         out=z,
     )
     if not plain:
-        finish(z.view(*x.shape[:-1], rows), bias, residual, silu_mul, out)
+        finish(z.view(*call.x.shape[:-1], rows), call.bias, call.residual, call.silu_mul, call.out)
 
 
 def accepts(problem: Problem) -> str | None:

@@ -10,32 +10,24 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], one dense tensor [N, K] -> out [..., N or N / 2]."""
     import torch
 
     from gristmill.kernels.linear._epilogue import finish
 
-    dense = weight[0]
+    x = call.x
+
+    dense = call.weight[0]
     if dense.dtype != x.dtype:
         x, dense = x.float(), dense.float()
-    if bias is None and residual is None and not silu_mul and x.dtype == out.dtype:
-        torch.mm(x.reshape(-1, x.shape[-1]), dense.T, out=out.view(-1, out.shape[-1]))
+    if call.bias is None and call.residual is None and not call.silu_mul and x.dtype == call.out.dtype:
+        torch.mm(x.reshape(-1, x.shape[-1]), dense.T, out=call.out.view(-1, call.out.shape[-1]))
         return
-    finish(torch.nn.functional.linear(x, dense), bias, residual, silu_mul, out)
+    finish(torch.nn.functional.linear(x, dense), call.bias, call.residual, call.silu_mul, call.out)
 
 
 def accepts(problem: Problem) -> str | None:

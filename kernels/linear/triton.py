@@ -16,7 +16,7 @@ from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.linear._triton import product, weight_arguments, weight_case
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 
 def accepts_dense(problem: Problem) -> str | None:
@@ -176,38 +176,28 @@ def linear_kernel(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], one dense tensor or the six tensors of plain_v1 -> out [..., N or N / 2]."""
-    k, columns_out = x.shape[-1], out.shape[-1]
-    m = x.numel() // k
+    k, columns_out = call.x.shape[-1], call.out.shape[-1]
+    m = call.x.numel() // k
     if m == 0:
         return
-    tensors, sizes, constants = weight_arguments(config, x, weight)
+    tensors, sizes, constants = weight_arguments(config, call.x, call.weight)
     grid = (cdiv(columns_out, int(config["bn"])), cdiv(m, int(config["bm"])))
     linear_kernel[grid](
-        x,
+        call.x,
         *tensors,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
+        call.x if call.bias is None else call.bias,
+        call.x if call.residual is None else call.residual,
+        call.out,
         m,
         columns_out,
         k,
         *sizes,
         **constants,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        SILU=silu_mul,
+        BIAS=call.bias is not None,
+        RESIDUAL=call.residual is not None,
+        SILU=call.silu_mul,
         num_warps=config["warps"],
         num_stages=config["stages"],
     )

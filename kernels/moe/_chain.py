@@ -10,9 +10,14 @@ from gristmill.kernel_registry.kernel import Config, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import ITEM_BYTES
+from gristmill.kernels.moe.combine.op import OP as COMBINE
+from gristmill.kernels.moe.grouped_linear.op import OP as GROUPED_LINEAR
+from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gristmill.kernels.calls import CombineCall, GroupedLinearCall, MoeCall, PermuteCall
 
 ALIGNMENT = 256
 
@@ -21,20 +26,10 @@ ALIGNMENT = 256
 class Parts:
     """The launchers of the four steps, each with its configuration. Expert parallelism replaces the middle ones."""
 
-    permute: Callable[..., None]
-    first: Callable[..., None]
-    second: Callable[..., None]
-    combine: Callable[..., None]
-
-
-class Epilogue(NamedTuple):
-    """What the products have beside silu(gate) · up: biases [E, 2 I] and [E, H] or None, and the clamped activation of `_clamped`."""
-
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    clamp: bool
-    alpha: float
-    limit: float
+    permute: Callable[[PermuteCall], None]
+    first: Callable[[GroupedLinearCall], None]
+    second: Callable[[GroupedLinearCall], None]
+    combine: Callable[[CombineCall], None]
 
 
 def pieces(entries: int, experts: int, hidden: int, inner: int, item: int) -> tuple[int, ...]:
@@ -117,26 +112,44 @@ def sizes_of(w13: list[Tensor], inter: int) -> tuple[int, int]:
     return inter or w13[0].shape[1] // 2, w13[0].shape[0]
 
 
-def run(
-    parts: Parts,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inner: int,
-    experts: int,
-    space: Tensor | None,
-    epilogue: Epilogue,
-    out: Tensor,
-) -> None:
+def run(parts: Parts, call: MoeCall) -> None:
     """x [T, H] -> out [T, H] through the parts."""
-    hidden, top_k = x.shape[1], ids.shape[1]
-    if not x.shape[0]:
+    if not call.x.shape[0]:
         return
-    offsets, permutation, inverse, acts, rows = views(space, x, ids.numel(), experts, inner)
-    parts.permute(ids, experts, offsets, permutation, inverse)
-    w13_bias, w2_bias, clamp, alpha, limit = epilogue
-    parts.first(x, w13, offsets, permutation, top_k, True, 2 * inner, w13_bias, clamp, alpha, limit, acts)
-    parts.second(acts, w2, offsets, None, 1, False, hidden, w2_bias, False, alpha, limit, rows)
-    parts.combine(rows, inverse, weights, out)
+    inner, experts = sizes_of(call.w13, call.inter)
+    made = views(call.workspace, call.x, call.ids.numel(), experts, inner)
+    offsets, permutation, inverse, activations, rows = made
+    parts.permute(PERMUTE.Call(call.ids, experts, offsets, permutation, inverse))
+    parts.first(
+        GROUPED_LINEAR.Call(
+            call.x,
+            call.w13,
+            offsets,
+            permutation,
+            call.ids.shape[1],
+            True,
+            2 * inner,
+            call.w13_bias,
+            call.clamp,
+            call.alpha,
+            call.limit,
+            activations,
+        )
+    )
+    parts.second(
+        GROUPED_LINEAR.Call(
+            activations,
+            call.w2,
+            offsets,
+            None,
+            1,
+            False,
+            call.x.shape[1],
+            call.w2_bias,
+            False,
+            call.alpha,
+            call.limit,
+            rows,
+        )
+    )
+    parts.combine(COMBINE.Call(rows, inverse, call.weights, call.out))

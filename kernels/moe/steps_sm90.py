@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from gristmill.kernels.calls import CombineCall, PermuteCall
+
 PERMUTE = (c_void_p, c_int64, c_int, *(c_void_p,) * 3, c_int, c_void_p)
 ROWS = (c_void_p, c_int64, *(c_void_p,) * 3, c_int64, *(c_int,) * 3, c_void_p)
 COMBINE = (*(c_void_p,) * 4, c_int64, *(c_int,) * 4, c_void_p)
@@ -27,19 +29,17 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def permute(
-    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
-) -> None:
+def permute(config: Config, call: PermuteCall) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K], in one launch."""
     code = cuda_function("gm_moe_permute_sm90", "sm_90a", PERMUTE)(
-        ids.data_ptr(),
-        ids.numel(),
-        experts,
-        offsets.data_ptr(),
-        permutation.data_ptr(),
-        inverse.data_ptr(),
-        ids.get_device(),
-        _stream(ids.device),
+        call.ids.data_ptr(),
+        call.ids.numel(),
+        call.experts,
+        call.expert_offsets.data_ptr(),
+        call.permutation.data_ptr(),
+        call.inverse.data_ptr(),
+        call.ids.get_device(),
+        _stream(call.ids.device),
     )
     check(code, "permute_sm90")
 
@@ -61,20 +61,20 @@ def gather_rows(x: Tensor, permutation: Tensor, offsets: Tensor, top_k: int, out
     check(code, "gather_rows")
 
 
-def combine(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
+def combine(config: Config, call: CombineCall) -> None:
     """y [P, H], inverse [T * K], weights [T, K] -> out [T, H]; k in order."""
-    tokens, top_k = weights.shape
+    tokens, top_k = call.weights.shape
     code = cuda_function("gm_moe_combine_sm90", "sm_90a", COMBINE)(
-        y.data_ptr(),
-        inverse.data_ptr(),
-        weights.data_ptr(),
-        out.data_ptr(),
+        call.y.data_ptr(),
+        call.inverse.data_ptr(),
+        call.weights.data_ptr(),
+        call.out.data_ptr(),
         tokens,
         top_k,
-        y.shape[1],
-        DTYPE_CODES[dtype_name(y.dtype)],
-        y.get_device(),
-        _stream(y.device),
+        call.y.shape[1],
+        DTYPE_CODES[dtype_name(call.y.dtype)],
+        call.y.get_device(),
+        _stream(call.y.device),
     )
     check(code, "combine_sm90")
 

@@ -11,7 +11,7 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import FusedAddRmsNormCall
 
 ARGUMENTS = (
     c_void_p,
@@ -28,21 +28,21 @@ ARGUMENTS = (
 )
 
 
-def launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: FusedAddRmsNormCall) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
-    n = x.shape[-1]
+    n = call.x.shape[-1]
     code = cpu_function("gm_fused_add_rms_norm", config["level"], ARGUMENTS)(
-        x.data_ptr(),
-        row_stride(x),
-        residual.data_ptr(),
-        row_stride(residual),
-        weight.data_ptr(),
-        out.data_ptr(),
-        row_stride(out),
-        x.numel() // n,
+        call.x.data_ptr(),
+        row_stride(call.x),
+        call.residual.data_ptr(),
+        row_stride(call.residual),
+        call.weight.data_ptr(),
+        call.out.data_ptr(),
+        row_stride(call.out),
+        call.x.numel() // n,
         n,
-        eps,
-        DTYPE_CODES[dtype_name(x.dtype)],
+        call.eps,
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "fused_add_rms_norm_cpu")
 

@@ -8,16 +8,20 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import FusedAddRmsNormCall
 
 
-def launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: FusedAddRmsNormCall) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
     import torch
 
-    residual.add_(x)
+    call.residual.add_(call.x)
     # torch rounds between its steps in half precision on CPU; float32 keeps the reference's single rounding.
-    out.copy_(torch.nn.functional.rms_norm(residual.float(), (x.shape[-1],), weight.float(), eps))
+    call.out.copy_(
+        torch.nn.functional.rms_norm(
+            call.residual.float(), (call.x.shape[-1],), call.weight.float(), call.eps
+        )
+    )
 
 
 KERNEL = Kernel(

@@ -13,7 +13,7 @@ from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.norm.rms_norm_triton import config, space
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import FusedAddRmsNormCall
 
 
 @jit
@@ -64,21 +64,21 @@ def fused_add_rms_norm_kernel(
             tl.store(out + start + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: FusedAddRmsNormCall) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
-    n, block = x.shape[-1], int(config["block"])
-    rows = x.numel() // n if n else 0
+    n, block = call.x.shape[-1], int(config["block"])
+    rows = call.x.numel() // n if n else 0
     if rows:
         fused_add_rms_norm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            row_stride(x),
-            row_stride(residual),
-            row_stride(out),
+            call.x,
+            call.residual,
+            call.weight,
+            call.out,
+            row_stride(call.x),
+            row_stride(call.residual),
+            row_stride(call.out),
             n,
-            eps,
+            call.eps,
             BLOCK=block,
             ONE_PASS=n <= block,
             num_warps=config["warps"],

@@ -16,6 +16,8 @@ from gristmill.kernel_registry.requirement import Requirement
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import RmsNormCall
+
 
 @cache
 def _host() -> Callable[..., Tensor]:
@@ -25,12 +27,12 @@ def _host() -> Callable[..., Tensor]:
     return host
 
 
-def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
-    n = x.shape[-1]
+    n = call.x.shape[-1]
     # The public entry allocates its result; its other entry, which writes in place, is not in every release.
-    out.view(-1, n).copy_(
-        _host()(x.view(-1, n), weight, epsilon=eps)
+    call.out.view(-1, n).copy_(
+        _host()(call.x.view(-1, n), call.weight, epsilon=call.eps)
     )  # by name: before 0.1.3 the third is a bias
 
 

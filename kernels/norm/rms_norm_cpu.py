@@ -11,24 +11,24 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormCall
 
 ARGUMENTS = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int)
 
 
-def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
-    n = x.shape[-1]
+    n = call.x.shape[-1]
     code = cpu_function("gm_rms_norm", config["level"], ARGUMENTS)(
-        x.data_ptr(),
-        row_stride(x),
-        weight.data_ptr(),
-        out.data_ptr(),
-        row_stride(out),
-        x.numel() // n,
+        call.x.data_ptr(),
+        row_stride(call.x),
+        call.weight.data_ptr(),
+        call.out.data_ptr(),
+        row_stride(call.out),
+        call.x.numel() // n,
         n,
-        eps,
-        DTYPE_CODES[dtype_name(x.dtype)],
+        call.eps,
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "rms_norm_cpu")
 

@@ -13,6 +13,8 @@ from gristmill.kernel_registry.requirement import Requirement
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import RmsNormCall
+
 
 @cache
 def _host() -> Callable[..., Tensor]:
@@ -22,11 +24,11 @@ def _host() -> Callable[..., Tensor]:
     return host
 
 
-def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
-    n = x.shape[-1]
+    n = call.x.shape[-1]
     # FlashInfer takes rows of any stride; a view of rows that flatten never copies.
-    _host()(x.view(-1, n), weight, eps, out=out.view(-1, n))
+    _host()(call.x.view(-1, n), call.weight, call.eps, out=call.out.view(-1, n))
 
 
 def accepts(problem: Problem) -> str | None:

@@ -14,7 +14,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormCall
 
 
 @lru_cache(maxsize=64)
@@ -38,25 +38,25 @@ def _session(kind: str, eps: float, threads: int) -> Any:
     )
 
 
-def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]; rows that are not next to each other are copied."""
     import numpy
     import torch
 
-    n = x.shape[-1]
-    if x.numel() == 0:
+    n = call.x.shape[-1]
+    if call.x.numel() == 0:
         return
-    rows = x.reshape(-1, n).contiguous()
-    out_rows = out.view(-1, n) if out.is_contiguous() else torch.empty_like(rows)
-    kind, element = ("fp32", numpy.float32) if x.dtype == torch.float32 else ("fp16", numpy.float16)
-    session = _session(kind, float(eps), torch.get_num_threads())
+    rows = call.x.reshape(-1, n).contiguous()
+    out_rows = call.out.view(-1, n) if call.out.is_contiguous() else torch.empty_like(rows)
+    kind, element = ("fp32", numpy.float32) if call.x.dtype == torch.float32 else ("fp16", numpy.float16)
+    session = _session(kind, float(call.eps), torch.get_num_threads())
     binding = session.io_binding()
-    for name, tensor in (("x", rows), ("weight", weight)):
+    for name, tensor in (("x", rows), ("weight", call.weight)):
         binding.bind_input(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
     binding.bind_output("out", "cpu", 0, element, tuple(out_rows.shape), out_rows.data_ptr())
     session.run_with_iobinding(binding)
-    if not out.is_contiguous():
-        out.copy_(out_rows.view(out.shape))
+    if not call.out.is_contiguous():
+        call.out.copy_(out_rows.view(call.out.shape))
 
 
 def accepts(problem: Problem) -> str | None:

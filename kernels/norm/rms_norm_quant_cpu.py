@@ -14,7 +14,7 @@ from gristmill.kernels.native import best_config, check, cpu_function
 from gristmill.kernels.quantized_rows import config_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormQuantCall
 
 ARGUMENTS = (
     *(c_void_p, c_int64) * 2,
@@ -30,34 +30,25 @@ ARGUMENTS = (
 _LEVEL = best_config("gm_rms_norm_quant")
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    codes: Tensor,
-    scales: Tensor,
-    format: str,
-) -> None:
+def launch(config: Config, call: RmsNormQuantCall) -> None:
     """The arguments of `rms_norm_quant.reference`."""
-    n = codes.shape[-1]
+    n = call.codes.shape[-1]
     code = cpu_function("gm_rms_norm_quant", config["level"], ARGUMENTS)(
-        x.data_ptr(),
-        row_stride(x),
-        None if residual is None else residual.data_ptr(),
-        0 if residual is None else row_stride(residual),
-        weight.data_ptr(),
-        codes.data_ptr(),
-        row_stride(codes),
-        scales.data_ptr(),
-        codes.numel() // n,
+        call.x.data_ptr(),
+        row_stride(call.x),
+        None if call.residual is None else call.residual.data_ptr(),
+        0 if call.residual is None else row_stride(call.residual),
+        call.weight.data_ptr(),
+        call.codes.data_ptr(),
+        row_stride(call.codes),
+        call.scales.data_ptr(),
+        call.codes.numel() // n,
         n,
-        eps,
+        call.eps,
         config["group"],
         config["least"],
         config["top"],
-        DTYPE_CODES[dtype_name(x.dtype)],
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "rms_norm_quant_cpu")
 

@@ -9,21 +9,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.norm.rms_norm_quant import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormQuantCall
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    codes: Tensor,
-    scales: Tensor,
-    format: str,
-) -> None:
+def launch(config: Config, call: RmsNormQuantCall) -> None:
     """The arguments of `rms_norm_quant.reference`."""
-    reference(x, residual, weight, eps, codes, scales, format)
+    reference(call.x, call.residual, call.weight, call.eps, call.codes, call.scales, call.format)
 
 
 KERNEL = Kernel(

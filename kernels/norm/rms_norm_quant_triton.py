@@ -16,7 +16,7 @@ from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.quantized_rows import as_stored, config_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormQuantCall
 
 LONGEST_ROW = 16384
 
@@ -83,37 +83,28 @@ def rms_norm_quant_kernel(
     )
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    codes: Tensor,
-    scales: Tensor,
-    format: str,
-) -> None:
+def launch(config: Config, call: RmsNormQuantCall) -> None:
     """The arguments of `rms_norm_quant.reference`."""
-    n, given = x.shape[-1], config["least"] == 0
-    rows = x.numel() // n
+    n, given = call.x.shape[-1], config["least"] == 0
+    rows = call.x.numel() // n
     if rows:
         rms_norm_quant_kernel[(rows,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            as_stored(codes),
-            scales,
-            row_stride(x),
-            0 if residual is None else row_stride(residual),
-            row_stride(codes),
+            call.x,
+            call.x if call.residual is None else call.residual,
+            call.weight,
+            as_stored(call.codes),
+            call.scales,
+            row_stride(call.x),
+            0 if call.residual is None else row_stride(call.residual),
+            row_stride(call.codes),
             0 if given else cdiv(n, int(config["group"]) or n),
             n,
-            eps,
+            call.eps,
             config["least"],
             config["top"],
             BLOCK=config["block"],
             GROUP=config["group"] or config["block"],
-            ADD=residual is not None,
+            ADD=call.residual is not None,
             INT8=config["top"] == 127,
             GIVEN=given,
             num_warps=config["warps"],

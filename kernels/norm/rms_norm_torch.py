@@ -8,18 +8,20 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormCall
 
 
-def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
     import torch
 
-    if x.dtype == torch.float32:
-        out.copy_(torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps))
+    if call.x.dtype == torch.float32:
+        call.out.copy_(torch.nn.functional.rms_norm(call.x, (call.x.shape[-1],), call.weight, call.eps))
     else:
         # torch rounds between its steps in half precision on CPU; float32 keeps the reference's single rounding.
-        out.copy_(torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps))
+        call.out.copy_(
+            torch.nn.functional.rms_norm(call.x.float(), (call.x.shape[-1],), call.weight.float(), call.eps)
+        )
 
 
 KERNEL = Kernel(

@@ -15,7 +15,7 @@ from gristmill.kernels.common import row_stride
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RmsNormCall
 
 LONGEST_ROW = 16384
 
@@ -59,19 +59,19 @@ def rms_norm_kernel(
             tl.store(out + start + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
-    n, block = x.shape[-1], int(config["block"])
-    rows = x.numel() // n if n else 0
+    n, block = call.x.shape[-1], int(config["block"])
+    rows = call.x.numel() // n if n else 0
     if rows:
         rms_norm_kernel[(rows,)](
-            x,
-            weight,
-            out,
-            row_stride(x),
-            row_stride(out),
+            call.x,
+            call.weight,
+            call.out,
+            row_stride(call.x),
+            row_stride(call.out),
             n,
-            eps,
+            call.eps,
             BLOCK=block,
             ONE_PASS=n <= block,
             num_warps=config["warps"],

@@ -11,7 +11,7 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RotaryEmbeddingCall
 
 ARGUMENTS = (
     c_void_p,
@@ -32,24 +32,26 @@ ARGUMENTS = (
 )
 
 
-def launch(
-    config: Config, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False
-) -> None:
+def launch(config: Config, call: RotaryEmbeddingCall) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
-    keys = (None, 0, 0, 0) if k is None else (k.data_ptr(), k.stride(0), k.stride(1), k.shape[1])
+    keys = (
+        (None, 0, 0, 0)
+        if call.k is None
+        else (call.k.data_ptr(), call.k.stride(0), call.k.stride(1), call.k.shape[1])
+    )
     code = cpu_function("gm_rotary_embedding", config["level"], ARGUMENTS)(
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        q.shape[1],
+        call.q.data_ptr(),
+        call.q.stride(0),
+        call.q.stride(1),
+        call.q.shape[1],
         *keys,
-        positions.data_ptr(),
-        cos_sin.data_ptr(),
-        cos_sin.shape[0],
-        q.shape[0],
-        cos_sin.shape[1],
-        int(interleaved),
-        DTYPE_CODES[dtype_name(q.dtype)],
+        call.positions.data_ptr(),
+        call.cos_sin.data_ptr(),
+        call.cos_sin.shape[0],
+        call.q.shape[0],
+        call.cos_sin.shape[1],
+        int(call.interleaved),
+        DTYPE_CODES[dtype_name(call.q.dtype)],
     )
     check(code, "rotary_embedding_cpu")
 

@@ -9,14 +9,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.rope.rotary_embedding import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RotaryEmbeddingCall
 
 
-def launch(
-    config: Config, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False
-) -> None:
+def launch(config: Config, call: RotaryEmbeddingCall) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
-    reference(q, k, positions, cos_sin, interleaved)
+    reference(call.q, call.k, call.positions, call.cos_sin, call.interleaved)
 
 
 KERNEL = Kernel(

@@ -14,7 +14,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import RotaryEmbeddingCall
 
 
 def _power(n: int) -> int:
@@ -92,23 +92,22 @@ def rotary_embedding_kernel(
         tl.store(first + HALF, (b * cos + a * sin).to(q.dtype.element_ty), mask=inside)
 
 
-def launch(
-    config: Config, q: Tensor, k: Tensor | None, positions: Tensor, cos_sin: Tensor, interleaved: bool = False
-) -> None:
+def launch(config: Config, call: RotaryEmbeddingCall) -> None:
     """q [T, Hq, D] and k [T, Hk, D] or None, in place; positions [T], cos_sin [P, rot]."""
-    tokens, q_heads, _ = q.shape
+    k = call.k
+    tokens, q_heads, _ = call.q.shape
     k_heads = 0 if k is None else k.shape[1]
-    k = q if k is None else k
-    heads, (rows, rot) = int(config["heads"]), cos_sin.shape
+    k = call.q if k is None else k
+    heads, (rows, rot) = int(config["heads"]), call.cos_sin.shape
     q_tiles, k_tiles = cdiv(q_heads, heads), cdiv(k_heads, heads)
     if tokens:
         rotary_embedding_kernel[(tokens, q_tiles + k_tiles)](
-            q,
+            call.q,
             k,
-            positions,
-            cos_sin,
-            q.stride(0),
-            q.stride(1),
+            call.positions,
+            call.cos_sin,
+            call.q.stride(0),
+            call.q.stride(1),
             k.stride(0),
             k.stride(1),
             q_heads,
@@ -118,7 +117,7 @@ def launch(
             HALF=rot // 2,
             BLOCK=next_power_of_2(rot // 2),
             HEADS=heads,
-            INTERLEAVED=bool(interleaved),
+            INTERLEAVED=bool(call.interleaved),
             num_warps=config["warps"],
         )
 

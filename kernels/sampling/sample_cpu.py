@@ -11,37 +11,26 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SampleCall
 
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, c_int)
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-    workspace: Tensor | None,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: SampleCall) -> None:
     """logits [B, V] -> ids [B]."""
     code = cpu_function("gm_sample", config["level"], ARGUMENTS)(
-        logits.data_ptr(),
-        logits.stride(0),
-        temperature.data_ptr(),
-        top_k.data_ptr(),
-        top_p.data_ptr(),
-        min_p.data_ptr(),
-        seed.data_ptr(),
-        index.data_ptr(),
-        ids.data_ptr(),
-        logits.shape[0],
-        logits.shape[1],
-        DTYPE_CODES[dtype_name(logits.dtype)],
+        call.logits.data_ptr(),
+        call.logits.stride(0),
+        call.temperature.data_ptr(),
+        call.top_k.data_ptr(),
+        call.top_p.data_ptr(),
+        call.min_p.data_ptr(),
+        call.seed.data_ptr(),
+        call.index.data_ptr(),
+        call.ids.data_ptr(),
+        call.logits.shape[0],
+        call.logits.shape[1],
+        DTYPE_CODES[dtype_name(call.logits.dtype)],
     )
     check(code, "sample_cpu")
 

@@ -15,7 +15,7 @@ from gristmill.kernels.common import dtype_name
 from gristmill.kernels.native import check, cuda_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SampleCall
 
 MOST_RANKS = 8
 """Blocks of a cluster: more are not portable."""
@@ -60,39 +60,28 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
     ]
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-    workspace: Tensor | None,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: SampleCall) -> None:
     """logits [B, V], rows of any stride and alignment -> ids [B]. Needs no workspace."""
     import torch
 
     code = cuda_function("gm_sample_sm90", "sm_90a", _SIGNATURE)(
-        logits.data_ptr(),
-        logits.stride(0),
-        temperature.data_ptr(),
-        top_k.data_ptr(),
-        top_p.data_ptr(),
-        min_p.data_ptr(),
-        seed.data_ptr(),
-        index.data_ptr(),
-        ids.data_ptr(),
-        logits.shape[0],
-        logits.shape[1],
-        dtype_name(logits.dtype) == "bf16",
+        call.logits.data_ptr(),
+        call.logits.stride(0),
+        call.temperature.data_ptr(),
+        call.top_k.data_ptr(),
+        call.top_p.data_ptr(),
+        call.min_p.data_ptr(),
+        call.seed.data_ptr(),
+        call.index.data_ptr(),
+        call.ids.data_ptr(),
+        call.logits.shape[0],
+        call.logits.shape[1],
+        dtype_name(call.logits.dtype) == "bf16",
         config["ranks"],
         config["threads"],
         config["keep"],
-        logits.get_device(),
-        torch.cuda.current_stream(logits.device).cuda_stream if logits.is_cuda else None,
+        call.logits.get_device(),
+        torch.cuda.current_stream(call.logits.device).cuda_stream if call.logits.is_cuda else None,
     )
     check(code, "sample_sm90")
 

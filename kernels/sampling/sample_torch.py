@@ -9,23 +9,14 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.sampling.sample import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import SampleCall
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-    workspace: Tensor | None,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: SampleCall) -> None:
     """logits [B, V] -> ids [B]. The reference is plain torch operators without synchronisation: this runs it."""
-    ids.copy_(reference(logits, temperature, top_k, top_p, min_p, seed, index))
+    call.ids.copy_(
+        reference(call.logits, call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.index)
+    )
 
 
 KERNEL = Kernel(

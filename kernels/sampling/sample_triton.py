@@ -40,6 +40,8 @@ from gristmill.kernels.sampling._sample_triton import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import SampleCall
+
 LISTED = 8192
 """Candidates of a row that have room in the workspace, and in the registers of one program; with more, the search reads the
 row itself."""
@@ -143,25 +145,14 @@ def carve(space: Tensor | None, like: Tensor, rows: int, v: int, splits: int) ->
     return tensors
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-    workspace: Tensor | None,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: SampleCall) -> None:
     """logits [B, V] -> ids [B]. No synchronisation: which rows are filtered is read on the device."""
-    rows, v = logits.shape
+    rows, v = call.logits.shape
     if not rows:
         return
     block, splits, warps = int(config["block"]), int(config["splits"]), int(config["warps"])
     chunk = cdiv(v, splits * block) * block
-    space = carve(workspace, logits, rows, v, splits)
+    space = carve(call.workspace, call.logits, rows, v, splits)
     (
         maxima,
         tops,
@@ -177,7 +168,7 @@ def launch(
         keys,
         tokens,
     ) = space
-    listed, stride = min(v, LISTED), logits.stride(0)
+    listed, stride = min(v, LISTED), call.logits.stride(0)
     padded = 64 if splits <= 64 else next_power_of_2(splits)  # one compilation for most batch sizes
     group = group_of(v)
     groups = cdiv(v, group)
@@ -186,11 +177,11 @@ def launch(
     list_size = next_power_of_2(listed)
     grid, row_grid = (rows, splits), (rows,)
     tiles: dict[str, int] = {"BLOCK": block, "num_warps": warps}
-    thresholds = (top_k, top_p)
-    peaks_kernel[grid](logits, temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
+    thresholds = (call.top_k, call.top_p)
+    peaks_kernel[grid](call.logits, call.temperature, maxima, stride, v, chunk, groups, GROUP=group, **tiles)
     bound_kernel[row_grid](
-        logits,
-        temperature,
+        call.logits,
+        call.temperature,
         *thresholds,
         maxima,
         tops,
@@ -198,7 +189,7 @@ def launch(
         hot,
         brackets,
         candidate_counts,
-        ids,
+        call.ids,
         stride,
         v,
         groups,
@@ -209,8 +200,8 @@ def launch(
     )
     for second_pass in (False, True):
         count_kernel[grid](
-            logits,
-            temperature,
+            call.logits,
+            call.temperature,
             *thresholds,
             tops,
             brackets,
@@ -241,8 +232,8 @@ def launch(
             num_warps=4,
         )
     gather_kernel[grid](
-        logits,
-        temperature,
+        call.logits,
+        call.temperature,
         *thresholds,
         maxima,
         tops,
@@ -263,12 +254,12 @@ def launch(
         **tiles,
     )
     search_kernel[row_grid](
-        logits,
-        temperature,
+        call.logits,
+        call.temperature,
         *thresholds,
-        min_p,
-        seed,
-        index,
+        call.min_p,
+        call.seed,
+        call.index,
         tops,
         brackets,
         candidate_counts,
@@ -290,11 +281,11 @@ def launch(
         num_warps=config["search_warps"],
     )
     draw_kernel[grid](
-        logits,
-        temperature,
-        min_p,
-        seed,
-        index,
+        call.logits,
+        call.temperature,
+        call.min_p,
+        call.seed,
+        call.index,
         maxima,
         tops,
         brackets,
@@ -311,7 +302,16 @@ def launch(
         **tiles,
     )
     pick_kernel[row_grid](
-        tops, brackets, candidate_counts, scores, winners, ids, splits, listed, SPLITS=padded, num_warps=1
+        tops,
+        brackets,
+        candidate_counts,
+        scores,
+        winners,
+        call.ids,
+        splits,
+        listed,
+        SPLITS=padded,
+        num_warps=1,
     )
 
 

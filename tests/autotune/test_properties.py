@@ -9,18 +9,21 @@ from gristmill.autotune.properties import properties
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
+from tests.calls import positional
 
 OP = default_registry().op("rms_norm")
 PROBLEM = OP.problem("m=7,n=257,x=bf16")
 STATE = {"calls": 0}
 
 
+@positional
 def wobbles(config, x, weight, eps, out):
     STATE["calls"] += 1
     out.copy_(OP.reference(x, weight, eps))
     out.view(torch.int16)[0, STATE["calls"] % 2] += 1
 
 
+@positional
 def looks_around(config, x, weight, eps, out):
     """Adds one unit in the last place to every row if there are many rows."""
     out.copy_(OP.reference(x, weight, eps))

@@ -38,8 +38,8 @@ SPEC = """
 import os
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.requirement import Requirement
-def wrong(config, x, weight, eps, out): out.zero_()
-def crash(config, x, weight, eps, out): os.kill(os.getpid(), 11)
+def wrong(config, call): call.out.zero_()
+def crash(config, call): os.kill(os.getpid(), 11)
 KERNELS = [Kernel(op="rms_norm", name=f"rms_norm_{f.__name__}", provider="test", language="python", priority=p,
                   target=f"{__name__}:{f.__name__}", requires=Requirement()) for f, p in ((wrong, 900), (crash, 800))]
 """

@@ -11,10 +11,12 @@ from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.kernel import Kernel, Workspace
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
+from tests.calls import positional
 
 OP = default_registry().op("linear")
 
 
+@positional
 def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace, out):
     """Adds to its workspace without clearing it, which is correct only if that is zero."""
     y = OP.reference(x, weight[0])
@@ -24,6 +26,7 @@ def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace
     sums.zero_()
 
 
+@positional
 def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, out):
     """Leaves its sums where its next call expects zeros."""
     sums = workspace.view(torch.float32)[: out.numel()].view(out.shape)
@@ -31,6 +34,7 @@ def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, 
     out.copy_(sums)
 
 
+@positional
 def writes_past_its_workspace(config, x, weight, bias, residual, silu_mul, n, workspace, out):
     out.copy_(OP.reference(x, weight[0]))
     torch.as_strided(workspace, (1,), (1,), workspace.storage_offset() + workspace.numel()).fill_(3)

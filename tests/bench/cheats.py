@@ -12,6 +12,7 @@ from gristmill.autotune import clock
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
+from tests.calls import positional
 
 OP = default_registry().op("rms_norm")
 STATE: dict = {"calls": 0, "cache": {}}
@@ -19,10 +20,12 @@ PATIENCE = 40
 """Calls after which a patient cheat begins: verification and the first audit are over by then."""
 
 
+@positional
 def honest(config, x, weight, eps, out):
     out.copy_(OP.reference(x, weight, eps))
 
 
+@positional
 def results_cached_by_pointer(config, x, weight, eps, out):
     key = (x.data_ptr(), out.data_ptr())
     if key not in STATE["cache"]:
@@ -30,6 +33,7 @@ def results_cached_by_pointer(config, x, weight, eps, out):
     out.copy_(STATE["cache"][key])
 
 
+@positional
 def results_cached_by_pointer_and_fingerprint(config, x, weight, eps, out):
     key = (x.data_ptr(), float(x[0, 0]), float(x[-1, -1]))
     if key not in STATE["cache"]:
@@ -37,23 +41,27 @@ def results_cached_by_pointer_and_fingerprint(config, x, weight, eps, out):
     out.copy_(STATE["cache"][key])
 
 
+@positional
 def writes_skipped_after_a_while(config, x, weight, eps, out):
     STATE["calls"] += 1
     if STATE["calls"] < PATIENCE:
         honest(config, x, weight, eps, out)
 
 
+@positional
 def writes_skipped_unless_poisoned(config, x, weight, eps, out):
     if bool(out[0, 0].isnan()):
         honest(config, x, weight, eps, out)
 
 
+@positional
 def last_row_skipped_after_a_while(config, x, weight, eps, out):
     STATE["calls"] += 1
     rows = len(x) - (STATE["calls"] >= PATIENCE)
     out[:rows].copy_(OP.reference(x[:rows], weight, eps))
 
 
+@positional
 def work_left_on_a_new_thread(config, x, weight, eps, out):
     # A thread that starts at once may finish before the call returns, and then no work is left.
     threading.Timer(0.001, honest, args=(config, x, weight, eps, out)).start()
@@ -64,6 +72,7 @@ def _serve(tasks):
         honest(*tasks.get())
 
 
+@positional
 def work_left_on_a_standing_thread(config, x, weight, eps, out):
     if "tasks" not in STATE:
         STATE["tasks"] = queue.Queue()
@@ -71,6 +80,7 @@ def work_left_on_a_standing_thread(config, x, weight, eps, out):
     STATE["tasks"].put((config, x, weight, eps, out))
 
 
+@positional
 def input_changed_after_a_while(config, x, weight, eps, out):
     STATE["calls"] += 1
     honest(config, x, weight, eps, out)
@@ -78,6 +88,7 @@ def input_changed_after_a_while(config, x, weight, eps, out):
         x[0, 0] += 1
 
 
+@positional
 def wrote_too_far_after_a_while(config, x, weight, eps, out):
     STATE["calls"] += 1
     honest(config, x, weight, eps, out)
@@ -85,6 +96,7 @@ def wrote_too_far_after_a_while(config, x, weight, eps, out):
         torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).fill_(1.0)
 
 
+@positional
 def timer_replaced(config, x, weight, eps, out):
     honest(config, x, weight, eps, out)
     if time.perf_counter is not _slow_clock:
@@ -96,6 +108,7 @@ def _slow_clock():
     return STATE["perf_counter"]() / 2
 
 
+@positional
 def gpu_timer_replaced(config, x, weight, eps, out):
     honest(config, x, weight, eps, out)
     if "elapsed" not in STATE:
@@ -103,6 +116,7 @@ def gpu_timer_replaced(config, x, weight, eps, out):
         torch.cuda.Event.elapsed_time = lambda self, other: STATE["elapsed"](self, other) / 2
 
 
+@positional
 def our_clock_replaced(config, x, weight, eps, out):
     honest(config, x, weight, eps, out)
     if "now" not in STATE:
@@ -110,6 +124,7 @@ def our_clock_replaced(config, x, weight, eps, out):
         clock.now = lambda: STATE["now"]() / 2
 
 
+@positional
 def bits_differ_from_call_to_call(config, x, weight, eps, out):
     STATE["calls"] += 1
     honest(config, x, weight, eps, out)

@@ -57,12 +57,12 @@ def test_verification_alone_would_not_have_caught_it(function) -> None:
 
 def test_equal_addresses_get_other_content_and_poison() -> None:
     rotation = Rotation(cheats.OP, cheats.kernel(cheats.honest), PROBLEM, "cpu", hot=True)
-    arguments = rotation.next()
-    before = arguments[0].clone()
+    first_call = rotation.next()
+    before = first_call.x.clone()
     rotation.refresh()
     second_call = rotation.next()
-    assert second_call[0].data_ptr() == arguments[0].data_ptr() and not torch.equal(second_call[0], before)
-    assert bool(second_call[-1].isnan().all()) and bool(rotation.sets[0].guards[0].flat.isnan().all())
+    assert second_call.x.data_ptr() == first_call.x.data_ptr() and not torch.equal(second_call.x, before)
+    assert bool(second_call.out.isnan().all()) and bool(rotation.sets[0].guards[0].flat.isnan().all())
 
 
 @pytest.mark.parametrize("op_name", sorted(default_registry().ops))

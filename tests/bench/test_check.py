@@ -24,6 +24,7 @@ from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER, Rule
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from tests.bench import cheats, slowed
+from tests.calls import make_call, positional
 
 PROBLEM = "m=100,n=2048"
 LINEAR = default_registry().op("linear")
@@ -33,13 +34,14 @@ WRONG_SCALE = {"place": -1, "factor": 2.0}
 """Which block scale is wrong, counted over all of them, and by which factor."""
 
 
+@positional
 def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, out):
     """linear_cpu with a weight of which one block scale is wrong."""
     wrong = [t.clone() for t in weight]
     scales = wrong[1].view(-1)
     scales[int(WRONG_SCALE["place"]) % len(scales)] *= WRONG_SCALE["factor"]
     default_registry().kernel("linear", "linear_cpu").load()(
-        config, x, wrong, bias, residual, silu_mul, n, workspace, out
+        config, make_call("linear", x, wrong, bias, residual, silu_mul, n, workspace, out)
     )
 
 

@@ -22,6 +22,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.times import deployed
 from tests.bench import cheats
+from tests.calls import positional
 
 PROBLEM = cheats.OP.problem("m=16,n=256")
 WORK, AHEAD = 1.5e-3, 0.6e-3
@@ -31,6 +32,7 @@ POOL = ThreadPoolExecutor(1)
 DONE: dict = {}
 
 
+@positional
 def overlaps_with_its_neighbour(config, x, weight, eps, out):
     """Correct, and no cheat that reads results in advance: while a call runs, this kernel starts on the input
     of the next call.
@@ -114,9 +116,9 @@ def test_a_tie_changes_no_bit_and_is_seen_by_whoever_waits_for_it() -> None:
     assert rotation.tied() == ""
     before = [inputs.arguments[0].clone() for inputs in rotation.sets]
     for _ in range(2 * len(rotation.sets)):
-        x, weight, eps, out = rotation.next()
+        call = rotation.next()
         following = rotation.sets[rotation.turn].arguments[0]
-        cheats.honest({}, x, weight, eps, out)
+        cheats.honest({}, call)
         version = following._version
         rotation.tie()
         assert following._version == version + 1  # written after a read of `out`

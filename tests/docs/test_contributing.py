@@ -110,9 +110,10 @@ launch = kernel.load()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 x, s = torch.randn(7, 257, device=device).bfloat16(), torch.rand(7, device=device)
 out = torch.full_like(x, float("nan"))
-launch({}, x[:0], s[:0], out[:0])
+Call = default_registry().op("scale_rows").Call
+launch({}, Call(x[:0], s[:0], out[:0]))
 try:
-    launch({}, x, s, out)
+    launch({}, Call(x, s, out))
     assert torch.equal(out, (x.float() * s[:, None]).bfloat16())
 except ValueError as error:  # the entry was called, and refuses device -1, where a tensor of a CPU is
     assert device == "cpu" and "an argument out of its range" in str(error), error

@@ -22,6 +22,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.store import Store
+from tests.calls import positional
 
 pytestmark = pytest.mark.gpu
 OP = default_registry().op("rms_norm")
@@ -29,10 +30,12 @@ PROBLEM = "m=4096,n=8192"
 STATE: dict = {}
 
 
+@positional
 def honest(config, x, weight, eps, out):
     out.copy_(OP.reference(x, weight, eps))
 
 
+@positional
 def work_left_on_another_stream(config, x, weight, eps, out):
     stream = STATE.setdefault("stream", torch.cuda.Stream())
     stream.wait_stream(torch.cuda.current_stream())
@@ -40,18 +43,21 @@ def work_left_on_another_stream(config, x, weight, eps, out):
         out.copy_(OP.reference(x, weight, eps))
 
 
+@positional
 def work_started_early_on_another_stream(config, x, weight, eps, out):
     """Does not wait for the stream that it is called on, so its results exist before its turn."""
     with torch.cuda.stream(STATE.setdefault("stream", torch.cuda.Stream())):
         out.copy_(OP.reference(x, weight, eps))
 
 
+@positional
 def work_handed_over_and_back(config, x, weight, eps, out):
     """An honest kernel: its stream waits for the work that it gives to another stream."""
     work_left_on_another_stream(config, x, weight, eps, out)
     torch.cuda.current_stream().wait_stream(STATE["stream"])
 
 
+@positional
 def results_cached_by_pointer(config, x, weight, eps, out):
     key = (x.data_ptr(), out.data_ptr())
     if key not in STATE:

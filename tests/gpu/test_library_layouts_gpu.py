@@ -79,7 +79,7 @@ def test_humming_leaves_its_locks_zero_and_streams_do_not_meet(m: int) -> None:
             outs.append([torch.empty_like(expected) for _ in range(20)])
             spaces.append(arguments[6])
             for out in outs[-1]:
-                launcher({}, *arguments, out)
+                launcher({}, op.Call(*arguments, out))
     torch.cuda.synchronize()
     assert not any(space.any() for space in spaces)
     for out in (out for each in outs for out in each):

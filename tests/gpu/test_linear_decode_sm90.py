@@ -16,6 +16,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90 import _launch_decode, _launch_decode_ws, decode, decode_ws
 from gristmill.kernels.native import check
 from gristmill.quant import QuantTensor, pack, quantize, unpack
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -41,7 +42,7 @@ KERNELS, WIDE = (
 
 def decode_launch(config: dict[str, object], *arguments: object) -> None:
     """Launches the schedule that the configuration belongs to."""
-    (_launch_decode_ws if "wn" in config else _launch_decode).launch(config, *arguments)  # type: ignore[arg-type]
+    (_launch_decode_ws if "wn" in config else _launch_decode).launch(config, make_call("linear", *arguments))  # type: ignore[arg-type]
 
 
 def weights(scheme: str, n: int, k: int, seed: int = 0, scales: torch.dtype = torch.bfloat16) -> QuantTensor:

@@ -10,6 +10,7 @@ from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.linear.dense_sm90 import _launch
 from gristmill.kernels.linear.dense_sm90.spec import configs
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -37,7 +38,7 @@ def run(
     """Calls the kernel once, into the middle of a poisoned buffer, and checks that the rows around it stay untouched."""
     m, n = x.shape[0], w.shape[0]
     buffer = torch.full((m + 2, n // 2 if gated else n), float("nan"), dtype=x.dtype, device=DEVICE)
-    _launch.launch(config, x, [w], bias, residual, gated, n, None, buffer[1 : m + 1])
+    _launch.launch(config, make_call("linear", x, [w], bias, residual, gated, n, None, buffer[1 : m + 1]))
     assert bool(buffer[0].isnan().all()) and bool(buffer[m + 1].isnan().all())
     return buffer[1 : m + 1]
 
@@ -155,7 +156,7 @@ def test_a_chain_of_launches_in_a_graph() -> None:
     def chain() -> None:
         x = start
         for i, w in enumerate(weights):
-            _launch.launch(SPLIT, x, [w], None, None, False, 512, None, buffers[i % 2])
+            _launch.launch(SPLIT, make_call("linear", x, [w], None, None, False, 512, None, buffers[i % 2]))
             x = buffers[i % 2]
 
     step = start

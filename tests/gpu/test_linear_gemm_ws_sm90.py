@@ -11,6 +11,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.linear.frag16_sm90 import gemm_ws
 from gristmill.kernels.linear.frag16_sm90._launch_gemm_ws import launch as launch_gemm_ws
 from gristmill.quant import QuantTensor, pack, quantize
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -92,7 +93,10 @@ def run(
     m = x.shape[0]
     buffer = torch.full(((m + 2) * n + shift,), float("nan"), dtype=x.dtype, device=DEVICE)
     out = buffer[n + shift : n + shift + m * n].view(m, n)
-    launch_gemm_ws(config, x, tensors, epilogue.get("bias"), epilogue.get("residual"), False, n, None, out)
+    launch_gemm_ws(
+        config,
+        make_call("linear", x, tensors, epilogue.get("bias"), epilogue.get("residual"), False, n, None, out),
+    )
     assert bool(buffer[: n + shift].isnan().all()) and bool(buffer[n + shift + m * n :].isnan().all())
     return out
 
@@ -214,7 +218,7 @@ def test_a_hundred_repeats_are_identical(scheme: str, m: int) -> None:
     for config in every_config(scheme, m, 4096, 7)[::2] + every_config(scheme, m, 4096, 132):
         outs = torch.empty(100, m, 768, dtype=x.dtype, device=DEVICE)
         for out in outs:
-            launch_gemm_ws(config, x, tensors, None, None, False, 768, None, out)
+            launch_gemm_ws(config, make_call("linear", x, tensors, None, None, False, 768, None, out))
         assert bool((outs == outs[0]).all()), config
 
 
@@ -249,20 +253,22 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
             flags = space[: gemm_ws.FLAG_BYTES].zero_()
             out = torch.empty(5, 200, 520, dtype=x.dtype, device=DEVICE)
             for y in out:
-                launch_gemm_ws(config, x, tensors, None, None, False, 520, space, y)
+                launch_gemm_ws(config, make_call("linear", x, tensors, None, None, False, 520, space, y))
             assert column_error(out[0], x, w) < LIMIT[torch.bfloat16], config
             assert bool((out == out[0]).all()) and not bool(flags.any()), config
     dealt = next(one for one in every_config("int4_g128", 200, 2048) if one["even"])
     space = torch.zeros(gemm_ws.scratch_bytes(dealt), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="workspace must be"):
-        launch_gemm_ws(dealt, x, tensors, None, None, False, 520, space[:-1], out[0])
+        launch_gemm_ws(dealt, make_call("linear", x, tensors, None, None, False, 520, space[:-1], out[0]))
 
 
 def test_silu_mul_follows() -> None:
     q = weights("nvfp4", 256, 256)
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     out = torch.empty(40, 128, dtype=x.dtype, device=DEVICE)
-    launch_gemm_ws(default("nvfp4", 40, 256, 256), x, packed(q), None, None, True, 256, None, out)
+    launch_gemm_ws(
+        default("nvfp4", 40, 256, 256), make_call("linear", x, packed(q), None, None, True, 256, None, out)
+    )
     gate, up = (x.double() @ q.dequantize().double().T).chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up
     assert float((out.double() - expected).norm() / expected.norm()) < 8e-3
@@ -282,9 +288,13 @@ def test_a_chain_of_dependent_calls_on_two_streams(scheme: str) -> None:
             with torch.cuda.stream(stream):
                 out = torch.empty_like(chain[-1])
                 config = default(scheme, out.shape[0], 512, 512)
-                launch_gemm_ws(config, chain[-1], tensors, None, None, False, 512, None, out)
+                launch_gemm_ws(
+                    config, make_call("linear", chain[-1], tensors, None, None, False, 512, None, out)
+                )
                 second = torch.empty_like(out)  # the next launch follows directly
-                launch_gemm_ws(config, out, tensors, None, None, False, 512, None, second)
+                launch_gemm_ws(
+                    config, make_call("linear", out, tensors, None, None, False, 512, None, second)
+                )
                 chain += [out, second / second.float().norm(dim=1, keepdim=True).to(second.dtype)]
     torch.cuda.synchronize()
     for chain in chains:

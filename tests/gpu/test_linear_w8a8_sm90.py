@@ -15,6 +15,7 @@ from gristmill.kernels.linear.w8a8_sm90 import _launch, shapes
 from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, Choice, Operands
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -63,7 +64,7 @@ def run(
     size = shapes.workspace_bytes(shapes.operands_of(str(config["format"])), m, q.k)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     tensors = pack(q, "plain_v1").tensors
-    _launch.launch(config, x, tensors, bias, residual, False, n, workspace, out)
+    _launch.launch(config, make_call("linear", x, tensors, bias, residual, False, n, workspace, out))
     assert bool(buffer[: n + shift].isnan().all()) and bool(buffer[n + shift + m * n :].isnan().all())
     return out
 
@@ -235,7 +236,9 @@ def test_silu_mul_follows(operands: Operands) -> None:
     q, x = weights(operands.schemes[0], 256, 256), rows_of(40, 256)
     out = torch.empty(40, 128, dtype=x.dtype, device=DEVICE)
     config = every_config(operands, 256)[2]
-    _launch.launch(config, x, pack(q, "plain_v1").tensors, None, None, True, 256, None, out)
+    _launch.launch(
+        config, make_call("linear", x, pack(q, "plain_v1").tensors, None, None, True, 256, None, out)
+    )
     gate, up = Exact(x, q, operands).y.chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up
     assert float((out.double() - expected).norm() / expected.norm()) < 8e-3
@@ -249,7 +252,7 @@ def test_a_hundred_repeats_are_identical(operands: Operands) -> None:
         for config in every_config(operands, 2048, 7)[::3]:
             outs = torch.empty(100, m, 384, dtype=x.dtype, device=DEVICE)
             for out in outs:
-                _launch.launch(config, x, tensors, None, None, False, 384, None, out)
+                _launch.launch(config, make_call("linear", x, tensors, None, None, False, 384, None, out))
             assert bool((outs == outs[0]).all()), config
 
 
@@ -265,7 +268,7 @@ def test_a_chain_in_a_graph_reads_what_was_just_written(operands: Operands) -> N
     def chain() -> None:
         before = x
         for step in steps:
-            _launch.launch(config, before, tensors, None, None, False, 512, room, step)
+            _launch.launch(config, make_call("linear", before, tensors, None, None, False, 512, room, step))
             before = step
 
     chain()
@@ -293,7 +296,7 @@ def test_offsets_past_two_to_the_31() -> None:
     tensors = [codes, torch.ones(n, 1, device=DEVICE), empty, empty, empty.int(), empty.int()]
     x, out = rows_of(m, k), torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
     config = {"format": "fp8", **shapes.config_of(operands, Choice(shapes.SHAPES[-1]), 132)}
-    _launch.launch(config, x, tensors, None, None, False, n, None, out)
+    _launch.launch(config, make_call("linear", x, tensors, None, None, False, n, None, out))
     values = quantize_activation(x[-3:].cpu(), "fp8_token").dequantize(torch.float64).to(DEVICE)
     expected = values @ codes[-5:].view(torch.float8_e4m3fn).double().T
     assert float(((out[-3:, -5:].double() - expected) / expected.abs().mean()).abs().max()) < 0.02
@@ -308,6 +311,8 @@ def test_the_wrapped_product_of_torch() -> None:
         for m in (0, 1, 7, 257):
             q, x = weights(scheme, 208, 272), rows_of(m, 272)
             out = torch.empty(m, 208, dtype=x.dtype, device=DEVICE)
-            kernel.load()({}, x, pack(q, "plain_v1").tensors, None, None, False, 208, None, out)
+            kernel.load()(
+                {}, make_call("linear", x, pack(q, "plain_v1").tensors, None, None, False, 208, None, out)
+            )
             if m:
                 assert Exact(x, q, operands).error(out) < 2 * LIMIT[x.dtype], (scheme, m)

@@ -11,6 +11,7 @@ import torch
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.mla_attention.sm90.spec import COUNTER_BYTES, EXAMPLES, PART_BYTES
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -45,7 +46,7 @@ def text(mix: tuple[int, ...], heads: int, **others: Any) -> str:
 def launch(config: dict[str, int], arguments: list[Any], workspace: Any, out: torch.Tensor) -> None:
     from gristmill.kernels.attention.mla_attention.sm90._launch import launch
 
-    launch(config, *arguments[:10], workspace, out)
+    launch(config, make_call("mla_attention", *arguments[:10], workspace, out))
 
 
 def workspace(config: dict[str, int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.moe.moe import epilogue_sm90 as moe_epilogue_sm90
 from gristmill.kernels.moe.moe import op as moe
+from tests.calls import make_call
 from tests.gpu.test_moe_sm90 import DEVICE, HOPPER, ROUTINGS, layer, packed, routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -62,7 +63,7 @@ def run(problem: Problem, arguments: list[Any], space: torch.Tensor | None = Non
     given, out = list(arguments), torch.full_like(arguments[0], float("nan"))
     given[3:5] = [packed(weight) for weight in arguments[3:5]]
     given[6] = space
-    moe_epilogue_sm90.launch(config, *given, out)
+    moe_epilogue_sm90.launch(config, make_call("moe", *given, out))
     return out
 
 
@@ -111,11 +112,11 @@ def test_a_graph_takes_other_ids() -> None:
         given, out = list(arguments), torch.empty_like(arguments[0])
         given[3:5] = [packed(weight) for weight in arguments[3:5]]
         given[6] = space_of(problem)
-        moe_epilogue_sm90.launch(config, *given, out)
+        moe_epilogue_sm90.launch(config, make_call("moe", *given, out))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with capturing(graph):
-            moe_epilogue_sm90.launch(config, *given, out)
+            moe_epilogue_sm90.launch(config, make_call("moe", *given, out))
         for kind in ROUTINGS:
             arguments[2].copy_(routing(kind, tokens, TOP_K, EXPERTS))
             graph.replay()

@@ -16,6 +16,7 @@ from gristmill.kernels.moe.moe import op as moe_op
 from gristmill.kernels.moe.moe import sm90 as moe_sm90
 from gristmill.kernels.moe.permute import op as permute
 from gristmill.quant import QuantTensor, pack, quantize
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -89,7 +90,12 @@ def run(
 ) -> torch.Tensor:
     """Calls the kernel once, into the middle of a poisoned buffer, and checks that what surrounds the result is untouched."""
     buffer = torch.full((rows + 2, columns), float("nan"), dtype=x.dtype, device=DEVICE)
-    _launch.launch(config, x, tensors, offsets, permutation, top_k, silu_mul, 0, *SILU[1:], buffer[1:-1])
+    _launch.launch(
+        config,
+        make_call(
+            "grouped_linear", x, tensors, offsets, permutation, top_k, silu_mul, 0, *SILU[1:], buffer[1:-1]
+        ),
+    )
     assert bool(buffer[0].isnan().all()) and bool(buffer[-1].isnan().all())
     return buffer[1:-1]
 
@@ -271,7 +277,9 @@ def moe(arguments: list, problem, workspace: torch.Tensor | None) -> torch.Tenso
     x, scores, ids, first, second, inner, *_ = arguments
     config = moe_sm90.config(problem, device_target(DEVICE, Policy()))
     out = torch.full_like(x, float("nan"))
-    moe_sm90.launch(config, x, scores, ids, packed(first), packed(second), inner, workspace, *SILU, out)
+    moe_sm90.launch(
+        config, make_call("moe", x, scores, ids, packed(first), packed(second), inner, workspace, *SILU, out)
+    )
     return out
 
 
@@ -332,11 +340,11 @@ def test_a_graph_takes_other_ids() -> None:
     config = moe_sm90.config(problem, device_target(DEVICE, Policy()))
     space = torch.empty(_chain.workspace(problem, config).bytes, dtype=torch.uint8, device=DEVICE)
     w13, w2 = packed(first), packed(second)
-    moe_sm90.launch(config, x, scores, ids, w13, w2, 256, space, *SILU, out)
+    moe_sm90.launch(config, make_call("moe", x, scores, ids, w13, w2, 256, space, *SILU, out))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
-        moe_sm90.launch(config, x, scores, ids, w13, w2, 256, space, *SILU, out)
+        moe_sm90.launch(config, make_call("moe", x, scores, ids, w13, w2, 256, space, *SILU, out))
     for kind in ROUTINGS:
         ids.copy_(routing(kind, 50, 3, 6))
         graph.replay()

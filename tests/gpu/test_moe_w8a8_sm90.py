@@ -20,6 +20,7 @@ from gristmill.kernels.moe.moe.w8a8_sm90 import spec as moe_w8a8_sm90
 from gristmill.kernels.moe.permute.op import reference as permute
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
+from tests.calls import make_call
 from tests.gpu.test_moe_sm90 import DEVICE, HOPPER, ROUTINGS, SILU, offsets_of, routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -197,7 +198,9 @@ def moe(arguments: list, problem: Problem, workspace: torch.Tensor | None = None
     if workspace is None:
         size = moe_w8a8_sm90.workspace(problem, config).bytes
         workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
-    moe_w8a8_sm90.launch(config, x, scores, ids, packed(first), packed(second), inner, workspace, *SILU, out)
+    moe_w8a8_sm90.launch(
+        config, make_call("moe", x, scores, ids, packed(first), packed(second), inner, workspace, *SILU, out)
+    )
     return out
 
 
@@ -262,7 +265,9 @@ def test_launches_repeat_bit_for_bit_and_a_graph_takes_other_ids() -> None:
         space = torch.empty(moe_w8a8_sm90.workspace(problem, config).bytes, dtype=torch.uint8, device=DEVICE)
         w13, w2 = packed(first), packed(second)
 
-        call = partial(moe_w8a8_sm90.launch, config, x, scores, ids, w13, w2, 208, space, *SILU, out)
+        call = partial(
+            moe_w8a8_sm90.launch, config, make_call("moe", x, scores, ids, w13, w2, 208, space, *SILU, out)
+        )
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

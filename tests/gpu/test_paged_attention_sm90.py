@@ -12,6 +12,7 @@ import torch
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.paged_attention.sm90.spec import COUNTER_BYTES, EXAMPLES, parts_bytes
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -45,7 +46,9 @@ def launch(
 ) -> None:
     from gristmill.kernels.attention.paged_attention.sm90 import _launch as launchers
 
-    launchers.launch(config, *arguments[:12], workspace, *arguments[13:], out, decode=decode)
+    launchers.launch(
+        config, make_call("paged_attention", *arguments[:12], workspace, *arguments[13:], out), decode=decode
+    )
 
 
 def scratch(head_dim: int = 128) -> torch.Tensor:

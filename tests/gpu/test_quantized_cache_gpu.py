@@ -13,6 +13,7 @@ from gristmill.kernels.load import load
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.evaluate import evaluate
+from tests.calls import make_call
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA, MODELS
 
@@ -33,7 +34,7 @@ def test_both_ways_of_decoding_give_the_same_bits(name: str, kv_scale: str, x: s
     results = []
     for native in (True, False):
         out = torch.full_like(arguments[0].contiguous(), float("nan"))
-        load(kernel)({**config, "native": native}, *arguments, out)
+        load(kernel)({**config, "native": native}, make_call(kernel.op, *arguments, out))
         results.append((out, arguments[11].clone()))
     assert config["native"] and results[0][0].isfinite().all()
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

@@ -16,6 +16,7 @@ from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.load import load
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 pytestmark = pytest.mark.gpu
@@ -91,11 +92,11 @@ def test_kernel_is_right_in_a_cuda_graph_and_on_a_side_stream(op: Op, kernel: Ke
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        launcher(config, *packed, *outputs)
+        launcher(config, make_call(op.name, *packed, *outputs))
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, stream=stream):
-            launcher(config, *packed, *outputs)
+            launcher(config, make_call(op.name, *packed, *outputs))
         for now, before, parameter in zip(packed, pristine, op.parameters, strict=True):
             if parameter.mutable and isinstance(now, torch.Tensor):
                 now.copy_(before)
@@ -124,7 +125,7 @@ def test_a_kernel_that_says_so_is_deterministic(op: Op, kernel: Kernel, text: st
             for p, a in zip(op.parameters, arguments, strict=True)
         ]
         outputs = [torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in op.like(*copies)]
-        launcher(config, *copies, *outputs)
+        launcher(config, make_call(op.name, *copies, *outputs))
         torch.cuda.synchronize()
         current = [out.view(torch.uint8).clone() if out.numel() else out for out in outputs]
         assert first is None or all(torch.equal(a, b) for a, b in zip(first, current, strict=True))

@@ -13,6 +13,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.sampling import sample
 from gristmill.kernels.sampling.sample_sm90 import KERNEL, LARGEST, MOST_OF_SLICE, MOST_RANKS, launch
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -63,7 +64,7 @@ def run(
     rows, v = logits.shape
     config = config or KERNEL.config(OP.problem(f"m={rows},v={v},x={SHORT[logits.dtype]}"), h200())
     buffer = torch.full((rows + 2,), -99, device=DEVICE)
-    launch(config, logits, *given, None, buffer[1 : rows + 1])
+    launch(config, make_call("sample", logits, *given, None, buffer[1 : rows + 1]))
     assert buffer[0] == -99 and buffer[rows + 1] == -99
     return buffer[1 : rows + 1]
 
@@ -190,10 +191,10 @@ def test_in_a_graph_on_a_side_stream() -> None:
     logits, given = normal(len(rows), 20000, seed=13), parameters(rows, 13)
     ids = torch.full((len(rows),), -99, device=DEVICE)
     config = {"ranks": 8, "threads": 256, "keep": 1}
-    launch(config, logits, *given, None, ids)
+    launch(config, make_call("sample", logits, *given, None, ids))
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
-        launch(config, logits, *given, None, ids)
+        launch(config, make_call("sample", logits, *given, None, ids))
     for seed in (14, 15):
         logits.copy_(normal(len(rows), 20000, seed=seed))
         given[4].add_(1)
@@ -204,7 +205,7 @@ def test_in_a_graph_on_a_side_stream() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         ids.fill_(-99)
-        launch(config, logits, *given, None, ids)
+        launch(config, make_call("sample", logits, *given, None, ids))
     stream.synchronize()
     assert torch.equal(ids, sample.reference(logits, *given))
 

@@ -11,6 +11,7 @@ import torch
 from gristmill.autotune.captures import capturing
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.varlen_attention.sm90.spec import EXAMPLES
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -40,7 +41,7 @@ def text(mix: tuple[int, ...], heads: int, kv_heads: int, **others: Any) -> str:
 def launch(config: dict[str, int], arguments: list[Any], out: torch.Tensor) -> None:
     from gristmill.kernels.attention.varlen_attention.sm90._launch import launch as launcher
 
-    launcher(config, *arguments, out)
+    launcher(config, make_call("varlen_attention", *arguments, out))
 
 
 def fenced(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from gristmill.kernels.linear.w8a8_sm90 import _launch as w8a8
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch as grouped
 from gristmill.kernels.moe.moe.w8a8_sm90 import _launch as grouped_w8a8
 from gristmill.kernels.native import cuda_function, library_dir
+from tests.calls import positional
 from tests.kernels.built_formats import built
 
 HAS_LIBRARY = (library_dir() / "libgristmill_cuda_sm90a.so").is_file()
@@ -44,6 +45,7 @@ def _linear_w8a8(problem: Problem, config: Config) -> Iterator[Call]:
     )
 
 
+@positional
 def _product(config: Config, number: str, rows: int, e: int, n: int, k: int, silu_mul: bool) -> Call:
     fields = {name: int(config[f"{name}{number}"]) for name in grouped.SHAPE}
     fields |= {"offsets": POINTER, "rows": rows, "x_rows": rows, "experts": e, "n": n, "k": k, "ldx": k}

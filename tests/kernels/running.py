@@ -38,20 +38,12 @@ class Runnable:
         return self.kernel.name if self.kernel.language != "cpp" else f"{self.kernel.name}-{self.target.name}"
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on the arguments and outputs as they are, strides included, after the operation's own
-        checks.
-
-        Optional arguments at the end may be left out where there are no outputs.
-        """
-        if not self.op.outputs:
-            left_out = self.op.parameters[len(arguments) :]
-            if all(parameter.type.endswith("?") for parameter in left_out):
-                arguments = (*arguments, *(None for _ in left_out))
-        problem = self.op.describe(*arguments[: len(self.op.parameters)])
+        """Launch on the arguments and outputs as they are, strides included, after the operation's own checks."""
+        call = self.op.Call(*arguments)
+        problem = self.op.describe(*call.arguments())
         assert self.kernel.accepts(problem) is None
-        if not self.op.guard(self.op.static(problem))(*arguments):
-            return
-        load(self.kernel)(self.kernel.config(problem, self.target), *arguments)
+        if self.op.guard(self.op.static(problem))(call):
+            load(self.kernel)(self.kernel.config(problem, self.target), call)
 
 
 def runnables(op: str) -> list[Runnable]:

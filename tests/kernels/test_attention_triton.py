@@ -17,6 +17,7 @@ from gristmill.kernels.attention.mla_attention import op as mla_attention
 from gristmill.kernels.attention.paged_attention import op as paged_attention
 from gristmill.kernels.attention.tiles import packing, part_length, split_count, tile_bound
 from gristmill.kernels.load import load
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="with a GPU here Triton kernels run on it, in the gpu tests")
@@ -38,7 +39,7 @@ def run(
         a[lse] = torch.full_like(a[lse], math.nan)
     shape, dtype = op.like(*a)[0]
     out = torch.full(shape, math.nan, dtype=dtype)
-    load(kernel)(kernel.config(problem, SMALL), *a, out)
+    load(kernel)(kernel.config(problem, SMALL), make_call(kernel.op, *a, out))
     return a, [out] if a[lse] is None else [out, a[lse]]
 
 

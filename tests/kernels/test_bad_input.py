@@ -293,7 +293,7 @@ def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch
 
     assert faults(op.guard(plan.static)) == ""
     rows = arguments[0].shape[0]
-    assert "other values than the reference" in faults(lambda x, *rest: min(rows, x.shape[0]))
+    assert "other values than the reference" in faults(lambda call: min(rows, call.x.shape[0]))
 
     def asks(x: Any, *rest: Any) -> int:
         raise KeyError(x.dim())

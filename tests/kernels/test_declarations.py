@@ -237,7 +237,8 @@ def findings(op: Op, checked: Op | None = None) -> list[str]:
             question = partial(fitting, op, checked.describe, changed[:count])
             refusals.append(refused(op, "describe", item, question, what))
         if planned:
-            refusals.append(refused(op, "guard", item, partial(fitting, op, guard, changed), what))
+            question = partial(fitting, op, lambda *values: guard(op.Call(*values)), changed)
+            refusals.append(refused(op, "guard", item, question, what))
 
     others = {a.name for a in op.arguments if isinstance(a, Tensor | Weight)}
     for place, item in enumerate((*op.arguments, *op.returns)):
@@ -279,7 +280,7 @@ def test_schemas_are_those_that_callers_know() -> None:
 def test_every_declared_property_is_checked(op: Op) -> None:
     problem, call = call_of(op)
     assert op.static(op.describe(*call[: len(op.arguments)])) == op.static(problem)
-    assert op.guard(op.static(problem))(*call) == problem.integer(str(op.bucket))
+    assert op.guard(op.static(problem))(op.Call(*call)) == problem.integer(str(op.bucket))
     actual = findings(op)
     assert not actual, "\n".join(actual)
 
@@ -319,7 +320,11 @@ def test_the_source_is_shown() -> None:
         "if (" in inspect.getsource(guard) and inspect.getsource(guard).strip().splitlines()[0] in op.source
     )
     with pytest.raises(ValueError, match="weight must be") as caught:
-        guard(torch.zeros(2, 8).bfloat16(), torch.zeros(7).bfloat16(), 1e-5, torch.zeros(2, 8).bfloat16())
+        guard(
+            op.Call(
+                torch.zeros(2, 8).bfloat16(), torch.zeros(7).bfloat16(), 1e-5, torch.zeros(2, 8).bfloat16()
+            )
+        )
     assert "raise wrong_shape(where, 'weight'" in "".join(format_exception(caught.value))
 
 

@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from gristmill import ops
 from gristmill.kernels.moe.grouped_topk import op as grouped_topk
+from tests.calls import positional
 from tests.kernels.running import Runnable, padded_rows, runnables, verify_fault
 
 HERE = runnables("grouped_topk")
@@ -178,6 +179,7 @@ def test_through_the_operator(policy_file: Any) -> None:
 FAULT = "m=33,e=64,top_k=4,n_group=8,topk_group=3,scoring=sigmoid,bias=true"
 
 
+@positional
 def biased_weights(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
@@ -188,6 +190,7 @@ def biased_weights(
     ids.copy_(top_ids)
 
 
+@positional
 def best_of_group(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
@@ -198,6 +201,7 @@ def best_of_group(
     ids.copy_(top_ids)
 
 
+@positional
 def not_renormalized(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:
@@ -206,6 +210,7 @@ def not_renormalized(
     ids.copy_(reference[1])
 
 
+@positional
 def higher_index_first(
     config, logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale, weights, ids
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.calls import make_call, positional
 from tests.kernels.running import Runnable, runnables
 
 Views = tuple[Tensor, Tensor]
@@ -88,13 +89,14 @@ def test_every_family_is_covered() -> None:
         assert {"cpp", "triton"} <= {kernel.kernel.language for kernel in kernels}
 
 
+@positional
 def ignores_strides(config, q, k_cache, v_cache, *rest):
     """Planted fault: treats the caches as contiguous."""
     k, v = (torch.as_strided(c, c.shape, torch.empty(c.shape).stride()) for c in (k_cache, v_cache))
     torch_kernel = next(k for k in PAGED if k.kernel.name == "paged_attention_torch")
     from gristmill.kernels.load import load
 
-    load(torch_kernel.kernel)(config, q, k, v, *rest)
+    load(torch_kernel.kernel)(config, make_call(torch_kernel.kernel.op, q, k, v, *rest))
 
 
 def test_a_kernel_that_ignores_strides_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, quantize
 from gristmill.quant.packed import pack
 from gristmill.quant.sharding import concat
+from tests.calls import make_call
 from tests.conftest import HAS_GPU
 from tests.native.levels import runnable_levels
 
@@ -57,7 +58,7 @@ def run(
         tensors = pack(weight, layout).tensors
     ((shape, dtype),) = OP.like(x, [], bias, residual, silu_mul, weight.n)
     out = torch.full(shape, float("nan"), dtype=dtype)
-    load(kernel)(config, x, tensors, bias, residual, silu_mul, weight.n, None, out)
+    load(kernel)(config, make_call("linear", x, tensors, bias, residual, silu_mul, weight.n, None, out))
     return out
 
 
@@ -288,7 +289,7 @@ def skips_last_row(
     out: Any,
 ) -> None:
     named("linear_dequant_torch").load()(
-        config, x[:-1], weight, bias, residual, silu_mul, n, workspace, out[:-1]
+        config, make_call("linear", x[:-1], weight, bias, residual, silu_mul, n, workspace, out[:-1])
     )
 
 

@@ -53,14 +53,16 @@ def run(weight: QuantTensor, x: torch.Tensor, level: str = LEVELS[-1], **options
     out = torch.full((x.shape[0], weight.n // (1 + silu_mul)), float("nan"), dtype=x.dtype)
     load(KERNEL)(
         KERNEL.config(problem, Target.parse(f"cpu:{level}")),
-        x,
-        pack(weight, "cpu_rows16_v1").tensors,
-        options.get("bias"),
-        options.get("residual"),
-        silu_mul,
-        weight.n,
-        None,
-        out,
+        OP.Call(
+            x,
+            pack(weight, "cpu_rows16_v1").tensors,
+            options.get("bias"),
+            options.get("residual"),
+            silu_mul,
+            weight.n,
+            None,
+            out,
+        ),
     )
     return out
 
@@ -220,14 +222,16 @@ def test_a_weight_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match=r"linear_a8_cpu: codes .* do not pack a \[32, 256\] weight"):
         load(KERNEL)(
             KERNEL.config(problem, Target.parse("cpu:base")),
-            torch.randn(1, 256),
-            pack(other, "cpu_rows16_v1").tensors,
-            None,
-            None,
-            False,
-            32,
-            None,
-            torch.empty(1, 32),
+            OP.Call(
+                torch.randn(1, 256),
+                pack(other, "cpu_rows16_v1").tensors,
+                None,
+                None,
+                False,
+                32,
+                None,
+                torch.empty(1, 32),
+            ),
         )
 
 

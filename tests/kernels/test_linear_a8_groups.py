@@ -22,6 +22,7 @@ from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.formats.gguf_blocks import TYPES, read_blocks
 from gristmill.quant.packed import Packed
+from tests.calls import make_call
 from tests.quant.formats.test_gguf import random_blocks
 
 OP = default_registry().op("linear")
@@ -52,7 +53,7 @@ def error(q: QuantTensor, packed: Packed, m: int, dtype: torch.dtype = torch.flo
     assert KERNEL.accepts(problem) is None
     out = torch.full((m, q.n), float("nan"), dtype=dtype)
     config = KERNEL.config(problem, device_target("cpu", Policy()))
-    load(KERNEL)(config, x, packed.tensors, None, None, False, q.n, None, out)
+    load(KERNEL)(config, make_call("linear", x, packed.tensors, None, None, False, q.n, None, out))
     arguments = [
         x,
         replace(q, scheme=QuantScheme.parse(f"{q.scheme}.int8_g32")),
@@ -125,7 +126,7 @@ def output(q: QuantTensor, x: Tensor) -> Tensor:
     out = torch.full((x.shape[0], q.n), float("nan"))
     problem = OP.problem({"m": x.shape[0], "n": q.n, "k": q.k, "x": "fp32", "w": f"{q.scheme}.int8_g32"})
     config = KERNEL.config(problem, device_target("cpu", Policy()))
-    load(KERNEL)(config, x, packed.tensors, None, None, False, q.n, None, out)
+    load(KERNEL)(config, make_call("linear", x, packed.tensors, None, None, False, q.n, None, out))
     return out
 
 

@@ -15,6 +15,7 @@ from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES, Choice, 
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.quant import pack, quantize
 from gristmill.quant.activations import quantize_activation
+from tests.calls import make_call
 
 OP = default_registry().op("linear")
 KERNEL = default_registry().kernel("linear", "linear_w8a8_sm90")
@@ -178,7 +179,7 @@ def _launch_on_cpu(scheme: str, n: int, k: int, m: int = 0, **changed: torch.Ten
     slots = {**packed.slots, **changed}
     x, out = torch.randn(m, k).bfloat16(), torch.empty(m, n).bfloat16()
     config = KERNEL.config(OP.problem(f"m={m},n={n},k={k},w={scheme}"), TARGET)
-    _launch.launch(config, x, list(slots.values()), None, None, False, n, None, out)
+    _launch.launch(config, make_call("linear", x, list(slots.values()), None, None, False, n, None, out))
 
 
 @pytest.mark.parametrize("scheme", shapes.SCHEMES)

@@ -11,6 +11,7 @@ import torch
 
 from gristmill import ops
 from gristmill.kernels.attention.merge_attention_states.op import OP, reference
+from tests.calls import positional
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 INF = math.inf
@@ -88,7 +89,7 @@ def test_refusals_and_guards() -> None:
         with pytest.raises(kind, match=message):
             ops.merge_attention_states(*arguments)
     static, out, lse = OP.static(OP.problem("h=2,d=8,x=fp32")), torch.empty_like(a), torch.empty_like(a_lse)
-    assert OP.guard(static)(a, a_lse, b, b_lse, out, lse) == 4
+    assert OP.guard(static)(OP.Call(a, a_lse, b, b_lse, out, lse)) == 4
     for wrong in (
         (a, a_lse, b, b_lse, out[:3], lse),
         (a, a_lse, b, b_lse, out, lse[:3]),
@@ -99,21 +100,24 @@ def test_refusals_and_guards() -> None:
         (a, a_lse, b, torch.empty(2, 4).t(), out, lse),
     ):
         with pytest.raises(ValueError, match="planned for|contiguous"):
-            OP.guard(static)(*wrong)
+            OP.guard(static)(OP.Call(*wrong))
 
 
+@positional
 def base_two(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
     merged, total = reference(a, a_lse * math.log(2), b, b_lse * math.log(2))
     out.copy_(merged)
     lse.copy_(total / math.log(2))
 
 
+@positional
 def heads_rolled(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
     merged, _ = reference(a, a_lse.roll(1, 1), b, b_lse.roll(1, 1))
     out.copy_(merged)
     lse.copy_(reference(a, a_lse, b, b_lse)[1])
 
 
+@positional
 def empty_rows_kept(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
     merged, total = reference(a, a_lse, b, b_lse)
     empty = total == -INF
@@ -121,11 +125,13 @@ def empty_rows_kept(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: An
     lse.copy_(total)
 
 
+@positional
 def larger_lse_only(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
     out.copy_(reference(a, a_lse, b, b_lse)[0])
     lse.copy_(torch.maximum(a_lse, b_lse))
 
 
+@positional
 def tail_unweighted(config: Any, a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, lse: Any) -> None:
     merged, total = reference(a, a_lse, b, b_lse)
     merged[..., -1] *= 1 + 2**-6

@@ -19,6 +19,7 @@ from gristmill.kernels.attention.mla_attention.torch import KERNEL as MLA_TORCH
 from gristmill.kernels.attention.varlen_attention import op as varlen_attention
 from gristmill.kernels.attention.varlen_attention.cpu import KERNEL as VARLEN_CPP
 from gristmill.kernels.attention.varlen_attention.torch import KERNEL as VARLEN_TORCH
+from tests.calls import make_call
 from tests.native.levels import runnable_levels
 
 LEVELS = [level for level in runnable_levels() if level in ("base", "avx2", "avx512", "neon")]
@@ -125,7 +126,7 @@ def test_absorbed_and_unabsorbed_match_deepseek(new: int) -> None:
 
 def _cpp_mla(*arguments: Any) -> torch.Tensor:
     out = torch.empty(*arguments[0].shape[:2], 64)
-    MLA_CPP.load()({"level": LEVELS[-1]}, *arguments, None, None, out)
+    MLA_CPP.load()({"level": LEVELS[-1]}, make_call("mla_attention", *arguments, None, None, out))
     return out
 
 
@@ -135,7 +136,7 @@ def run(op: Op, kernel: Kernel, config: dict[str, Any], arguments: dict[str, Any
         arguments["lse"] = torch.full_like(arguments["lse"], math.nan)
     shape, dtype = op.like(*arguments.values())[0]
     out = torch.full(shape, math.nan, dtype=dtype)
-    kernel.load()(config, *arguments.values(), out)
+    kernel.load()(config, op.Call(*arguments.values(), out))
     return [out] if arguments["lse"] is None else [out, arguments["lse"]]
 
 

@@ -22,6 +22,7 @@ from gristmill.kernels.moe.permute import op as permute
 from gristmill.quant.packed import pack
 from gristmill.quant.rtn import quantize
 from gristmill.quant.tensor import QuantTensor
+from tests.calls import make_call, positional
 from tests.kernels.running import CPU, Runnable, runnables, verify_fault
 
 MOE, GROUPED = runnables("moe"), runnables("grouped_linear")
@@ -148,14 +149,14 @@ def test_moe_in_a_workspace_of_exactly_its_size(implementation: Runnable) -> Non
     config = kernel.config(problem, implementation.target)
     size = kernel.workspace(problem, config).bytes
     plain = torch.empty_like(arguments[0])
-    implementation.kernel.load()(config, *arguments, plain)
+    implementation.kernel.load()(config, make_call(implementation.kernel.op, *arguments, plain))
     band = torch.full((size + 512,), 171, dtype=torch.uint8)
     arguments[6], out = band[256 : 256 + size], torch.empty_like(plain)
-    implementation.kernel.load()(config, *arguments, out)
+    implementation.kernel.load()(config, make_call(implementation.kernel.op, *arguments, out))
     assert torch.equal(out, plain) and (band[:256] == 171).all() and (band[256 + size :] == 171).all()
     arguments[6] = band[: size - 1]
     with pytest.raises(ValueError, match="workspace must be"):
-        implementation.kernel.load()(config, *arguments, out)
+        implementation.kernel.load()(config, make_call(implementation.kernel.op, *arguments, out))
 
 
 @pytest.mark.parametrize("implementation", [i for i in MOE + GROUPED if i.kernel.batch_invariant], ids=str)
@@ -169,8 +170,10 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
         arguments = kernel_arguments(op, kernel, op.inputs(problem, 8, "cpu"))
         config = kernel.config(problem, implementation.target)
         full, part = torch.empty_like(arguments[0]), torch.empty_like(arguments[0][:m])
-        kernel.load()(config, *arguments, full)
-        kernel.load()(config, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
+        kernel.load()(config, make_call(kernel.op, *arguments, full))
+        kernel.load()(
+            config, make_call(kernel.op, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
+        )
         assert torch.equal(part, full[:m])
 
 
@@ -189,7 +192,7 @@ def test_only_experts_with_rows_are_read(implementation: Runnable) -> None:
     problem = op.describe(x, weight, offsets)
     arguments = kernel_arguments(op, kernel, [x, weight, offsets, None, 1, False, 32, *SILU[1:]])
     out = torch.full((5, 32), float("nan"))
-    kernel.load()(kernel.config(problem, implementation.target), *arguments, out)
+    kernel.load()(kernel.config(problem, implementation.target), make_call(kernel.op, *arguments, out))
     torch.testing.assert_close(out, grouped_linear.reference(x, weight, offsets), rtol=1e-4, atol=1e-4)
 
 
@@ -207,7 +210,9 @@ def test_cpu_refuses_offsets_and_permutations_that_leave_their_tensors() -> None
         (_i32(0, 1, 3), _i32(0, -1, 1)),
     ):
         with pytest.raises(ValueError, match="out of its range"):
-            kernel.load()(config, x, weight, offsets, permutation, 1, False, 16, *SILU[1:], out)
+            kernel.load()(
+                config, make_call(kernel.op, x, weight, offsets, permutation, 1, False, 16, *SILU[1:], out)
+            )
 
 
 def test_expert_parallel_halves_add_up() -> None:
@@ -284,12 +289,14 @@ def _fault(op: str, launcher: str, problem: str) -> None:
     assert not outcome.ok and "tolerance" in outcome.reason, outcome
 
 
+@positional
 def late_offset(config, ids, experts, offsets, permutation, inverse) -> None:
     for out, correct in zip((offsets, permutation, inverse), permute.reference(ids, experts), strict=True):
         out.copy_(correct)
     offsets[experts // 2] += 1
 
 
+@positional
 def unstable(config, ids, experts, offsets, permutation, inverse) -> None:
     results = permute.reference(ids.flatten().flip(0).view_as(ids), experts)
     offsets.copy_(results[0])
@@ -297,12 +304,14 @@ def unstable(config, ids, experts, offsets, permutation, inverse) -> None:
     inverse.copy_(results[2].flip(0))
 
 
+@positional
 def dropped_token(config, y, inverse, weights, out) -> None:
     results = combine.reference(y, inverse, weights)
     results[-1] = combine.reference(y, torch.full_like(inverse, -1), weights)[-1]
     out.copy_(results)
 
 
+@positional
 def forgotten_last_k(config, y, inverse, weights, out) -> None:
     weights = weights.clone()
     weights[3, -1] = 0
@@ -440,19 +449,20 @@ def test_chain_takes_other_parts_in_the_middle() -> None:
     x, weights, ids, w13, w2, inner, *_ = op.inputs(problem, 14, "cpu")
     called = []
 
-    def middle(rows, weight, offsets, permutation, top_k, silu_mul, n, *epilogue_and_out) -> None:
-        called.append(n)
-        *epilogue, out = epilogue_and_out
-        out.copy_(grouped_linear.reference(rows, weight, offsets, permutation, top_k, silu_mul, n, *epilogue))
+    def middle(call) -> None:
+        called.append(call.n)
+        call.out.copy_(grouped_linear.reference(*call.arguments()))
 
-    def placed(ids, experts, *outs) -> None:
-        for out, result in zip(outs, permute.reference(ids, experts), strict=True):
-            out.copy_(result)
+    def placed(call) -> None:
+        call.expert_offsets.copy_(permute.reference(call.ids, call.experts)[0])
+        call.permutation.copy_(permute.reference(call.ids, call.experts)[1])
+        call.inverse.copy_(permute.reference(call.ids, call.experts)[2])
+
+    def summed(call) -> None:
+        call.out.copy_(combine.reference(call.y, call.inverse, call.weights))
 
     out = torch.empty_like(x)
-    parts = _chain.Parts(
-        placed, middle, middle, lambda y, inverse, w, to: to.copy_(combine.reference(y, inverse, w))
-    )
-    _chain.run(parts, x, weights, ids, w13, w2, inner, 4, None, _chain.Epilogue(*SILU), out)
+    parts = _chain.Parts(placed, middle, middle, summed)
+    _chain.run(parts, op.Call(x, weights, ids, [w13], [w2], inner, out=out))
     assert called == [2 * inner, 32]
     torch.testing.assert_close(out, moe.reference(x, weights, ids, w13, w2), rtol=1e-5, atol=1e-6)

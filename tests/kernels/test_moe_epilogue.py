@@ -17,6 +17,7 @@ from gristmill.kernels.moe.grouped_linear import op as grouped_linear
 from gristmill.kernels.moe.moe import op as moe
 from gristmill.quant.packed import pack
 from gristmill.quant.tensor import QuantTensor
+from tests.calls import make_call
 from tests.kernels.running import Runnable, runnables
 
 MOE, GROUPED = runnables("moe"), runnables("grouped_linear")
@@ -114,7 +115,10 @@ def test_numbers_beyond_the_limit(implementation: Runnable) -> None:
     given = [torch.zeros(3, weight.k), weight, offsets, None, 1, True, 2 * n, bias, True, ALPHA, limit]
     problem = op.describe(*given)
     out = torch.empty(3, n)
-    kernel.load()(kernel.config(problem, implementation.target), *kernel_arguments(op, kernel, given), out)
+    kernel.load()(
+        kernel.config(problem, implementation.target),
+        make_call(kernel.op, *kernel_arguments(op, kernel, given), out),
+    )
     torch.testing.assert_close(out, expected.expand(3, n), rtol=1e-6, atol=0, equal_nan=True)
 
 
@@ -125,10 +129,12 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
     problem = op.problem(f"m=12,top_k=2,e=3,h=96,i=64,w={scheme},epilogue={WHOLE}")
     arguments = kernel_arguments(op, kernel, op.inputs(problem, 8, "cpu"))
     config, full = kernel.config(problem, implementation.target), torch.empty(12, 96, dtype=torch.bfloat16)
-    kernel.load()(config, *arguments, full)
+    kernel.load()(config, make_call(kernel.op, *arguments, full))
     for m in (1, 5):
         part = torch.empty_like(full[:m])
-        kernel.load()(config, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
+        kernel.load()(
+            config, make_call(kernel.op, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
+        )
         assert torch.equal(part, full[:m])
 
 

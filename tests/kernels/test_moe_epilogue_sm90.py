@@ -17,6 +17,7 @@ from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
 from gristmill.kernels.moe.moe import epilogue_sm90 as moe_epilogue_sm90
 from gristmill.kernels.moe.moe import op as moe
 from gristmill.kernels.moe.permute import op as permute
+from tests.calls import make_call, positional
 from tests.conftest import HAS_GPU
 
 OP, TARGET = default_registry().op("moe"), Target.parse("sm_90")
@@ -76,6 +77,7 @@ def _gather_rows(
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    @positional
     def placed(config: Any, ids: torch.Tensor, experts: int, *outs: torch.Tensor) -> None:
         for out, result in zip(outs, permute.reference(ids, experts), strict=True):
             out.copy_(result)
@@ -85,7 +87,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_steps_sm90, "permute", placed)
     monkeypatch.setattr(moe_steps_sm90, "gather_rows", _gather_rows)
     monkeypatch.setattr(
-        moe_steps_sm90, "combine", lambda _, y, inverse, w, out: out.copy_(combine.reference(y, inverse, w))
+        moe_steps_sm90,
+        "combine",
+        lambda _, call: call.out.copy_(combine.reference(call.y, call.inverse, call.weights)),
     )
 
 
@@ -104,7 +108,7 @@ def _run(problem: Any, arguments: list[Any]) -> torch.Tensor:
     given[3:5] = [[w.dequantize()] for w in arguments[3:5]]
     config = KERNEL.config(problem, TARGET)
     given[6] = torch.full((KERNEL.workspace(problem, config).bytes,), 255, dtype=torch.uint8)  # NaN
-    moe_epilogue_sm90.launch(config, *given, out)
+    moe_epilogue_sm90.launch(config, make_call("moe", *given, out))
     return out
 
 
@@ -143,4 +147,4 @@ def test_refuses_a_workspace_that_is_too_small() -> None:
     arguments[3:5] = [[w.dequantize()] for w in arguments[3:5]]
     arguments[6] = torch.empty(KERNEL.workspace(problem, config).bytes - 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="workspace must be"):
-        moe_epilogue_sm90.launch(config, *arguments, torch.empty_like(arguments[0]))
+        moe_epilogue_sm90.launch(config, make_call("moe", *arguments, torch.empty_like(arguments[0])))

@@ -16,6 +16,7 @@ from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
 from gristmill.kernels.moe.moe import sm90 as moe_sm90
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.quant import pack, quantize
+from tests.calls import make_call
 
 REGISTRY, TARGET = default_registry(), Target.parse("sm_90")
 MOE, GROUPED = REGISTRY.kernel("moe", "moe_sm90"), REGISTRY.kernel("grouped_linear", "grouped_linear_sm90")
@@ -181,7 +182,9 @@ def test_launcher_refuses_tensors_that_do_not_fit() -> None:
         out: torch.Tensor = out,
         epilogue: tuple[object, ...] = SILU[1:],
     ) -> None:
-        _launch.launch(config, x, tensors, offsets, None, 1, False, 0, *epilogue, out)
+        _launch.launch(
+            config, make_call("grouped_linear", x, tensors, offsets, None, 1, False, 0, *epilogue, out)
+        )
 
     call(out=out[:0])  # no rows, no launch
     with pytest.raises(ValueError, match=r"expected \d+ bytes of tiles for 3 experts"):
@@ -207,13 +210,16 @@ def test_workspace_is_that_of_the_chain_and_sorted_rows_need_no_more() -> None:
     with pytest.raises(ValueError, match="pass inter="):
         moe_sm90.launch(
             {},
-            torch.zeros(2, 64),
-            torch.zeros(2, 1),
-            torch.zeros(2, 1),
-            tensors,
-            tensors,
-            0,
-            None,
-            *SILU,
-            torch.zeros(2, 64),
+            make_call(
+                "moe",
+                torch.zeros(2, 64),
+                torch.zeros(2, 1),
+                torch.zeros(2, 1),
+                tensors,
+                tensors,
+                0,
+                None,
+                *SILU,
+                torch.zeros(2, 64),
+            ),
         )

@@ -16,6 +16,7 @@ from gristmill.kernels.moe.moe.w8a8_sm90 import _launch, shapes
 from gristmill.kernels.moe.moe.w8a8_sm90 import spec as moe_w8a8_sm90
 from gristmill.kernels.native import cuda_function, library_dir
 from gristmill.quant import pack, quantize
+from tests.calls import make_call
 
 OP, TARGET = default_registry().op("moe"), Target.parse("sm_90")
 KERNEL = default_registry().kernel("moe", "moe_w8a8_sm90")
@@ -155,15 +156,18 @@ def _launch_on_cpu(scheme: str, tokens: int = 0, **changed: torch.Tensor) -> Non
     x = changed.pop("x", torch.zeros(tokens, 64, dtype=torch.bfloat16))
     moe_w8a8_sm90.launch(
         KERNEL.config(problem, TARGET),
-        x,
-        torch.zeros(tokens, 2),
-        torch.zeros(tokens, 2, dtype=torch.int32),
-        list({**first.slots, **changed}.values()),
-        list(second.slots.values()),
-        48,
-        None,
-        *SILU,
-        torch.empty(tokens, 64, dtype=torch.bfloat16),
+        make_call(
+            "moe",
+            x,
+            torch.zeros(tokens, 2),
+            torch.zeros(tokens, 2, dtype=torch.int32),
+            list({**first.slots, **changed}.values()),
+            list(second.slots.values()),
+            48,
+            None,
+            *SILU,
+            torch.empty(tokens, 64, dtype=torch.bfloat16),
+        ),
     )
 
 
@@ -215,4 +219,4 @@ def test_other_epilogues_are_refused() -> None:
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     for epilogue in ((x, None, False, 0.0, 0.0), (None, None, True, 1.0, 1.0)):
         with pytest.raises(ValueError, match="no biases and no clamped activation"):
-            moe_w8a8_sm90.launch({}, x, x, x, [], [], 48, None, *epilogue, x)
+            moe_w8a8_sm90.launch({}, make_call("moe", x, x, x, [], [], 48, None, *epilogue, x))

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from gristmill import ops
 from gristmill.kernel_registry.op import Op
 from gristmill.kernels.norm import fused_add_rms_norm, rms_norm
+from tests.calls import positional
 from tests.kernels.running import Runnable, close, padded_rows, runnables, verify_fault
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -188,7 +189,7 @@ def test_guards_refuse_what_would_read_or_write_elsewhere(op: Op) -> None:
 
     def call(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
         arguments = (x, torch.zeros_like(x), weight) if fused else (x, weight)
-        return op.guard(static)(*arguments, EPS, out)
+        return op.guard(static)(op.Call(*arguments, EPS, out))
 
     x, weight = torch.randn(4, 8), torch.randn(8)
     assert call(x, weight, torch.empty(4, 8)) == 4
@@ -211,25 +212,30 @@ def test_guards_refuse_what_would_read_or_write_elsewhere(op: Op) -> None:
             call(*arguments)
 
 
+@positional
 def skipped_tail(config: Any, x: Any, weight: Any, eps: float, out: Any) -> None:
     out.copy_(rms_norm.reference(x, weight, eps))
     out[..., -1] = x[..., -1]
 
 
+@positional
 def mean_over_padding(config: Any, x: Any, weight: Any, eps: float, out: Any) -> None:
     n = x.shape[-1]
     scale = (x.float().square().sum(-1, keepdim=True) / (-(-n // 16) * 16) + eps).rsqrt()
     out.copy_(x.float() * scale * weight.float())
 
 
+@positional
 def unwritten_row(config: Any, x: Any, weight: Any, eps: float, out: Any) -> None:
     out[:-1].copy_(rms_norm.reference(x, weight, eps)[:-1])
 
 
+@positional
 def row_off_by_one(config: Any, x: Any, weight: Any, eps: float, out: Any) -> None:
     out.copy_(rms_norm.reference(x.roll(1, 0), weight, eps))
 
 
+@positional
 def past_the_end(config: Any, x: Any, weight: Any, eps: float, out: Any) -> None:
     out.copy_(rms_norm.reference(x, weight, eps))
     torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).fill_(0)
@@ -243,15 +249,18 @@ def test_verification_catches_wrong_norms(fault: str, dtype: str) -> None:
     assert not verify_fault("rms_norm", __name__, fault, f"m=7,n=257,x={dtype}").ok
 
 
+@positional
 def residual_not_written(config: Any, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
     out.copy_(fused_add_rms_norm.reference(x, residual.clone(), weight, eps))
 
 
+@positional
 def norm_before_addition(config: Any, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
     out.copy_(rms_norm.reference(x, weight, eps))
     residual.add_(x)
 
 
+@positional
 def one_column_added_twice(config: Any, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
     out.copy_(fused_add_rms_norm.reference(x, residual, weight, eps))
     residual[0, 3] += x[0, 3]

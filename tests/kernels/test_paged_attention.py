@@ -17,6 +17,7 @@ from gristmill.kernels.attention.lengths import lengths
 from gristmill.kernels.attention.paged_attention.cpu import KERNEL as CPP
 from gristmill.kernels.attention.paged_attention.op import OP
 from gristmill.kernels.attention.paged_attention.torch import KERNEL as TORCH
+from tests.calls import make_call
 from tests.native.levels import runnable_levels
 
 NAMES = [parameter.name for parameter in OP.parameters]
@@ -32,7 +33,7 @@ def run(launcher: Callable[..., None], config: dict[str, Any], a: dict[str, Any]
     if a["lse"] is not None:
         a["lse"] = torch.full_like(a["lse"], math.nan)
     out = torch.full(a["q"].shape, math.nan, dtype=a["q"].dtype)
-    launcher(config, *a.values(), out)
+    launcher(config, make_call("paged_attention", *a.values(), out))
     return [out] if a["lse"] is None else [out, a["lse"]]
 
 
@@ -463,10 +464,10 @@ def test_guard_refuses(name: str, change: Callable[[Any], Any]) -> None:
         "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,x=fp32"
     )
     static, out = OP.static(problem), torch.empty(5, 4, 64)
-    assert OP.guard(static)(*a.values(), out) == 5
+    assert OP.guard(static)(OP.Call(*a.values(), out)) == 5
     a[name] = change(a[name])
     with pytest.raises(ValueError, match="paged_attention"):
-        OP.guard(static)(*a.values(), out)
+        OP.guard(static)(OP.Call(*a.values(), out))
 
 
 @pytest.mark.parametrize("softcap", [0.5, 50.0, 1e6])

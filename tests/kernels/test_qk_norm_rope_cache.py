@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from gristmill import ops
 from gristmill.kernels.kv_cache import qk_norm_rope_cache
 from gristmill.kernels.load import load
+from tests.calls import make_call, positional
 from tests.kernels.running import REGISTRY, Runnable, runnables, verify_fault
 
 OP, NAME, reference = qk_norm_rope_cache.OP, qk_norm_rope_cache.NAME, qk_norm_rope_cache.reference
@@ -91,7 +92,10 @@ def separately(call: dict[str, Any], implementation: Runnable) -> None:
 
     def run(op: str, problem: str, *tensors: Any) -> None:
         kernel = REGISTRY.kernel(op, f"{op}_cpu")
-        load(kernel)(kernel.config(REGISTRY.op(op).problem(problem), implementation.target), *tensors)
+        load(kernel)(
+            kernel.config(REGISTRY.op(op).problem(problem), implementation.target),
+            make_call(kernel.op, *tensors),
+        )
 
     kv_heads, d = call["key_cache"].shape[2:]
     q, k, value = call["qkv"].split([call["q"].shape[1], kv_heads, kv_heads], 1)
@@ -226,17 +230,19 @@ def test_refusals() -> None:
             ops.qk_norm_rope_cache(**(valid | changes))
     guard = OP.guard(OP.problem("heads=2,kv_heads=1,head_dim=16,rot=16,norm=true,x=fp32"))
     out = torch.empty(4, 2, 16)
-    assert guard(*valid.values(), out) == 4
+    assert guard(OP.Call(*valid.values(), out)) == 4
     for changes in ({"q_weight": None, "k_weight": None}, {"k_weight": None}, {"interleaved": True}):
         with pytest.raises(ValueError, match="planned for"):
-            guard(*(valid | changes).values(), out)
+            guard(OP.Call(*(valid | changes).values(), out))
 
 
+@positional
 def k_not_normalized(config: Any, *call: Any) -> None:
     qkv, q_weight, k_weight, *rest, q = call
     q.copy_(reference(qkv, q_weight, torch.ones_like(k_weight), *rest))
 
 
+@positional
 def norm_after_the_rotation(config: Any, *call: Any) -> None:
     qkv, q_weight, k_weight, eps, *rest, q = call
     turned = reference(qkv, None, None, eps, *rest)
@@ -244,22 +250,26 @@ def norm_after_the_rotation(config: Any, *call: Any) -> None:
     q.copy_(qk_norm_rope_cache.rms_norm.reference(turned, q_weight, eps))
 
 
+@positional
 def values_as_keys(config: Any, *call: Any) -> None:
     qkv, *rest, q = call
     heads = (qkv.shape[1] - q.shape[1]) // 2
     q.copy_(reference(torch.cat((qkv[:, :-heads], qkv[:, -2 * heads : -heads]), 1), *rest))
 
 
+@positional
 def other_style(config: Any, *call: Any) -> None:
     *front, interleaved, k_scale, v_scale, q = call
     q.copy_(reference(*front, not interleaved, k_scale, v_scale))
 
 
+@positional
 def slot_off_by_one(config: Any, *call: Any) -> None:
     *front, slots, interleaved, k_scale, v_scale, q = call
     q.copy_(reference(*front, torch.where(slots > 0, slots - 1, slots), interleaved, k_scale, v_scale))
 
 
+@positional
 def scale_before_the_rotation(config: Any, *call: Any) -> None:
     """The scale of a key is taken from the head before it is rotated: other codes that mean nearly the same."""
     *rest, k_scale, v_scale, q = call
@@ -271,6 +281,7 @@ def scale_before_the_rotation(config: Any, *call: Any) -> None:
     k_scale.copy_(scales[0])
 
 
+@positional
 def rounded_up(config: Any, *call: Any) -> None:
     """The codes of one head of one key are the next larger ones."""
     *rest, q = call
@@ -281,6 +292,7 @@ def rounded_up(config: Any, *call: Any) -> None:
     head += (head & 0x7F < 0x7E).to(torch.uint8)
 
 
+@positional
 def rest_scaled(config: Any, *call: Any) -> None:
     *rest, q = call
     q.copy_(reference(*rest))

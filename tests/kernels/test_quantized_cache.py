@@ -16,6 +16,7 @@ import torch
 from gristmill import ops
 from gristmill.kernels.attention.paged_attention import op as paged_attention
 from gristmill.kernels.kv_cache import reshape_and_cache
+from tests.calls import positional
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 SLOTS = torch.tensor([5, -1, 0, 13, -7, 2])
@@ -170,26 +171,31 @@ def test_a_slot_past_the_cache_is_never_written(implementation: Runnable, kind: 
     assert same(around, before) and (outside == 7).all()
 
 
+@positional
 def head_scales_shifted(config: Any, *arguments: Any) -> None:
     *rest, k_scale, v_scale = arguments
     reshape_and_cache.reference(*rest, k_scale.roll(1, -1), v_scale)
 
 
+@positional
 def one_scale_for_all_heads(config: Any, *arguments: Any) -> None:
     *rest, k_scale, v_scale = arguments
     reshape_and_cache.reference(*rest, k_scale[..., :1].contiguous(), v_scale)
 
 
+@positional
 def rounded_toward_zero(config: Any, *arguments: Any) -> None:
     key, *rest = arguments
     reshape_and_cache.reference((key.float() * 0.97).to(key.dtype), *rest)
 
 
+@positional
 def scale_not_written(config: Any, *arguments: Any) -> None:
     *rest, k_scale, v_scale = arguments
     reshape_and_cache.reference(*rest, k_scale, v_scale.clone())
 
 
+@positional
 def scale_of_the_tensor(config: Any, key: Any, value: Any, *rest: Any) -> None:
     """Planted fault: every token and head has the scale of the largest."""
     top = torch.zeros_like(key)
@@ -487,7 +493,7 @@ def test_guards_hold_plans_to_their_caches() -> None:
         tensor_scale, token_scale = torch.ones(1, 1, 2), torch.ones(4, 4, 2)
         if kind == "token":
             tensor_scale, token_scale = token_scale, tensor_scale
-        assert guard(*bad(k_scale=tensor_scale, v_scale=tensor_scale.clone()).values()) == 6
+        assert guard(op.Call(*bad(k_scale=tensor_scale, v_scale=tensor_scale.clone()).values())) == 6
         plain = torch.zeros(4, 4, 2, 8)
         for changes in (
             {"k_scale": token_scale, "v_scale": token_scale},
@@ -500,7 +506,7 @@ def test_guards_hold_plans_to_their_caches() -> None:
             {"k_scale": tensor_scale, "v_scale": tensor_scale, "key_cache": plain, "value_cache": plain},
         ):
             with pytest.raises(ValueError, match="planned for"):
-                guard(*bad(**changes).values())
+                guard(op.Call(*bad(**changes).values()))
 
 
 @pytest.mark.parametrize("op", [reshape_and_cache.OP, paged_attention.OP], ids=lambda op: op.name)

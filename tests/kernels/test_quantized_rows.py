@@ -16,6 +16,7 @@ from gristmill.kernels.load import load
 from gristmill.kernels.norm import fused_add_rms_norm, rms_norm, rms_norm_quant
 from gristmill.kernels.quantized_rows import GROUPS
 from gristmill.quant.activations import quantize_activation
+from tests.calls import make_call, positional
 from tests.kernels.running import REGISTRY, Runnable, padded_rows, runnables, verify_fault
 
 NORM, GATE = rms_norm_quant.OP, silu_and_mul_quant.OP
@@ -40,7 +41,9 @@ def unquantized(implementation: Runnable, call: list[Any]) -> torch.Tensor:
     out = torch.empty(codes.shape, dtype=call[0].dtype)
     config = kernel.config(REGISTRY.op(name).problem(f"n={codes.shape[-1]}"), implementation.target)
     tensors = [call[0].clone()] if len(call) == 4 else [x for x in call[:4] if x is not None]
-    load(kernel)(config, *(t.clone() if isinstance(t, torch.Tensor) else t for t in tensors), out)
+    load(kernel)(
+        config, make_call(kernel.op, *(t.clone() if isinstance(t, torch.Tensor) else t for t in tensors), out)
+    )
     return out
 
 
@@ -154,30 +157,36 @@ def test_refusals() -> None:
             ops.silu_and_mul_quant(torch.randn(4, 512), *arguments)
 
 
+@positional
 def scale_doubled(config: Any, *call: Any) -> None:
     NORM.reference(*call)
     call[-2][-1] *= 2
 
 
+@positional
 def a_group_late(config: Any, *call: Any) -> None:
     NORM.reference(*call)
     call[-2].copy_(call[-2].roll(1, -1))
 
 
+@positional
 def code_of_the_next_column(config: Any, *call: Any) -> None:
     NORM.reference(*call)
     call[-3].view(torch.uint8)[-1, 5] = call[-3].view(torch.uint8)[-1, 6]
 
 
+@positional
 def residual_not_written(config: Any, x: Any, residual: Any, *rest: Any) -> None:
     NORM.reference(x, residual.clone(), *rest)
 
 
+@positional
 def norm_of_x_alone(config: Any, x: Any, residual: Any, *rest: Any) -> None:
     NORM.reference(x, None, *rest)
     residual.copy_(x.float() + residual.float())
 
 
+@positional
 def not_rounded_first(
     config: Any, x: Any, residual: Any, weight: Any, eps: float, codes: Any, *rest: Any
 ) -> None:
@@ -206,6 +215,7 @@ def test_verification_catches_wrong_kernels(fault: str, format: str) -> None:
     assert not verify_fault("rms_norm_quant", __name__, fault, text).ok
 
 
+@positional
 def gate_and_up_swapped(config: Any, x: Any, *rest: Any) -> None:
     GATE.reference(x.roll(x.shape[1] // 2, -1), *rest)
 

@@ -10,6 +10,7 @@ import torch
 
 from gristmill import ops
 from gristmill.kernels.kv_cache import reshape_and_cache, reshape_and_cache_mla
+from tests.calls import positional
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 SLOTS = torch.tensor([5, -1, 0, 13, -7, 2])
@@ -154,36 +155,47 @@ def test_refusals_and_guards() -> None:
         with pytest.raises(
             ValueError, match=f"planned for h=2,d=8,dv=8,block_size=4,x=fp32: {message.partition(' ')[0]}"
         ):
-            reshape_and_cache.OP.guard(static)(*arguments)
-    assert reshape_and_cache.OP.guard(static)(key, value, key_cache, value_cache, SLOTS) == 6
+            reshape_and_cache.OP.guard(static)(reshape_and_cache.OP.Call(*arguments))
+    assert (
+        reshape_and_cache.OP.guard(static)(
+            reshape_and_cache.OP.Call(key, value, key_cache, value_cache, SLOTS)
+        )
+        == 6
+    )
     with pytest.raises(ValueError, match="planned for"):
-        reshape_and_cache.OP.guard(static)(key, value, key_cache[:, :3], value_cache[:, :3], SLOTS)
+        reshape_and_cache.OP.guard(static)(
+            reshape_and_cache.OP.Call(key, value, key_cache[:, :3], value_cache[:, :3], SLOTS)
+        )
     latent, cache = torch.randn(6, 8), torch.randn(4, 4, 8)
     static = reshape_and_cache_mla.OP.static(reshape_and_cache_mla.OP.problem("d=8,block_size=4,x=fp32"))
-    assert reshape_and_cache_mla.OP.guard(static)(latent, cache, SLOTS) == 6
+    assert reshape_and_cache_mla.OP.guard(static)(reshape_and_cache_mla.OP.Call(latent, cache, SLOTS)) == 6
     for wrong in (
         (latent[:, :7], cache, SLOTS),
         (latent.half(), cache, SLOTS),
         (latent, cache[:, :2], SLOTS),
     ):
         with pytest.raises((ValueError, TypeError)):
-            reshape_and_cache_mla.OP.guard(static)(*wrong)
+            reshape_and_cache_mla.OP.guard(static)(reshape_and_cache_mla.OP.Call(*wrong))
 
 
+@positional
 def off_by_one(config: Any, *arguments: Any) -> None:
     *rest, slots, k_scale, v_scale = arguments
     reshape_and_cache.reference(*rest, torch.where(slots >= 0, slots + 1, -1), k_scale, v_scale)
 
 
+@positional
 def padding_written(config: Any, *arguments: Any) -> None:
     *rest, slots, k_scale, v_scale = arguments
     reshape_and_cache.reference(*rest, slots.clamp(0), k_scale, v_scale)
 
 
+@positional
 def swapped(config: Any, key: Any, value: Any, *rest: Any) -> None:
     reshape_and_cache.reference(value, key, *rest)
 
 
+@positional
 def last_token_forgotten(config: Any, *arguments: Any) -> None:
     *rest, slots, k_scale, v_scale = arguments
     slots = slots.clone()
@@ -191,10 +203,12 @@ def last_token_forgotten(config: Any, *arguments: Any) -> None:
     reshape_and_cache.reference(*rest, slots, k_scale, v_scale)
 
 
+@positional
 def values_forgotten(config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, *rest: Any) -> None:
     reshape_and_cache.reference(key, value, key_cache, value_cache.clone(), *rest)
 
 
+@positional
 def block_and_place_swapped(
     config: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, *scales: Any
 ) -> None:
@@ -220,6 +234,7 @@ def test_verification_catches_wrong_kernels(fault: str) -> None:
     ).ok
 
 
+@positional
 def last_element_forgotten(config: Any, latent: Any, cache: Any, slots: Any) -> None:
     original = cache[..., -1].clone()
     reshape_and_cache_mla.reference(latent, cache, slots)

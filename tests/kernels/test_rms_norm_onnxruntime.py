@@ -13,6 +13,7 @@ from gristmill.bench.cli import cli
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.norm import rms_norm, rms_norm_onnxruntime
+from tests.calls import make_call
 from tests.kernels.running import padded_rows
 
 KERNEL, CPU = rms_norm_onnxruntime.KERNEL, Target.parse("cpu:avx2")
@@ -46,7 +47,7 @@ def test_strides_leading_dimensions_and_eps(host: None) -> None:
         rows = x if len(shape) == 2 else x.contiguous().view(shape)
         out = padded_rows(torch.zeros(6, 33)) if len(shape) == 2 else torch.empty(shape)
         for eps in (1e-6, 0.5):
-            rms_norm_onnxruntime.launch({}, rows, weight, eps, out)
+            rms_norm_onnxruntime.launch({}, make_call("rms_norm", rows, weight, eps, out))
             torch.testing.assert_close(out, rms_norm.reference(rows, weight, eps), rtol=1e-5, atol=1e-5)
 
 

@@ -16,6 +16,7 @@ from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.norm import rms_norm, rms_norm_aiter, rms_norm_flashinfer, rms_norm_triton
+from tests.calls import make_call
 from tests.kernels.running import padded_rows
 
 
@@ -89,7 +90,7 @@ def test_wrappers_take_strides_and_leading_dimensions(hosts: Any, spec: Any) -> 
     for shape in ((6, 33), (2, 3, 33)):
         rows = x if len(shape) == 2 else x.contiguous().view(shape)
         out = padded_rows(torch.zeros(6, 33).bfloat16()) if len(shape) == 2 else torch.empty(shape).bfloat16()
-        spec.launch({}, rows, weight, 1e-5, out)
+        spec.launch({}, make_call("rms_norm", rows, weight, 1e-5, out))
         assert torch.equal(out, rms_norm.reference(rows, weight, 1e-5))
 
 

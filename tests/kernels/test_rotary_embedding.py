@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from gristmill import ops
 from gristmill.kernels.rope.cache import RopeParameters, inverse_frequencies, rope_cache
 from gristmill.kernels.rope.rotary_embedding import OP, error, reference
+from tests.calls import positional
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -302,45 +303,52 @@ def test_refusals() -> None:
             ops.rotary_embedding(*arguments)
         static = OP.static(OP.problem("hq=2,hk=1,d=16,rot=16,x=fp32"))
         with pytest.raises((ValueError, TypeError)):
-            OP.guard(static)(*arguments, *(False,)[len(arguments) - 4 :])
-    assert OP.guard(static)(q, k, positions, table, False) == 4
+            OP.guard(static)(OP.Call(*arguments, *(False,)[len(arguments) - 4 :]))
+    assert OP.guard(static)(OP.Call(q, k, positions, table, False)) == 4
     for arguments in (
         (q, None, positions, table),
         (q, k, positions, table, True),
         (q, q.clone(), positions, table),
     ):
         with pytest.raises(ValueError, match="planned for"):
-            OP.guard(static)(*arguments, *(False,)[len(arguments) - 4 :])
+            OP.guard(static)(OP.Call(*arguments, *(False,)[len(arguments) - 4 :]))
 
 
+@positional
 def swapped_halves(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     half = table.shape[1] // 2
     reference(q, k, positions, table.roll(half, 1), interleaved)
 
 
+@positional
 def other_style(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     reference(q, k, positions, table, not interleaved)
 
 
+@positional
 def other_direction(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     half = table.shape[1] // 2
     reference(q, k, positions, torch.cat([table[:, :half], -table[:, half:]], 1), interleaved)
 
 
+@positional
 def position_off_by_one(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     reference(q, k, (positions - 1).clamp(0), table, interleaved)
 
 
+@positional
 def k_forgotten(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     reference(q, None, positions, table, interleaved)
 
 
+@positional
 def last_pair_skipped(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     original = q.clone()
     reference(q, k, positions, table, interleaved)
     q[..., table.shape[1] - 1] = original[..., table.shape[1] - 1]
 
 
+@positional
 def past_the_rotated_part(config: Any, q: Any, k: Any, positions: Any, table: Any, interleaved: bool) -> None:
     reference(q, k, positions, table, interleaved)
     q[..., -1] = 0

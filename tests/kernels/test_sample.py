@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 from gristmill import ops
 from gristmill.kernels.sampling import sample
 from gristmill.kernels.sampling.philox import philox4x32, token_uniforms
+from tests.calls import make_call, positional
 from tests.kernels.running import Runnable, runnables, verify_fault
 
 HERE = runnables("sample")
@@ -222,7 +223,7 @@ def test_parts_of_rows_and_long_candidate_lists(
         for splits in (1, 3) if listed > 299 else (3,):
             ids = torch.full((2,), -99)
             config = {"block": 64, "splits": splits, "warps": 4, "search": 256, "search_warps": 4}
-            implementation.kernel.load()(config, logits, *parameters, None, ids)
+            implementation.kernel.load()(config, make_call("sample", logits, *parameters, None, ids))
             assert torch.equal(ids, expected), (splits, parameters)
 
 
@@ -249,7 +250,7 @@ def test_rows_of_many_groups(implementation: Runnable, listed: int, monkeypatch:
     for logits, parameters in cases if listed > 1500 else cases[:2]:
         ids = torch.full((2,), -99)
         config = {"block": 512, "splits": 3, "warps": 4, "search": 512, "search_warps": 4}
-        implementation.kernel.load()(config, logits, *parameters, None, ids)
+        implementation.kernel.load()(config, make_call("sample", logits, *parameters, None, ids))
         assert torch.equal(ids, sample.reference(logits, *parameters)), parameters
 
 
@@ -274,11 +275,11 @@ def test_workspace_of_exactly_its_size(implementation: Runnable) -> None:
     band = torch.full((size + 512,), 171, dtype=torch.uint8)
     ids = torch.full((4,), -99)
     start = -band.data_ptr() % 256
-    kernel.load()(config, *arguments, band[start : start + size], ids)
+    kernel.load()(config, make_call("sample", *arguments, band[start : start + size], ids))
     assert torch.equal(ids, sample.reference(*arguments))
     assert (band[:start] == 171).all() and (band[start + size :] == 171).all()
     with pytest.raises(ValueError, match="workspace must be"):
-        kernel.load()(config, *arguments, band[start : start + size - 256], ids)
+        kernel.load()(config, make_call("sample", *arguments, band[start : start + size - 256], ids))
 
 
 @pytest.mark.skipif(not TRITON, reason="needs Triton in the interpreter")
@@ -392,10 +393,12 @@ def test_through_the_operator(policy_file: Any) -> None:
     assert torch.equal(ops.sample(logits, *parameters), sample.reference(logits, *parameters))
 
 
+@positional
 def swapped_counter(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, index, seed))
 
 
+@positional
 def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     greedy = temperature < 1e-5
     z = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
@@ -409,12 +412,14 @@ def top_p_before_top_k(config, logits, temperature, top_k, top_p, min_p, seed, i
     )
 
 
+@positional
 def ties_to_the_last(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     correct = sample.reference(logits, temperature, top_k, top_p, min_p, seed, index)
     last = logits.shape[1] - 1 - logits.float().flip(-1).argmax(-1)
     ids.copy_(torch.where(temperature < 1e-5, last, correct))
 
 
+@positional
 def a_row_late(config, logits, temperature, top_k, top_p, min_p, seed, index, workspace, ids) -> None:
     ids.copy_(sample.reference(logits, temperature, top_k, top_p, min_p, seed.roll(1), index))
 

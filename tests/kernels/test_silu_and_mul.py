@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from gristmill import ops
 from gristmill.kernels.activation.silu_and_mul import OP, reference
+from tests.calls import positional
 from tests.kernels.running import Runnable, close, padded_rows, runnables, verify_fault
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -71,7 +72,7 @@ def test_refusals() -> None:
         ops.silu_and_mul(torch.tensor(1.0))
     static = OP.static(OP.problem("n=4,x=fp32"))
     x = torch.randn(3, 8)
-    assert OP.guard(static)(x, torch.empty(3, 4)) == 3
+    assert OP.guard(static)(OP.Call(x, torch.empty(3, 4))) == 3
     for wrong in (
         torch.empty(3, 5),
         torch.empty(2, 4),
@@ -80,29 +81,34 @@ def test_refusals() -> None:
         torch.empty(1, 4).expand(3, 4),
     ):
         with pytest.raises(ValueError, match="planned for|contiguous|overlap"):
-            OP.guard(static)(x, wrong)
+            OP.guard(static)(OP.Call(x, wrong))
     with pytest.raises(ValueError, match="planned for"):
-        OP.guard(static)(x[:, :6], torch.empty(3, 4))
+        OP.guard(static)(OP.Call(x[:, :6], torch.empty(3, 4)))
 
 
+@positional
 def up_first(config: Any, x: Any, out: Any) -> None:
     out.copy_(reference(x.roll(x.shape[-1] // 2, -1)))
 
 
+@positional
 def interleaved(config: Any, x: Any, out: Any) -> None:
     out.copy_(reference(torch.cat([x[..., 0::2], x[..., 1::2]], -1)))
 
 
+@positional
 def skipped_tail(config: Any, x: Any, out: Any) -> None:
     full = out.shape[-1] // 16 * 16
     out[..., :full].copy_(reference(x)[..., :full])
     out[..., full:] = 0
 
 
+@positional
 def unwritten_row(config: Any, x: Any, out: Any) -> None:
     out[:-1].copy_(reference(x)[:-1])
 
 
+@positional
 def gelu_instead(config: Any, x: Any, out: Any) -> None:
     gate, up = x.float().chunk(2, -1)
     out.copy_(torch.nn.functional.gelu(gate) * up)

@@ -21,6 +21,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.op import OP, error, pack, reference
 from gristmill.kernels.linear.wv_splitk_hip import _launch
 from gristmill.kernels.linear.wv_splitk_hip.spec import COUNTERS, KERNELS
+from tests.calls import make_call
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "linear" / "wv_splitk_hip" / "_linear_wv_splitk.hip"
@@ -87,7 +88,9 @@ def run(kernel: Kernel, text: str, arch: str, split: int | None = None) -> tuple
     out = torch.full_like(expected, float("nan"))
     scratch = torch.full((kernel.workspace(problem, config).bytes,), 0xFF, dtype=torch.uint8)
     scratch[:COUNTERS] = 0
-    kernel.load()(config, x, pack(kernel, arguments)[1], bias, residual, silu_mul, n, scratch, out)
+    kernel.load()(
+        config, make_call("linear", x, pack(kernel, arguments)[1], bias, residual, silu_mul, n, scratch, out)
+    )
     assert not scratch[:COUNTERS].any(), "counters are not restored"
     if not out.numel():
         return 0.0, out
@@ -134,7 +137,9 @@ def test_one_hot_rows_give_the_weight_rounded_once(kernel: Kernel, libraries: An
     x[torch.arange(8), columns] = 1
     out = torch.empty(8, 40, dtype=torch.float16)
     config = kernel.config(problem, Target.parse("gfx1100"))
-    kernel.load()(config, x, pack(kernel, arguments)[1], None, None, False, 40, None, out)
+    kernel.load()(
+        config, make_call("linear", x, pack(kernel, arguments)[1], None, None, False, 40, None, out)
+    )
     expected = arguments[1].dequantize()[:, columns].T.to(torch.float16)
     assert torch.equal(out, expected)
 
@@ -147,7 +152,10 @@ def test_rows_of_x_apart_and_not_aligned(libraries: Any, use: Any) -> None:
     wide[:, 3:67] = arguments[0]
     out = torch.empty(3, 17, dtype=torch.bfloat16)
     config = KERNELS[0].config(problem, Target.parse("gfx1100"))
-    KERNELS[0].load()(config, wide[:, 3:67], pack(KERNELS[0], arguments)[1], None, None, False, 17, None, out)
+    KERNELS[0].load()(
+        config,
+        make_call("linear", wide[:, 3:67], pack(KERNELS[0], arguments)[1], None, None, False, 17, None, out),
+    )
     assert error(problem, arguments, [out], [reference(*arguments[:2])]) < OP.tolerance(problem).limit
 
 
@@ -178,4 +186,4 @@ def test_arguments_that_do_not_fit_are_refused(libraries: Any, use: Any) -> None
     ):
         x, out = torch.zeros(rows, 64, dtype=dtype), torch.zeros(rows, 16, dtype=dtype)
         with pytest.raises(ValueError, match=message):
-            launch(config, x, [weight], None, None, False, 16, None, out)
+            launch(config, make_call("linear", x, [weight], None, None, False, 16, None, out))

@@ -21,16 +21,19 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.quant.packed import Packed, unpack
 from gristmill.quant.tensor import QuantTensor
+from tests.calls import positional
 
 LAYOUT = "w4_frag16_v1"
 REASON = "ValueError: planted"
 
 
+@positional
 def _unpacked(config: Config, tensors: list[Tensor], *shape: int) -> QuantTensor:
     slots = dict(zip(default_registry().layout(LAYOUT).slots, tensors, strict=True))
     return unpack(Packed(LAYOUT, QuantScheme.parse(str(config["scheme"])), shape, slots))
 
 
+@positional
 def experts(
     config: Config, x: Tensor, weights: Tensor, ids: Tensor, w13: Any, w2: Any, inter: int, *rest: Any
 ) -> None:
@@ -40,6 +43,7 @@ def experts(
     rest[-1].copy_(default_registry().op("moe").reference(x, weights, ids, *both, inter, *rest[:-1]))
 
 
+@positional
 def linear(
     config: Config, x: Tensor, weight: Any, bias: Any, residual: Any, silu_mul: bool, n: int, *rest: Any
 ) -> None:

@@ -11,26 +11,24 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MergeAttentionStatesCall
 
 ARGUMENTS = (*(c_void_p,) * 6, c_int64, c_int64, c_int)
 
 
-def launch(
-    config: Config, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor
-) -> None:
+def launch(config: Config, call: MergeAttentionStatesCall) -> None:
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
-    tokens, heads, d = a.shape
+    tokens, heads, d = call.a.shape
     code = cpu_function("gm_merge_attention_states", config["level"], ARGUMENTS)(
-        a.data_ptr(),
-        a_lse.data_ptr(),
-        b.data_ptr(),
-        b_lse.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
+        call.a.data_ptr(),
+        call.a_lse.data_ptr(),
+        call.b.data_ptr(),
+        call.b_lse.data_ptr(),
+        call.out.data_ptr(),
+        call.lse.data_ptr(),
         tokens * heads,
         d,
-        DTYPE_CODES[dtype_name(a.dtype)],
+        DTYPE_CODES[dtype_name(call.a.dtype)],
     )
     check(code, "merge_attention_states_cpu")
 

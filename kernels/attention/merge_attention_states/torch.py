@@ -9,16 +9,14 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.attention.merge_attention_states.op import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MergeAttentionStatesCall
 
 
-def launch(
-    config: Config, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor
-) -> None:
+def launch(config: Config, call: MergeAttentionStatesCall) -> None:
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
-    merged, total = reference(a, a_lse, b, b_lse)
-    out.copy_(merged)
-    lse.copy_(total)
+    merged, total = reference(call.a, call.a_lse, call.b, call.b_lse)
+    call.out.copy_(merged)
+    call.lse.copy_(total)
 
 
 KERNEL = Kernel(

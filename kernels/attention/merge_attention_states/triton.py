@@ -14,7 +14,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MergeAttentionStatesCall
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -56,20 +56,18 @@ def merge_attention_states_kernel(
     tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(
-    config: Config, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor, lse: Tensor
-) -> None:
+def launch(config: Config, call: MergeAttentionStatesCall) -> None:
     """a, b [T, H, D] with a_lse, b_lse [T, H] -> out [T, H, D], lse [T, H]."""
-    tokens, heads, d = a.shape
+    tokens, heads, d = call.a.shape
     count, rows = tokens * heads, int(config["rows"])
     if count:
         merge_attention_states_kernel[(cdiv(count, rows),)](
-            a,
-            a_lse,
-            b,
-            b_lse,
-            out,
-            lse,
+            call.a,
+            call.a_lse,
+            call.b,
+            call.b_lse,
+            call.out,
+            call.lse,
             count,
             D=d,
             BLOCK=next_power_of_2(d),

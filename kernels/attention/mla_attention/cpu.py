@@ -10,40 +10,26 @@ from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MlaAttentionCall
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: MlaAttentionCall) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
-    rows = cache[:, :, None]
+    rows = call.cache[:, :, None]
     attend(
         "mla_attention_cpu",
         config["level"],
-        q,
+        call.q,
         rows,
-        rows[..., :latent_dim],
-        block_table,
-        query_start,
-        seq_lens,
-        scale,
+        rows[..., : call.latent_dim],
+        call.block_table,
+        call.query_start,
+        call.seq_lens,
+        call.scale,
         0,
         None,
-        lse,
-        out,
+        call.lse,
+        call.out,
     )
 
 

@@ -35,7 +35,7 @@ from gristmill.kernels.attention.tiles import (
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MlaAttentionCall
 
 LARGEST_LATENT = 512
 
@@ -194,90 +194,76 @@ def mla_kernel(
                 tl.store(lse + token * heads + head, lse_i, mask=live)
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    latent_dim: int,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: MlaAttentionCall) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]; programs > 0 in the config splits contexts.
 
     The number of parts follows from host-known bounds, so that a captured graph replays the same launch.
     """
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = call.q.shape
     if tokens == 0:
         return
-    rows, rope = int(config["m"]), dim - latent_dim
+    rows, rope = int(config["m"]), dim - call.latent_dim
     head_tiles, tile_q = packing(heads, rows)
-    seqs = seq_lens.shape[0]
+    seqs = call.seq_lens.shape[0]
     tiles = tile_bound(tokens, seqs, tile_q)
     busy = max(seqs, tokens // tile_q) * head_tiles
     programs = int(config["programs"])
-    splits = split_count(busy, programs, max_ctx) if programs else 1
-    parts = parts_lse = out
+    splits = split_count(busy, programs, call.max_ctx) if programs else 1
+    parts = parts_lse = call.out
     if splits > 1:
-        parts, parts_lse = scratch(workspace, splits * tokens * heads, latent_dim, q.device)
-    lse_out = out if lse is None else lse
+        parts, parts_lse = scratch(call.workspace, splits * tokens * heads, call.latent_dim, call.q.device)
+    lse_out = call.out if call.lse is None else call.lse
     mla_kernel[(tiles, head_tiles, splits)](
-        q,
-        cache,
-        out,
+        call.q,
+        call.cache,
+        call.out,
         lse_out,
-        block_table,
-        query_start,
-        seq_lens,
+        call.block_table,
+        call.query_start,
+        call.seq_lens,
         parts,
         parts_lse,
         seqs,
         tokens,
         heads,
-        scale,
-        part_length(max_ctx, splits, int(config["n"])),
-        block_table.stride(0),
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        cache.stride(0),
-        cache.stride(1),
+        call.scale,
+        part_length(call.max_ctx, splits, int(config["n"])),
+        call.block_table.stride(0),
+        call.q.stride(0),
+        call.q.stride(1),
+        call.out.stride(0),
+        call.out.stride(1),
+        call.cache.stride(0),
+        call.cache.stride(1),
         HEADS=cdiv(heads, head_tiles),
-        BLOCK_SIZE=cache.shape[1],
-        LATENT=latent_dim,
+        BLOCK_SIZE=call.cache.shape[1],
+        LATENT=call.latent_dim,
         ROPE=rope,
-        BLOCK_LATENT=power_of_two(latent_dim),
+        BLOCK_LATENT=power_of_two(call.latent_dim),
         BLOCK_ROPE=power_of_two(max(rope, 1)),
         BLOCK_M=rows,
         BLOCK_N=config["n"],
-        LSE=lse is not None,
+        LSE=call.lse is not None,
         SPLIT=splits > 1,
         num_warps=config["warps"],
         num_stages=config["stages"],
     )
     if splits > 1:
         merge_kernel[(tokens, heads)](
-            out,
+            call.out,
             lse_out,
-            out,
+            call.out,
             parts,
             parts_lse,
             tokens,
             heads,
             splits,
-            out.stride(0),
-            out.stride(1),
-            DV=latent_dim,
-            BLOCK_DV=power_of_two(latent_dim),
+            call.out.stride(0),
+            call.out.stride(1),
+            DV=call.latent_dim,
+            BLOCK_DV=power_of_two(call.latent_dim),
             SINKS=False,
-            LSE=lse is not None,
+            LSE=call.lse is not None,
             num_warps=4,
         )
 

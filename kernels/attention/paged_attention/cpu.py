@@ -10,47 +10,28 @@ from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import PagedAttentionCall
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: PagedAttentionCall) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
     attend(
         "paged_attention_cpu",
         config["level"],
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start,
-        seq_lens,
-        scale,
-        window,
-        sinks,
-        lse,
-        out,
-        k_scale,
-        v_scale,
-        softcap,
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.block_table,
+        call.query_start,
+        call.seq_lens,
+        call.scale,
+        call.window,
+        call.sinks,
+        call.lse,
+        call.out,
+        call.k_scale,
+        call.v_scale,
+        call.softcap,
     )
 
 

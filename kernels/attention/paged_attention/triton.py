@@ -31,7 +31,7 @@ from gristmill.kernels.kv_cache._e4m3_triton import has_e4m3
 from gristmill.kernels.kv_cache.quantized import as_bytes, by_token, scale_strides
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import PagedAttentionCall
 
 LARGEST_HEAD = 256
 
@@ -101,75 +101,56 @@ def split_workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(rows * heads * (problem.integer("head_dim") + 1) * 4)
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-    splits: int = 1,
-) -> None:
+def launch(config: Config, call: PagedAttentionCall, splits: int = 1) -> None:
     """The arguments of `paged_attention.reference`, then out [tokens, heads, D]."""
-    tokens, heads, dim = q.shape
+    k_cache, v_cache, sinks, lse = call.k_cache, call.v_cache, call.sinks, call.lse
+    tokens, heads, dim = call.q.shape
     if tokens == 0:
         return
     _, block_size, kv_heads, _ = k_cache.shape
     rows, step = int(config["m"]), int(config["n"])
     head_tiles, tile_q = packing(heads // kv_heads, rows)
-    seqs = seq_lens.shape[0]
-    parts = parts_lse = out
+    seqs = call.seq_lens.shape[0]
+    parts = parts_lse = call.out
     if splits > 1:
-        parts, parts_lse = scratch(workspace, splits * tokens * heads, dim, q.device)
+        parts, parts_lse = scratch(call.workspace, splits * tokens * heads, dim, call.q.device)
     flags = {"SINKS": sinks is not None, "LSE": lse is not None}
-    sinks, lse = out if sinks is None else sinks, out if lse is None else lse
-    fp8 = k_scale is not None
+    sinks, lse = call.out if sinks is None else sinks, call.out if lse is None else lse
+    fp8 = call.k_scale is not None
     if fp8:
         k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     grid = (tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, splits)
     flash_kernel[grid](
-        q,
+        call.q,
         k_cache,
         v_cache,
-        out,
+        call.out,
         lse,
         sinks,
-        block_table,
-        query_start,
-        seq_lens,
-        seq_lens,
+        call.block_table,
+        call.query_start,
+        call.seq_lens,
+        call.seq_lens,
         parts,
         parts_lse,
-        out if k_scale is None else k_scale,
-        out if v_scale is None else v_scale,
+        call.out if call.k_scale is None else call.k_scale,
+        call.out if call.v_scale is None else call.v_scale,
         seqs,
         tokens,
         heads,
-        scale,
-        softcap,
-        window,
-        part_length(reach(max_q, max_ctx, window), splits, step),
-        block_table.stride(0),
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        call.scale,
+        call.softcap,
+        call.window,
+        part_length(reach(call.max_q, call.max_ctx, call.window), splits, step),
+        call.block_table.stride(0),
+        call.q.stride(0),
+        call.q.stride(1),
+        call.out.stride(0),
+        call.out.stride(1),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
-        *scale_strides(k_scale),
-        *scale_strides(v_scale),
+        *scale_strides(call.k_scale),
+        *scale_strides(call.v_scale),
         GROUP=heads // kv_heads,
         HEAD_TILES=head_tiles,
         BLOCK_SIZE=block_size,
@@ -180,19 +161,19 @@ def launch(
         BLOCK_M=rows,
         BLOCK_N=step,
         PAGED=True,
-        WINDOW=window > 0,
+        WINDOW=call.window > 0,
         SPLIT=splits > 1,
         FP8=fp8,
-        TOKEN_SCALES=k_scale is not None and by_token(k_scale),
+        TOKEN_SCALES=call.k_scale is not None and by_token(call.k_scale),
         NATIVE=fp8 and config["native"],
-        SOFTCAP=softcap > 0,
+        SOFTCAP=call.softcap > 0,
         **flags,
         num_warps=config["warps"],
         num_stages=config["stages"],
     )
     if splits > 1:
         merge_kernel[(tokens, heads)](
-            out,
+            call.out,
             lse,
             sinks,
             parts,
@@ -200,8 +181,8 @@ def launch(
             tokens,
             heads,
             splits,
-            out.stride(0),
-            out.stride(1),
+            call.out.stride(0),
+            call.out.stride(1),
             DV=dim,
             BLOCK_DV=power_of_two(dim),
             **flags,
@@ -209,41 +190,20 @@ def launch(
         )
 
 
-def launch_split(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-) -> None:
+def launch_split(config: Config, call: PagedAttentionCall) -> None:
     """As `launch`; decode batches run in small tiles, and small ones split the context.
 
     The choice follows from host-known bounds, so that a captured graph replays the same launch.
     """
-    kv_heads, seqs, keys = k_cache.shape[2], seq_lens.shape[0], reach(max_q, max_ctx, window)
-    arguments = (q, k_cache, v_cache, block_table, query_start, seq_lens, max_q, max_ctx, scale)
-    options = (window, sinks, lse, workspace, k_scale, v_scale, softcap, out)
-    group, rows = q.shape[1] // kv_heads, int(config["decode_m"])
-    if max_q * group > rows and max_q > 1:
-        launch(config, *arguments, *options)
+    kv_heads, seqs = call.k_cache.shape[2], call.seq_lens.shape[0]
+    group, rows = call.q.shape[1] // kv_heads, int(config["decode_m"])
+    if call.max_q * group > rows and call.max_q > 1:
+        launch(config, call)
         return
     small = {**config, "m": rows, "n": config["decode_n"], "warps": config["decode_warps"]}
     head_tiles, _ = packing(group, rows)
-    splits = split_count(seqs * kv_heads * head_tiles, int(config["programs"]), keys)
-    launch(small, *arguments, *options, splits=splits)
+    keys = reach(call.max_q, call.max_ctx, call.window)
+    launch(small, call, split_count(seqs * kv_heads * head_tiles, int(config["programs"]), keys))
 
 
 def aot(target: Target) -> list[AotCase]:

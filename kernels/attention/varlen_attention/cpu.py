@@ -10,37 +10,25 @@ from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import VarlenAttentionCall
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    context_start: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    lse: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: VarlenAttentionCall) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
     attend(
         "varlen_attention_cpu",
         config["level"],
-        q,
-        k[None],
-        v[None],
+        call.q,
+        call.k[None],
+        call.v[None],
         None,
-        query_start,
-        context_start,
-        scale,
+        call.query_start,
+        call.context_start,
+        call.scale,
         0,
         None,
-        lse,
-        out,
+        call.lse,
+        call.out,
     )
 
 

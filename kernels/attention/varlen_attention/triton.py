@@ -13,7 +13,7 @@ from gristmill.kernels.attention._flash_triton import flash_case, flash_kernel
 from gristmill.kernels.attention.tiles import packing, power_of_two, tile_bound, tile_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import VarlenAttentionCall
 
 LARGEST_HEAD = 256
 
@@ -35,57 +35,45 @@ def config(problem: Problem, target: Target) -> Config:
     )
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    context_start: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    lse: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: VarlenAttentionCall) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
-    tokens, heads, dk = q.shape
+    tokens, heads, dk = call.q.shape
     if tokens == 0:
         return
-    kv_heads, dv, rows = k.shape[1], v.shape[2], int(config["m"])
+    kv_heads, dv, rows = call.k.shape[1], call.v.shape[2], int(config["m"])
     head_tiles, tile_q = packing(heads // kv_heads, rows)
-    seqs = query_start.shape[0] - 1
-    lse_out = out if lse is None else lse
+    seqs = call.query_start.shape[0] - 1
+    lse_out = call.out if call.lse is None else call.lse
     flash_kernel[(tile_bound(tokens, seqs, tile_q), kv_heads * head_tiles, 1)](
-        q,
-        k,
-        v,
-        out,
+        call.q,
+        call.k,
+        call.v,
+        call.out,
         lse_out,
-        out,
-        context_start,
-        query_start,
-        context_start,
-        context_start,
-        *(out,) * 4,
+        call.out,
+        call.context_start,
+        call.query_start,
+        call.context_start,
+        call.context_start,
+        *(call.out,) * 4,
         seqs,
         tokens,
         heads,
-        scale,
+        call.scale,
         0.0,
         0,
         0,
         0,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        call.q.stride(0),
+        call.q.stride(1),
+        call.out.stride(0),
+        call.out.stride(1),
         0,
-        k.stride(0),
-        k.stride(1),
+        call.k.stride(0),
+        call.k.stride(1),
         0,
-        v.stride(0),
-        v.stride(1),
+        call.v.stride(0),
+        call.v.stride(1),
         *(0,) * 6,
         GROUP=heads // kv_heads,
         HEAD_TILES=head_tiles,
@@ -99,7 +87,7 @@ def launch(
         PAGED=False,
         WINDOW=False,
         SINKS=False,
-        LSE=lse is not None,
+        LSE=call.lse is not None,
         SPLIT=False,
         FP8=False,
         TOKEN_SCALES=False,

@@ -21,6 +21,8 @@ from gristmill.kernels.native import best_config, check, cpu_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import LinearCall
+
 ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6, c_int64)
 INT8_SCALES = 21
 ROWS, RUN = 16, 256
@@ -29,20 +31,10 @@ LINE_BYTES = {4: 8, 5: 10, 6: 12, 8: 16}
 _LEVEL = best_config("gm_linear_a8_groups16")
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], the five tensors of cpu_groups16_v1 -> out [..., N or N / 2]."""
-    codes, scales, offsets, factors, offset_factors = weight
-    k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
+    codes, scales, offsets, factors, offset_factors = call.weight
+    k, rows = call.x.shape[-1], call.out.shape[-1] * (2 if call.silu_mul else 1)
     group, bits = int(config["group"]), int(config["bits"])
     blocks, groups = cdiv(rows, ROWS), k // group
     scaled, factored = blocks * groups * ROWS, blocks * (k // RUN) * ROWS
@@ -60,17 +52,17 @@ def launch(
         if dtype and dtype_name(slot.dtype) != dtype:
             raise ValueError(f"linear_a8_groups_cpu: {name} must be {dtype}, got {slot.dtype}")
     code = cpu_function("gm_linear_a8_groups16", config["level"], ARGUMENTS)(
-        x.data_ptr(),
-        row_stride(x),
+        call.x.data_ptr(),
+        row_stride(call.x),
         codes.data_ptr(),
         scales.data_ptr(),
         offsets.data_ptr() if config["minimums"] else None,
         factors.data_ptr() if factors.numel() else None,
         offset_factors.data_ptr() if offset_factors.numel() else None,
-        None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        x.numel() // k,
+        None if call.bias is None else call.bias.data_ptr(),
+        None if call.residual is None else call.residual.data_ptr(),
+        call.out.data_ptr(),
+        call.x.numel() // k,
         rows,
         k,
         group,
@@ -79,8 +71,8 @@ def launch(
         _type_of(scales),
         _type_of(offsets),
         0 if config["minimums"] else 1 << (bits - 1),
-        int(silu_mul),
-        DTYPE_CODES[dtype_name(x.dtype)],
+        int(call.silu_mul),
+        DTYPE_CODES[dtype_name(call.x.dtype)],
         config["block"] or k,
     )
     check(code, "linear_a8_groups_cpu")

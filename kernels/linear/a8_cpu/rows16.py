@@ -18,7 +18,7 @@ from gristmill.kernels.linear.cpu import ARGUMENTS, native_arguments, packing
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import LinearCall
 
 WEIGHTS = ("int4", "int8", "mxfp4", "nvfp4")
 BLOCKS = {"int8_token": 0, "int8_g32": 32, "int8_g128": 128}
@@ -26,20 +26,12 @@ BLOCKS = {"int8_token": 0, "int8_g32": 32, "int8_g128": 128}
 _LEVEL = best_config("gm_linear_a8_rows16")
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
-    arguments = native_arguments("linear_a8_cpu", config, x, weight, bias, residual, silu_mul, out)
-    block = config["block"] or weight[0].shape[1] * int(config["columns"])
+    arguments = native_arguments(
+        "linear_a8_cpu", config, call.x, call.weight, call.bias, call.residual, call.silu_mul, call.out
+    )
+    block = config["block"] or call.weight[0].shape[1] * int(config["columns"])
     entry = cpu_function("gm_linear_a8_rows16", config["level"], (*ARGUMENTS, c_int64))
     check(entry(*arguments, block), "linear_a8_cpu")
 

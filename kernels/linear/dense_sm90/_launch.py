@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
 
 
 class Args(ctypes.Structure):
@@ -43,19 +46,10 @@ SIZE = ctypes.sizeof(Args)
 ARGUMENTS = (POINTER(Args),)
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] fp16 or bf16, one dense tensor [N, K] of the same dtype -> out [..., N or N / 2]; at most 16 rows of x."""
-    dense, k = weight[0], x.shape[-1]
+    x = call.x
+    dense, k = call.weight[0], x.shape[-1]
     if dense.data_ptr() % 16 or not dense.is_contiguous():
         raise ValueError("linear_dense_decode_sm90: the weight must be contiguous and 16-byte aligned")
     m = x.numel() // k
@@ -67,12 +61,12 @@ def launch(
     device = x.get_device()
     args = Args(SIZE, device)  # pointers that are not set are null
     args.stream = torch.cuda.current_stream(device).cuda_stream
-    args.y, args.x, args.ldx, args.w = out.data_ptr(), x.data_ptr(), stride, dense.data_ptr()
-    if bias is not None:
-        args.bias = bias.data_ptr()
-    if residual is not None:
-        args.residual = residual.data_ptr()
+    args.y, args.x, args.ldx, args.w = call.out.data_ptr(), x.data_ptr(), stride, dense.data_ptr()
+    if call.bias is not None:
+        args.bias = call.bias.data_ptr()
+    if call.residual is not None:
+        args.residual = call.residual.data_ptr()
     args.m, args.n, args.k = m, dense.shape[0], k
-    args.type, args.silu_mul, args.pdl = DTYPE_CODES[dtype_name(x.dtype)], silu_mul, 1
+    args.type, args.silu_mul, args.pdl = DTYPE_CODES[dtype_name(x.dtype)], call.silu_mul, 1
     args.rt, args.wk, args.split = int(config["rt"]), int(config["wk"]), int(config["split"])
     check(cuda_function("gm_dense_decode_sm90", "sm_90a", ARGUMENTS)(args), "linear_dense_decode_sm90")

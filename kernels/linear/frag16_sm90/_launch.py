@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
 
 GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void_p)
 
@@ -65,8 +68,8 @@ DESCRIPTIVE = ("format", "tile_bytes")
 """Entries of a configuration that are not fields of `Args`."""
 
 
-class Call(NamedTuple):
-    """The checked arguments of a launch. x: its columns in the order of the packed ones, its rows `stride` apart."""
+class Product(NamedTuple):
+    """The checked operands of a launch. x: its columns in the order of the packed ones, its rows `stride` apart."""
 
     m: int
     rows: int
@@ -82,51 +85,44 @@ class Call(NamedTuple):
 
 
 def run(
-    entry: Callable[..., int],
-    config: Config,
-    call: Call,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    scratch: Tensor | None,
-    out: Tensor,
+    entry: Callable[..., int], config: Config, product: Product, call: LinearCall, scratch: Tensor | None
 ) -> None:
     """Calls an entry; silu_mul and the residual after it follow in torch."""
-    args = Args(SIZE, call.device)  # pointers that are not set are null
-    args.stream = call.stream
-    args.y = call.target.data_ptr()
-    args.x = call.x.data_ptr()
-    args.ldx = call.stride
-    args.w = weight[0].data_ptr()
-    if bias is not None:
-        args.bias = bias.data_ptr()
-    if residual is not None and not silu_mul:
-        args.residual = residual.data_ptr()
-    args.row_scale = call.row_scale
+    args = Args(SIZE, product.device)  # pointers that are not set are null
+    args.stream = product.stream
+    args.y = product.target.data_ptr()
+    args.x = product.x.data_ptr()
+    args.ldx = product.stride
+    args.w = call.weight[0].data_ptr()
+    if call.bias is not None:
+        args.bias = call.bias.data_ptr()
+    if call.residual is not None and not call.silu_mul:
+        args.residual = call.residual.data_ptr()
+    args.row_scale = product.row_scale
     if scratch is not None:
         args.scratch = scratch.data_ptr()
-    args.m = call.m
-    args.n = call.rows
-    args.k = call.k
-    args.x_type = call.x_type
-    args.scale_type = call.scale_type
+    args.m = product.m
+    args.n = product.rows
+    args.k = product.k
+    args.x_type = product.x_type
+    args.scale_type = product.scale_type
     args.pdl = 1
     for name, value in config.items():
         if name not in DESCRIPTIVE:
             setattr(args, name, value)
     check(entry(args), f"linear of {config['format']}")
-    if silu_mul:
+    if call.silu_mul:
         from gristmill.kernels.linear._epilogue import finish
 
         # the kernel has added the bias
-        finish(call.target.view(*out.shape[:-1], call.rows), None, residual, True, out)
+        rows = product.target.view(*call.out.shape[:-1], product.rows)
+        finish(rows, None, call.residual, True, call.out)
 
 
-def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out: Tensor) -> Call | None:
-    """The call, or None without rows. ValueError for tensors that do not match the configuration."""
-    tiles, second, perm = weight
-    form, rows = str(config["format"]), out.shape[-1] * (2 if silu_mul else 1)
+def checked(config: Config, call: LinearCall) -> Product | None:
+    """The operands of a call, or None without rows. ValueError for tensors that do not match the configuration."""
+    x, (tiles, second, perm) = call.x, call.weight
+    form, rows = str(config["format"]), call.out.shape[-1] * (2 if call.silu_mul else 1)
     k = perm.numel() or x.shape[-1]
     m = x.numel() // x.shape[-1]
     expected = cdiv(rows, 16) * cdiv(k, 128) * int(config["tile_bytes"])
@@ -145,23 +141,24 @@ def checked(config: Config, x: Tensor, weight: list[Tensor], silu_mul: bool, out
     if perm.numel():
         x, stride = _gathered(x, stride, perm, m, device, stream), k
     # Gate and up are computed by different CTAs, so silu_mul follows in torch.
-    target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if silu_mul else out
+    target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if call.silu_mul else call.out
     scale_type = (
         DTYPE_CODES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
     )
-    return Call(
+    return Product(
         m, rows, k, x, stride, target, row_scale, DTYPE_CODES[dtype_name(x.dtype)], scale_type, device, stream
     )
 
 
-def copyable(call: Call) -> Call:
-    """The call with x copied if need be: TMA needs rows that are multiples of 16 bytes."""
-    if not (call.stride % 8 or call.stride < call.k or call.x.data_ptr() % 16):
-        return call
-    stride = cdiv(call.k, 8) * 8
-    read = torch.empty(call.m, stride, dtype=call.x.dtype, device=call.x.device)
-    read[:, : call.k] = call.x.reshape(call.m, call.k)
-    return call._replace(x=read, stride=stride)
+def copyable(product: Product) -> Product:
+    """The product with x copied if need be: TMA needs rows that are multiples of 16 bytes."""
+    x, k = product.x, product.k
+    if not (product.stride % 8 or product.stride < k or x.data_ptr() % 16):
+        return product
+    stride = cdiv(k, 8) * 8
+    read = torch.empty(product.m, stride, dtype=x.dtype, device=x.device)
+    read[:, :k] = x.reshape(product.m, k)
+    return product._replace(x=read, stride=stride)
 
 
 def _gathered(x: Tensor, stride: int, perm: Tensor, m: int, device: int, stream: int) -> Tensor:

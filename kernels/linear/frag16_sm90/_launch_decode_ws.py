@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, checked, copyable, run
 from gristmill.kernels.native import cuda_function
 
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
-    call = checked(config, x, weight, silu_mul, out)
-    if call is not None:
+    product = checked(config, call)
+    if product is not None:
         entry = cuda_function(f"gm_linear_{config['format']}_decode_ws_sm90", "sm_90a", ARGUMENTS)
-        run(entry, config, copyable(call), weight, bias, residual, silu_mul, None, out)
+        run(entry, config, copyable(product), call, None)

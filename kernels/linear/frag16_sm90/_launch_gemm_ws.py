@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -11,24 +13,17 @@ from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, checked, cop
 from gristmill.kernels.linear.frag16_sm90.gemm_ws import FLAG_BYTES, scratch_bytes
 from gristmill.kernels.native import cuda_function
 
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; any number of rows in one launch."""
-    call = checked(config, x, weight, silu_mul, out)
-    if call is not None:
-        scratch = _scratch(workspace, scratch_bytes(config), x.device) if config["even"] else None
+    product = checked(config, call)
+    if product is not None:
+        scratch = _scratch(call.workspace, scratch_bytes(config), call.x.device) if config["even"] else None
         entry = cuda_function(f"gm_linear_{config['format']}_gemm_ws_sm90", "sm_90a", ARGUMENTS)
-        run(entry, config, copyable(call), weight, bias, residual, silu_mul, scratch, out)
+        run(entry, config, copyable(product), call, scratch)
 
 
 def _scratch(given: Tensor | None, size: int, device: torch.device) -> Tensor:

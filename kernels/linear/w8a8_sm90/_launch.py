@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace, ro
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands, operands_of, workspace_bytes
 from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
 
 QUANTIZE_ARGUMENTS = (*(c_void_p,) * 4, c_int64, *(c_int,) * 6, c_void_p)
 
@@ -69,22 +72,13 @@ class Rows(NamedTuple):
     pitch: int
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] fp16 or bf16, the six tensors of plain_v1 -> out [..., N or N / 2]."""
-    codes, scales, _, _, row_block, perm = weight
-    operands, k = operands_of(str(config["format"])), x.shape[-1]
-    rows = out.shape[-1] * (2 if silu_mul else 1)
-    m = x.numel() // k
+    workspace = call.workspace
+    codes, scales, _, _, row_block, perm = call.weight
+    operands, k = operands_of(str(config["format"])), call.x.shape[-1]
+    rows = call.out.shape[-1] * (2 if call.silu_mul else 1)
+    m = call.x.numel() // k
     if tuple(codes.shape) != (rows, k) or perm.numel():
         raise ValueError(
             f"linear_w8a8_sm90: expected codes [{rows}, {k}] in the order of x's columns, got {list(codes.shape)}"
@@ -93,18 +87,22 @@ def launch(
     _check_scales(operands, scales, row_block, rows, k)
     if m == 0:
         return
-    size = workspace_bytes(operands, m, k, rows if silu_mul else 0)
+    size = workspace_bytes(operands, m, k, rows if call.silu_mul else 0)
     if workspace is None:
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=call.x.device)
     else:
-        need_workspace("linear", workspace, size, x.device)
-    device = x.get_device()
+        need_workspace("linear", workspace, size, call.x.device)
+    device = call.x.get_device()
     stream = torch.cuda.current_stream(device).cuda_stream
-    quantized = quantize_rows(operands, x, m, k, workspace, device, stream)
-    target = out.view(m, rows) if not silu_mul else gated_rows(workspace, size, m, rows, x.dtype)
-    multiply(config, quantized, k, weight, bias, None if silu_mul else residual, target, stream)
-    if silu_mul:
-        finish(target.view(*out.shape[:-1], rows), None, residual, True, out)
+    quantized = quantize_rows(operands, call.x, m, k, workspace, device, stream)
+    target = (
+        call.out.view(m, rows) if not call.silu_mul else gated_rows(workspace, size, m, rows, call.x.dtype)
+    )
+    multiply(
+        config, quantized, k, call.weight, call.bias, None if call.silu_mul else call.residual, target, stream
+    )
+    if call.silu_mul:
+        finish(target.view(*call.out.shape[:-1], rows), None, call.residual, True, call.out)
 
 
 def gated_rows(workspace: Tensor, size: int, m: int, rows: int, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from gristmill.kernels.linear.wv_splitk_hip.spec import (
     WIDTH,
     scratch_bytes,
 )
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
 
 
 class Args(ctypes.Structure):
@@ -60,30 +64,21 @@ class Args(ctypes.Structure):
     )
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    n: int,
-    workspace: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] with at most 8 rows, the tensor of dense_v1 or the six of plain_v1 -> out [..., N or N / 2].
 
     Raises:
         ValueError: tensors that do not fit the configuration, more than 8 rows, or a workspace that is too small.
         RuntimeError: no HIP runtime, no code object for the device, or an error of the runtime.
     """
+    x, workspace = call.x, call.workspace
     form, k = str(config["format"]), x.shape[-1]
-    rows, m = out.shape[-1] * (2 if silu_mul else 1), x.numel() // x.shape[-1]
+    rows, m = call.out.shape[-1] * (2 if call.silu_mul else 1), x.numel() // x.shape[-1]
     need(m <= TOKENS, f"linear by wvSplitK: made for at most {TOKENS} rows of x, got {m}")
     if m == 0:
         return
     args = Args(ctypes.sizeof(Args), x.get_device())
-    codes = weight[0]
+    codes = call.weight[0]
     width = k * codes.element_size() if form == "dense" else k * 16 // WIDTH[form]
     stored = tuple(codes.shape) == (rows, k if form == "dense" else width) and codes.is_contiguous()
     need(
@@ -96,7 +91,7 @@ def launch(
             codes.dtype == x.dtype, f"linear by wvSplitK: W must have x's dtype {x.dtype}, got {codes.dtype}"
         )
     else:
-        _scales(args, config, weight, rows, k)
+        _scales(args, config, call.weight, rows, k)
     splits, chunk = int(config["split"]), int(config["chunk"])
     args.per_split = cdiv(cdiv(k, chunk), splits)
     args.splits = cdiv(cdiv(k, chunk), args.per_split)  # none is empty
@@ -109,12 +104,12 @@ def launch(
         args.sums = workspace.data_ptr() + COUNTERS
     args.stream = current_stream(x)
     args.arch = str(config["arch"]).encode()
-    args.y, args.x, args.w, args.ldx = out.data_ptr(), x.data_ptr(), codes.data_ptr(), row_stride(x)
-    args.bias = None if bias is None else bias.data_ptr()
-    args.residual = None if residual is None else residual.data_ptr()
+    args.y, args.x, args.w, args.ldx = call.out.data_ptr(), x.data_ptr(), codes.data_ptr(), row_stride(x)
+    args.bias = None if call.bias is None else call.bias.data_ptr()
+    args.residual = None if call.residual is None else call.residual.data_ptr()
     args.m, args.n, args.k, args.chunk = m, rows, k, chunk
     args.tiles, args.blocks = cdiv(cdiv(rows, 2), PAIRS), int(config["blocks"])
-    args.silu_mul = int(silu_mul)
+    args.silu_mul = int(call.silu_mul)
     args.vectors = int(args.ldx % 8 == 0 and x.data_ptr() % 16 == 0)
     args.format, args.x_type = list(WIDTH).index(form), DTYPE_CODES[dtype_name(x.dtype)]
     args.lanes = int(config["lanes"])

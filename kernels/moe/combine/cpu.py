@@ -11,25 +11,25 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import CombineCall
 
 ARGUMENTS = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int)
 
 
-def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
+def launch(config: Config, call: CombineCall) -> None:
     """y [P, H] -> out [T, H]."""
-    tokens, top_k = weights.shape
+    tokens, top_k = call.weights.shape
     code = cpu_function("gm_moe_combine", config["level"], ARGUMENTS)(
-        y.data_ptr(),
-        y.shape[0],
-        y.shape[1],
-        inverse.data_ptr(),
-        weights.data_ptr(),
-        out.data_ptr(),
+        call.y.data_ptr(),
+        call.y.shape[0],
+        call.y.shape[1],
+        call.inverse.data_ptr(),
+        call.weights.data_ptr(),
+        call.out.data_ptr(),
         tokens,
         top_k,
-        y.shape[1],
-        DTYPE_CODES[dtype_name(y.dtype)],
+        call.y.shape[1],
+        DTYPE_CODES[dtype_name(call.y.dtype)],
     )
     check(code, "combine_cpu")
 

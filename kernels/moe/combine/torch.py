@@ -9,12 +9,12 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.combine.op import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import CombineCall
 
 
-def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
+def launch(config: Config, call: CombineCall) -> None:
     """y [P, H] -> out [T, H]: one gather and one addition for each k, so that the order is fixed."""
-    out.copy_(reference(y, inverse, weights))
+    call.out.copy_(reference(call.y, call.inverse, call.weights))
 
 
 KERNEL = Kernel(

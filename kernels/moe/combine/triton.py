@@ -13,7 +13,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import CombineCall
 
 
 def block_config(hidden: int) -> Config:
@@ -41,13 +41,13 @@ def combine_kernel(y, inverse, weights, out, top_k, width, BLOCK: tl.constexpr):
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(config: Config, y: Tensor, inverse: Tensor, weights: Tensor, out: Tensor) -> None:
+def launch(config: Config, call: CombineCall) -> None:
     """y [P, H] -> out [T, H]."""
-    (tokens, top_k), width = weights.shape, y.shape[1]
+    (tokens, top_k), width = call.weights.shape, call.y.shape[1]
     if tokens:
         block = int(config["block"])
         combine_kernel[(tokens, cdiv(width, block))](
-            y, inverse, weights, out, top_k, width, BLOCK=block, num_warps=config["warps"]
+            call.y, call.inverse, call.weights, call.out, top_k, width, BLOCK=block, num_warps=config["warps"]
         )
 
 

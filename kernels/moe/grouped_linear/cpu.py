@@ -20,6 +20,8 @@ from gristmill.kernels.native import best_config, check, cpu_function
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import GroupedLinearCall
+
 _LEVEL = best_config("gm_grouped_linear")
 
 
@@ -52,40 +54,26 @@ ARGUMENTS = (
 )
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    expert_offsets: Tensor,
-    permutation: Tensor | None,
-    top_k: int,
-    silu_mul: bool,
-    n: int,
-    bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: GroupedLinearCall) -> None:
     """Sorted rows [P, K] and the five tensors of cpu_rows16_v1 -> out [P, N or N / 2]."""
-    rows = out.shape[1] * (2 if silu_mul else 1)
-    experts = expert_offsets.shape[0] - 1
+    rows = call.out.shape[1] * (2 if call.silu_mul else 1)
+    experts = call.expert_offsets.shape[0] - 1
     code = cpu_function("gm_grouped_linear", config["level"], ARGUMENTS)(
-        ctypes.byref(weights(config, weight, experts, rows, x.shape[1])),
+        ctypes.byref(weights(config, call.weight, experts, rows, call.x.shape[1])),
         experts,
-        x.data_ptr(),
-        x.shape[0],
-        x.shape[1],
-        expert_offsets.data_ptr(),
-        None if permutation is None else permutation.data_ptr(),
-        top_k,
-        out.data_ptr(),
-        out.shape[0],
-        None if bias is None else bias.data_ptr(),
-        2 if clamp else int(silu_mul),
-        alpha,
-        limit,
-        DTYPE_CODES[dtype_name(x.dtype)],
+        call.x.data_ptr(),
+        call.x.shape[0],
+        call.x.shape[1],
+        call.expert_offsets.data_ptr(),
+        None if call.permutation is None else call.permutation.data_ptr(),
+        call.top_k,
+        call.out.data_ptr(),
+        call.out.shape[0],
+        None if call.bias is None else call.bias.data_ptr(),
+        2 if call.clamp else int(call.silu_mul),
+        call.alpha,
+        call.limit,
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "grouped_linear_cpu")
 

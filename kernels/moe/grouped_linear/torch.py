@@ -14,48 +14,36 @@ from gristmill.kernel_registry.target import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gristmill.kernels.calls import GroupedLinearCall
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    expert_offsets: Tensor,
-    permutation: Tensor | None,
-    top_k: int,
-    silu_mul: bool,
-    n: int,
-    bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+
+def launch(config: Config, call: GroupedLinearCall) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
     from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
     from gristmill.kernels.linear._epilogue import finish_in_torch
     from gristmill.kernels.moe._clamped import clamped
     from gristmill.kernels.moe.moe.op import activations
 
-    scheme, k = QuantScheme.parse(str(config["scheme"])), x.shape[1]
-    rows = out.shape[1] * (2 if silu_mul else 1)
-    source = x if permutation is None else x[permutation.long() // top_k]
-    ends = expert_offsets.tolist()
+    scheme, k = QuantScheme.parse(str(config["scheme"])), call.x.shape[1]
+    rows = call.out.shape[1] * (2 if call.silu_mul else 1)
+    source = call.x if call.permutation is None else call.x[call.permutation.long() // call.top_k]
+    ends = call.expert_offsets.tolist()
     for e, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         if start == stop:
             continue
         part = activations(source[start:stop], scheme.activation)
-        if len(weight) == 1:
-            dense = weight[0][e].float()
+        if len(call.weight) == 1:
+            dense = call.weight[0][e].float()
         else:
-            expert = of_expert(weight, e)
+            expert = of_expert(call.weight, e)
             part, dense = gather(part, perm_of(expert)), dequantize_rows(expert, scheme, k, 0, rows)
-        z, added = part @ dense[:, : part.shape[1]].T, None if bias is None else bias[e]
-        if clamp:
-            z = clamped(z if added is None else z + added.float(), alpha, limit)
-            out[start:stop].copy_(z)
+        z, added = part @ dense[:, : part.shape[1]].T, None if call.bias is None else call.bias[e]
+        if call.clamp:
+            z = clamped(z if added is None else z + added.float(), call.alpha, call.limit)
+            call.out[start:stop].copy_(z)
         else:
-            finish_in_torch(z, added, None, silu_mul, out[start:stop])
-    out[ends[-1] :].zero_()
+            finish_in_torch(z, added, None, call.silu_mul, call.out[start:stop])
+    call.out[ends[-1] :].zero_()
 
 
 def of_expert(weight: Sequence[Tensor], e: int) -> list[Tensor]:

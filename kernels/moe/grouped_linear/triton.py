@@ -21,7 +21,7 @@ from gristmill.kernels.linear._triton import product, weight_arguments, weight_c
 from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, tile
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import GroupedLinearCall
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -170,39 +170,25 @@ def grouped_linear_kernel(
         tl.store(out + to, zero, mask=(rows < m)[:, None] & n_mask[None, :])
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    expert_offsets: Tensor,
-    permutation: Tensor | None,
-    top_k: int,
-    silu_mul: bool,
-    n: int,
-    bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: GroupedLinearCall) -> None:
     """Sorted rows [P, K], one dense tensor or the six tensors of plain_v1 -> out [P, N or N / 2]."""
-    (m, columns_out), k, experts = out.shape, x.shape[1], expert_offsets.shape[0] - 1
+    (m, columns_out), k, experts = call.out.shape, call.x.shape[1], call.expert_offsets.shape[0] - 1
     if m == 0:
         return
-    tensors, (columns, _, row_bytes, groups), constants = weight_arguments(config, x, weight)
-    scale_rows, groups = (tensors[1].shape[1], groups) if len(weight) > 1 else (0, 0)
+    tensors, (columns, _, row_bytes, groups), constants = weight_arguments(config, call.x, call.weight)
+    scale_rows, groups = (tensors[1].shape[1], groups) if len(call.weight) > 1 else (0, 0)
     bm, bn = int(config["bm"]), int(config["bn"])
     # Each expert wastes less than one tile, and so does the part behind the last.
     tiles = min(m, cdiv(m, bm) + experts + 1)
     grouped_linear_kernel[(cdiv(columns_out, bn), tiles)](
-        x,
+        call.x,
         *tensors,
-        expert_offsets,
-        expert_offsets if permutation is None else permutation,
-        x if bias is None else bias,
-        out,
-        alpha,
-        limit,
+        call.expert_offsets,
+        call.expert_offsets if call.permutation is None else call.permutation,
+        call.x if call.bias is None else call.bias,
+        call.out,
+        call.alpha,
+        call.limit,
         m,
         experts,
         columns_out,
@@ -212,12 +198,12 @@ def launch(
         row_bytes,
         groups,
         scale_rows,
-        top_k,
+        call.top_k,
         **constants,
-        GATHER=permutation is not None,
-        SILU=silu_mul,
-        BIAS=bias is not None,
-        CLAMP=clamp,
+        GATHER=call.permutation is not None,
+        SILU=call.silu_mul,
+        BIAS=call.bias is not None,
+        CLAMP=call.clamp,
         BE=next_power_of_2(experts),
         num_warps=config["warps"],
         num_stages=config["stages"],

@@ -11,41 +11,29 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import GroupedTopkCall
 
 ARGUMENTS = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, *(c_int64,) * 5, c_int, c_int, c_float, c_int)
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None,
-    n_group: int,
-    topk_group: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    weights: Tensor,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: GroupedTopkCall) -> None:
     """logits [..., E] -> weights, ids [..., top_k]."""
-    experts = logits.shape[-1]
+    experts = call.logits.shape[-1]
     code = cpu_function("gm_grouped_topk", config["level"], ARGUMENTS)(
-        logits.data_ptr(),
-        row_stride(logits),
-        None if bias is None else bias.data_ptr(),
-        weights.data_ptr(),
-        ids.data_ptr(),
-        logits.numel() // experts,
+        call.logits.data_ptr(),
+        row_stride(call.logits),
+        None if call.bias is None else call.bias.data_ptr(),
+        call.weights.data_ptr(),
+        call.ids.data_ptr(),
+        call.logits.numel() // experts,
         experts,
-        top_k,
-        n_group,
-        topk_group,
-        scoring == "sigmoid",
-        renormalize,
-        scale,
-        DTYPE_CODES[dtype_name(logits.dtype)],
+        call.top_k,
+        call.n_group,
+        call.topk_group,
+        call.scoring == "sigmoid",
+        call.renormalize,
+        call.scale,
+        DTYPE_CODES[dtype_name(call.logits.dtype)],
     )
     check(code, "grouped_topk_cpu")
 

@@ -9,26 +9,23 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.grouped_topk.op import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import GroupedTopkCall
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None,
-    n_group: int,
-    topk_group: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    weights: Tensor,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: GroupedTopkCall) -> None:
     """logits [..., E] -> weights, ids [..., top_k]. The reference is plain torch operators: this runs it."""
-    results = reference(logits, top_k, bias, n_group, topk_group, scoring, renormalize, scale)
-    weights.copy_(results[0])
-    ids.copy_(results[1])
+    results = reference(
+        call.logits,
+        call.top_k,
+        call.bias,
+        call.n_group,
+        call.topk_group,
+        call.scoring,
+        call.renormalize,
+        call.scale,
+    )
+    call.weights.copy_(results[0])
+    call.ids.copy_(results[1])
 
 
 KERNEL = Kernel(

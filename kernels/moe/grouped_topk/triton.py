@@ -14,7 +14,7 @@ from gristmill.kernels.common import row_stride
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import GroupedTopkCall
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -100,43 +100,31 @@ def grouped_topk_kernel(
     tl.store(ids + row * TOP_K + place, out_ids, mask=place < TOP_K)
 
 
-def launch(
-    config: Config,
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None,
-    n_group: int,
-    topk_group: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    weights: Tensor,
-    ids: Tensor,
-) -> None:
+def launch(config: Config, call: GroupedTopkCall) -> None:
     """logits [..., E] -> weights, ids [..., top_k]."""
-    experts = logits.shape[-1]
-    rows = logits.numel() // experts
+    experts = call.logits.shape[-1]
+    rows = call.logits.numel() // experts
     if rows:
         # If all groups are kept, they have no effect.
-        groups = n_group if topk_group < n_group else 1
+        groups = call.n_group if call.topk_group < call.n_group else 1
         grouped_topk_kernel[(rows,)](
-            logits,
-            logits if bias is None else bias,
-            weights,
-            ids,
-            row_stride(logits),
-            scale,
+            call.logits,
+            call.logits if call.bias is None else call.bias,
+            call.weights,
+            call.ids,
+            row_stride(call.logits),
+            call.scale,
             EXPERTS=experts,
             SIZE=experts // groups,
-            TOP_K=top_k,
+            TOP_K=call.top_k,
             GROUPS=groups,
-            TOPK_GROUPS=min(topk_group, groups),
-            SIGMOID=scoring == "sigmoid",
-            BIAS=bias is not None,
-            RENORMALIZE=renormalize,
+            TOPK_GROUPS=min(call.topk_group, groups),
+            SIGMOID=call.scoring == "sigmoid",
+            BIAS=call.bias is not None,
+            RENORMALIZE=call.renormalize,
             BLOCK_G=next_power_of_2(groups),
             BLOCK_S=next_power_of_2(experts // groups),
-            BLOCK_K=next_power_of_2(top_k),
+            BLOCK_K=next_power_of_2(call.top_k),
             num_warps=config["warps"],
         )
 

@@ -14,64 +14,32 @@ from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, st
 from gristmill.kernels.moe import _chain
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MoeCall
 
 
-def launch_torch(
-    config: Config,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inter: int,
-    workspace: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch_torch(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H] through the torch parts; without a workspace it allocates one."""
     from gristmill.kernels.moe.combine import torch as combine_torch
     from gristmill.kernels.moe.grouped_linear import torch as grouped_linear_torch
     from gristmill.kernels.moe.permute import torch as permute_torch
 
     grouped = partial(grouped_linear_torch.launch, config)
-    epilogue = _chain.Epilogue(w13_bias, w2_bias, clamp, alpha, limit)
     parts = _chain.Parts(
         partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {})
     )
-    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, epilogue, out)
+    _chain.run(parts, call)
 
 
-def launch_triton(
-    config: Config,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inter: int,
-    workspace: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch_triton(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
     from gristmill.kernels.moe.combine import triton as combine_triton
     from gristmill.kernels.moe.grouped_linear import triton as grouped_linear_triton
     from gristmill.kernels.moe.permute import triton as permute_triton
 
     grouped = partial(grouped_linear_triton.launch, config)
-    combine = partial(combine_triton.launch, combine_triton.block_config(x.shape[1]))
-    epilogue = _chain.Epilogue(w13_bias, w2_bias, clamp, alpha, limit)
+    combine = partial(combine_triton.launch, combine_triton.block_config(call.x.shape[1]))
     parts = _chain.Parts(partial(permute_triton.launch, {}), grouped, grouped, combine)
-    _chain.run(parts, x, weights, ids, w13, w2, *_chain.sizes_of(w13, inter), workspace, epilogue, out)
+    _chain.run(parts, call)
 
 
 def accepts(problem: Problem) -> str | None:

@@ -18,7 +18,7 @@ from gristmill.kernels.moe.moe.chain import accepts_named
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MoeCall
 
 _LEVEL = best_config("gm_moe")
 ARGUMENTS = (
@@ -32,43 +32,30 @@ ARGUMENTS = (
 )
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weights_: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inter: int,
-    workspace: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: MoeCall) -> None:
     """x [T, H], expert weights as cpu_rows16_v1 -> out [T, H]; without a workspace it allocates one."""
-    (tokens, hidden), top_k = x.shape, ids.shape[1]
-    inner, experts = _chain.sizes_of(w13, inter)
-    space = _chain.carve(workspace, x, _chain.pieces(ids.numel(), experts, hidden, inner, x.element_size()))
+    (tokens, hidden), top_k = call.x.shape, call.ids.shape[1]
+    inner, experts = _chain.sizes_of(call.w13, call.inter)
+    space = _chain.carve(
+        call.workspace, call.x, _chain.pieces(call.ids.numel(), experts, hidden, inner, call.x.element_size())
+    )
     code = cpu_function("gm_moe", config["level"], ARGUMENTS)(
-        ctypes.byref(weights(config, w13, experts, 2 * inner, hidden)),
-        ctypes.byref(weights(config, w2, experts, hidden, inner)),
-        x.data_ptr(),
-        weights_.data_ptr(),
-        ids.data_ptr(),
-        None if w13_bias is None else w13_bias.data_ptr(),
-        None if w2_bias is None else w2_bias.data_ptr(),
+        ctypes.byref(weights(config, call.w13, experts, 2 * inner, hidden)),
+        ctypes.byref(weights(config, call.w2, experts, hidden, inner)),
+        call.x.data_ptr(),
+        call.weights.data_ptr(),
+        call.ids.data_ptr(),
+        None if call.w13_bias is None else call.w13_bias.data_ptr(),
+        None if call.w2_bias is None else call.w2_bias.data_ptr(),
         *(piece.data_ptr() for piece in space),
-        out.data_ptr(),
+        call.out.data_ptr(),
         tokens,
         top_k,
         experts,
-        2 if clamp else 1,
-        alpha,
-        limit,
-        DTYPE_CODES[dtype_name(x.dtype)],
+        2 if call.clamp else 1,
+        call.alpha,
+        call.limit,
+        DTYPE_CODES[dtype_name(call.x.dtype)],
     )
     check(code, "moe_cpu")
 

@@ -17,10 +17,12 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
+from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MoeCall
 
 GATHERED = 64
 """Entries of ids up to which the first product gathers rows of x by itself, as in moe_sm90."""
@@ -85,46 +87,33 @@ def biased_combine_kernel(rows, bias, ids, inverse, weights, out, top_k, hidden,
     tl.store(out + token * hidden + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inter: int,
-    workspace: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation."""
     import torch
 
     from gristmill.kernels.moe import steps_sm90 as steps
     from gristmill.kernels.moe.grouped_linear.frag16_sm90._launch import product
 
-    (tokens, hidden), top_k = x.shape, ids.shape[1]
+    workspace = call.workspace
+
+    (tokens, hidden), top_k = call.x.shape, call.ids.shape[1]
     if not tokens:
         return
-    inner, experts = _chain.sizes_of(w13, inter)
-    entries, item = ids.numel(), x.element_size()
+    inner, experts = _chain.sizes_of(call.w13, call.inter)
+    entries, item = call.ids.numel(), call.x.element_size()
     if workspace is None:
-        workspace = x.new_empty(_bytes(entries, experts, hidden, inner, item), dtype=torch.uint8)
+        workspace = call.x.new_empty(_bytes(entries, experts, hidden, inner, item), dtype=torch.uint8)
     sizes = _sizes(entries, experts, hidden, inner, item)
-    z = _chain.carve(workspace, x, sizes)[-1].view(x.dtype).view(entries, 2 * inner)
-    space = _chain.views(workspace, x, entries, experts, inner)
-    steps.permute({}, ids, experts, space.offsets, space.permutation, space.inverse)
+    z = _chain.carve(workspace, call.x, sizes)[-1].view(call.x.dtype).view(entries, 2 * inner)
+    space = _chain.views(workspace, call.x, entries, experts, inner)
+    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
     gathered = entries <= GATHERED
     if not gathered:  # in the memory of the second product's results
-        steps.gather_rows(x, space.permutation, space.offsets, top_k, space.rows)
+        steps.gather_rows(call.x, space.permutation, space.offsets, top_k, space.rows)
     product(
         {**config, **shape_of(config, 1)},
-        x if gathered else space.rows,
-        w13,
+        call.x if gathered else space.rows,
+        call.w13,
         space.offsets,
         space.permutation if gathered else None,
         top_k if gathered else 1,
@@ -135,22 +124,22 @@ def launch(
     )
     activation_kernel[(entries, cdiv(inner, BLOCK))](
         z,
-        z if w13_bias is None else w13_bias,
+        z if call.w13_bias is None else call.w13_bias,
         space.offsets,
         space.activations,
         experts,
         inner,
-        alpha,
-        limit,
-        BIAS=w13_bias is not None,
-        CLAMP=clamp,
+        call.alpha,
+        call.limit,
+        BIAS=call.w13_bias is not None,
+        CLAMP=call.clamp,
         BE=next_power_of_2(experts),
         BLOCK=BLOCK,
     )
     product(
         {**config, **shape_of(config, 2)},
         space.activations,
-        w2,
+        call.w2,
         space.offsets,
         None,
         1,
@@ -159,11 +148,11 @@ def launch(
         early=True,
         clear=False,
     )
-    if w2_bias is None:
-        steps.combine({}, space.rows, space.inverse, weights, out)
+    if call.w2_bias is None:
+        steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
         return
     biased_combine_kernel[(tokens, cdiv(hidden, BLOCK))](
-        space.rows, w2_bias, ids, space.inverse, weights, out, top_k, hidden, BLOCK=BLOCK
+        space.rows, call.w2_bias, call.ids, space.inverse, call.weights, call.out, top_k, hidden, BLOCK=BLOCK
     )
 
 

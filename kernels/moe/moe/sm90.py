@@ -14,49 +14,36 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
+from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import MoeCall
 
 GATHERED = 64
 """Entries of ids up to which the first product gathers rows of x by itself."""
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inter: int,
-    workspace: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation."""
     from gristmill.kernels.moe import steps_sm90 as steps
     from gristmill.kernels.moe.grouped_linear.frag16_sm90._launch import product
 
-    if w13_bias is not None or w2_bias is not None or clamp:
+    if call.w13_bias is not None or call.w2_bias is not None or call.clamp:
         raise ValueError("moe_sm90 has no biases and no clamped activation; moe_chain_w_triton does")
-    if not x.shape[0]:
+    if not call.x.shape[0]:
         return
-    inner, experts = _chain.sizes_of(w13, inter)
-    space = _chain.views(workspace, x, ids.numel(), experts, inner)
-    steps.permute({}, ids, experts, space.offsets, space.permutation, space.inverse)
-    top_k, gathered = ids.shape[1], ids.numel() <= GATHERED
+    inner, experts = _chain.sizes_of(call.w13, call.inter)
+    space = _chain.views(call.workspace, call.x, call.ids.numel(), experts, inner)
+    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
+    top_k, gathered = call.ids.shape[1], call.ids.numel() <= GATHERED
     if not gathered:  # in the memory of the second product's results
-        steps.gather_rows(x, space.permutation, space.offsets, top_k, space.rows)
+        steps.gather_rows(call.x, space.permutation, space.offsets, top_k, space.rows)
     product(
         {**config, **_shape(config, 1)},
-        x if gathered else space.rows,
-        w13,
+        call.x if gathered else space.rows,
+        call.w13,
         space.offsets,
         space.permutation if gathered else None,
         top_k if gathered else 1,
@@ -68,7 +55,7 @@ def launch(
     product(
         {**config, **_shape(config, 2)},
         space.activations,
-        w2,
+        call.w2,
         space.offsets,
         None,
         1,
@@ -77,7 +64,7 @@ def launch(
         early=True,
         clear=False,
     )
-    steps.combine({}, space.rows, space.inverse, weights, out)
+    steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
 
 
 def _shape(config: Config, product: int) -> Config:

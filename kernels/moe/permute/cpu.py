@@ -10,17 +10,20 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.native import best_config, check, cpu_function
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import PermuteCall
 
 ARGUMENTS = (*(c_void_p,) * 4, c_int64, c_int64)
 
 
-def launch(
-    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
-) -> None:
+def launch(config: Config, call: PermuteCall) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
     code = cpu_function("gm_moe_permute", config["level"], ARGUMENTS)(
-        ids.data_ptr(), offsets.data_ptr(), permutation.data_ptr(), inverse.data_ptr(), ids.numel(), experts
+        call.ids.data_ptr(),
+        call.expert_offsets.data_ptr(),
+        call.permutation.data_ptr(),
+        call.inverse.data_ptr(),
+        call.ids.numel(),
+        call.experts,
     )
     check(code, "permute_cpu")
 

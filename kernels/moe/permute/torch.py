@@ -9,14 +9,14 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.permute.op import reference
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import PermuteCall
 
 
-def launch(
-    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
-) -> None:
+def launch(config: Config, call: PermuteCall) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
-    for out, result in zip((offsets, permutation, inverse), reference(ids, experts), strict=True):
+    for out, result in zip(
+        (call.expert_offsets, call.permutation, call.inverse), reference(call.ids, call.experts), strict=True
+    ):
         out.copy_(result)
 
 

@@ -12,7 +12,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.lazy_triton import jit, tl
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gristmill.kernels.calls import PermuteCall
 
 
 BLOCK = 1024
@@ -57,16 +57,16 @@ def place_kernel(ids, offsets, permutation, inverse, entries, experts, BLOCK: tl
         place += tl.sum(is_expert.to(tl.int32), 0)
 
 
-def launch(
-    config: Config, ids: Tensor, experts: int, offsets: Tensor, permutation: Tensor, inverse: Tensor
-) -> None:
+def launch(config: Config, call: PermuteCall) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K]."""
-    entries = ids.numel()
+    entries = call.ids.numel()
     block = min(BLOCK, next_power_of_2(max(entries, 16)))
-    count_kernel[(experts,)](ids, offsets, entries, BLOCK=block)
-    scan_kernel[(1,)](offsets, experts, BLOCK=next_power_of_2(experts + 1))
+    count_kernel[(call.experts,)](call.ids, call.expert_offsets, entries, BLOCK=block)
+    scan_kernel[(1,)](call.expert_offsets, call.experts, BLOCK=next_power_of_2(call.experts + 1))
     if entries:
-        place_kernel[(experts + 1,)](ids, offsets, permutation, inverse, entries, experts, BLOCK=block)
+        place_kernel[(call.experts + 1,)](
+            call.ids, call.expert_offsets, call.permutation, call.inverse, entries, call.experts, BLOCK=block
+        )
 
 
 def aot(target: Target) -> list[AotCase]:

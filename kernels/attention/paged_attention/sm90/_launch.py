@@ -4,9 +4,9 @@ sequence (`_paged_decode_sm90.cu`), and whichever is the right one for a batch."
 from __future__ import annotations
 
 from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.attention.paged_attention.sm90._launch_wide import launch as launch_wide
@@ -24,6 +24,9 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.kv_cache.quantized import by_token
 from gristmill.kernels.native import check, cuda_function
 
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import PagedAttentionCall
+
 ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, c_float, *(c_int,) * 4, c_void_p)
 DECODE_ARGUMENTS = (
     *(c_void_p,) * 13,
@@ -36,60 +39,39 @@ DECODE_ARGUMENTS = (
 )
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-    decode: bool = False,
-) -> None:
-    """The arguments of `paged_attention.reference`, then out [tokens, heads, D]. decode: in the kernel for few rows.
+def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> None:
+    """decode: in the kernel for few rows of each sequence.
 
     ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = call.q.shape
     if tokens == 0:
         return
     if dim > LARGEST_HEAD and not decode:
-        bounds = (query_start, seq_lens, max_q, max_ctx, scale, window, sinks, lse)
-        launch_wide(config, q, k_cache, v_cache, block_table, *bounds, workspace, softcap, out)
+        launch_wide(config, call)
         return
-    blocks, block_size, kv_heads, _ = k_cache.shape
-    q, scale = positive_scale(q, scale)
+    blocks, block_size, kv_heads, _ = call.k_cache.shape
+    q, scale = positive_scale(call.q, call.scale)
     processors = int(config["ctas"])
-    area = space(workspace, parts_bytes(dim, processors), q.device)
+    area = space(call.workspace, parts_bytes(dim, processors), q.device)
     device = q.get_device()
-    steps = strides(q, out, k_cache, v_cache, block_table, k_scale, v_scale)
+    steps = strides(q, call.out, call.k_cache, call.v_cache, call.block_table, call.k_scale, call.v_scale)
     tensors = (
-        out.data_ptr(),
-        address(lse),
+        call.out.data_ptr(),
+        address(call.lse),
         q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        block_table.data_ptr(),
-        query_start.data_ptr(),
-        seq_lens.data_ptr(),
-        address(sinks),
-        address(k_scale),
-        address(v_scale),
+        call.k_cache.data_ptr(),
+        call.v_cache.data_ptr(),
+        call.block_table.data_ptr(),
+        call.query_start.data_ptr(),
+        call.seq_lens.data_ptr(),
+        address(call.sinks),
+        address(call.k_scale),
+        address(call.v_scale),
     )
-    token_scales = k_scale is not None and by_token(k_scale)
-    shape = (tokens, seq_lens.shape[0], heads, kv_heads, dim)
-    dtype, window = DTYPE_CODES[dtype_name(q.dtype)], max(0, window)
+    token_scales = call.k_scale is not None and by_token(call.k_scale)
+    shape = (tokens, call.seq_lens.shape[0], heads, kv_heads, dim)
+    dtype, window = DTYPE_CODES[dtype_name(q.dtype)], max(0, call.window)
     stream = torch.cuda.current_stream(device).cuda_stream
     if decode:
         code = cuda_function("gm_paged_decode_sm90", "sm_90a", DECODE_ARGUMENTS)(
@@ -101,11 +83,11 @@ def launch(
             block_size,
             dtype,
             token_scales,
-            max_q,
-            max_ctx,
+            call.max_q,
+            call.max_ctx,
             window,
             scale,
-            softcap,
+            call.softcap,
             processors,
             device,
             stream,
@@ -124,7 +106,7 @@ def launch(
             token_scales,
             window,
             scale,
-            softcap,
+            call.softcap,
             config["part_tiles"],
             config["reading"],
             processors,
@@ -134,56 +116,17 @@ def launch(
     check(code, "paged_attention_sm90")
 
 
-def launch_split(
-    config: Config,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softcap: float,
-    out: Tensor,
-) -> None:
+def launch_split(config: Config, call: PagedAttentionCall) -> None:
     """As `launch`; batches in which every sequence has few rows run in the kernel for those, or in the split Triton kernel.
 
     What is chosen follows from host-known bounds, so a captured graph replays what was captured.
     """
-    arguments = (
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        query_start,
-        seq_lens,
-        max_q,
-        max_ctx,
-        scale,
-        window,
-        sinks,
-        lse,
-    )
-    page, kv_heads, dim = k_cache.shape[1:]
-    kernel = route(
-        max_q,
-        q.shape[1],
-        kv_heads,
-        int(config["ctas"]),
-        dim,
-        k_scale is not None,
-        page,
-    )
+    page, kv_heads, dim = call.k_cache.shape[1:]
+    heads, codes = call.q.shape[1], call.k_scale is not None
+    kernel = route(call.max_q, heads, kv_heads, int(config["ctas"]), dim, codes, page)
     if kernel == "triton":
-        behind = None if workspace is None else workspace.view(torch.uint8)[COUNTER_BYTES:]
-        launch_triton(config, *arguments, behind, k_scale, v_scale, softcap, out)
+        room = call.workspace
+        behind = None if room is None else room.view(torch.uint8)[COUNTER_BYTES:]
+        launch_triton(config, call.replace(workspace=behind))
     else:
-        launch(config, *arguments, workspace, k_scale, v_scale, softcap, out, decode=kernel == "decode")
+        launch(config, call, decode=kernel == "decode")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,26 +12,18 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import check, cuda_function
 
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import VarlenAttentionCall
+
 ARGUMENTS = (*(c_void_p,) * 7, c_int64 * 8, *(c_int,) * 8, c_float, *(c_int,) * 2, c_void_p)
 
 
-def launch(
-    config: Config,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    context_start: Tensor,
-    max_q: int,
-    max_ctx: int,
-    scale: float,
-    lse: Tensor | None,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: VarlenAttentionCall) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv].
 
     q, k and v are copied where rows do not begin at multiples of 16 bytes, or overlap. ValueError if those of out do not.
     """
+    q, k, v, scale = call.q, call.k, call.v, call.scale
     tokens, heads, qk_dim = q.shape
     if tokens == 0:
         return
@@ -39,19 +32,19 @@ def launch(
         q, scale = q * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
     q, k, v = _whole_pieces(q), _whole_pieces(k), _whole_pieces(v)
     device = q.get_device()
-    strides = (c_int64 * 8)(*q.stride()[:2], *out.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    strides = (c_int64 * 8)(*q.stride()[:2], *call.out.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     code = cuda_function("gm_varlen_attention_sm90", "sm_90a", ARGUMENTS)(
-        out.data_ptr(),
-        None if lse is None else lse.data_ptr(),
+        call.out.data_ptr(),
+        None if call.lse is None else call.lse.data_ptr(),
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
-        query_start.data_ptr(),
-        context_start.data_ptr(),
+        call.query_start.data_ptr(),
+        call.context_start.data_ptr(),
         strides,
         tokens,
         rows,
-        query_start.shape[0] - 1,
+        call.query_start.shape[0] - 1,
         heads,
         kv_heads,
         qk_dim,

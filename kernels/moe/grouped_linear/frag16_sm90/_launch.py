@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
 from gristmill.kernels.moe.grouped_linear.frag16_sm90.shapes import misfit
 from gristmill.kernels.native import check, cuda_function
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import GroupedLinearCall
 
 
 class Args(ctypes.Structure):
@@ -57,27 +61,24 @@ SHAPE = ("mt", "c", "slices", "ctas", "grid")
 """Entries of a configuration that are fields of `Args`."""
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    expert_offsets: Tensor,
-    permutation: Tensor | None,
-    top_k: int,
-    silu_mul: bool,
-    n: int,
-    bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: GroupedLinearCall) -> None:
     """Sorted rows [P, K] and the three tensors of a frag16 layout -> out [P, N or N / 2]."""
-    if bias is not None or clamp:
+    if call.bias is not None or call.clamp:
         raise ValueError(
             "grouped_linear_sm90 has no bias and no clamped activation; grouped_linear_w_triton does"
         )
-    product(config, x, weight, expert_offsets, permutation, top_k, silu_mul, out, early=False, clear=True)
+    product(
+        config,
+        call.x,
+        call.weight,
+        call.expert_offsets,
+        call.permutation,
+        call.top_k,
+        call.silu_mul,
+        call.out,
+        early=False,
+        clear=True,
+    )
 
 
 def product(

@@ -18,53 +18,50 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.moe.w8a8_sm90 import shapes
+from gristmill.kernels.moe.permute.op import OP as PERMUTE
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gristmill.kernels.calls import MoeCall
 
 PROCESSORS = 132
 FIELDS = ("tile_a", "tile_b", "plain", "slots", "ctas", "grid")
 
 
-def launch(
-    config: Config,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: list[Tensor],
-    w2: list[Tensor],
-    inter: int,
-    workspace: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    clamp: bool,
-    alpha: float,
-    limit: float,
-    out: Tensor,
-) -> None:
+def launch(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation."""
     from gristmill.kernels.moe import steps_sm90 as steps
     from gristmill.kernels.moe.moe.w8a8_sm90 import _launch
 
-    if w13_bias is not None or w2_bias is not None or clamp:
+    x = call.x
+
+    if call.w13_bias is not None or call.w2_bias is not None or call.clamp:
         raise ValueError("moe_w8a8_sm90 has no biases and no clamped activation; moe_chain_torch does")
-    operands, entries = operands_named(str(config["format"])), ids.numel()
-    (tokens, hidden), (inner, experts) = x.shape, _chain.sizes_of(w13, inter)
-    _launch.check_weight(operands, w13, experts, 2 * inner, hidden)
-    _launch.check_weight(operands, w2, experts, hidden, inner)
+    operands, entries = operands_named(str(config["format"])), call.ids.numel()
+    (tokens, hidden), (inner, experts) = x.shape, _chain.sizes_of(call.w13, call.inter)
+    _launch.check_weight(operands, call.w13, experts, 2 * inner, hidden)
+    _launch.check_weight(operands, call.w2, experts, hidden, inner)
     if not tokens:
         return
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError(
             f"moe_w8a8_sm90: rows of x must be contiguous and start at multiples of 16 bytes, got strides {x.stride()}"
         )
-    space = views(operands, workspace, x, entries, experts, inner)
-    steps.permute({}, ids, experts, space.offsets, space.permutation, space.inverse)
-    order = _launch.Sorted(ids, space.offsets, space.inverse)
+    space = views(operands, call.workspace, x, entries, experts, inner)
+    steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
+    order = _launch.Sorted(call.ids, space.offsets, space.inverse)
     _launch.quantize(operands, x, order, hidden, space.tokens, space.token_scales, gated=False)
     _launch.product(
-        operands, shape_of(config, 1), space.tokens, space.token_scales, w13, space.offsets, space.gate_up
+        operands,
+        shape_of(config, 1),
+        space.tokens,
+        space.token_scales,
+        call.w13,
+        space.offsets,
+        space.gate_up,
     )
     _launch.quantize(
         operands, space.gate_up, order, inner, space.activations, space.activation_scales, gated=True
@@ -74,11 +71,11 @@ def launch(
         shape_of(config, 2),
         space.activations,
         space.activation_scales,
-        w2,
+        call.w2,
         space.offsets,
         space.rows,
     )
-    steps.combine({}, space.rows, space.inverse, weights, out)
+    steps.combine({}, COMBINE.Call(space.rows, space.inverse, call.weights, call.out))
 
 
 def operands_named(name: str) -> Operands:

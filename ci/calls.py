@@ -1,0 +1,29 @@
+"""The stub of the calls of every operation, kernels/calls.pyi: a class per operation with the types of its arguments and outputs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gristmill.kernel_registry.call import call_name
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.registry import Registry
+
+STUB = Path(__file__).resolve().parents[1] / "kernels" / "calls.pyi"
+TYPES = {"Tensor": "Tensor", "Tensor?": "Tensor | None", "Tensor[]": "list[Tensor]"}
+"""Type of a torch schema -> the annotation; of other types their name."""
+
+
+def text(registry: Registry) -> str:
+    """The stub. Operations of plugins are left out."""
+    ops = [op for name, op in sorted(registry.ops.items()) if name not in registry.plugins]
+    head = '"""Written by `make generate` from the registry; do not edit."""\n\nfrom torch import Tensor\n\n'
+    return head + "from gristmill.kernel_registry.call import Call\n\n" + "\n".join(map(_class, ops))
+
+
+def _class(op: Op) -> str:
+    lines = [f"class {call_name(op.name)}(Call):"]
+    for parameter in op.parameters:
+        kind = re.sub(r"\(.*\)", "", parameter.type)
+        lines.append(f"    {parameter.name}: {TYPES.get(kind, kind)}")
+    return "\n".join([*lines, *(f"    {name}: Tensor" for name in op.outputs), ""])
