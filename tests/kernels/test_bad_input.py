@@ -295,7 +295,7 @@ def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch
     rows = arguments[0].shape[0]
     assert "other values than the reference" in faults(lambda call: min(rows, call.x.shape[0]))
 
-    def asks(x: Any, *rest: Any) -> int:
-        raise KeyError(x.dim())
+    def asks(call: Any) -> int:
+        raise KeyError(call.x.dim())
 
     assert "KeyError" in faults(asks)
