@@ -36,6 +36,7 @@ FOLDERS = (
 )
 NATIVE = (".c", ".cpp", ".cu", ".cuh", ".h", ".hip")
 LINES, MANY, TOKENS, WINDOW = 8, 12, 50, 24
+_ENTRIES = "arguments of two native entries that begin with the same pointers"
 _FORMAT = "readers of one format: each has the same parameters"
 _FAMILY = "a model family is one file, which states its layers and what their calls take"
 ACCEPTED = {
@@ -45,9 +46,9 @@ ACCEPTED = {
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),
-    ("kernels/sampling/sample_cpu.py", "kernels/sampling/sample_sm90.py"): (
-        "arguments of two entries that begin with the same pointers"
-    ),
+    ("kernels/sampling/sample_cpu.py", "kernels/sampling/sample_sm90.py"): _ENTRIES,
+    ("kernels/moe/combine/cpu.py", "kernels/moe/steps_sm90.py"): _ENTRIES,
+    ("kernels/norm/*_cpu.py", "kernels/norm/*_cpu.py"): _ENTRIES,
     ("kernels/kv_cache/*triton.py", "kernels/rope/*triton.py"): "the configurations of one tile of heads",
     ("kernels/*_cpu.cpp", "kernels/*_cpu.cpp"): (
         "entries that fill a job from their arguments, and loops that differ in the layout of x"

@@ -12,7 +12,7 @@ A kernel is a file ``kernels/<family>/.../<op>_<impl>.py`` with a ``KERNEL``, or
 
 The contract of a kernel:
 
-- The launcher is ``launch(config, *arguments, *outputs)``, in the order of the operation's arguments and outputs. It runs on the caller's
+- The launcher is ``launch(config, call)``; `call` has the operation's arguments and outputs as attributes (`call.Call`). It runs on the caller's
   current stream, does not synchronize, and allocates nothing that outlives the call.
 - ``config`` is a pure function of problem and target. It also carries the static parts of the problem that the launcher needs (scheme, code
   level), so that a launch never parses anything. It holds no size of the problem: a configuration chosen for a large problem is verified
