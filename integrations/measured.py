@@ -78,7 +78,7 @@ class Case:
 
 
 _KNOWN: dict[tuple[Case, str, Path], Comparison] = {}
-"""Of this process, also where the folder of the store cannot be written."""
+"""The times known in this process, also if the folder of the store cannot be written."""
 
 
 def compare(case: Case, device: torch.device, theirs: Callable[[], Call]) -> Comparison:

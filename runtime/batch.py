@@ -66,7 +66,7 @@ class Batch:
     _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returns, made by the first layer that asks for it and shared by all layers of a step."""
+        """The result of `make`, called by the first layer that needs it and shared by all layers of a step."""
         if name not in self._derived:
             self._derived[name] = make()
         return cast("T", self._derived[name])

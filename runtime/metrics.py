@@ -53,13 +53,13 @@ DRAFT_COUNTERS = {
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
 }
-"""Of engines that draft."""
+"""Counters of engines that draft."""
 TRANSFER_COUNTERS = {
     "external_prefix_cache_queries": "Prompt tokens looked up in the stores of KV transfer",
     "external_prefix_cache_hits": "Prompt tokens loaded from them",
     "kv_transfer_saved_blocks": "Blocks saved there",
 }
-"""Of engines with stores."""
+"""Counters of engines with stores."""
 HISTOGRAMS = {
     "iteration_tokens_total": ("Tokens computed in a step", TOKENS),
     "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),

@@ -30,7 +30,7 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.scheduler import QueueFull, RequestTooLarge
 
 UPDATE_SECONDS = 3600.0
-"""How long new weights may take to be read."""
+"""Seconds that reading new weights may take."""
 NOT_STARTED = "the engine was not started, or was cleaned up"
 
 
@@ -172,7 +172,7 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Where the load after each step goes."""
+        """Publish the load after each step with this publisher."""
         self.load.publisher = publisher
 
     async def register_prometheus(self, metrics: Any) -> None:

@@ -23,7 +23,7 @@ SAMPLING = (
     "n",
     "logit_bias",
 )
-"""Of sampling_options, those with the same name and meaning."""
+"""The entries of sampling_options with the same name and meaning."""
 STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "stop_token_ids_hidden")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

@@ -107,7 +107,7 @@ class GristmillLM(TemplateLM):  # type: ignore[misc]  # the harness carries no t
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches of requests."""
+        """The name of the tokenizer in the harness's caches of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(
@@ -234,7 +234,7 @@ class GristmillLM(TemplateLM):  # type: ignore[misc]  # the harness carries no t
 
 
 def _loglikelihood(chunk: Chunk, count: int) -> tuple[float, bool]:
-    """Of the last `count` tokens of prompt and output. NaN where the logits were."""
+    """Log-probabilities of the last `count` tokens of prompt and output; NaN where the logits were NaN."""
     if chunk.error is not None:
         return float("nan"), False
     known = [

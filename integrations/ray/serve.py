@@ -117,7 +117,7 @@ def _read(body: bytes) -> tuple[Any, Any, bool, int]:
 
 
 def _values(part: Completion | Chunk) -> dict[str, Any]:
-    """For JSON: without what is None."""
+    """The value as JSON, without entries that are None."""
     values = {name: value for name, value in asdict(part).items() if value is not None}
     values.pop("prompt_ids", None)
     values.pop("index", None)

@@ -81,7 +81,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # SGLang is re
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> GristmillConfig:
-        """Of ``quantization_config``."""
+        """The configuration from ``quantization_config``."""
         return cls(config)
 
     @classmethod

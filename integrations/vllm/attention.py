@@ -28,7 +28,7 @@ from gristmill.kernels.common import dtype_name
 
 
 class GristmillAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is read without types
-    """What vLLM asks about the backend. Decoders with causal attention, grouped queries, windows and sinks; no quantized cache."""
+    """What vLLM asks about the backend: decoders with causal attention, grouped queries, windows and sinks; no quantized cache."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -41,12 +41,12 @@ class GristmillAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM
 
     @staticmethod
     def get_impl_cls() -> type[GristmillAttention]:
-        """Of a layer."""
+        """The class of a layer's attention."""
         return GristmillAttention
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
-        """Of a step."""
+        """The class that makes the metadata of a step."""
         return MetadataBuilder
 
     @staticmethod
@@ -65,7 +65,7 @@ class GristmillAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Of the cache of a layer. Called by vLLM 0.24 alone."""
+        """The shape of a layer's cache. Only vLLM 0.24 calls it."""
         return num_blocks, 2, block_size, num_kv_heads, head_size
 
     @staticmethod

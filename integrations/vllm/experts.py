@@ -57,11 +57,11 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
-        """Of the ids that vLLM's router makes."""
+        """The dtype of the expert ids that vLLM's router makes."""
         return torch.int32
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Of vLLM's own kernels alone."""
+        """None: it describes only vLLM's own kernels."""
 
     def create_weights(
         self,

@@ -19,7 +19,7 @@ def sampled(names: Sequence[str], found: Mapping[str, TokenLogprobs]) -> Logprob
 
 
 def of_prompt(found: Sequence[TokenLogprobs | None], top: int) -> LogprobsTensors:
-    """Of the tokens of a prompt after its first, which nothing predicts."""
+    """Log-probabilities of the tokens of a prompt after its first, which nothing predicts."""
     return LogprobsTensors(*(torch.from_numpy(array) for array in _arrays(found[1:], top)))
 
 

@@ -84,7 +84,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> GristmillConfig:
-        """Of a quantized checkpoint. FormatError: a format, or a variant of it, that is not read."""
+        """The configuration of a quantized checkpoint; FormatError for a format, or a variant of it, that is not read."""
         return cls(config)
 
     @classmethod

@@ -82,7 +82,7 @@ class Requests:
         return {name: prompt for name, prompt in wanted if prompt is not None}
 
     def complete_prompts(self, entries: Sequence[ScheduledRequest]) -> dict[str, PromptLogprobs]:
-        """Those whose last part this step has computed; each is given once."""
+        """The prompts whose last part this step has computed; each is returned once."""
         complete: dict[str, PromptLogprobs] = {}
         for entry in entries:
             request = self.active[entry.id]

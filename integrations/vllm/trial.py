@@ -16,7 +16,7 @@ REFUSALS = (NotImplementedError, ValueError, ImportError)
 """What methods raise that do not serve a layer: no scheme or operator for it, no kernel that can implement it or a size that does not fit, a
 package that is missing."""
 OLD_GPU = "not supported for the current GPU"
-"""Of the RuntimeError by which compressed-tensors refuses a device."""
+"""Text of the RuntimeError by which compressed-tensors refuses a device."""
 
 
 class NoMethodError(RuntimeError):

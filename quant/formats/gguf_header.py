@@ -84,7 +84,7 @@ BLOCKS: Final = {
 MAX_PAIRS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 21
-"""Of an array: vocabularies and merges have some hundred thousand."""
+"""The most elements of an array: vocabularies and merges have some hundred thousand."""
 MAX_DIMENSIONS: Final = 4
 _STRINGS: Final = (c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64))
 """Arguments of `_gguf_strings_cpu.cpp`."""
@@ -187,7 +187,7 @@ class GgufHeader:
         return values
 
     def _address(self) -> int:
-        """Of the first byte of the file in memory."""
+        """The address of the first byte of the file in memory."""
         return torch.frombuffer(self.data, dtype=torch.uint8).data_ptr()
 
     def _read_pair(self) -> None:

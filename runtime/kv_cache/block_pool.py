@@ -23,7 +23,7 @@ from typing import Any
 from gristmill.kernel_registry.scheme import cdiv
 
 LISTED = 100
-"""Of what a text about a state lists, so that it stays readable however large the pool and the queues are."""
+"""The most entries that a text about a state lists, so that it stays readable however large the pool and the queues are."""
 
 
 class PoolError(RuntimeError):

@@ -121,7 +121,7 @@ class PagedCache:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each group, the keys that a query sees; 0 = all."""
+        """For each group, the number of keys that a query sees; 0 = all."""
         return tuple(group.window for group in self.groups) or (0,)
 
     def batches(self, batch: Batch) -> list[Batch]:

@@ -29,7 +29,7 @@ class Store(Protocol):
     """
 
     def matched(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key, whether there seems to be a record."""
+        """For each key, whether there seems to be a record."""
         ...
 
     def load(self, key: bytes, into: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""Attention over a latent cache that is spread over ranks (decode context parallelism).
+"""Attention over a latent cache that is sharded over ranks (decode context parallelism).
 
 Rank r of n has the r-th of n runs of `block_size` tokens in each block of the scheduler, which has n times as many tokens. Each rank attends with the
 queries of all heads to the keys that it has, and partial results are merged by their log-sum-exps, each head by the rank that has it: Helix (Bhatia

@@ -16,7 +16,7 @@ from gristmill.runtime.batch import Batch, send_parts
 from gristmill.runtime.config import MlaConfig
 
 EXPANDING = 2.0
-"""What a multiplication that makes the keys and values of cached tokens takes against one of attention: they are written and read again.
+"""Cost of a multiplication that makes keys and values of cached tokens, relative to one of attention: they are written and read again.
 docs/performance/mla_prefill_hopper.md has the times of both forms."""
 
 
@@ -82,7 +82,7 @@ def whole(batch: Batch) -> Sequences:
 def split(batch: Batch, mla: MlaConfig, block_size: int) -> Forms:
     """The forms of the sequences of a batch, from the lengths that the host knows; absorbed if it knows none.
 
-    A cache that is spread over ranks has no context as a whole: there all sequences are un-absorbed if they are new, and absorbed otherwise.
+    A cache that is sharded over ranks has no context as a whole: there all sequences are un-absorbed if they are new, and absorbed otherwise.
     """
     lengths = batch.lengths
     if batch.context_shard is None:

@@ -62,7 +62,7 @@ class LoadedSchemes:
         return resolver.target.vendor == "cpu"
 
     def line(self, device: str) -> str:
-        """What was loaded otherwise than it is stored; "" for nothing."""
+        """A line about weights that were loaded in another scheme than they are stored in; "" if there are none."""
         kinds = [
             f"{count} layers of {stored} as {loaded}" for (stored, loaded), count in self.changed.items()
         ]

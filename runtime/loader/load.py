@@ -28,7 +28,7 @@ from gristmill.runtime.models import Model, build_model, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, least, local_config
 
 WEIGHTS_SHARE = 0.75
-"""Of a GPU's free memory, what weights may take that grow as they are loaded; the rest is for the cache."""
+"""The fraction of a GPU's free memory up to which weights may grow as they are loaded; the rest is for the cache."""
 
 
 def load_model(

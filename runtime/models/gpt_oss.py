@@ -20,7 +20,7 @@ from gristmill.runtime.models import Family, llama
 from gristmill.runtime.models.llama import Llama, decoder_table
 
 ALPHA = 1.702
-"""Of the experts' activation; the configuration does not state it."""
+"""Alpha of the experts' activation, which the configuration does not state."""
 
 
 def table(c: ModelConfig) -> WeightTable:

@@ -148,7 +148,7 @@ class Replicas:
         return [bool(item) async for item in self._items(given, "save", given, seconds)][0]
 
     async def status(self) -> list[EngineStatus | BaseException]:
-        """Of each replica, its status, or the ReplicaError that says why it serves no more."""
+        """For each replica its status, or the ReplicaError that says why it serves no more."""
 
         async def ask(replica: _Replica) -> EngineStatus:
             return [status async for status in self._items("", "status", on=replica)][0]  # type: ignore[no-any-return]
@@ -166,7 +166,7 @@ class Replicas:
     async def _items(
         self, prompt: str | list[int], kind: str, *arguments: Any, on: _Replica | None = None
     ) -> AsyncGenerator[Any, None]:
-        """What a replica answers to a message: of `on`, or of one that is chosen for the prompt."""
+        """The answer of a replica to a message: of `on`, or of one that is chosen for the prompt."""
         name, answers = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
         with self._lock:
             if on is None and (loads := self._loads()):

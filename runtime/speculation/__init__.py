@@ -51,7 +51,7 @@ class Proposer(Protocol):
     """Drafts the tokens that may follow. It may be wrong: drafts change how many steps an output takes, never its ids."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """For each request 0 to `count` token ids. If it raises, the step fails as if the model had."""
+        """Return 0 to `count` token ids for each request. If it raises, the step fails as if the model had."""
         ...
 
     def ended(self, request_id: str, tokens: Sequence[int], prompt_len: int) -> None:
@@ -64,7 +64,7 @@ class Proposer(Protocol):
 
     @property
     def runner(self) -> Runner | None:
-        """Of a draft model, whose memory sleeps with the engine's; None without one."""
+        """The runner of a draft model, whose memory sleeps with the engine's; None without one."""
         ...
 
 

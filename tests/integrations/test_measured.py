@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gristmill.integrations import measured
-from gristmill.integrations.measured import SIZES, Call, Case, Comparison, beside, compare
+from gristmill.integrations.measured import SIZES, Call, Case, Comparison, compare, times_file
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.store import Store
 
@@ -51,7 +51,7 @@ def test_a_slow_host_loses_and_the_next_start_measures_nothing(monkeypatch: pyte
 
     measured._KNOWN.clear()
     assert compare(CASE, CPU, host) == found and host.made == 2
-    assert len(Store.read(beside("planted", CPU)).timings) == 2 * len(SIZES)
+    assert len(Store.read(times_file("planted", CPU)).timings) == 2 * len(SIZES)
 
     changed = Case("int4_g128", 64, 256, torch.float32, "planted", "1.1 Method")
     assert compare(changed, CPU, host).ahead and host.made == 4
@@ -106,4 +106,4 @@ def test_what_the_host_raises_is_not_caught() -> None:
 
     with pytest.raises(NotImplementedError, match="planted"):
         compare(CASE, CPU, host)
-    assert not beside("planted", CPU).exists()
+    assert not times_file("planted", CPU).exists()
