@@ -156,7 +156,7 @@ class BoundPlan:
         runner(call)
 
     def workspace(self, size: int) -> Workspace:
-        """Scratch memory that calls of this size need."""
+        """The workspace that calls of this size need."""
         index = bucket_index(size)
         if self.entries[index] is None:
             self._first(size)

@@ -19,7 +19,7 @@ from gristmill.autotune.device import free_bytes, on_device
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.rotation import Contents, Finding, Rotation
 from gristmill.autotune.timing import GPU_CALLS, CaptureError, Timed, list_count
-from gristmill.autotune.verify import packing, scratch
+from gristmill.autotune.verify import allocate_workspace, packing
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernels.load import load
 
@@ -82,7 +82,7 @@ class Candidate:
         if isolated and (why := rotation.tied()):
             raise ValueError(f"{kernel.name} cannot be timed isolated: {why}")
         # A workspace of its own: rotations are shared among kernels.
-        self._workspace = scratch(rotation.op, kernel, config, rotation.problem, rotation.device)
+        self._workspace = allocate_workspace(rotation.op, kernel, config, rotation.problem, rotation.device)
         self._takes_workspace = "workspace" in rotation.op.Call.names
         lists = len(rotation.sets)
         # A kernel that writes in place must not see a list twice.

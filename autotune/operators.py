@@ -1,7 +1,7 @@
 """The torch operators of the registry's operations, and the functions of `gristmill.ops` that call them.
 
-Overloads of ``torch.ops.gristmill.<op>``. *Inputs* are the arguments without the optional ones that are written in place (scratch
-memory, ``lse``): Inductor cannot functionalize those where they are None.
+Overloads of ``torch.ops.gristmill.<op>``. *Inputs* are the arguments without the optional ones that are written in place (the
+workspace, ``lse``): Inductor cannot functionalize those where they are None.
 
 - default: ``(inputs, int plan=0) -> outputs``. Of an operation without outputs: ``(arguments, int plan=0) -> ()``.
 - ``with_<names>``: the default overload with some of the arguments that it leaves out, all required.

@@ -148,15 +148,19 @@ def kernel_arguments(op: Op, kernel: Kernel, arguments: Sequence[Any]) -> list[A
 def with_workspace(
     op: Op, kernel: Kernel, config: Config, problem: Problem, arguments: Sequence[Any]
 ) -> list[Any]:
-    """`arguments` with the scratch memory that `kernel` asks for."""
-    memory = scratch(op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a)))
+    """`arguments` with the workspace that `kernel` asks for."""
+    memory = allocate_workspace(
+        op, kernel, config, problem, next(t.device for a in arguments for t in tensors(a))
+    )
     return [
         memory if memory is not None and parameter.name == "workspace" else argument
         for parameter, argument in zip(op.parameters, arguments, strict=True)
     ]
 
 
-def scratch(op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any) -> torch.Tensor | None:
+def allocate_workspace(
+    op: Op, kernel: Kernel, config: Config, problem: Problem, device: Any
+) -> torch.Tensor | None:
     """A workspace as the runtime hands it over: zeros, or NaN in all float types, which stands for what others left there.
     None for a kernel that needs none."""
     need = kernel.workspace(problem, config)
