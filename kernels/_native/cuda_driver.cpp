@@ -89,15 +89,13 @@ const CudaDriver* cuda_driver() {
   return g_driver.ready ? &g_driver : nullptr;
 }
 
-int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld,
-             unsigned box_k, unsigned box_rows) {
+int tensor_map(CUtensorMap* map, CUtensorMapDataType type, unsigned rank, const void* base,
+               const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
   const CudaDriver* driver = cuda_driver();
   if (driver == nullptr) return GM_E_DRIVER;
-  const cuuint64_t sizes[] = {k, rows}, strides[] = {ld * 2};
-  const cuuint32_t box[] = {box_k, box_rows}, steps[] = {1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
   const CUresult result = driver->tensor_map(
-      map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-      const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      map, type, rank, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? GM_OK : failed(result);
 }

@@ -82,11 +82,28 @@ extern CudaDriver g_driver;       // cuda_driver.cpp
 extern pthread_mutex_t g_mutex;   // guards first uses
 const CudaDriver* cuda_driver();  // null if there is no usable driver
 
-// Describes a matrix of 16-bit floats [rows, k], row stride ld elements, to the tensor copy engine: boxes of
-// [box_rows, box_k] that land in shared memory as rows of 128 bytes in the 128-byte swizzle (box_k = 64),
-// with zeros past the matrix. GM_OK, GM_E_DRIVER or a CUDA error.
-int rows_map(CUtensorMap* map, const void* base, bool bf16, uint64_t k, uint64_t rows, uint64_t ld,
-             unsigned box_k, unsigned box_rows);
+// Describes a tensor to TMA (cuTensorMapEncodeTiled). sizes, box: elements along each dimension, innermost
+// first; strides: bytes from one index to the next, of all dimensions but the innermost, multiples of 16.
+// Boxes are of 128 bytes along the innermost dimension, and land in shared memory in the 128-byte swizzle,
+// with zeros past the tensor. GM_OK, GM_E_DRIVER or a CUDA error.
+int tensor_map(CUtensorMap* map, CUtensorMapDataType type, unsigned rank, const void* base,
+               const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box);
+
+// Of a matrix [rows, k], rows ld bytes apart.
+inline int rows_map(CUtensorMap* map, CUtensorMapDataType type, const void* base, uint64_t k, uint64_t rows,
+                    uint64_t ld, unsigned box_k, unsigned box_rows) {
+  const cuuint64_t sizes[] = {k, rows}, strides[] = {ld};
+  const cuuint32_t box[] = {box_k, box_rows};
+  return tensor_map(map, type, 2, base, sizes, strides, box);
+}
+
+inline CUtensorMapDataType float16_type(bool bf16) {
+  return bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// As copies of 16 bytes and TMA need it.
+inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 struct Launch {
   unsigned grid_x = 1, grid_y = 1, grid_z = 1;

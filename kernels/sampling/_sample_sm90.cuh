@@ -557,8 +557,7 @@ struct Row {
       if (of_bin) add_to(&s.masses[bin], of_bin);
       above = exchanged_sums(block_sum(beyond), 0).a;
       combine_masses();
-      const int per = (kBins + count - 1) / count, begin = min(tid * per, kBins),
-                end = min(begin + per, kBins);
+      const int per = kBins / count, begin = tid * per, end = begin + per;
       uint64_t own = 0, all;
       for (int i = begin; i < end; ++i) own += s.all_masses[i];
       if (tid == 0) s.first = kBins - 1;

@@ -241,8 +241,6 @@ struct Instance {
 };
 Instance g_instances[] = {GM_KERNELS};
 
-bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
 }  // namespace
 
 // y = x . W^T + bias (gated) + residual. Returns GM_OK, or an error.
@@ -251,7 +249,7 @@ GM_CUDA_ENTRY(gm_dense_decode_sm90)(const gm_linear_dense_args* args) {
   if (a.size != int(sizeof a)) return GM_E_ABI;
   if (a.type != 1 && a.type != 2) return GM_E_DTYPE;
   if (a.m < 0 || a.m > 16 || a.n < 1 || a.k < 8 || a.k % 8 || (a.silu_mul && a.n % 2)) return GM_E_SHAPE;
-  if (a.ldx % 8 || !is_aligned(a.x) || !is_aligned(a.w)) return GM_E_SHAPE;
+  if (a.ldx % 8 || !gm::is_aligned(a.x) || !gm::is_aligned(a.w)) return GM_E_SHAPE;
   if (a.wk < 1 || a.wk > 8 || (a.split != 1 && a.split != 2 && a.split != 4 && a.split != 8)) return GM_E_ARG;
   const int nt = a.m > 8 ? 2 : 1;
   Instance* one = nullptr;

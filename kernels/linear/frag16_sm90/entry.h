@@ -65,7 +65,7 @@ using Args = gm_linear_frag16_args;
 
 [[maybe_unused]] constexpr int tile_bytes = GM_TILE_BYTES;  // as GM_SHARED_BYTES calls it
 [[maybe_unused]] constexpr int max(int a, int b) { return a > b ? a : b; }
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+using gm::ceil_div;
 
 #if GM_SCHEDULE == GM_DECODE
 
@@ -154,8 +154,8 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
              reinterpret_cast<uintptr_t>(a.residual) % 16 == 0;
 
   CUtensorMap map;  // k past the end reads as 0
-  const int status = gm::rows_map(&map, a.x, a.x_type == 2, uint64_t(a.k), uint64_t(a.m), uint64_t(a.ldx),
-                                  gm::kXSlotK, unsigned(a.mt));
+  const int status = gm::rows_map(&map, gm::float16_type(a.x_type == 2), a.x, uint64_t(a.k), uint64_t(a.m),
+                                  uint64_t(a.ldx) * 2, gm::kXSlotK, unsigned(a.mt));
   if (status != GM_OK) return status;
   const int64_t tiles = int64_t(p.n_tiles) * p.m_tiles, grid = a.grid;
   if (tiles * a.split > INT32_MAX) return GM_E_SHAPE;
@@ -243,8 +243,8 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
   if (m == 0) return GM_OK;
 
   CUtensorMap map;  // k past the end reads as 0
-  const int status = gm::rows_map(&map, a.x, a.x_type == 2, uint64_t(a.k), uint64_t(m), uint64_t(a.ldx),
-                                  gm::kTileK / 2, unsigned(nt * 8));
+  const int status = gm::rows_map(&map, gm::float16_type(a.x_type == 2), a.x, uint64_t(a.k), uint64_t(m),
+                                  uint64_t(a.ldx) * 2, gm::kTileK / 2, unsigned(nt * 8));
   if (status != GM_OK) return status;
   void* arguments[] = {&p, &map};
   return kernel.launch(a.device, a.stream,

@@ -1,7 +1,7 @@
 // The kernels of one kind of operand and their entry. A source defines GM_ENTRY, GM_NAME (start of kernel
 // names), GM_TYPE (E4m3, Int8) and GM_BLOCKS (scales of 128 x 128 blocks), and includes this.
 #include "args.h"
-#include "gm_cuda.h"
+#include "instances.h"
 #include "product.cuh"
 
 // Rows of operand A and of B, whether A is x, warpgroups,
@@ -17,73 +17,20 @@
   K(128, 128, 1, 2, 1, 1) \
   K(256, 128, 1, 2, 2, 1)
 
-#define GM_THREADS(warpgroups, mt) ((warpgroups) * 128 + ((mt) == 128 ? 128 : 32))
-#define GM_JOIN3(a, b, c, d) a##_##b##x##c##x##d
-#define GM_NAMED(a, b, c, d) GM_JOIN3(a, b, c, d)
-
 #ifdef __CUDACC__
 
-#define GM_ONE(rows, columns, plain, warpgroups, halves, ctas)                                            \
-  extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)                     \
-      GM_NAMED(GM_NAME, rows, columns, plain)(const __grid_constant__ gm::w8a8::Params p,                 \
-                                              const __grid_constant__ CUtensorMap w,                      \
-                                              const __grid_constant__ CUtensorMap x) {                    \
-    gm::w8a8::product<gm::w8a8::GM_TYPE, gm::w8a8::Shape<warpgroups, halves, columns, plain, GM_BLOCKS>>( \
-        p, w, x);                                                                                         \
-  }
+#define GM_ONE(...) GM_W8A8_KERNEL(gm::w8a8::product, gm::w8a8::Params, __VA_ARGS__)
 GM_SHAPES(GM_ONE)
 
 #else
 
 namespace {
 
+using namespace gm::w8a8;
+using gm::ceil_div, gm::is_aligned;
 using Args = gm_linear_w8a8_args;
 
-struct Instance {
-  int rows, columns, plain, threads, ctas, slot_bytes, end_bytes;
-  gm::CudaKernel kernel;
-  int tile_n() const { return plain ? columns : rows; }
-  int tile_m() const { return plain ? rows : columns; }
-};
-
-// A chunk of y, and scales of the warpgroups' rows of A and of B.
-constexpr int end_bytes(int rows, int columns, int warpgroups, bool plain) {
-  const int tokens = plain ? rows / warpgroups : columns;
-  return warpgroups * ((tokens < 64 ? tokens : 64) * 128 + columns * 8) + rows * 8;
-}
-
-#define GM_STRING(text) #text
-#define GM_TEXT(text) GM_STRING(text)
-#define GM_ONE(rows, columns, plain, warpgroups, halves, ctas)                                 \
-  {rows,                                                                                       \
-   columns,                                                                                    \
-   plain,                                                                                      \
-   GM_THREADS(warpgroups, columns),                                                            \
-   ctas,                                                                                       \
-   (rows + columns) * gm::w8a8::kBlockK + (GM_BLOCKS ? (plain ? rows : columns) * 4 : 0) + 16, \
-   end_bytes(rows, columns, warpgroups, plain),                                                \
-   {GM_CUBIN, GM_TEXT(GM_NAMED(GM_NAME, rows, columns, plain))}},
-Instance g_instances[] = {GM_SHAPES(GM_ONE)};
-
-// Shared memory of a CTA: a multiprocessor has 228 KB, and each CTA takes 1 KB of them.
-constexpr int kMostShared = 227 * 1024;
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// 8-bit values [rows, k], in boxes of `box` rows of 128 bytes in the 128-byte swizzle, zeros past the matrix.
-int bytes_map(CUtensorMap* map, const void* base, uint64_t k, uint64_t rows, uint64_t ld, unsigned box) {
-  const gm::CudaDriver* driver = gm::cuda_driver();
-  if (driver == nullptr) return GM_E_DRIVER;
-  const cuuint64_t sizes[] = {k, rows}, strides[] = {ld};
-  const cuuint32_t boxes[] = {gm::w8a8::kBlockK, box}, steps[] = {1, 1};
-  const CUresult result =
-      driver->tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides,
-                         boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? GM_OK : GM_E_CUDA - int(result);
-}
-
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE)};
 
 }  // namespace
 
@@ -94,9 +41,7 @@ GM_CUDA_ENTRY(GM_ENTRY)(const gm_linear_w8a8_args* args) {
   if (a.size != int(sizeof a)) return GM_E_ABI;
   if ((a.y_type != 1 && a.y_type != 2) || a.w_type < 0 || a.w_type > 2) return GM_E_DTYPE;
   if (a.m < 0 || a.n < 1 || a.k < 1 || a.k % 16 || a.ldx % 16 || a.ldx < a.k) return GM_E_SHAPE;
-  Instance* one = nullptr;
-  for (Instance& i : g_instances)
-    if (i.rows == a.rows && i.columns == a.columns && i.plain == a.plain) one = &i;
+  Instance* one = find(g_instances, a.rows, a.columns, a.plain);
   if (one == nullptr || a.slots < 2 || a.slots > 32 || a.band < 1 || a.grid < 1) return GM_E_ARG;
   if (a.split != 1 && a.split != 2 && a.split != 4 && a.split != 8) return GM_E_ARG;
   const int k_blocks = ceil_div(a.k, gm::w8a8::kBlockK);
@@ -106,8 +51,7 @@ GM_CUDA_ENTRY(GM_ENTRY)(const gm_linear_w8a8_args* args) {
   if (a.split > 1 && a.slots * (a.rows + a.columns) * gm::w8a8::kBlockK < a.split * share * a.rows * 32)
     return GM_E_ARG;
   const int smem = a.slots * one->slot_bytes + one->end_bytes;
-  if (a.ctas < 1 || a.ctas > one->ctas || smem > kMostShared || (smem + 1024) * a.ctas > kMostShared + 1024)
-    return GM_E_ARG;
+  if (!fits(*one, smem, a.ctas)) return GM_E_ARG;
   if (a.device < 0) return smem;
   if (a.m == 0) return GM_OK;
   if (!is_aligned(a.x) || !is_aligned(a.w)) return GM_E_SHAPE;

@@ -1,6 +1,6 @@
 // Latent attention for Hopper: the kernels by dtype and how pages are copied, and their entry point.
 #include "_mla_attention_sm90.cuh"
-#include "gm_cuda.h"
+#include "attention/sm90/_attention_host_sm90.h"
 
 #define GM_EACH(K)                       \
   K(bf16, 2, __nv_bfloat16, boxes, true) \
@@ -32,24 +32,6 @@ struct Instance {
 #define GM_ONE(type, code, T, label, boxes) {code, boxes, {GM_CUBIN, "mla_attention_" #type "_" #label}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
-bool aligned(const void* base, const int64_t* strides, int count) {
-  bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  for (int i = 0; i < count; ++i) fits = fits && strides[i] % 8 == 0 && strides[i] >= 0;
-  return fits;
-}
-
-int tensor_map(CUtensorMap* map, const void* base, int dtype, unsigned rank, const cuuint64_t* sizes,
-               const cuuint64_t* bytes, const cuuint32_t* box) {
-  const gm::CudaDriver* driver = gm::cuda_driver();
-  if (driver == nullptr) return GM_E_DRIVER;
-  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const CUresult result = driver->tensor_map(
-      map, dtype == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-      const_cast<void*>(base), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? GM_OK : GM_E_CUDA - int(result);
-}
-
 }  // namespace
 
 // strides, in elements: q head, out token, out head, cache block, cache slot, block_table row; a token of q
@@ -70,7 +52,8 @@ GM_CUDA_ENTRY(gm_mla_attention_sm90)
   if (!(scale > 0.f) || ctas < 1 || ctas > gm::mla::kMostCtas || least < 1) return GM_E_ARG;
   if (tokens == 0) return GM_OK;
   if ((int64_t(tokens) * heads / S::kRows + seqs) * (max_ctx / S::kKeys + 1) > INT32_MAX) return GM_E_SHAPE;
-  if (!aligned(q, strides, 1) || !aligned(out, strides + 1, 2) || !aligned(cache, strides + 3, 2))
+  if (!gm::rows_copyable(q, strides, 1, 2) || !gm::rows_copyable(out, strides + 1, 2, 2) ||
+      !gm::rows_copyable(cache, strides + 3, 2, 2))
     return GM_E_SHAPE;
   static_assert(gm::mla::kMlaCounters * 4 <= 4096);
 
@@ -96,9 +79,10 @@ GM_CUDA_ENTRY(gm_mla_attention_sm90)
   p.scale_log2 = scale * 1.4426950408889634f;
 
   CUtensorMap maps[3] = {};
+  const CUtensorMapDataType type = gm::float16_type(dtype == 2);
   const cuuint64_t q_sizes[] = {576, cuuint64_t(tokens) * heads}, q_bytes[] = {cuuint64_t(strides[0]) * 2};
   const cuuint32_t q_box[] = {64, cuuint32_t(p.q_rows)};
-  int status = tensor_map(&maps[0], q, dtype, 2, q_sizes, q_bytes, q_box);
+  int status = gm::tensor_map(&maps[0], type, 2, q, q_sizes, q_bytes, q_box);
   if (boxes) {
     const int even = page & -page;
     p.box = even < S::kKeys ? even : S::kKeys;
@@ -106,8 +90,8 @@ GM_CUDA_ENTRY(gm_mla_attention_sm90)
     const cuuint64_t sizes[] = {64, 8, 9, cuuint64_t(page) / 8, cuuint64_t(blocks > 0 ? blocks : 1)};
     const cuuint64_t bytes[] = {slot, 128, 8 * slot, block > 0 ? block : 16};
     const cuuint32_t half[] = {64, 8, 4, cuuint32_t(p.box) / 8, 1}, rotated[] = {64, 8, 1, half[3], 1};
-    if (status == GM_OK) status = tensor_map(&maps[1], cache, dtype, 5, sizes, bytes, half);
-    if (status == GM_OK) status = tensor_map(&maps[2], cache, dtype, 5, sizes, bytes, rotated);
+    if (status == GM_OK) status = gm::tensor_map(&maps[1], type, 5, cache, sizes, bytes, half);
+    if (status == GM_OK) status = gm::tensor_map(&maps[2], type, 5, cache, sizes, bytes, rotated);
   }
   if (status != GM_OK) return status;
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};

@@ -1,7 +1,7 @@
 // Paged attention for Hopper: the kernels by dtype, head size,
 // how pages are copied and soft cap, and their entry point.
 #include "_paged_attention_sm90.cuh"
-#include "gm_cuda.h"
+#include "attention/sm90/_attention_host_sm90.h"
 
 #include <climits>
 
@@ -55,28 +55,6 @@ struct Instance {
    {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label "_cap"}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
-bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
-  bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  for (int i = 0; i < count; ++i) fits = fits && strides[i] * bytes % 16 == 0 && strides[i] >= 0;
-  return fits;
-}
-
-int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, const cuuint64_t* sizes,
-               const int64_t* strides, const cuuint32_t* box) {
-  const gm::CudaDriver* driver = gm::cuda_driver();
-  if (driver == nullptr) return GM_E_DRIVER;
-  cuuint64_t bytes[4];
-  // A dimension of one has a stride that nobody uses, but the driver looks at it.
-  for (unsigned i = 0; i + 1 < rank; ++i)
-    bytes[i] = sizes[i + 1] == 1 ? sizes[0] * 2 : cuuint64_t(strides[i]) * 2;
-  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const CUresult result = driver->tensor_map(
-      map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-      const_cast<void*>(base), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? GM_OK : GM_E_CUDA - int(result);
-}
-
 }  // namespace
 
 // strides, in elements: q token, q head, out token, out head, k block, k slot, k head, v block, v slot, v
@@ -114,8 +92,8 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   if (instance == nullptr || head_dim < 8 || head_dim > 128 || head_dim * bytes % 16 != 0) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (tokens == 0) return GM_OK;
-  if (!aligned(q, strides, 2, 2) || !aligned(out, strides + 2, 2, 2) || !aligned(k, strides + 4, 3, bytes) ||
-      !aligned(v, strides + 7, 3, bytes))
+  if (!gm::rows_copyable(q, strides, 2, 2) || !gm::rows_copyable(out, strides + 2, 2, 2) ||
+      !gm::rows_copyable(k, strides + 4, 3, bytes) || !gm::rows_copyable(v, strides + 7, 3, bytes))
     return GM_E_SHAPE;
 
   gm::AttentionParams p{};
@@ -142,7 +120,7 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
   const cuuint64_t q_sizes[] = {cuuint64_t(head_dim), cuuint64_t(heads), cuuint64_t(tokens)};
   const int64_t q_strides[] = {strides[1], strides[0]};
   const cuuint32_t q_box[] = {64, cuuint32_t(group), cuuint32_t(p.tile_q)};
-  int status = tensor_map(&maps[0], q, dtype == 2, 3, q_sizes, q_strides, q_box);
+  int status = gm::heads_map(&maps[0], q, dtype == 2, 3, q_sizes, q_strides, q_box);
   if (box > 0) {
     p.box = box, p.log_boxes = __builtin_ctz(unsigned(128 / box));
     const cuuint64_t sizes[] = {cuuint64_t(head_dim), cuuint64_t(page), cuuint64_t(kv_heads),
@@ -150,8 +128,8 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
     const cuuint32_t kv_box[] = {64, cuuint32_t(box), 1, 1};
     const int64_t k_strides[] = {p.k_slot, p.k_head, p.k_block},
                   v_strides[] = {p.v_slot, p.v_head, p.v_block};
-    if (status == GM_OK) status = tensor_map(&maps[1], k, dtype == 2, 4, sizes, k_strides, kv_box);
-    if (status == GM_OK) status = tensor_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
+    if (status == GM_OK) status = gm::heads_map(&maps[1], k, dtype == 2, 4, sizes, k_strides, kv_box);
+    if (status == GM_OK) status = gm::heads_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
   }
   if (status != GM_OK) return status;
   // No batch of as many tokens has more pieces of work.

@@ -1,6 +1,7 @@
 // Paged attention for few rows of each sequence on Hopper:
 // the kernels by dtype and head size, and their entry point.
 #include "_paged_decode_instances_sm90.cuh"
+#include "attention/sm90/_attention_host_sm90.h"
 
 #ifdef __CUDACC__
 
@@ -31,13 +32,6 @@ constexpr Instance instance_of(int dtype, int head_dim, int rows, gm::CudaKernel
   instance_of<gm::DecodeShape<d, n, code == 0 ? 1 : 2>>(code, d, n, \
                                                         {GM_CUBIN, "paged_decode_" #type "_d" #d #suffix}),
 Instance g_instances[] = {GM_EACH(GM_ONE)};
-
-// Strides are multiples of 16 bytes, and so is the address.
-bool aligned(const void* base, const int64_t* strides, int count, int bytes) {
-  bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  for (int i = 0; i < count; ++i) fits = fits && strides[i] * bytes % 16 == 0;
-  return fits;
-}
 
 }  // namespace
 
@@ -71,8 +65,9 @@ GM_CUDA_ENTRY(gm_paged_decode_sm90)
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (tokens == 0) return GM_OK;
-  if (!aligned(q, strides, 2, 2) || !aligned(out, strides + 2, 2, 2) || !aligned(k, strides + 4, 3, bytes) ||
-      !aligned(v, strides + 7, 3, bytes) || strides[5] >= 1 << 30 || strides[8] >= 1 << 30)
+  if (!gm::rows_aligned(q, strides, 2, 2) || !gm::rows_aligned(out, strides + 2, 2, 2) ||
+      !gm::rows_aligned(k, strides + 4, 3, bytes) || !gm::rows_aligned(v, strides + 7, 3, bytes) ||
+      strides[5] >= 1 << 30 || strides[8] >= 1 << 30)
     return GM_E_SHAPE;
 
   gm::DecodeParams p{};

@@ -1,7 +1,7 @@
 // Paged attention for Hopper with heads of more than 128 elements: the kernels by dtype and soft cap, and
 // their entry point.
 #include "_paged_wide_sm90.cuh"
-#include "gm_cuda.h"
+#include "attention/sm90/_attention_host_sm90.h"
 
 #include <climits>
 
@@ -40,28 +40,6 @@ struct Instance {
   {code, {GM_CUBIN, "paged_wide_" #type "_d256"}, {GM_CUBIN, "paged_wide_" #type "_d256_cap"}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
-bool aligned(const void* base, const int64_t* strides, int count) {
-  bool fits = reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  for (int i = 0; i < count; ++i) fits = fits && strides[i] % 8 == 0 && strides[i] >= 0;
-  return fits;
-}
-
-int tensor_map(CUtensorMap* map, const void* base, bool bf16, unsigned rank, const cuuint64_t* sizes,
-               const int64_t* strides, const cuuint32_t* box) {
-  const gm::CudaDriver* driver = gm::cuda_driver();
-  if (driver == nullptr) return GM_E_DRIVER;
-  cuuint64_t bytes[4];
-  // A dimension of one has a stride that nobody uses, but the driver looks at it.
-  for (unsigned i = 0; i + 1 < rank; ++i)
-    bytes[i] = sizes[i + 1] == 1 ? sizes[0] * 2 : cuuint64_t(strides[i]) * 2;
-  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-  const CUresult result = driver->tensor_map(
-      map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-      const_cast<void*>(base), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? GM_OK : GM_E_CUDA - int(result);
-}
-
 }  // namespace
 
 // As gm_paged_attention_sm90, for caches of q's dtype, a head_dim of a multiple of 8 from 136 to 256 and a
@@ -91,8 +69,8 @@ GM_CUDA_ENTRY(gm_paged_wide_sm90)
     return GM_E_ARG;
   if (device < 0) return Shape::kBytes;
   if (tokens == 0) return GM_OK;
-  if (!aligned(q, strides, 2) || !aligned(out, strides + 2, 2) || !aligned(k, strides + 4, 3) ||
-      !aligned(v, strides + 7, 3))
+  if (!gm::rows_copyable(q, strides, 2, 2) || !gm::rows_copyable(out, strides + 2, 2, 2) ||
+      !gm::rows_copyable(k, strides + 4, 3, 2) || !gm::rows_copyable(v, strides + 7, 3, 2))
     return GM_E_SHAPE;
 
   const int box = (page & -page) < Shape::kKeys ? page & -page : Shape::kKeys;
@@ -119,9 +97,9 @@ GM_CUDA_ENTRY(gm_paged_wide_sm90)
   const cuuint32_t kv_box[] = {64, cuuint32_t(box), 1, 1};
   const int64_t k_strides[] = {strides[5], strides[6], strides[4]},
                 v_strides[] = {strides[8], strides[9], strides[7]};
-  int status = tensor_map(&maps[0], q, dtype == 2, 3, q_sizes, q_strides, q_box);
-  if (status == GM_OK) status = tensor_map(&maps[1], k, dtype == 2, 4, sizes, k_strides, kv_box);
-  if (status == GM_OK) status = tensor_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
+  int status = gm::heads_map(&maps[0], q, dtype == 2, 3, q_sizes, q_strides, q_box);
+  if (status == GM_OK) status = gm::heads_map(&maps[1], k, dtype == 2, 4, sizes, k_strides, kv_box);
+  if (status == GM_OK) status = gm::heads_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
   if (status != GM_OK) return status;
   // No batch of as many tokens has more pieces of work.
   const int64_t most =

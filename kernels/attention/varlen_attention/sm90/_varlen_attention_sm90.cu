@@ -1,6 +1,6 @@
 // Attention over dense sequences for Hopper: the kernels by dtype and head size, and their entry point.
 #include "_varlen_attention_sm90.cuh"
-#include "gm_cuda.h"
+#include "attention/sm90/_attention_host_sm90.h"
 
 #define GM_EACH(K)                    \
   K(bf16, 2, __nv_bfloat16, 192, 128) \
@@ -34,20 +34,12 @@ struct Instance {
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 // q, k or v [rows, heads, dim] in tiles of 128 rows and 64 elements. strides, in elements: row, head.
-int tensor_map(CUtensorMap* map, const void* base, bool bf16, int dim, int heads, int rows,
-               const int64_t* strides) {
-  const gm::CudaDriver* driver = gm::cuda_driver();
-  if (driver == nullptr) return GM_E_DRIVER;
+int tile_map(CUtensorMap* map, const void* base, bool bf16, int dim, int heads, int rows,
+             const int64_t* strides) {
   const cuuint64_t sizes[] = {cuuint64_t(dim), cuuint64_t(heads), cuuint64_t(rows)};
-  // A dimension of one has a stride that nobody uses, but the driver looks at it.
-  const cuuint64_t bytes[] = {cuuint64_t(heads == 1 ? dim : strides[1]) * 2,
-                              cuuint64_t(rows == 1 ? dim : strides[0]) * 2};
-  const cuuint32_t box[] = {64, 1, 128}, steps[] = {1, 1, 1};
-  const CUresult result = driver->tensor_map(
-      map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-      const_cast<void*>(base), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? GM_OK : GM_E_CUDA - int(result);
+  const int64_t outer[] = {strides[1], strides[0]};
+  const cuuint32_t box[] = {64, 1, 128};
+  return gm::heads_map(map, base, bf16, 3, sizes, outer, box);
 }
 
 }  // namespace
@@ -89,14 +81,14 @@ GM_CUDA_ENTRY(gm_varlen_attention_sm90)
   p.scale_log2 = scale * 1.4426950408889634f;
   CUtensorMap maps[3] = {};
   const bool bf16 = dtype == 2;
-  int status = tensor_map(&maps[0], q, bf16, qk_dim, heads, tokens, strides);
+  int status = tile_map(&maps[0], q, bf16, qk_dim, heads, tokens, strides);
   // Without keys nothing is copied, but a map has at least one row.
   if (status == GM_OK)
-    status = tensor_map(&maps[1], rows > 0 ? k : q, bf16, qk_dim, rows > 0 ? kv_heads : 1,
-                        rows > 0 ? rows : 1, strides + 4);
+    status = tile_map(&maps[1], rows > 0 ? k : q, bf16, qk_dim, rows > 0 ? kv_heads : 1, rows > 0 ? rows : 1,
+                      strides + 4);
   if (status == GM_OK)
-    status = tensor_map(&maps[2], rows > 0 ? v : q, bf16, v_dim, rows > 0 ? kv_heads : 1, rows > 0 ? rows : 1,
-                        strides + 6);
+    status = tile_map(&maps[2], rows > 0 ? v : q, bf16, v_dim, rows > 0 ? kv_heads : 1, rows > 0 ? rows : 1,
+                      strides + 6);
   if (status != GM_OK) return status;
   const int64_t most = (int64_t(tokens) / 128 + seqs) * heads;  // tiles of as many tokens
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};

@@ -72,7 +72,7 @@ struct Instance {
 #define GM_ROWS(...) GM_SHAPES(GM_INSTANCE, __VA_ARGS__)
 Instance g_instances[] = {GM_VARIANTS(GM_ROWS)};
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+using gm::ceil_div;
 
 int run(const Args& a, Instance& one) {
   if (a.grid < 1 || a.top_k < 1 || a.offsets == nullptr) return GM_E_ARG;
@@ -101,8 +101,8 @@ int run(const Args& a, Instance& one) {
 
   CUtensorMap map{};  // k past the end reads as 0
   if (a.permutation == nullptr) {
-    const int status = gm::rows_map(&map, a.x, a.x_type == 2, uint64_t(a.k), uint64_t(a.x_rows),
-                                    uint64_t(a.ldx), gm::kXSlotK, unsigned(a.mt));
+    const int status = gm::rows_map(&map, gm::float16_type(a.x_type == 2), a.x, uint64_t(a.k),
+                                    uint64_t(a.x_rows), uint64_t(a.ldx) * 2, gm::kXSlotK, unsigned(a.mt));
     if (status != GM_OK) return status;
   }
   // Each expert has a tile that is not full.

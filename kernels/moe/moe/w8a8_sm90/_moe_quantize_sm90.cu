@@ -5,7 +5,7 @@
 
 #include "experts.h"
 #include "gm_cuda.h"
-#include "sm90/ptx.cuh"
+#include "sm90/quantize_rows.cuh"
 
 struct MoeQuantizeParams {
   const uint16_t* x;  // tokens [m, k] with rows ldx apart; or gate and up [entries, 2 k]
@@ -17,50 +17,10 @@ struct MoeQuantizeParams {
 };
 
 #ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 namespace {
 
-constexpr int kVector = 8, kThreads = 256, kKept = 4;  // values of 16 bytes; vectors that a thread keeps
-
-template <bool HALF>
-__device__ __forceinline__ void widen(const uint4& word, float (&v)[kVector]) {
-  const uint32_t words[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (HALF) {
-      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(words + i));
-      v[i * 2] = pair.x, v[i * 2 + 1] = pair.y;
-    } else {
-      v[i * 2] = __uint_as_float(words[i] << 16), v[i * 2 + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  }
-}
-
-template <bool HALF>
-__device__ __forceinline__ float amax_of(const uint4& word) {
-  float v[kVector], amax = 0.f;
-  widen<HALF>(word, v);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) amax = gm::fmax_nan(amax, fabsf(v[i]));
-  return amax;
-}
-
-// Eight codes of word / scale.
-template <bool HALF>
-__device__ __forceinline__ uint2 codes_of(const uint4& word, float scale) {
-  float v[kVector];
-  widen<HALF>(word, v);
-  uint32_t packed[2] = {};
-#pragma unroll
-  for (int i = 0; i < kVector; i += 2) {
-    const float high = __fdiv_rn(v[i + 1], scale), low = __fdiv_rn(v[i], scale);
-    const uint16_t pair = gm::packed_e4m3(low, high);
-    packed[i / 4] |= static_cast<uint32_t>(pair) << (i % 4 * 8);
-  }
-  return make_uint2(packed[0], packed[1]);
-}
+using namespace gm::quantize;
 
 // silu(gate) * up in float32, rounded to the type of the rows.
 template <bool HALF>
@@ -96,19 +56,6 @@ __device__ __forceinline__ void over_places(const MoeQuantizeParams& p, int64_t 
   }
 }
 
-// The largest number of a CTA, in all its threads.
-__device__ __forceinline__ float largest(float amax) {
-  __shared__ float maxima[kThreads / 32];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2)
-    amax = gm::fmax_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = amax;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) amax = gm::fmax_nan(amax, maxima[i]);
-  return amax;
-}
-
 // A scale for each row: a CTA takes a token, or an entry of ids if GATED.
 template <bool HALF, bool GATED>
 __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
@@ -129,28 +76,12 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
       return x[at];
   };
   uint4 kept[kKept];
-  float amax = 0.f;
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    const int at = threadIdx.x + i * kThreads;
-    kept[i] = at < vectors ? vector_at(at) : make_uint4(0, 0, 0, 0);
-  }
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) amax = gm::fmax_nan(amax, amax_of<HALF>(kept[i]));
-#pragma unroll 1
-  for (int at = threadIdx.x + kKept * kThreads; at < vectors; at += kThreads)
-    amax = gm::fmax_nan(amax, amax_of<HALF>(vector_at(at)));
-  const float scale = __fdiv_rn(gm::fmax_nan(largest(amax), 1e-10f), 448.f);
+  load_row(kept, vectors, vector_at);
+  const float scale = row_scale<HALF, false>(kept, vectors, vector_at);
   const auto write = [&](int64_t place) {
-    uint2* to = reinterpret_cast<uint2*>(p.codes + place * p.k);
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const int at = threadIdx.x + i * kThreads;
-      if (at < vectors) to[at] = codes_of<HALF>(kept[i], scale);
-    }
-#pragma unroll 1
-    for (int at = threadIdx.x + kKept * kThreads; at < vectors; at += kThreads)
-      to[at] = codes_of<HALF>(vector_at(at), scale);
+    int unused = 0;
+    write_codes<HALF, false>(reinterpret_cast<uint2*>(p.codes + place * p.k), kept, vectors, vector_at, scale,
+                             unused);
     if (threadIdx.x == 0) p.scales[place] = scale;
   };
   if constexpr (GATED) {
@@ -166,11 +97,8 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
 // A scale for 128 columns: sixteen lanes take them, of a token, or of an entry of ids if GATED.
 template <bool HALF, bool GATED>
 __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
-  const int groups = (p.k + 127) / 128, lane = threadIdx.x & 15;
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 16;
-  const int64_t item = index / groups;
-  const int group = static_cast<int>(index - item * groups), column = group * 128 + lane * kVector;
-  const bool here = item < p.m && column < p.k;
+  const Group at(p.m, p.k);
+  const int64_t item = at.row;
   uint4 word = make_uint4(0, 0, 0, 0);
   int64_t row = item;
   if constexpr (GATED) {
@@ -178,23 +106,21 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
     // Behind the wait: the launch after this one may then read what the launches before this one wrote.
     gm::griddepcontrol_launch_dependents();
     row = item < p.m ? __ldcg(p.inverse + item) : -1;
-    if (here && row >= 0) {
-      const uint4* gate = reinterpret_cast<const uint4*>(p.x + row * p.ldx + column);
+    if (at.here && row >= 0) {
+      const uint4* gate = reinterpret_cast<const uint4*>(p.x + row * p.ldx + at.column);
       word = gated<HALF>(__ldcg(gate), __ldcg(gate + p.k / kVector));
     }
-  } else if (here) {
-    word = *reinterpret_cast<const uint4*>(p.x + row * p.ldx + column);
+  } else if (at.here) {
+    word = *reinterpret_cast<const uint4*>(p.x + row * p.ldx + at.column);
   }
-  float amax = amax_of<HALF>(word);
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) amax = gm::fmax_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-  const float scale = __fdiv_rn(gm::fmax_nan(amax, 1e-4f), 448.f);
-  const uint2 codes = codes_of<HALF>(word, scale);
+  const float scale = group_scale<HALF>(word);
+  int unused = 0;
+  const uint2 codes = codes_of<HALF, false>(word, scale, unused);
   const auto write = [&](int place, int expert) {
-    if (here) *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(place) * p.k + column) = codes;
-    if (lane == 0) {
+    if (at.here) *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(place) * p.k + at.column) = codes;
+    if (at.lane == 0) {
       const int start = __ldcg(p.offsets + expert);
-      p.scales[static_cast<int64_t>(group) * p.pitch + gm::w8a8::scale_column(start, expert) + place -
+      p.scales[static_cast<int64_t>(at.group) * p.pitch + gm::w8a8::scale_column(start, expert) + place -
                start] = scale;
     }
   };
