@@ -33,11 +33,12 @@ from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
 from gristmill.runtime.residency import Residency
-from gristmill.runtime.runner import PromptLogprobs, Runner
+from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams, check_integers, check_params, check_timeout
 from gristmill.runtime.scheduler import (

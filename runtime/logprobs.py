@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,21 @@ ROWS = 64
 """Rows of logits per log-softmax; bounds the memory of float32 results."""
 ONE = 2.0**40
 """The largest weight of a row as an integer; the sum over a vocabulary of up to 2^22 tokens fits in int64."""
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt, while its chunks are computed.
+
+    Attributes:
+        ids: the token ids of the prompt.
+        top: the number of most likely tokens at each position.
+        logprobs: one for each token; None for the first, which nothing predicts, and for those not computed yet.
+    """
+
+    ids: list[int]
+    top: int
+    logprobs: list[TokenLogprobs | None]
 
 
 def row_norms(x: Tensor) -> Tensor:

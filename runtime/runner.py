@@ -15,26 +15,11 @@ from gristmill.runtime.errors import ErrorInfo, UsageError
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
-from gristmill.runtime.logprobs import ROWS, token_logprobs
+from gristmill.runtime.logprobs import ROWS, PromptLogprobs, token_logprobs
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
 from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
-
-
-@dataclass(slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a prompt, while its chunks are computed.
-
-    Attributes:
-        ids: the token ids of the prompt.
-        top: the number of most likely tokens at each position.
-        logprobs: one for each token; None for the first, which nothing predicts, and for those not computed yet.
-    """
-
-    ids: list[int]
-    top: int
-    logprobs: list[TokenLogprobs | None]
 
 
 @dataclass(frozen=True, slots=True)

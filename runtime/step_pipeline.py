@@ -29,8 +29,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.parallel.driver import ParallelRunner
-from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
+from gristmill.runtime.runner import Runner, StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import (
     RequestOutput,

@@ -9,7 +9,7 @@ from typing import Any
 from gristmill.integrations.vllm.sampling import seed_of, translate
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.logits_processors import LogitsProcessors
-from gristmill.runtime.runner import PromptLogprobs
+from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest

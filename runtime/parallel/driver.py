@@ -26,10 +26,11 @@ from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.wire import PROGRESS, Job, Loaded, Sender
-from gristmill.runtime.runner import PromptLogprobs, StepResult
+from gristmill.runtime.runner import StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
 from gristmill.runtime.warm_up import WarmUp

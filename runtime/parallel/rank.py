@@ -24,12 +24,13 @@ from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.kv_transfer.remote_blocks import copy_shared
 from gristmill.runtime.loader.load import load_model
+from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.parallel import child_process
 from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
 from gristmill.runtime.parallel.mesh import Mesh
 from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Job, Loaded, Mirror, Step
 from gristmill.runtime.residency import Residency
-from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
+from gristmill.runtime.runner import Runner, StepResult
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.steps_in_flight import LaunchedStep
 from gristmill.runtime.warm_up import WarmUp, warm_up

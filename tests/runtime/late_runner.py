@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gristmill.runtime.runner import PromptLogprobs, Runner, StepResult
+from gristmill.runtime.logprobs import PromptLogprobs
+from gristmill.runtime.runner import Runner, StepResult
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
