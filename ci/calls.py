@@ -1,15 +1,20 @@
-"""The stub of the calls of every operation, kernels/calls.pyi: a class per operation with the types of its arguments and outputs."""
+"""The calls of every operation: kernels/calls.pyi, a class per operation with the types of its arguments and outputs for type checkers,
+and kernels/_native/calls/<op>.h, their structs for C."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from gristmill.kernel_registry.call import call_name
+from gristmill.kernel_registry.call_struct import header
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry
 
 STUB = Path(__file__).resolve().parents[1] / "kernels" / "calls.pyi"
+HEADERS = STUB.parent / "_native" / "calls"
 TYPES = {"Tensor": "Tensor", "Tensor?": "Tensor | None", "Tensor[]": "list[Tensor]"}
 """Type of a torch schema -> the annotation; of other types their name."""
 
@@ -19,6 +24,15 @@ def text(registry: Registry) -> str:
     ops = [op for name, op in sorted(registry.ops.items()) if name not in registry.plugins]
     head = '"""Written by `make generate` from the registry; do not edit."""\n\nfrom torch import Tensor\n\n'
     return head + "from gristmill.kernel_registry.call import Call\n\n" + "\n".join(map(_class, ops))
+
+
+def headers(registry: Registry) -> dict[Path, Callable[[], str]]:
+    """The headers of the operations that have native kernels -> their texts."""
+    native = {kernel.op for kernel in registry.all_kernels() if kernel.language in ("cpp", "cuda", "hip")}
+    return {
+        HEADERS / f"{op}.h": partial(header, registry.op(op))
+        for op in sorted(native - registry.plugins.keys())
+    }
 
 
 def _class(op: Op) -> str:

@@ -43,6 +43,7 @@ FILES: dict[Path, Callable[[], str]] = {
     api.STUB: api.stub,
     LINEAR_INT4["FIGURE"]: LINEAR_INT4["figure"],
     calls.STUB: lambda: calls.text(default_registry()),
+    **calls.headers(default_registry()),
 }
 """File -> its text. The records are first: the tables read them."""
 

@@ -74,7 +74,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class _Text:
-    """Contents of a native file. entries: of GM_KERNEL, GM_CUDA_ENTRY and GM_HIP_ENTRY; names: every ``gm_`` name outside comments."""
+    """Contents of a native file. entries: of the macros in `_ENTRIES`; names: every ``gm_`` name outside comments."""
 
     includes: tuple[str, ...]
     table: str
@@ -85,7 +85,7 @@ class _Text:
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.M)
 _TABLE = re.compile(r"^// gm-table: (\S+)", re.M)
-_ENTRIES = re.compile(r"\bGM_(?:KERNEL|CUDA_ENTRY|HIP_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
+_ENTRIES = re.compile(r"\bGM_(?:KERNEL|CPU_CALL|CUDA_ENTRY|CUDA_CALL|HIP_ENTRY)\(\s*(gm_\w+|GM_ENTRY)\b")
 _DEFINED = re.compile(r"^#define GM_ENTRY ([\w@]+)", re.M)
 _PLACE = re.compile(r"@\w+@")
 _NAME = re.compile(r"\bgm_\w+")

@@ -100,6 +100,13 @@
 #define GM_CAT2(a, b) a##__##b
 #define GM_CAT(a, b) GM_CAT2(a, b)
 #define GM_KERNEL(name) extern "C" __attribute__((visibility("default"))) int GM_CAT(name, GM_LEVEL)
+// GM_CPU_CALL(gm_rms_norm, RmsNorm)(const GmRmsNormCall& call): an entry that takes the struct of "calls/rms_norm.h", whose digest is
+// compared with that of the declaration when the entry is first looked up (kernels/native_call.py).
+#define GM_CPU_CALL(name, Op)                                                                     \
+  extern "C" __attribute__((visibility("default"))) uint64_t GM_CAT(call_of_##name, GM_LEVEL)() { \
+    return Gm##Op##Call::kDigest;                                                                 \
+  }                                                                                               \
+  GM_KERNEL(name)
 
 // Codes shared with kernels/native.py.
 enum : int {

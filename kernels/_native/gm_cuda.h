@@ -46,6 +46,18 @@
 #include <cstdint>
 
 #define GM_CUDA_ENTRY(name) extern "C" __attribute__((visibility("default"))) int name
+// GM_CUDA_CALL(gm_my_op, MyOp, tile, parts)(const GmMyOpCall& call, const gm_my_op_options& options, int device, void* stream): an
+// entry that takes the struct of "calls/my_op.h", and options of these names, int64_t, out of the configuration. The digest of the struct
+// is compared with that of the declaration when the entry is first looked up (kernels/native_call.py).
+#define GM_CUDA_CALL(name, Op, ...)                                                                          \
+  struct name##_options {                                                                                    \
+    __VA_OPT__(int64_t __VA_ARGS__;)                                                                         \
+  };                                                                                                         \
+  extern "C" __attribute__((visibility("default"))) uint64_t call_of_##name() {                              \
+    return Gm##Op##Call::kDigest;                                                                            \
+  }                                                                                                          \
+  extern "C" __attribute__((visibility("default"))) const char* options_of_##name() { return #__VA_ARGS__; } \
+  GM_CUDA_ENTRY(name)
 enum : int {
   GM_OK = 0,
   GM_E_DTYPE = -1,

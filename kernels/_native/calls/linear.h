@@ -1,0 +1,29 @@
+// The arguments and outputs of linear, as its native kernels get them. Written by `make generate` from the
+// declaration of the operation; do not edit. kernel_registry/call_struct.py has the rules.
+#pragma once
+#include <cstdint>
+
+struct GmLinearCall {
+  static constexpr uint64_t kDigest = 0x35322c28e717ffd;
+  // [..., k]
+  const void* x;
+  // between rows
+  int64_t x_stride[1];
+  // of [n, k]
+  const void* weight[6];
+  // [n]
+  const void* bias;
+  // [..., n//(1+silu_mul)]
+  const void* residual;
+  int64_t silu_mul;
+  int64_t n;
+  void* workspace;
+  int64_t workspace_bytes;
+  // [..., n//(1+silu_mul)]
+  void* out;
+  // rows of x
+  int64_t m;
+  int64_t k;
+  // of x
+  int64_t x_type;
+};

@@ -1,0 +1,36 @@
+// The arguments and outputs of moe, as its native kernels get them. Written by `make generate` from the
+// declaration of the operation; do not edit. kernel_registry/call_struct.py has the rules.
+#pragma once
+#include <cstdint>
+
+struct GmMoeCall {
+  static constexpr uint64_t kDigest = 0xedf787a8b9fe4dd;
+  // [m, h]
+  const void* x;
+  // [m, top_k]
+  const void* weights;
+  // [m, top_k]
+  const void* ids;
+  // of [e, 2*i, h]
+  const void* w13[6];
+  // of [e, h, i]
+  const void* w2[6];
+  int64_t inter;
+  void* workspace;
+  int64_t workspace_bytes;
+  // [e, 2*i]
+  const void* w13_bias;
+  // [e, h]
+  const void* w2_bias;
+  int64_t clamp;
+  double alpha;
+  double limit;
+  // [m, h]
+  void* out;
+  int64_t m;
+  int64_t h;
+  int64_t top_k;
+  int64_t e;
+  // of x
+  int64_t x_type;
+};

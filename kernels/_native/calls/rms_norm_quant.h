@@ -1,0 +1,34 @@
+// The arguments and outputs of rms_norm_quant, as its native kernels get them. Written by `make generate` from the
+// declaration of the operation; do not edit. kernel_registry/call_struct.py has the rules.
+#pragma once
+#include <cstdint>
+
+struct GmRmsNormQuantCall {
+  static constexpr uint64_t kDigest = 0x2531265a785ae908;
+  // [..., n]
+  const void* x;
+  // between rows
+  int64_t x_stride[1];
+  // [..., n]
+  void* residual;
+  // between rows
+  int64_t residual_stride[1];
+  // [n]
+  const void* weight;
+  double eps;
+  // [..., n]
+  void* codes;
+  // between rows
+  int64_t codes_stride[1];
+  // [rows, groups]
+  void* scales;
+  // rows of x
+  int64_t m;
+  int64_t n;
+  int64_t rows;
+  int64_t groups;
+  // of x
+  int64_t x_type;
+  // of codes
+  int64_t q_type;
+};
