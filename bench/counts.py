@@ -175,20 +175,35 @@ def _keep(
             )
         if kind in (ctypes.c_double, ctypes.c_longdouble):
             raise CountError(f"{name} passes a {kind.__name__} to {symbol}, which bench/replay.c does not")
+        if (
+            kind is ctypes.c_char_p
+        ):  # the struct of a call: its pointers are the words that are addresses within a tensor
+            words = struct.unpack(f"{len(value) // 8}q", value)
+            arguments.append(("struct", [_place(word, regions, used) or word for word in words]))
+            continue
         if kind is not ctypes.c_void_p or not value:
             arguments.append((kind.__name__, value))
             continue
-        address = ctypes.addressof(value) if isinstance(value, ctypes.Array) else value
-        region = next((region for region in regions if region[0] <= address < region[0] + region[1]), None)
-        if region is None:
+        place = _place(ctypes.addressof(value) if isinstance(value, ctypes.Array) else value, regions, used)
+        if place is None:
             raise CountError(f"{name} passes {symbol} a pointer into no tensor; it cannot be recorded")
-        if region not in used:
-            used.append(region)
-        arguments.append((kind.__name__, (used.index(region), address - region[0])))
+        arguments.append((kind.__name__, place))
     before = tuple(ctypes.string_at(*region) for region in used)
     code = function(*values)
     calls.append(Call(symbol, tuple(arguments), before, tuple(ctypes.string_at(*region) for region in used)))
     return code
+
+
+def _place(
+    address: int, regions: list[tuple[int, int]], used: list[tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Where an address is: the number of its region among those in use, to which it is added, and the offset; None: in no region."""
+    region = next((region for region in regions if region[0] <= address < region[0] + region[1]), None)
+    if region is None:
+        return None
+    if region not in used:
+        used.append(region)
+    return used.index(region), address - region[0]
 
 
 def _tensors() -> list[tuple[int, int]]:
@@ -258,8 +273,18 @@ def _script(call: Call, stem: Path) -> str:
         for path, content in zip(paths, (before, after), strict=True):
             path.write_bytes(content)
         lines.append(f"buffer {len(before)} {paths[0]} {paths[1]}")
+    flat = []
     for kind, value in call.arguments:
-        if isinstance(value, tuple):
+        words = value if isinstance(value, list) else []
+        flat += (
+            [(f"struct {len(words)}", None), *(("word", word) for word in words)]
+            if words
+            else [(kind, value)]
+        )
+    for kind, value in flat:
+        if kind.startswith("struct"):
+            lines.append(kind)
+        elif isinstance(value, tuple):
             lines.append(f"pointer {value[0]} {value[1]}")
         elif kind == "c_float":
             lines.append(f"float {struct.unpack('=I', struct.pack('=f', value))[0]:x}")

@@ -4,7 +4,8 @@
 //   replay LIBRARY SCRIPT
 //
 // A script has per call: "call SYMBOL", then "buffer BYTES BEFORE AFTER" (files), "int VALUE", "pointer
-// BUFFER OFFSET" and "float BITS" in the order of the arguments, then "go". Exit status 1 and a line on
+// BUFFER OFFSET" and "float BITS" in the order of the arguments, then "go". "struct WORDS" is an argument too, a pointer
+// to the ints and pointers of so many lines that follow. Exit status 1 and a line on
 // stderr if a call fails or its buffers differ from the recorded ones.
 #include <dlfcn.h>
 #include <stdint.h>
@@ -15,6 +16,7 @@
 #define BUFFERS 32
 #define INTS 32
 #define FLOATS 4
+#define WORDS 128
 
 static void stop(const char* what, const char* name) {
   fprintf(stderr, "%s %s\n", what, name);
@@ -50,13 +52,13 @@ int main(int count, char** given) {
   static char word[256], symbol[256], before[4096], after[BUFFERS][4096];
   char* buffer[BUFFERS];
   long bytes[BUFFERS], which, offset;
-  int64_t ints[INTS] = {0};
+  int64_t ints[INTS] = {0}, words[WORDS], value;
   float floats[FLOATS] = {0};
   unsigned bits;
-  int buffers = 0, n = 0, m = 0;
+  int buffers = 0, n = 0, m = 0, word_count = 0, words_left = 0;
   while (fscanf(script, "%255s", word) == 1) {
     if (!strcmp(word, "call") && fscanf(script, "%255s", symbol) == 1) {
-      buffers = n = m = 0;
+      buffers = n = m = word_count = words_left = 0;
     } else if (!strcmp(word, "buffer") && buffers < BUFFERS &&
                fscanf(script, "%ld %4095s %4095s", &bytes[buffers], before, after[buffers]) == 3) {
       // At the start of a cache line, as torch allocates:
@@ -64,11 +66,17 @@ int main(int count, char** given) {
       buffer[buffers] = aligned_alloc(64, (bytes[buffers] + 127) / 64 * 64);
       fill(buffer[buffers], bytes[buffers], before);
       ++buffers;
-    } else if (!strcmp(word, "int") && n < INTS && fscanf(script, "%ld", &ints[n]) == 1) {
-      ++n;
-    } else if (!strcmp(word, "pointer") && n < INTS && fscanf(script, "%ld %ld", &which, &offset) == 2 &&
-               which < buffers) {
-      ints[n++] = (int64_t)(buffer[which] + offset);
+    } else if (!strcmp(word, "struct") && n < INTS && fscanf(script, "%d", &words_left) == 1 &&
+               word_count + words_left <= WORDS) {
+      ints[n++] = (int64_t)(words + word_count);
+    } else if ((!strcmp(word, "int") && n < INTS && fscanf(script, "%ld", &value) == 1) ||
+               (!strcmp(word, "pointer") && n < INTS && fscanf(script, "%ld %ld", &which, &offset) == 2 &&
+                which < buffers)) {
+      if (word[0] == 'p') value = (int64_t)(buffer[which] + offset);
+      if (words_left > 0)
+        words[word_count++] = value, --words_left;
+      else
+        ints[n++] = value;
     } else if (!strcmp(word, "float") && m < FLOATS && fscanf(script, "%x", &bits) == 1) {
       memcpy(&floats[m++], &bits, 4);
     } else if (!strcmp(word, "go")) {

@@ -46,7 +46,7 @@ class CallEntry:
 
     def __init__(self, name: str, op: Op) -> None:
         self.name, self.op = name, op
-        self._cpu: dict[str, Callable[..., int]] = {}
+        self._checked: set[str] = set()
 
     @cached_property
     def pack(self) -> Callable[[Any], bytes]:
@@ -55,11 +55,10 @@ class CallEntry:
 
     def cpu(self, level: Any, call: Call) -> None:
         """Call the entry of a code level. Raises the exception that a native return code stands for."""
-        function = self._cpu.get(level)
-        if function is None:
-            function = cpu_function(self.name, level, CPU_ARGUMENTS)
+        function = cpu_function(self.name, level, CPU_ARGUMENTS)
+        if level not in self._checked:
             self._check(cpu_library(), f"{self.name}__{level}")
-            self._cpu[level] = function
+            self._checked.add(level)
         check(function(self.pack(call)), self.name)
 
     def cuda(self, options: Mapping[str, Any], call: Any, device: int) -> None:
