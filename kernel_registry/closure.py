@@ -49,6 +49,7 @@ COUNTED = (
     "gristmill.quant",
     "gristmill.kernel_registry.scheme",
     "gristmill.kernel_registry.dtypes",
+    "gristmill.kernel_registry.call_struct",
 )
 """The modules that decide what a kernel of gristmill computes, each with everything below it."""
 

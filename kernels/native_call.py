@@ -1,8 +1,8 @@
 """Native entries that take a call as one struct, written from the declaration of the operation (`kernel_registry.call_struct`).
 
-    ENTRY = CallEntry("gm_rms_norm", rms_norm.OP)
-    ENTRY.cpu(level, call)       # the entry of a code level
-    ENTRY.cuda(config, call)     # on the current stream of the call's device
+    ENTRY = CallEntry(<name of the entry>, "rms_norm")
+    ENTRY.cpu(level, call)               # the entry of a code level
+    ENTRY.cuda(config, call, device)     # on the device's current stream
 
 An entry of a GPU also gets the options that ``GM_CUDA_CALL`` names, 64-bit integers out of the configuration: their names are read from the
 library, so each is declared once, in the source that reads it. When an entry is first looked up, the digest of the struct that the
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.call import Call
 from gristmill.kernel_registry.call_struct import WEIGHTS, digest, packer
 from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.native import check, cpu_function, cpu_library, cuda_function, cuda_library
 from gristmill.quant.native import NativeLibraryError
@@ -44,9 +45,14 @@ def dtype_code(dtype: Any) -> int:
 class CallEntry:
     """The entry `name` for the calls of `op`. Its functions are looked up once."""
 
-    def __init__(self, name: str, op: Op) -> None:
-        self.name, self.op = name, op
+    def __init__(self, name: str, op: str) -> None:
+        self.name, self._op = name, op
         self._checked: set[str] = set()
+
+    @cached_property
+    def op(self) -> Op:
+        """The operation; looked up late, so that its examples are not part of what a launch runs."""
+        return default_registry().op(self._op)
 
     @cached_property
     def pack(self) -> Callable[[Any], bytes]:

@@ -8,12 +8,11 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.native import best_config
 from gristmill.kernels.native_call import CallEntry
-from gristmill.kernels.norm import rms_norm
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import RmsNormCall
 
-ENTRY = CallEntry("gm_rms_norm", rms_norm.OP)
+ENTRY = CallEntry("gm_rms_norm", "rms_norm")
 
 
 def launch(config: Config, call: RmsNormCall) -> None:
