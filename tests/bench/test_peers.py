@@ -19,9 +19,9 @@ KERNELS = """
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.requirement import Requirement
 
-def launch(config, x, weight, eps, out):
+def launch(config, call):
     import gm_lazy
-    gm_lazy.Wrapper().plan(x, weight, eps, out)
+    gm_lazy.Wrapper().plan(call.x, call.weight, call.eps, call.out)
 
 KERNEL = Kernel(op="rms_norm", name="rms_norm_lazy", provider="gm_lazy", language="python", target=f"{__name__}:launch",
                 requires=Requirement(offers=("gm_lazy:Wrapper.plan",)))

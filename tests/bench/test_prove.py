@@ -271,9 +271,10 @@ def test_explain_shows_what_is_known_of_kernels_that_are_not_verified_here(
 PLUGIN = """
 from gristmill.kernel_registry import Kernel, Requirement
 
-def launch(config, x, weight, eps, out):
-    out.copy_(x * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt() * weight)
-    out[-1:] += 1
+def launch(config, call):
+    scale = (call.x.float().square().mean(-1, keepdim=True) + call.eps).rsqrt()
+    call.out.copy_(call.x * scale * call.weight)
+    call.out[-1:] += 1
 
 KERNEL = Kernel(op="rms_norm", name="rms_norm_toy", provider="toy", language="python", target="gm_toy:launch",
                 requires=Requirement(vendors=("cpu",)))
