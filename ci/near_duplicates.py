@@ -48,7 +48,6 @@ ACCEPTED = {
     ),
     ("kernels/sampling/sample_cpu.py", "kernels/sampling/sample_sm90.py"): _ENTRIES,
     ("kernels/moe/combine/cpu.py", "kernels/moe/steps_sm90.py"): _ENTRIES,
-    ("kernels/norm/*_cpu.py", "kernels/norm/*_cpu.py"): _ENTRIES,
     ("kernels/kv_cache/*triton.py", "kernels/rope/*triton.py"): "the configurations of one tile of heads",
     ("kernels/*_cpu.cpp", "kernels/*_cpu.cpp"): (
         "entries that fill a job from their arguments, and loops that differ in the layout of x"
