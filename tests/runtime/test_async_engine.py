@@ -225,7 +225,7 @@ def test_an_invariant_that_fails_leaves_a_dump(caplog: pytest.LogCaptureFixture)
 
     async def main() -> None:
         engine = AsyncEngine(core)
-        core.scheduler._planner = lambda: Nothing()  # type: ignore[method-assign,assignment,return-value]
+        core.scheduler._builder = lambda: Nothing()  # type: ignore[method-assign,assignment,return-value]
         with pytest.raises(EngineDeadError, match="SchedulerStuck"):
             await engine.generate([1, 2], LONG)
         await engine.close()
