@@ -32,7 +32,7 @@ STACK_ON_RECORD = {
     "paged_decode_codes_d256": 16,
     **{f"paged_decode_{x}_d128_rows16": 24 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d{d}_rows16_cap": 8 for x in ("bf16", "fp16") for d in (80, 96)},
-    "paged_wide_": 200,
+    "paged_wide_": 192,
     "sample_again_": 64,
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,

@@ -1,25 +1,14 @@
 // The copying warps of attention on Hopper: Q, and the pages of keys and values, into shared memory.
 #pragma once
 #include "_attention_work_sm90.cuh"
+#include "_flash_sm90.cuh"
 #include "sm90/tma.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
 template <int D>
-struct Bars {
-  using S = AttentionShape<D>;
-  uint32_t base;
-  __device__ __forceinline__ uint32_t q_full() const { return base; }
-  __device__ __forceinline__ uint32_t q_empty() const { return base + 8; }
-  __device__ __forceinline__ uint32_t work_full(int i) const { return base + 16 + (i & 1) * 8; }
-  __device__ __forceinline__ uint32_t work_empty(int i) const { return base + 32 + (i & 1) * 8; }
-  __device__ __forceinline__ uint32_t k_full(int tile) const { return base + 48 + (tile % S::kStages) * 8; }
-  __device__ __forceinline__ uint32_t k_empty(int tile) const { return k_full(tile) + S::kStages * 8; }
-  __device__ __forceinline__ uint32_t v_full(int tile) const { return k_full(tile) + S::kStages * 16; }
-  __device__ __forceinline__ uint32_t v_empty(int tile) const { return k_full(tile) + S::kStages * 24; }
-  __device__ __forceinline__ static uint32_t parity(int tile) { return (tile / S::kStages) & 1; }
-};
+using Bars = FlashBars<AttentionShape<D>>;
 
 // Q of a piece of work, and the piece itself, to the multiplying warpgroups. By one thread.
 template <int D>
@@ -37,18 +26,19 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorM
              bars.q_full());
 }
 
-// Copies pages as boxes, a lane each. By S::kCopying warps: the first ones copy 64 elements of keys each, the
-// others of values; the very first also copies Q, and takes the work for all.
+// Copies pages as boxes, a lane each. By S::kCopying warps: half of them copy keys, the others values, in
+// columns of 64 elements; the very first also copies Q, and takes the work for all.
 template <int D>
 __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CUtensorMap& q_map,
                                               const CUtensorMap& k_map, const CUtensorMap& v_map,
                                               uint8_t* smem, uint32_t base, int warp) {
   using S = AttentionShape<D>;
   const Bars<D> bars{base + S::kBars};
-  const int lane = threadIdx.x & 31, half = warp % (D / 64);
-  const bool values = warp >= D / 64, copies = lane < 1 << p.log_boxes;
+  constexpr int kWarps = S::kCopying / 2;
+  const int lane = threadIdx.x & 31, first = warp % kWarps;
+  const bool values = warp >= kWarps, copies = lane < 1 << p.log_boxes;
   const CUtensorMap* map = values ? &v_map : &k_map;
-  const uint32_t slots = base + (values ? S::kV : S::kK) + half * (S::kKeys * 128) + lane * p.box * 128;
+  const uint32_t slots = base + (values ? S::kV : S::kK) + lane * p.box * 128;
   const uint32_t fulls = values ? bars.v_full(0) : bars.k_full(0),
                  empties = values ? bars.v_empty(0) : bars.k_empty(0);
   Taker<D> taker(p, smem, warp == 0);
@@ -88,10 +78,15 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
         if (i + 1 < work.count) next_page = page_of(--n);
         const uint32_t at = tile % S::kStages, full = fulls + at * 8;
         mbar_wait(empties + at * 8, Bars<D>::parity(tile) ^ 1);
-        if (half == 0 && lane == 0)
-          mbar_arrive_expect_tx(full, S::kTile);  // for all halves; a count below 0 is no harm
+        if (first == 0 && lane == 0)
+          mbar_arrive_expect_tx(full, S::kTile);  // of all columns; a count below 0 is no harm
         __syncwarp();
-        if (copies) tma_load(slots + at * S::kTile, map, half * 64, slot, work.head, page, full);
+        if (copies) {
+#pragma unroll
+          for (int c = 0; c < D / 64; c += kWarps)
+            tma_load(slots + at * S::kTile + (c + first) * (S::kKeys * 128), map, (c + first) * 64, slot,
+                     work.head, page, full);
+        }
         __syncwarp();
       }
       if (warp == 0 && i == 0) {

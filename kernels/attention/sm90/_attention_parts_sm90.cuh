@@ -7,6 +7,53 @@
 #ifdef __CUDACC__
 namespace gm {
 
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// top: the reference of the sum of weights, in units of log 2.
+__device__ __forceinline__ float log_sum_exp(float top, float sum) {
+  return sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+}
+
+// The end of a row of a whole context, from the maximum of its raw scores and its sum of weights.
+struct RowEnd {
+  float top, sum, factor = 1.f;  // reference, in units of log 2, and sum of the weights
+  __device__ __forceinline__ RowEnd(float m, float l, float scale_log2)
+      : top(m == -INFINITY ? -INFINITY : m * scale_log2), sum(l) {}
+  // A score that has a weight and no value.
+  __device__ __forceinline__ void add_sink(float score) {
+    const float sink = score * kLog2e, most = fmaxf(top, sink);
+    if (most > -INFINITY) {
+      factor = exp2_approx(top - most);
+      sum = sum * factor + exp2_approx(sink - most);
+      top = most;
+    }
+  }
+  // What the sums of values are multiplied by.
+  __device__ __forceinline__ float inverse() const { return sum > 0.f ? factor / sum : 0.f; }
+  __device__ __forceinline__ float lse() const { return log_sum_exp(top, sum); }
+};
+
+// Row lane / 4 + 8 r of 16 rows of accumulators, times `by`, to memory, in pieces of 16 bytes that four
+// neighbouring lanes put together. columns: those that exist.
+template <typename T, int N>
+__device__ __forceinline__ void store_row(T* to, const float (&o)[N], int r, float by, bool exists,
+                                          int columns) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int b = 0; b < N / 16; ++b) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = (b * 4 + j) * 4 + r * 2;
+      w[j] = packed<T>(o[i] * by, o[i + 1] * by);
+    }
+    transpose_quad(w, lane);
+    const int column = (b * 4 + (lane & 3)) * 8;
+    if (exists && column < columns)
+      *reinterpret_cast<uint4*>(to + column) = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+}
+
 // Four elements of a row over some keys, the row's maximum of the raw scores and its sum of weights.
 struct RowPart {
   float4 o;
@@ -37,22 +84,13 @@ __device__ __forceinline__ void add_before(RowPart& part, const RowPart& before,
 template <typename T, typename P>
 __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_head, int row, int element,
                                            const RowPart& part) {
-  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   if (element >= p.head_dim) return;  // of heads that are padded
   const int in = row * p.by_group >> 16, head = kv_head * p.group + row - in * p.group;
   token += in;
-  float top = part.m == -INFINITY ? -INFINITY : part.m * p.scale_log2, sum = part.l, factor = 1.f;
-  if (p.sinks != nullptr) {
-    const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-    if (most > -INFINITY) {
-      factor = exp2_approx(top - most);
-      sum = sum * factor + exp2_approx(sink - most);
-      top = most;
-    }
-  }
-  const float by = sum > 0.f ? factor / sum : 0.f;
-  if (p.lse != nullptr && element == 0)
-    p.lse[token * p.heads + head] = sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+  RowEnd end(part.m, part.l, p.scale_log2);
+  if (p.sinks != nullptr) end.add_sink(p.sinks[head]);
+  const float by = end.inverse();
+  if (p.lse != nullptr && element == 0) p.lse[token * p.heads + head] = end.lse();
   using Element = typename Stored<T>::type;
   *reinterpret_cast<uint2*>(static_cast<Element*>(p.out) + token * p.out_token + head * p.out_head +
                             element) = make_uint2(packed_as<T>(p, part.o.x * by, part.o.y * by),

@@ -3,15 +3,10 @@
 #pragma once
 #include "_attention_parts_sm90.cuh"
 #include "_attention_work_sm90.cuh"
+#include "_flash_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
-
-// What a warpgroup keeps of its 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
-template <int D>
-struct Rows {
-  float o[D / 2], m[2], l[2];  // sums of values; reference of the exponents, in units of the raw scores; sums
-};
 
 // The second warpgroup's sums over its keys join the first one's. By both, at barriers of both: the first
 // says that nobody reads the staging any more. What follows in it is written by the first warpgroup, or after
@@ -127,27 +122,16 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
                                            uint8_t* smem, uint32_t base, int row0) {
   using S = AttentionShape<D>;
   const int lane = threadIdx.x & 31;
-  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   float by[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = rows.l[r];
     const int row = row0 + (lane >> 2) + r * 8;
     const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
-    float top = rows.m[r] == -INFINITY ? -INFINITY : rows.m[r] * p.scale_log2;  // reference of the sum, log2
-    float factor = 1.f;
-    if (p.sinks != nullptr && row < work.rows) {
-      const float sink = p.sinks[head] * kLog2e, most = fmaxf(top, sink);
-      if (most > -INFINITY) {
-        factor = exp2_approx(top - most);
-        sum = sum * factor + exp2_approx(sink - most);
-        top = most;
-      }
-    }
-    by[r] = sum > 0.f ? factor / sum : 0.f;
+    RowEnd end(rows.m[r], rows.l[r], p.scale_log2);
+    if (p.sinks != nullptr && row < work.rows) end.add_sink(p.sinks[head]);
+    by[r] = end.inverse();
     if (p.lse != nullptr && (lane & 3) == 0 && row < work.rows)
-      p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] =
-          sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+      p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] = end.lse();
   }
   const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
   const uint32_t mine = staging + (lane & 15) * (D * 2);

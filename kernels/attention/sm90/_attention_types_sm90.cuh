@@ -1,11 +1,21 @@
-// Types of the output and of the queries of attention.
+// Named barriers, and types of the output and of the queries, of attention on Hopper.
 #pragma once
 #include "sm90/ptx.cuh"
+
+namespace gm {
+
+// kBarTurn: of a warpgroup and the other one, which lets it multiply; kBarGroup: of a warpgroup; the first of
+// two each. kBarBoth: of both; kBarCopying: of the producer warpgroup.
+enum : int { kBarTurn = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6 };
+
+}  // namespace gm
 
 #ifdef __CUDACC__
 #include <type_traits>
 
 namespace gm {
+
+__device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 
 // Two floats rounded to the dtype of the output, which may be known only at run time: fp16 or bf16, by p.bf16.
 struct EitherHalf {};

@@ -2,17 +2,11 @@
 #pragma once
 #include <cstdint>
 
-#include "sm90/ptx.cuh"
+#include "_attention_types_sm90.cuh"
 
 namespace gm {
 
 constexpr int kSorted = 512;  // sequences up to which the work is sorted, longest first
-enum : int {
-  kBarTurn = 1,
-  kBarGroup = 3,
-  kBarBoth = 5,
-  kBarCopying = 6
-};  // named barriers; the first two of a pair
 // Counters, all zero between launches: next piece of prefill, next piece of decode, CTAs that are done; from
 // kArrivals on, of each unit of the workspace, how many parts of a context have come.
 constexpr int kArrivals = 32;
@@ -73,6 +67,32 @@ struct AttentionShape {
   // Codes of a row lie where its second half, or its last 64 bytes, will be as fp16.
   static constexpr int kCodes = D == 64 ? 64 : kKeys * 128;
   static constexpr int kCopying = D / 32;  // warps: one for each 64 elements of keys and of values
+  // As _flash_sm90.cuh names them.
+  static constexpr int kQueryDim = D, kValueDim = D, kKeyTile = kTile, kValueTile = kTile, kWorkBars = 4;
+  static constexpr bool kKeepsQ = false;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+};
+
+// Heads of 136 to 256 elements, padded to 256 in shared memory.
+template <>
+struct AttentionShape<256> {
+  static constexpr int kRows = 128, kKeys = 64, kStages = 2, kThreads = 384, D = 256;
+  static constexpr int kQ = kRows * D * 2, kTile = kKeys * D * 2;
+  static constexpr int kOut = 0;  // staging of results, and of sums that join: in the place of Q
+  static constexpr int kK = kQ, kV = kK + kStages * kTile;
+  static constexpr int kSums = kV + kStages * kTile;
+  static constexpr int kOrder = kSums + 64 * 8;
+  static constexpr int kWeights = kOrder + kSorted * 16;
+  static constexpr int kUnits = kWeights + kSorted * 4;
+  static constexpr int kWork = kUnits + kSorted * 4;
+  static constexpr int kShare = kWork + 3 * 48;
+  static constexpr int kBars = kShare + 32;
+  static constexpr int kUnit = (D / 8 + 1) * 128;
+  static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
+  static constexpr int kCopying = 4;  // warps: two for keys, two for values
+  static constexpr int kQueryDim = D, kValueDim = D, kKeyTile = kTile, kValueTile = kTile, kWorkBars = 4;
+  static constexpr bool kKeepsQ = true;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
 }  // namespace gm
@@ -84,7 +104,6 @@ __device__ __forceinline__ int quotient(int n, int d, uint32_t reciprocal) {
   const int q = __umulhi(n, reciprocal);  // right or one too small
   return q + (n - q * d >= d);
 }
-__device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 
 // A piece of work: the heads of one KV head for up to tile_q queries of a sequence.
 struct Work {

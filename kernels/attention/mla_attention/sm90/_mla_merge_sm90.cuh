@@ -1,13 +1,11 @@
 // What latent attention on Hopper does with its sums: rows of whole contexts go to memory; parts of contexts
 // go to the workspace and, once all are there, from there to memory.
 #pragma once
-#include "attention/sm90/_attention_types_sm90.cuh"
+#include "attention/sm90/_attention_parts_sm90.cuh"
 #include "_mla_work_sm90.cuh"
 
 #ifdef __CUDACC__
 namespace gm::mla {
-
-constexpr float kLn2 = 0.6931471805599453f;
 
 // A row of a block, as (token, head) of q.
 struct MlaRow {
@@ -22,8 +20,7 @@ struct MlaRow {
 __device__ __forceinline__ void write_lse(const MlaParams& p, const MlaWork& w, int row, float top,
                                           float sum) {
   const MlaRow at(p, w, row);
-  if (p.lse != nullptr)
-    p.lse[at.token * p.heads + at.head] = sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
+  if (p.lse != nullptr) p.lse[at.token * p.heads + at.head] = log_sum_exp(top, sum);
 }
 
 // 16 rows of a warp, 256 columns from `column`, of a whole context. by: 1 / sum of the weights.
@@ -35,17 +32,8 @@ __device__ __forceinline__ void write_rows(const MlaParams& p, const MlaWork& w,
   for (int r = 0; r < 2; ++r) {
     const int row = row0 + (lane >> 2) + r * 8;
     const MlaRow at(p, w, row);
-    T* const to =
-        static_cast<T*>(p.out) + at.token * p.out_token + at.head * p.out_head + column + (lane & 3) * 8;
-#pragma unroll
-    for (int j = 0; j < 32; j += 4) {
-      uint32_t u[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        u[i] = packed<T>(o[(j + i) * 4 + r * 2] * by[r], o[(j + i) * 4 + r * 2 + 1] * by[r]);
-      transpose_quad(u, lane);
-      if (row < w.rows) *reinterpret_cast<uint4*>(to + j * 8) = make_uint4(u[0], u[1], u[2], u[3]);
-    }
+    T* const to = static_cast<T*>(p.out) + at.token * p.out_token + at.head * p.out_head + column;
+    store_row(to, o, r, by[r], row < w.rows, 256);
   }
 }
 

@@ -1,6 +1,6 @@
 // Paged attention for Hopper with heads of more than 128 elements: the kernels by dtype and soft cap, and
 // their entry point.
-#include "_paged_wide_sm90.cuh"
+#include "_paged_attention_sm90.cuh"
 #include "attention/sm90/_attention_host_sm90.h"
 
 #include <climits>
@@ -16,14 +16,14 @@
       paged_wide_##type##_d256(const __grid_constant__ gm::AttentionParams p,                                \
                                const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k, \
                                const __grid_constant__ CUtensorMap v) {                                      \
-    gm::paged_wide<T, false>(p, q, k, v, {});                                                                \
+    gm::paged_attention<T, 256, gm::kBoxCopies, false>(p, q, k, v, {});                                      \
   }                                                                                                          \
   extern "C" __global__ void __launch_bounds__(gm::AttentionShape<256>::kThreads, 1)                         \
       paged_wide_##type##_d256_cap(                                                                          \
           const __grid_constant__ gm::AttentionParams p, const __grid_constant__ CUtensorMap q,              \
           const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,                      \
           const __grid_constant__ gm::SoftCap<true> cap) {                                                   \
-    gm::paged_wide<T, true>(p, q, k, v, cap);                                                                \
+    gm::paged_attention<T, 256, gm::kBoxCopies, true>(p, q, k, v, cap);                                      \
   }
 GM_EACH(GM_ONE)
 

@@ -1,0 +1,335 @@
+// FlashAttention-3's kernel (Shah et al., 2024) as a template: two consumer warpgroups of 64 rows each and a
+// producer warpgroup. The scores of a tile of keys are computed while the values of the tile before are
+// multiplied, and the consumers take turns, so that one multiplies while the other takes exponentials.
+//
+// Kernels give it traits K:
+//   Type, Params, Cap               of the products, of the launch, of the soft cap
+//   Shape                           shared memory: kRows, kKeys, kStages (rows of Q, keys of a tile, slots of the
+//                                   rings), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile (offsets of the
+//                                   rings, bytes of a slot), kBars, kWorkBars (barriers between those of Q and
+//                                   those of the rings), kKeepsQ (results are staged in the place of Q)
+//   kFills, kFence                  arrivals that fill a slot; whether ordinary stores do
+//   kWindow                         whether rows may see a window of keys only
+//   kProducerRegisters, kConsumerRegisters
+//   prepare(p, smem), produce(p, maps..., smem, base, warp)    by all threads; by the producer warpgroup
+//   Work, get_work(smem)            a piece of work: rows (0: no more), position, end, first, count (tiles)
+//   shares(p, work)                 whether both warpgroups take the same rows, and turns at the tiles
+//   seen(p, work, row), seen_whole(p, work, group)    keys that a row sees, tiles that every row sees whole
+//   ends_within(p, work), unused(p, work)    whether, and how many, keys are copied past the end of the context
+//   Scores                          what scores are multiplied by, and their soft cap
+//   finish(p, work, rows, smem, base, group, warp, shared)     writes the results
+#pragma once
+#include <climits>
+#include <cstdint>
+
+#include "_attention_types_sm90.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+#ifdef __CUDACC__
+namespace gm {
+
+template <class S>
+struct FlashBars {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q_full() const { return base; }
+  __device__ __forceinline__ uint32_t q_empty() const { return base + 8; }
+  __device__ __forceinline__ uint32_t work_full(int i) const { return base + 16 + (i & 1) * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int i) const { return base + 32 + (i & 1) * 8; }
+  __device__ __forceinline__ uint32_t k_full(int tile) const {
+    return base + 16 + S::kWorkBars * 8 + (tile % S::kStages) * 8;
+  }
+  __device__ __forceinline__ uint32_t k_empty(int tile) const { return k_full(tile) + S::kStages * 8; }
+  __device__ __forceinline__ uint32_t v_full(int tile) const { return k_full(tile) + S::kStages * 16; }
+  __device__ __forceinline__ uint32_t v_empty(int tile) const { return k_full(tile) + S::kStages * 24; }
+  __device__ __forceinline__ static uint32_t parity(int tile) { return (tile / S::kStages) & 1; }
+};
+
+// What a warpgroup keeps of its 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
+template <int D>
+struct Rows {
+  float o[D / 2], m[2], l[2];  // sums of values; reference of the exponents, in units of the raw scores; sums
+  __device__ __forceinline__ void clear() { m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f; }
+};
+
+// A scale of the scores that all rows share, where there could be one for each.
+struct SameScale {
+  float value;
+  __device__ __forceinline__ float operator[](int) const { return value; }
+};
+
+// Online softmax: tile of scores -> weights 2^(scale_log2 (s - m)), in place; factor: what the sums so far are
+// multiplied by. It is exactly 1 where a row's maximum stays. scale_log2: by row.
+template <int N, int D, typename Scale>
+__device__ __forceinline__ void softmax(float (&s)[N], Rows<D>& rows, float (&factor)[2],
+                                        const Scale& scale_log2) {
+  float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < N; ++i) most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], s[i]);
+  float base[2], sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
+    most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
+    const float m = fmaxf(most[r], rows.m[r]);
+    base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2[r]);
+    factor[r] = most[r] > rows.m[r] ? exp2_approx(__fmul_rn(rows.m[r], scale_log2[r]) - base[r]) : 1.f;
+    rows.m[r] = m;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    s[i] = exp2_approx(fmaf(s[i], scale_log2[i >> 1 & 1], -base[i >> 1 & 1]));
+    sum[i >> 1 & 1] += s[i];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows.l[r] = fmaf(rows.l[r], factor[r], sum[r]);
+}
+
+// Scores of keys that a row does not see become -inf: of those before begins[r] and from ends[r] on, counted
+// from this thread's first key.
+template <int N>
+__device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2], const int (&ends)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int key = (i >> 2) * 8 + (i & 1), r = i >> 1 & 1;
+    s[i] = key >= begins[r] && key < ends[r] ? s[i] : -INFINITY;
+  }
+}
+
+// Values in a slot become zeros: `count` keys from `from` on. What follows the last key in a tile may be
+// anything, and 0 times that would not be 0. By a warpgroup.
+template <class S>
+__device__ __forceinline__ void clear_values(uint32_t slot, int from, int count, int group) {
+  slot += from * 128;
+  for (int c = threadIdx.x & 127; c < count * (S::kValueDim / 8); c += 128) {
+    const int row = c / (S::kValueDim / 8), chunk = c % (S::kValueDim / 8);
+    st_shared(slot + (chunk >> 3) * (S::kKeys * 128) + row * 128 + (chunk & 7) * 16, make_uint4(0, 0, 0, 0));
+  }
+  fence_proxy_async();
+  bar_sync(kBarGroup + group, 128);
+}
+
+// A consumer warpgroup, 0 or 1: its share of every piece of work.
+template <class K>
+__device__ __forceinline__ void consume(const typename K::Params& p, const typename K::Cap& cap,
+                                        uint8_t* smem, uint32_t base, int group) {
+  using T = typename K::Type;
+  using S = typename K::Shape;
+  constexpr int kKeys = S::kKeys, D = S::kValueDim;
+  const FlashBars<S> bars{base + S::kBars};
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+  if (group == 1) bar_arrive(kBarTurn, 256);  // the first one begins
+  int tile = 0;
+#pragma unroll 1
+  for (uint32_t q_parity = 0;; q_parity ^= 1) {
+    mbar_wait(bars.q_full(), q_parity);
+    typename K::Work work = K::get_work(smem);
+    if (work.rows == 0) break;
+    const bool shared = K::shares(p, work);
+    const int row0 = shared ? 0 : group * 64, step = shared ? 2 : 1;
+    const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
+    const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
+    typename K::Scores scores(p, cap, smem, work, row0, mine, shared, group);
+    int limit[2];  // of the keys that the thread's rows see, less its first column
+#pragma unroll
+    for (int r = 0; r < 2; ++r) limit[r] = min(K::seen(p, work, mine + r * 8), work.end) - (lane & 3) * 2;
+    int window = 0;
+    if constexpr (K::kWindow) window = p.window;
+    const int reach = window > 0 ? window : none;
+    // Tiles seen_from .. seen_to are seen whole by every row.
+    const int seen_to = K::seen_whole(p, work, group),
+              seen_from = window > 0 ? cdiv(max(0, work.end - window), kKeys) : 0;
+    const int top = work.first + work.count - 1;
+
+    Rows<D> rows;
+    rows.clear();
+    float s[kKeys / 2], factor[2];
+    uint32_t weights[kKeys / 16][4];
+    // Scores of a tile to weights.
+    const auto weigh = [&](int i) {
+      scores.adjust(p, cap, smem, mine, s, tile + i);
+      const int n = top - i;
+      if (n >= seen_to || (K::kWindow && n < seen_from)) {
+        const int ends[2] = {limit[0] - n * kKeys, limit[1] - n * kKeys};
+        const int begins[2] = {K::kWindow ? ends[0] - reach : INT_MIN,
+                               K::kWindow ? ends[1] - reach : INT_MIN};
+        mask_scores(s, begins, ends);
+      }
+      const float2 before = make_float2(rows.l[0], rows.l[1]);
+      softmax(s, rows, factor, scores.scale_log2);
+      scores.adjust_sums(p, smem, s, rows, before, factor, tile + i);
+    };
+    const auto values_landed = [&](int i) {
+      if (i == 0 && K::ends_within(p, work))
+        clear_values<S>(base + S::kV + (tile % S::kStages) * S::kValueTile, work.end % kKeys,
+                        K::unused(p, work), group);
+    };
+    const auto release = [&](uint32_t bar) {
+      if (lane < kArrivingLanes) mbar_arrive(bar);
+    };
+    const auto start_scores = [&](int i) {
+      const uint64_t k =
+          swizzle128_descriptor(warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kKeyTile));
+#pragma unroll
+      for (int j = 0; j < S::kQueryDim / 16; ++j)
+        Wgmma<T, kKeys>::ss(s, q + (j >> 2) * (S::kRows * 128 >> 4) + (j & 3) * 2,
+                            k + (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2, j > 0);
+      wgmma_commit();
+    };
+    // 128 elements of the values at most in one instruction.
+    const auto start_values = [&](int i, int add) {
+      const uint64_t v = swizzle128_descriptor(
+          warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kValueTile), 1024, kKeys * 128);
+      constexpr int kWide = D < 128 ? D : 128;
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j)
+#pragma unroll
+        for (int h = 0; h < D / kWide; ++h)
+          Wgmma<T, kWide>::template rs<kMajorMN>(
+              *reinterpret_cast<float (*)[kWide / 2]>(&rows.o[h * kWide / 2]), weights[j],
+              v + h * (kWide / 64 * kKeys * 128 >> 4) + j * (2048 >> 4), j > 0 ? 1 : add);
+      wgmma_commit();
+    };
+    const auto round_weights = [&] {
+#pragma unroll
+      for (int j = 0; j < kKeys / 4; ++j) weights[j >> 2][j & 3] = packed<T>(s[2 * j], s[2 * j + 1]);
+    };
+    const auto wait_keys = [&](int i) {
+      mbar_wait(bars.k_full(tile + i), bars.parity(tile + i));
+      if constexpr (K::kFence) fence_proxy_async();
+    };
+    const auto wait_values = [&](int i) {
+      mbar_wait(bars.v_full(tile + i), bars.parity(tile + i));
+      if constexpr (K::kFence) fence_proxy_async();
+      values_landed(i);
+    };
+    const auto take_turn = [&] {
+      if (!shared) bar_sync(kBarTurn + group, 256);
+    };
+    const auto pass_turn = [&] {
+      if (!shared) bar_arrive(kBarTurn + (group ^ 1), 256);
+    };
+    // A tile of the other warpgroup: released, but not before it is there.
+    const auto skip_keys = [&](int i) {
+      mbar_wait(bars.k_full(tile + i), bars.parity(tile + i));
+      release(bars.k_empty(tile + i));
+    };
+    const auto skip_values = [&](int i) {
+      mbar_wait(bars.v_full(tile + i), bars.parity(tile + i));
+      release(bars.v_empty(tile + i));
+    };
+
+    int i = shared ? group : 0;  // the tile whose scores come next
+    if (shared && group == 1 && work.count > 0) skip_keys(0);
+    if (i < work.count) {
+      wait_keys(i);
+      take_turn();
+      wgmma_fence();
+      start_scores(i);
+      pass_turn();
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+      release(bars.k_empty(tile + i));
+      weigh(i);
+      round_weights();
+      int add = 0;
+      if (shared && group == 1) skip_values(0);
+#pragma unroll 1
+      for (i += step; i < work.count; i += step) {
+        if (shared) skip_keys(i - 1);
+        wait_keys(i);
+        take_turn();
+        wgmma_fence();
+        start_scores(i);
+        wait_values(i - step);
+        wgmma_fence_operand(rows.o);
+        wgmma_fence();
+        start_values(i - step, add);
+        pass_turn();
+        wgmma_wait<1>();
+        wgmma_fence_operand(s);
+        release(bars.k_empty(tile + i));
+        weigh(i);
+        wgmma_fence_operand(s);
+        // Never true, since sums of weights are not negative: ptxas moves the wait across no such branch, which it
+        // would otherwise put before the exponentials. tests/kernels/test_sm90_cubins.py checks the order.
+        if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
+        wgmma_wait<0>();
+        wgmma_fence_operand(rows.o);
+        release(bars.v_empty(tile + i - step));
+        if (shared) skip_values(i - 1);
+        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+          for (int j = 0; j < D / 2; ++j) rows.o[j] *= factor[j >> 1 & 1];
+        }
+        round_weights();
+        add = 1;
+      }
+      if constexpr (!S::kKeepsQ) release(bars.q_empty());
+      if (shared && i - step + 1 < work.count) skip_keys(i - step + 1);
+      wait_values(i - step);
+      take_turn();
+      wgmma_fence();
+      start_values(i - step, add);
+      pass_turn();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
+        rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 2);
+      }
+      wgmma_wait<0>();
+      wgmma_fence_operand(rows.o);
+      release(bars.v_empty(tile + i - step));
+      if (shared && i - step + 1 < work.count) skip_values(i - step + 1);
+    } else {
+      if constexpr (!S::kKeepsQ) release(bars.q_empty());
+      if (work.count > 0) skip_values(0);
+#pragma unroll
+      for (int j = 0; j < D / 2; ++j) rows.o[j] = 0.f;
+    }
+    tile += work.count;
+    scores.finish(p, work, rows);
+    if constexpr (S::kKeepsQ) work = K::get_work(smem);  // again: the loop has no registers for it
+    K::finish(p, work, rows, smem, base, group, warp, shared);
+    if constexpr (S::kKeepsQ) {
+      fence_proxy_async();  // Q of the next piece comes where results were
+      __syncwarp();
+      release(bars.q_empty());
+    }
+  }
+}
+
+template <class K>
+__device__ __forceinline__ void flash_attention(const typename K::Params& p, const CUtensorMap& q_map,
+                                                const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                                const typename K::Cap& cap) {
+  using S = typename K::Shape;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t base = smem_u32_once(smem);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  if (threadIdx.x == 0) {
+    const FlashBars<S> bars{base + S::kBars};
+    mbar_init(bars.q_full(), 1), mbar_init(bars.q_empty(), 8 * kArrivingLanes);
+    if constexpr (S::kWorkBars > 0)
+      for (int i = 0; i < 2; ++i)
+        mbar_init(bars.work_full(i), 1), mbar_init(bars.work_empty(i), (S::kCopying - 1) * kArrivingLanes);
+    for (int i = 0; i < S::kStages; ++i) {
+      mbar_init(bars.k_full(i), K::kFills), mbar_init(bars.v_full(i), K::kFills);
+      mbar_init(bars.k_empty(i), 8 * kArrivingLanes), mbar_init(bars.v_empty(i), 8 * kArrivingLanes);
+    }
+    fence_mbarrier_init();
+  }
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  K::prepare(p, smem);  // begins with a barrier of all threads
+  if (warp >= 8) {
+    setmaxnreg_dec<K::kProducerRegisters>();
+    K::produce(p, q_map, k_map, v_map, smem, base, warp - 8);
+  } else {
+    setmaxnreg_inc<K::kConsumerRegisters>();
+    consume<K>(p, cap, smem, base, warp >> 2);
+  }
+}
+
+}  // namespace gm
+#endif
