@@ -1,9 +1,9 @@
-// What the all-reduce kernels share: how ranks hand each other vectors of 16 bytes.
+// Protocol of the all-reduce kernels: how ranks send each other vectors of 16 bytes.
 //
-// A rank writes its values into the memory of its peers, where each vector says by itself that it has
-// arrived: memory that waits for values holds kAbsent in every word, which no value has. So there is no
-// barrier and no flag, and a sum takes one crossing of the link. The protocol is that of Lamport-style
-// all-reduce kernels (NVIDIA TensorRT-LLM, allReduceFusion).
+// A rank writes its values into the memory of its peers, where arrival is visible in the data itself: empty
+// memory holds kAbsent in every word, which no value has. So there is no barrier and no flag, and a sum takes
+// one trip over the link. The protocol is that of Lamport-style all-reduce kernels (NVIDIA TensorRT-LLM,
+// allReduceFusion).
 //
 // Three buffers serve calls in turn. Call e uses buffer e % 3 and empties that of call e - 1. A peer writes
 // into the latter in its call e + 2, which follows its call e + 1, which waits for values that this rank
@@ -71,8 +71,8 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// Waits for one vector. A peer that has died must not leave this kernel running: past the limit the failure
-// is noted for the host, and this call and later ones end with whatever there is.
+// Waits for one vector. A peer that has died must not hang this kernel: past the time limit the failure is
+// recorded for the host, and this call and later ones end with undefined sums.
 __device__ __noinline__ uint4 wait(const uint4* from, const PushParams& p, int source) {
   const uint64_t begin = nanoseconds();
   uint4 v;

@@ -1,5 +1,5 @@
-// What stands before and behind the products of experts: entries sorted by expert, in one launch, and the
-// weighted sum of each token's rows.
+// Permutation and combination around the products of experts: entries sorted by expert, in one launch, and
+// the weighted sum of each token's rows.
 #include <cstdint>
 
 #include "gm_cuda.h"
@@ -16,7 +16,7 @@ struct PermuteParams {
 };
 
 struct RowsParams {
-  const void* x;  // rows `ldx` pieces of 16 bytes apart
+  const void* x;  // rows `ldx` 16-byte chunks apart
   void* y;
   const int *permutation, *last;  // last: the end of the last expert's rows
   int64_t ldx;
@@ -36,7 +36,7 @@ constexpr int kPermuteWarps = 32, kPart = 2048,  // entries of a CTA
 
 #ifdef __CUDACC__
 
-// The lanes of a warp with the same owner of `bits` bits, by votes: match_any takes several times as long.
+// The lanes of a warp with the same owner of `bits` bits, by ballots: match_any takes several times as long.
 __device__ __forceinline__ unsigned lanes_with(int owner, int bits) {
   unsigned same = 0xffffffffu;
   for (int b = 0; b < bits; ++b) {
@@ -47,9 +47,9 @@ __device__ __forceinline__ unsigned lanes_with(int owner, int bits) {
   return same;
 }
 
-// A stable counting sort. A CTA places the entries of its part, and counts those of the others to know where
-// to begin. Every warp has a run of entries; lanes of one expert find each other by votes, so that places
-// need no atomics.
+// A stable counting sort. A CTA places the entries of its part, and counts those of the others for its
+// offsets. Every warp has a run of entries; lanes of one expert are matched by ballots, so that places need
+// no atomics.
 extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
     moe_permute(const __grid_constant__ PermuteParams p) {
   // before, after: entries of other parts by owner; counts: [warps][owners], of this part. The last owner has

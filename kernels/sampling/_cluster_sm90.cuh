@@ -1,5 +1,5 @@
-// What the sampler uses of the hardware: threads of a block, blocks of a cluster, their shared memory.
-// tests/native/cluster_fibers.h has the same functions for a CPU.
+// Hardware primitives of the sampler: threads of a block, blocks of a cluster, their shared memory;
+// sm90/ptx.cuh has more. tests/native/cluster_fibers.h has the same functions for a CPU.
 #pragma once
 
 #include <cstdint>

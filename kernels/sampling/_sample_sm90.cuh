@@ -61,7 +61,7 @@ struct Shared {
   uint64_t list[kListed];  // candidates of the row, in the first block
   uint64_t scratch[2][kMostWarps];
   int of_warps[2][kMostWarps];
-  uint64_t slots[2][kMostRanks][2];  // what each block says to all
+  uint64_t slots[2][kMostRanks][2];  // of exchange, by sender
   uint64_t pivot;
   int first, last, listed, again;
   uint32_t before, through;
@@ -236,7 +236,7 @@ struct Row {
     for (int w = 0; w < warps; ++w) v = of[w] > v ? of[w] : v;
     return v;
   }
-  // Tells every block two numbers of this one. Returns those of all blocks; also a barrier of the cluster.
+  // All-gathers two numbers per block. Returns those of all blocks; also a barrier of the cluster.
   GM_DEVICE const uint64_t (*exchange(uint64_t a, uint64_t b))[2] {
     slot ^= 1;
     if (tid < ranks) {
@@ -252,7 +252,7 @@ struct Row {
     for (int r = 0; r < ranks; ++r) sums.a += of[r][0], sums.b += of[r][1];
     return sums;
   }
-  // One block's pivot becomes everybody's.
+  // Receives the pivot that one block announces.
   GM_DEVICE uint64_t agree() {
     cluster_sync();
     return s.pivot;
@@ -428,7 +428,7 @@ struct Row {
     block_sync();
     return bin;
   }
-  // Adds the histograms of all blocks: each adds a segment and sends it to all.
+  // All-reduces the histograms of the cluster: each block sums a segment and sends it to all.
   GM_DEVICE void combine() {
     const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
@@ -624,8 +624,8 @@ struct Row {
     return agree();
   }
 
-  // Listed candidates decide. The first block tells the others, or, if the list has all survivors, draws from
-  // it: then the result is 0, and the row is done.
+  // Finds the pivot among the listed candidates. The first block sends it to the others or, if the list has
+  // all survivors, draws from it: then the result is 0, and the row is done.
   GM_DEVICE uint64_t decide(int n, bool survivors, uint64_t k, bool by_p, double share, uint64_t total,
                             uint64_t above) {
     if (rank == 0) {

@@ -109,7 +109,8 @@ __device__ __forceinline__ float group_scale(const uint4& word) {
   return __fdiv_rn(fmax_nan(amax, 1e-4f), 448.f);
 }
 
-// Which of the groups of `m` rows of k columns the thread takes, sixteen lanes each, and its first column.
+// The group of 128 columns, of `m` rows of k columns, that sixteen lanes process, and the first column of
+// this lane.
 struct Group {
   int64_t row;
   int group, lane, column;

@@ -1,5 +1,5 @@
-// What attention on Hopper does with caches of e4m3 codes: keys and values become fp16 in shared memory, and
-// so do queries; the scales stay outside of the products.
+// Attention on Hopper over caches of e4m3: keys, values and queries are converted to fp16 in shared memory;
+// the scales are applied to scores and sums.
 #pragma once
 #include "_attention_copy_sm90.cuh"
 #include "_attention_types_sm90.cuh"
@@ -15,7 +15,7 @@ template <int D>
 __device__ __forceinline__ void copy_codes(int dim, const char* cache, int64_t block, int64_t slot_bytes,
                                            int id, int slot, int row0, uint32_t to) {
   using S = AttentionShape<D>;
-  constexpr int kChunks = D / 16, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
+  constexpr int kChunks = D / 16, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
   const int lane = threadIdx.x & 31, chunk = lane % kChunks;
   const char* const from = cache + chunk * 16;
   to += S::kCodes + chunk * 16;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_codes(int dim, const char* cache, int64_t b
   }
 }
 
-// Codes that this thread has copied become fp16 in the 128-byte swizzle, a row in the place of its own codes.
+// Converts the codes that this thread has copied to fp16 in the 128-byte swizzle, each row in place.
 template <int D>
 __device__ __forceinline__ void convert_codes(int row0, uint32_t tile) {
   using S = AttentionShape<D>;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void convert_codes(int row0, uint32_t tile) {
                 d = e4m3_to_f16(codes.w);
     const uint4 low = make_uint4(a.x, a.y, b.x, b.y), high = make_uint4(c.x, c.y, d.x, d.y);
     const uint32_t at = tile + half * (S::kKeys * 128) + row * 128, place = ((chunk * 2) ^ row) & 7;
-    // Lanes of the second half begin with the other piece, so that eight lanes write to banks of their own.
+    // Lanes of the second half begin with the other vector, so that eight lanes write without bank conflicts.
     st_shared(at + (place ^ half) * 16, half ? high : low);
     st_shared(at + (place ^ half ^ 1) * 16, half ? low : high);
   }
@@ -67,7 +67,7 @@ __device__ __forceinline__ void put_scales(const AttentionParams& p, uint8_t* sm
   reinterpret_cast<float*>(smem + S::kKeyScales + 4 * S::kKeys * 8)[at] = exp2_approx(-raised);
 }
 
-// As produce_rows for caches of e4m3 codes, which become fp16 on their way.
+// As produce_rows, for caches of e4m3 codes, which are converted to fp16.
 template <int D>
 __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CUtensorMap& q_map,
                                               uint8_t* smem, uint32_t base) {
@@ -142,12 +142,13 @@ __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CU
   }
 }
 
-// 64 rows of Q, as fp16 for codes: in place, and what gives scores in units of log 2 again. By a warpgroup.
+// Converts 64 rows of Q to fp16 in place, and stores the factor of each row that makes its scores
+// log2-scaled. By a warpgroup.
 template <int D>
 __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_t* smem, int row0,
                                                 float k_scale) {
   using S = AttentionShape<D>;
-  constexpr int kChunks = D / 16;  // 16-byte pieces of a thread: half a row
+  constexpr int kChunks = D / 16;  // 16-byte chunks of a thread: half a row
   const int tid = threadIdx.x & 127, row = row0 + tid / 2, side = tid & 1;
   uint8_t* const half = smem + row * 128 + (kChunks == 8 ? side * (S::kRows * 128) : side * (kChunks * 16));
   uint4 raw[kChunks];
@@ -181,8 +182,8 @@ __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_
   fence_proxy_async();
 }
 
-// Scores of keys with scales of their own, in units of log 2. The scale of its values is a summand of a key's
-// exponent, so that fp16 has the largest weight times scale as 1.
+// Log2-scaled scores of keys with scales of their own. The log2 of the scale of a key's values is added to
+// the score, so that the largest weight times scale is 1 in fp16.
 template <int D, bool CAP>
 __device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem, int tile, int row,
                                              const SoftCap<CAP>& cap) {

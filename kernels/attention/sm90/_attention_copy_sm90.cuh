@@ -1,4 +1,4 @@
-// The copying warps of attention on Hopper: Q, and the pages of keys and values, into shared memory.
+// Producer warps of attention on Hopper: Q, and pages of keys and values, into shared memory.
 #pragma once
 #include "_attention_work_sm90.cuh"
 #include "_flash_sm90.cuh"
@@ -10,7 +10,7 @@ namespace gm {
 template <int D>
 using Bars = FlashBars<AttentionShape<D>>;
 
-// Q of a piece of work, and the piece itself, to the multiplying warpgroups. By one thread.
+// Loads Q of a work tile and publishes the tile to the consumer warpgroups. By one thread.
 template <int D>
 __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorMap& q_map, uint8_t* smem,
                                        uint32_t base, const Bars<D>& bars, const Work& work) {
@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorM
              bars.q_full());
 }
 
-// Copies pages as boxes, a lane each. By S::kCopying warps: half of them copy keys, the others values, in
-// columns of 64 elements; the very first also copies Q, and takes the work for all.
+// Loads pages as TMA boxes, one per lane. By S::kCopying warps: half of them load keys, the others values, in
+// columns of 64 elements; the first one also loads Q, and fetches the work for all.
 template <int D>
 __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CUtensorMap& q_map,
                                               const CUtensorMap& k_map, const CUtensorMap& v_map,
@@ -62,7 +62,8 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
     }
     const int* row = p.table + work.seq * p.table_row;
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
-    // The page that this lane copies of a tile of keys; a number past all pages where no key of it counts.
+    // The page that this lane loads of a tile of keys; past the last page where none of its keys is seen: TMA
+    // fills zeros.
     int slot, next_slot = 0;
     const auto page_of = [&](int n) {
       const int key = n * S::kKeys + lane * p.box, page = quotient(key, p.page, p.by_page);
@@ -100,13 +101,13 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
   }
 }
 
-// Copies 32 rows of a tile of keys or values, 16 bytes per lane at a time. id, slot: of the row of this lane,
-// id < 0 where it does not count. By one warp, whose rows begin at row0.
+// Copies 32 rows of a tile of keys or values, 16 bytes per lane at a time. id, slot: page and slot of the row
+// of this lane, id < 0 for zeros. By one warp, whose rows begin at row0.
 template <int D>
 __device__ __forceinline__ void copy_rows(int dim, const char* cache, int64_t block, int64_t slot_bytes,
                                           int id, int slot, int row0, uint32_t to) {
   using S = AttentionShape<D>;
-  constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
+  constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
   const int lane = threadIdx.x & 31, chunk = lane % kChunks;
   const char* const from = cache + chunk * 16;
 #pragma unroll 4
@@ -119,8 +120,8 @@ __device__ __forceinline__ void copy_rows(int dim, const char* cache, int64_t bl
   }
 }
 
-// As produce_boxes for pages that no box fits. By the whole warpgroup, a quarter of a tile a warp; the first
-// warp takes the work.
+// As produce_boxes, for page sizes that TMA boxes do not fit. By the whole warpgroup, a quarter of a tile per
+// warp; the first warp fetches the work.
 template <int D>
 __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUtensorMap& q_map,
                                              uint8_t* smem, uint32_t base) {

@@ -1,4 +1,4 @@
-// What the entries of attention on Hopper check of strides, and how tensors of heads become maps of TMA.
+// Host helpers of attention's entries on Hopper: checks of strides, and TMA descriptors of tensors of heads.
 #pragma once
 #ifndef __CUDACC__
 #include "gm_cuda.h"

@@ -1,5 +1,5 @@
-// Partial results of attention: parts of a context are added in the order of the keys, rounded alike wherever
-// it is done, and written to the output.
+// Split-KV reduction of attention: parts of a context are added in the order of the keys, with the same
+// rounding in every kernel, and written to the output.
 #pragma once
 #include "_attention_types_sm90.cuh"
 #include "sm90/ptx.cuh"
@@ -9,14 +9,14 @@ namespace gm {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// top: the reference of the sum of weights, in units of log 2.
+// top: the reference of the sum of weights, log2-scaled.
 __device__ __forceinline__ float log_sum_exp(float top, float sum) {
   return sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
 }
 
 // The end of a row of a whole context, from the maximum of its raw scores and its sum of weights.
 struct RowEnd {
-  float top, sum, factor = 1.f;  // reference, in units of log 2, and sum of the weights
+  float top, sum, factor = 1.f;  // reference, log2-scaled, and sum of the weights
   __device__ __forceinline__ RowEnd(float m, float l, float scale_log2)
       : top(m == -INFINITY ? -INFINITY : m * scale_log2), sum(l) {}
   // A score that has a weight and no value.
@@ -33,7 +33,7 @@ struct RowEnd {
   __device__ __forceinline__ float lse() const { return log_sum_exp(top, sum); }
 };
 
-// Row lane / 4 + 8 r of 16 rows of accumulators, times `by`, to memory, in pieces of 16 bytes that four
+// Row lane / 4 + 8 r of 16 rows of accumulators, times `by`, to memory, in 16-byte chunks that four
 // neighbouring lanes put together. columns: those that exist.
 template <typename T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&o)[N], int r, float by, bool exists,
@@ -97,9 +97,9 @@ __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_hea
                                                   packed_as<T>(p, part.o.z * by, part.o.w * by));
 }
 
-// Adds `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is
-// `thread`. AHEAD: parts that are read at a time. place(part, row): where the D sums of a row are, and where
-// its maximum and sum of weights.
+// Reduces `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is
+// `thread`. AHEAD: parts that are loaded at a time. place(part, row): addresses of the D sums of a row, and
+// of its maximum and sum of weights.
 struct PartPlace {
   const float* o;
   const float2* ends;

@@ -1,5 +1,5 @@
-// What attention on Hopper does with the sums of a warpgroup's rows: those of two warpgroups to one, those of
-// the parts of a context to one, and to memory.
+// Accumulator epilogue and merge of attention on Hopper: sums of two warpgroups to one, of the parts of a
+// context to one, and to memory.
 #pragma once
 #include "_attention_parts_sm90.cuh"
 #include "_attention_work_sm90.cuh"
@@ -8,9 +8,9 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// The second warpgroup's sums over its keys join the first one's. By both, at barriers of both: the first
-// says that nobody reads the staging any more. What follows in it is written by the first warpgroup, or after
-// it has passed the second one a turn.
+// Adds the second warpgroup's sums over its keys to the first one's, through the staging buffer. Called by
+// both warpgroups; the first barrier waits until nothing reads the staging buffer any more. After that only
+// the first warpgroup writes to it, until it has passed the second one a turn.
 template <int D>
 __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bool some, float scale_log2) {
   using S = AttentionShape<D>;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bo
   if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read all
 }
 
-// After a part of a context whose parts this CTA takes in turn, by a warp: adds the parts before, and says
-// whether that is all.
+// After a part of a context whose parts this CTA processes one after the other, by a warp: adds the parts
+// before. True if that was the last one.
 template <int D>
 __device__ __forceinline__ bool add_in_turn(const AttentionParams& p, const Work& work, Rows<D>& rows,
                                             int warp) {
@@ -78,8 +78,8 @@ __device__ __forceinline__ bool add_in_turn(const AttentionParams& p, const Work
   return false;
 }
 
-// After a part of a context whose parts several CTAs take: leaves it in the workspace; the CTA that does so
-// last adds all of them and writes the rows. By both multiplying warpgroups, after join.
+// After a part of a context whose parts several CTAs process: writes it to the workspace; the CTA that
+// finishes last reduces all parts and writes the rows. By both consumer warpgroups, after join.
 template <typename T, int D>
 __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work& work, const Rows<D>& rows,
                                            uint8_t* smem, int group, int warp) {
@@ -115,8 +115,8 @@ __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work&
       });
 }
 
-// Rows of a warp to memory: divided by their sums,
-// through shared memory so that a row is written in one piece.
+// Writes the rows of a warp, divided by their sums, through shared memory, so that global stores are
+// coalesced.
 template <typename T, int D>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Rows<D>& rows,
                                            uint8_t* smem, uint32_t base, int row0) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
                  packed_as<T>(p, rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0]),
                  packed_as<T>(p, rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1])});
   __syncwarp();
-  constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte pieces of a row; rows at a time
+  constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
   const int chunk = lane % kChunks;
 #pragma unroll
   for (int i = 0; i < 16 / kStep; ++i) {

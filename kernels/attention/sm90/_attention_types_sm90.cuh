@@ -40,8 +40,9 @@ __device__ __forceinline__ float2 unpacked(uint32_t pair, bool bf16) {
   return bf16 ? make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u))
               : __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
-// Queries over codes become fp16. A row is multiplied by a power of two first that brings its largest element
-// to 2^14 .. 2^15, as far as float32 has one, so that all of bf16's range that counts is kept.
+// Queries over codes are converted to fp16. A row is first multiplied by a power of two that brings its
+// largest element to 2^14 .. 2^15, as far as float32 has one, so that the part of bf16's range that matters
+// is kept.
 struct RowPower {
   float factor, back;
   explicit __device__ __forceinline__ RowPower(float largest) {

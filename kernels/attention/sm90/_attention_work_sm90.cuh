@@ -1,4 +1,5 @@
-// The work of attention on Hopper: which rows and which tiles of keys a CTA takes next, found on the device.
+// Tile scheduler of attention on Hopper: which rows and which tiles of keys a CTA processes next, found on
+// the device.
 #pragma once
 #include <cstdint>
 
@@ -7,14 +8,14 @@
 namespace gm {
 
 constexpr int kSorted = 512;  // sequences up to which the work is sorted, longest first
-// Counters, all zero between launches: next piece of prefill, next piece of decode, CTAs that are done; from
-// kArrivals on, of each unit of the workspace, how many parts of a context have come.
+// Counters, all zero between launches: next piece of prefill, next piece of decode, finished CTAs; from
+// kArrivals on, per unit of the workspace, how many parts of a context have arrived.
 constexpr int kArrivals = 32;
 // Contexts of sequences with few rows are cut into at most so many parts.
 constexpr int kMostParts = 16;
 constexpr int kTaking = 8;  // the warp that takes the work: the first of those that copy
 
-// How keys and values come to shared memory, where codes become fp16.
+// How keys and values are copied to shared memory, where codes are converted to fp16.
 enum Copies : int { kRowCopies, kBoxCopies, kCodeCopies };
 
 struct AttentionParams {
@@ -33,11 +34,11 @@ struct AttentionParams {
   int seqs, heads, kv_heads, head_dim, group, tile_q, window;  // tile_q: queries of a tile
   int blocks, page, box, log_boxes;
   int part_tiles;   // tiles of keys of a part of a context, about
-  int shared_rows;  // rows up to which the warpgroups share the keys of a piece of work: 64 or 0
+  int shared_rows;  // rows up to which the warpgroups share the keys of a work tile: 64 or 0
   int reading;      // weight of a tile of keys of a decode against one of a prefill, in eighths
   uint32_t by_page, by_group;
   float scale, scale_log2;
-  // Of caches of e4m3 codes, whose sums are in units of log 2 (scale_log2 is 1):
+  // Of caches of e4m3 codes, whose sums are log2-scaled (scale_log2 is 1):
   const float *k_scale, *v_scale;
   // Strides of the scales in elements, 0 for a scale in common.
   int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
@@ -57,14 +58,14 @@ struct AttentionShape {
   static constexpr int kOrder = kSums + 64 * 8;  // sequences in the order of work
   static constexpr int kWeights = kOrder + kSorted * 16;  // what they are ordered by
   static constexpr int kUnits = kWeights + kSorted * 4;   // first unit of the sequences in the order of work
-  static constexpr int kWork = kUnits + kSorted * 4;  // of the multiplying warps, and two of the copying ones
+  static constexpr int kWork = kUnits + kSorted * 4;  // of the consumer warps, and two of the copying ones
   static constexpr int kShare = kWork + 3 * 48;
-  static constexpr int kRowScales = kShare + 32;  // of caches of codes: a row's scores in units of log 2
+  static constexpr int kRowScales = kShare + 32;             // of caches of codes: a row's scores log2-scaled
   static constexpr int kKeyScales = kRowScales + kRows * 4;  // of four tiles of keys, where each has its own
   static constexpr int kBars = kKeyScales + 4 * kKeys * 12;
   static constexpr int kUnit = (D / 8 + 1) * 128;  // floats of a unit of the workspace
   static constexpr int kBytes = kBars + (6 + 4 * kStages) * 8;
-  // Codes of a row lie where its second half, or its last 64 bytes, will be as fp16.
+  // Codes of a row are copied to where its second half, or its last 64 bytes, will be as fp16.
   static constexpr int kCodes = D == 64 ? 64 : kKeys * 128;
   static constexpr int kCopying = D / 32;  // warps: one for each 64 elements of keys and of values
   // As _flash_sm90.cuh names them.
@@ -105,7 +106,7 @@ __device__ __forceinline__ int quotient(int n, int d, uint32_t reciprocal) {
   return q + (n - q * d >= d);
 }
 
-// A piece of work: the heads of one KV head for up to tile_q queries of a sequence.
+// A work tile: the query heads of one KV head for up to tile_q queries of a sequence.
 struct Work {
   int seq, head;     // head: of the KV heads
   int token, rows;   // the first query in q; query-head pairs, 0 at the end of all work
@@ -113,7 +114,7 @@ struct Work {
   int first, count;  // tiles of keys: `count` of them, down to `first`
   int end;           // keys that exist
   // Parts of the context, more than one only of sequences with at most 64 rows, and which this is, in one
-  // word: the multiplying warps have no registers to spare.
+  // word: the consumer warps have no registers to spare.
   uint32_t part_of_parts;
   int unit;  // first unit of the parts, < 0 if this CTA takes all of them in turn
   __device__ __forceinline__ int part() const { return part_of_parts & 255; }
@@ -121,9 +122,9 @@ struct Work {
   __device__ __forceinline__ bool last_part() const { return part() + 1 == parts(); }
 };
 
-// Parts of a context of which tiles first .. stop are seen, and the tiles of one: about p.part_tiles, or more
-// where there would be more than kMostParts parts. Where a part lies depends on its own context alone, so
-// that a row's result does not depend on the batch.
+// Split of a context of which tiles first .. stop are seen into parts of about p.part_tiles tiles, or more
+// where there would be more than kMostParts parts. The split depends on its own context alone, so that a
+// row's result does not depend on the batch.
 struct Parts {
   int tiles, before, count;  // before: parts that lie before `first`
 };
@@ -144,7 +145,7 @@ __device__ __forceinline__ int2 visible_tiles(const AttentionParams& p, int posi
   return make_int2(first, max(first, cdiv(max(0, position + queries), kKeys)));
 }
 
-// Narrows a piece of work to one of its parts.
+// Restricts a work tile to one of its parts.
 template <int D>
 __device__ __forceinline__ void take_part(const AttentionParams& p, Work& work, int part) {
   const int2 tiles = visible_tiles<D>(p, work.position, work.end - work.position);
@@ -163,11 +164,12 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int i)
   return {token, max(0, p.query_start[i + 1] - token), context, i};
 }
 
-// What sort_sequences finds out; kLast: whether this CTA has the last part of a context to come.
+// Results of sort_sequences in shared memory; kLast: whether the part of this CTA is the last of a context to
+// arrive.
 enum : int { kLong, kLongPieces, kLongWork, kShortPieces, kShortWork, kLast };
 
 // Sorts the sequences: those with more than 64 rows ("long") first, within each kind longest context first.
-// Says how many are long, and of both kinds how many pieces of work a KV head has and how many tiles of keys,
+// Says how many are long, and of both kinds how many work tiles a KV head has and how many tiles of keys,
 // about, are in them.
 template <int D>
 __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t* smem) {
@@ -213,8 +215,8 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
     }
   }
   __syncthreads();
-  // Units of the workspace for the parts of short sequences, longest first, as long as there are some. By the
-  // warp that takes the work.
+  // Allocates units of the workspace for the parts of short sequences, longest first, until none is left. By
+  // the warp that fetches work.
   if (tid / 32 != kTaking) return;
   const int lane = tid % 32;
   int* units = reinterpret_cast<int*>(smem + S::kUnits);
@@ -240,13 +242,12 @@ __device__ __forceinline__ void sort_sequences(const AttentionParams& p, uint8_t
   __syncwarp();
 }
 
-// Where one kind of work stands:
-// of the sequences rank .. end in the order of work, `base` pieces come before them.
+// State of one queue of work: its sequences rank .. end are left, and `base` pieces come before them.
 struct Queue {
   int rank, end, base;
 };
 
-// The place of piece `item` of a queue; false past its end. By a whole warp.
+// Finds piece `item` of a queue; false past its end. By a whole warp.
 template <int D>
 __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* smem, Queue& queue, int item,
                                        bool is_short, Work& work) {
@@ -310,8 +311,8 @@ __device__ __forceinline__ bool locate(const AttentionParams& p, const uint8_t* 
   return false;
 }
 
-// Takes pieces of work, of one kind until there are no more and then of the other; asks for the next one
-// ahead of time.
+// Fetches work tiles, of one queue until it is empty and then of the other; requests the next one ahead
+// of time.
 template <int D>
 struct Taker {
   Queue long_queue, short_queue;
@@ -325,7 +326,8 @@ struct Taker {
     long_pieces = sorted ? share[kLongPieces] : 1, short_pieces = sorted ? share[kShortPieces] : 0;
     kind = item = 0;
     if (!takes) return;
-    // Shared out by the time that they are likely to take; but no more CTAs read than keep the memory busy.
+    // CTAs are divided between the queues by expected time, but no more of them read than saturate the
+    // memory.
     const int64_t reading = sorted ? int64_t(share[kShortWork]) * p.reading : 0,
                   multiplying = sorted ? int64_t(share[kLongWork]) * 8 : 1;
     const int first = static_cast<int>(

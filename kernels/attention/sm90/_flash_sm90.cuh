@@ -2,22 +2,21 @@
 // producer warpgroup. The scores of a tile of keys are computed while the values of the tile before are
 // multiplied, and the consumers take turns, so that one multiplies while the other takes exponentials.
 //
-// Kernels give it traits K:
-//   Type, Params, Cap               of the products, of the launch, of the soft cap
-//   Shape                           shared memory: kRows, kKeys, kStages (rows of Q, keys of a tile, slots of the
-//                                   rings), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile (offsets of the
-//                                   rings, bytes of a slot), kBars, kWorkBars (barriers between those of Q and
-//                                   those of the rings), kKeepsQ (results are staged in the place of Q)
-//   kFills, kFence                  arrivals that fill a slot; whether ordinary stores do
-//   kWindow                         whether rows may see a window of keys only
+// Traits K of a kernel:
+//   Type, Params, Cap      element type of the products, kernel parameters, soft cap
+//   Shape                  layout of shared memory: kRows, kKeys, kStages (rows of Q, keys of a tile, slots of a
+//                          ring), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile (offsets of the rings, bytes
+//                          of a slot), kBars, kWorkBars (work barriers), kKeepsQ (results reuse the memory of Q)
+//   kFills, kFence         arrivals that fill a slot; whether ordinary stores fill it
+//   kWindow                whether there may be a sliding window
 //   kProducerRegisters, kConsumerRegisters
-//   prepare(p, smem), produce(p, maps..., smem, base, warp)    by all threads; by the producer warpgroup
-//   Work, get_work(smem)            a piece of work: rows (0: no more), position, end, first, count (tiles)
-//   shares(p, work)                 whether both warpgroups take the same rows, and turns at the tiles
-//   seen(p, work, row), seen_whole(p, work, group)    keys that a row sees, tiles that every row sees whole
-//   ends_within(p, work), unused(p, work)    whether, and how many, keys are copied past the end of the context
-//   Scores                          what scores are multiplied by, and their soft cap
-//   finish(p, work, rows, smem, base, group, warp, shared)     writes the results
+//   prepare, produce       set-up by all threads; the producer warpgroup
+//   Work, get_work         a work tile: rows (0: no more), position, end, first, count (tiles of keys)
+//   shares                 whether both consumers take the same rows, and alternate tiles of keys
+//   seen, seen_whole       keys that a row sees; tiles that all rows see whole
+//   ends_within, unused    whether, and how many, keys are copied past the end of the context
+//   Scores                 scales and soft cap of the scores
+//   finish                 the epilogue
 #pragma once
 #include <climits>
 #include <cstdint>
@@ -45,14 +44,14 @@ struct FlashBars {
   __device__ __forceinline__ static uint32_t parity(int tile) { return (tile / S::kStages) & 1; }
 };
 
-// What a warpgroup keeps of its 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// Accumulators of a warpgroup's 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
 template <int D>
 struct Rows {
   float o[D / 2], m[2], l[2];  // sums of values; reference of the exponents, in units of the raw scores; sums
   __device__ __forceinline__ void clear() { m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f; }
 };
 
-// A scale of the scores that all rows share, where there could be one for each.
+// One scale of the scores for all rows, where there may be one for each.
 struct SameScale {
   float value;
   __device__ __forceinline__ float operator[](int) const { return value; }
@@ -96,8 +95,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2
   }
 }
 
-// Values in a slot become zeros: `count` keys from `from` on. What follows the last key in a tile may be
-// anything, and 0 times that would not be 0. By a warpgroup.
+// Zeros the values of `count` keys from `from` on: those past the last key may be NaN, which a weight of 0
+// would not remove. By a warpgroup.
 template <class S>
 __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count, int group) {
   slot += from * 128;
@@ -109,7 +108,7 @@ __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count,
   bar_sync(kBarGroup + group, 128);
 }
 
-// A consumer warpgroup, 0 or 1: its share of every piece of work.
+// A consumer warpgroup, 0 or 1: its share of every work tile.
 template <class K>
 __device__ __forceinline__ void consume(const typename K::Params& p, const typename K::Cap& cap,
                                         uint8_t* smem, uint32_t base, int group) {
@@ -251,8 +250,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
         release(bars.k_empty(tile + i));
         weigh(i);
         wgmma_fence_operand(s);
-        // Never true, since sums of weights are not negative: ptxas moves the wait across no such branch, which it
-        // would otherwise put before the exponentials. tests/kernels/test_sm90_cubins.py checks the order.
+        // Never true, since sums of weights are not negative. ptxas would put the wait before the exponentials, but
+        // moves it across no such branch. tests/kernels/test_sm90_cubins.py checks the order.
         if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
         wgmma_fence_operand(rows.o);

@@ -4,8 +4,8 @@
 
 namespace gm {
 
-// Without a cap nothing is computed. Capped scores are in units of log 2. in: what makes a score the argument
-// of tanh; out: cap log2(e).
+// Without a cap nothing is computed. Capped scores are log2-scaled. in: factor of a score that makes it the
+// argument of tanh; out: cap log2(e).
 template <bool CAP>
 struct SoftCap;
 
@@ -36,7 +36,7 @@ struct SoftCap<true> {
 #endif
 };
 
-// scale: of the scores; 0 if they are in units of log 2 already.
+// scale: of the scores; 0 if they are log2-scaled already.
 inline SoftCap<true> soft_cap(float cap, float scale) {
   return {(scale > 0.f ? scale : 0.6931471805599453f) / cap, cap * 1.4426950408889634f};
 }

@@ -87,7 +87,8 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
     if (i < steps) loader.load(p, i * xslot, WK);
     cp_async_commit();
   }
-  // Where the lane's row of the B fragments lies; columns past M repeat the last one and are never stored.
+  // Swizzled offsets of the lane's row of the B fragments; columns past M repeat the last one and are never
+  // stored.
   uint32_t xrow[NT], xswz[NT];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {

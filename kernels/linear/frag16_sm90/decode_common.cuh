@@ -1,5 +1,5 @@
-// What both decode kernels share: their parameters, x in shared memory, the products, and the end of a
-// kernel, where partial sums meet.
+// Common parts of the decode kernels: parameters, x in shared memory, products, and the epilogue that reduces
+// partial sums.
 //
 // Tiles of W in shared memory are the A operand of mma.m16n8k16, x the B operand, so that the 16-wide side is
 // N and the 8-wide side is M. At M = 1 seven eighths of the products are wasted, but the tensor core is idle
@@ -162,7 +162,7 @@ __device__ __forceinline__ uint32_t multiply_tiles(float (*acc)[NT][4], const ui
   return any;
 }
 
-// Leaves a warp's accumulators where finish_sums looks for them.
+// Stores a warp's accumulators to shared memory for finish_sums.
 template <typename W, int NT, int RT>
 __device__ __forceinline__ void leave_sums(const float (&acc)[RT][NT][4], uint8_t* smem, int warp, int lane) {
   float4* to = reinterpret_cast<float4*>(smem) + warp * (RT * NT * 32) + lane;
@@ -176,11 +176,10 @@ __device__ __forceinline__ void leave_sums(const float (&acc)[RT][NT][4], uint8_
     }
 }
 
-// The last part of a kernel: scratch holds, for each of SLICES parts of K, TILES x NT x 32 float4,
-// the accumulators of a lane of the matrix instruction. Adds the parts in order,
-// exchanges sums between the CTAs of a cluster (each owns a share, and adds in the order of ranks),
-// and writes y. smem + p.inbox: memory behind the sums for that;
-// the CTAs have arrived at the cluster's barrier since they used what else lies there.
+// Epilogue: shared memory holds, for each of SLICES slices of K, TILES x NT x 32 float4, the accumulators of
+// a lane of mma. Adds the slices in order, reduces over the CTAs of a cluster through distributed shared
+// memory (each owns a share, and adds in the order of ranks), and writes y. smem + p.inbox: memory behind the
+// sums for that; the CTAs have arrived at the cluster's barrier since they used what else lies there.
 template <typename T, int NT, int TILES, int SLICES, int THREADS>
 __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem, int tile0, int rank) {
   constexpr int kElems = TILES * NT * 32;

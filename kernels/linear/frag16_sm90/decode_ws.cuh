@@ -2,11 +2,11 @@
 // There, warps spend a quarter of their instructions on copying at M = 16.
 // Here one warpgroup copies and the others only multiply, with the registers that it gives up:
 //  - One ring of slots per CTA. A slot holds 128 k of all its rows of W (bulk copies, one lane per block of
-//    64 rows) and of x (the tensor copy engine, in the 128-byte swizzle).
+//    64 rows) and of x (TMA, in the 128-byte swizzle).
 //  - WK slices of WN warps take turns at the slots; a slice keeps to its own, so that it can tell by parity
 //    which pass a slot is in.
 //  - Weights do not depend on the kernel before: their copies run ahead of griddepcontrol.wait.
-// Sums meet as in decode.cuh, in a fixed order.
+// Sums are reduced as in decode.cuh, in a fixed order.
 #pragma once
 #include "decode_common.cuh"
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
   if (warp >= kWarps) {
     setmaxnreg_dec<kKept>();
     int at = 0;
-    // A ring's first pass finds its slots empty: the phase before the first counts as over.
+    // In a ring's first pass all slots are empty: waiting for the phase before the first succeeds at once.
     uint32_t parity = 1;
     const auto next = [&] {
       if (++at == depth) at = 0, parity ^= 1;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[r][n][i] = 0.f;
-  // Where the lane's row of the B fragments lies; rows past M are zeros and never stored.
+  // Swizzled offsets of the lane's row of the B fragments; rows past M are zeros and never stored.
   uint32_t swizzle[NT];
 #pragma unroll
   for (int n = 0; n < NT; ++n) swizzle[n] = ((lane >> 3) ^ (lane & 7)) * 16;

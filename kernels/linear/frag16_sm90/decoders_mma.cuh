@@ -54,8 +54,7 @@ __device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Factors, twice each, that make numbers of integers where they lie, all exact:
-// what they give is the integer / kFactor.
+// Factors, as pairs, that convert integers in place, exactly: the result is the integer / kFactor.
 template <typename T>
 struct Whole;
 template <>

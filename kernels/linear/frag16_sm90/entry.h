@@ -121,7 +121,7 @@ Instance* find(const Args& a) {
 bool is_split(int split) { return split == 1 || split == 2 || split == 4 || split == 8; }
 
 #if GM_SCHEDULE != GM_DECODE
-// What the tensor copy engine wants of x: 16-byte aligned, its rows too.
+// TMA needs x and its rows 16-byte aligned.
 bool is_copyable(const Args& a) {
   return a.ldx >= a.k && a.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(a.x) % 16 == 0;
 }

@@ -4,7 +4,7 @@
 // decoded once for MT rows of x and never touches shared memory again; x is the shared operand. A CTA owns C
 // blocks of 64 rows of W and MT rows of x:
 //  - Two threads of the last warpgroup fill a ring each: weights (a slot is a group of 128 k, by bulk copies)
-//    and x (64 k per slot, by the tensor copy engine in the 128-byte swizzle). Weights do not depend on the
+//    and x (64 k per slot, by TMA in the 128-byte swizzle). Weights do not depend on the
 //    kernel before: their copies run ahead of griddepcontrol.wait.
 //  - Each other warpgroup takes 64 rows of W: it decodes the 16 k of a product while the product before runs,
 //    with the registers that the last warpgroup gives up.
@@ -83,7 +83,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
 
   if (warp >= C * SLICES * 4) {
     setmaxnreg_dec<Shape::kGiven>();
-    // A ring's first pass finds its slots empty: the phase before the first counts as over.
+    // In a ring's first pass all slots are empty: waiting for the phase before the first succeeds at once.
     if (threadIdx.x == kThreads) {
       prefetch_tensormap(&x_map);  // not before the barrier: all would wait for it
       Walk walk(p);
@@ -220,7 +220,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         }
         add = 1;
       }
-      // What the end of the tile needs is loaded while the last products run.
+      // Operands of the epilogue are loaded while the last products run.
       const Tile tile = tile_at(p, index);
       const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kMine * 8;
       float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
@@ -242,8 +242,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       }
       float (&sum)[MT / 2] = acc[0];
       if constexpr (SLICES > 1) {
-        // Each slice ends up with its share of the rows of x, and gives away the others'. They are added in
-        // the order of slices.
+        // Each slice reduces its share of the rows of x, and sends the others' to their slices. They are
+        // added in the order of slices.
         const auto place = [&](int owner, int from, int f) {  // from: of the SLICES - 1 others
           return base + kExchange +
                  (((owner * (SLICES - 1) + from) * kMine + f) * 128 + (threadIdx.x & 127)) * 16;
@@ -272,8 +272,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       }
 
       if (groups < p.groups && p.log_split == 0) {
-        // Sums lie as the threads hold them; a flag a warp. Whoever has a tile's first groups adds the
-        // others' sums, in the order of k.
+        // Partial sums are stored in accumulator layout, with a flag per warp. The CTA that has a tile's
+        // first groups adds the others' sums, in the order of k.
         constexpr int kPartBytes = MT * C * 256;
         uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
         uint8_t* parts = p.scratch + kFlagBytes;

@@ -41,9 +41,10 @@ struct Cta {
   // bytes of staging each.
   static constexpr int kMine = MT / 8 / SLICES, kMost = CTAS == 1 ? 4 : 2,
                        kPairs = kMost < kMine / 2 ? kMost : kMine / 2;
-  // Halves of the warpgroups may take turns at storing; saying so costs the loop of two too much.
+  // One half of the warpgroups may lag behind the other, so that they store in turn; with two warpgroups the
+  // signalling costs the loop too much.
   static constexpr bool kTurns = C == 4;
-  static constexpr int kExchange = (SLICES - 1) * C * MT * 256;  // bytes of sums that slices give each other
+  static constexpr int kExchange = (SLICES - 1) * C * MT * 256;  // bytes of sums that slices exchange
   static constexpr int smem(int xs, int ws, int tile_bytes) {
     return xs * MT * kXSlotK * 2 + ws * C * 4 * tile_bytes + kGroups * 4 * 512 * kPairs + kExchange +
            (xs + ws) * 16 + xs * 8;
@@ -80,9 +81,9 @@ __device__ __forceinline__ Tile tile_at(const GemmParams& p, int index) {
   return {n, first + rest - n * height};
 }
 
-// What a CTA does, in order: its equal part of the groups of the shared tiles, laid end to end, then whole
-// tiles. (Stream-K: Osama et al., PPoPP 2023.) Parts are numbered against the order of launch, so that a CTA
-// waits only for sums of CTAs launched before it.
+// Tile scheduler of a CTA: first its equal part of the groups of the shared tiles, laid end to end, then
+// whole tiles (Stream-K: Osama et al., PPoPP 2023). Parts are numbered in reverse order of launch, so that a
+// CTA waits only for sums of CTAs launched before it.
 struct Walk {
   int unit, tile;  // the next group of the shared tiles, the next whole tile
   __device__ __forceinline__ static int part() { return gridDim.x - 1 - blockIdx.x; }

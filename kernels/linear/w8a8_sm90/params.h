@@ -1,4 +1,4 @@
-// What a launch tells the kernel, read by both sides.
+// Kernel parameters, seen by both the host and the device.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// The parts of the kernel's pipeline: where tiles and slots lie, and what fills the slots.
+// The kernel's pipeline: tile scheduler, layout of the ring of slots, and its producer.
 #pragma once
 #include "params.h"
 #include "sm90/tma.cuh"
@@ -31,7 +31,7 @@ struct Shape {
   static __device__ __forceinline__ int rings(int slots) { return slots * (kA + kB); }
 };
 
-// A place in the rings, as addresses in shared memory.
+// A slot of the rings, as shared memory addresses.
 template <class S>
 struct Ring {
   uint32_t a, b, scales, full;  // of the slot

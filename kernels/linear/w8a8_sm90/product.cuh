@@ -1,13 +1,13 @@
 // y[M, N] = x[M, K] · W[N, K]^T of 8-bit values: a warp-specialised, persistent product.
 //
-// One thread fills a ring of slots of 128 k by the tensor copy engine; warpgroups multiply 64 rows of operand
-// A, or twice 64, by all rows of operand B. For few tokens the product is transposed, Y^T = W X^T: W's rows
-// are wgmma's M, so that tokens pad to 8 and not to 64. e4m3 products keep about 14 bits of a sum: after each
-// 128 k they are added to float32 sums, times the scales of their blocks where there are some (the two-level
-// accumulation of DeepSeek-V3). With one block of 64 rows a warpgroup has two sets of registers, and adds one
-// while the other is multiplied; with two it has one, and the other warpgroup's products run meanwhile. int8
-// sums are exact and need no second level. Few tiles are cut along K over the CTAs of a cluster, which add
-// their sums in the order of ranks.
+// One thread fills a ring of slots of 128 k by TMA; warpgroups multiply 64 rows of operand A, or twice 64, by
+// all rows of operand B. For few tokens the product is transposed, Y^T = W X^T: W's rows are wgmma's M, so
+// that tokens pad to 8 and not to 64. e4m3 products keep about 14 bits of a sum: after each 128 k they are
+// added to float32 sums, times the scales of their blocks where there are some (the two-level accumulation of
+// DeepSeek-V3). With one block of 64 rows a warpgroup has two sets of registers, and adds one while the other
+// is multiplied; with two it has one, and the other warpgroup's products run meanwhile. int8 sums are exact
+// and need no second level. Few tiles are cut along K over the CTAs of a cluster, which add their sums in the
+// order of ranks.
 #pragma once
 #include "store.cuh"
 #include "sm90/wgmma.cuh"
@@ -30,8 +30,8 @@ struct Int8 {  // codes of W are 128 too large, so unsigned
 };
 
 // W's scales by blocks of k. The rows of W that a warp multiplies mostly share a block: lanes then hold its
-// scales of 64 successive k, which are handed around. They are immutable, and loaded before the tile begins:
-// at the same time as block rows, which mostly are n / 128.
+// scales of 64 successive k, which are broadcast by shuffles. They are immutable, and loaded before the tile
+// begins: at the same time as block rows, which mostly are n / 128.
 template <class S>
 struct BlockScales {
   static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;   // rows of W that a lane looks at
@@ -76,7 +76,7 @@ struct BlockScales {
   }
 };
 
-// What the products of a block of k with 64 rows of A are multiplied by.
+// Scales of the products of a block of k with 64 rows of A.
 template <class S>
 struct Factors {
   // W's scale if its rows share one; PLAIN: times those of the thread's two tokens.
@@ -106,7 +106,7 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
         const float4 by = scale_of(j);
         sum[j * 4] += part[j * 4] * by.x, sum[j * 4 + 1] += part[j * 4 + 1] * by.y;
         sum[j * 4 + 2] += part[j * 4 + 2] * by.z, sum[j * 4 + 3] += part[j * 4 + 3] * by.w;
-        // So that scales are not loaded far ahead, into registers that do not exist.
+        // Keeps the compiler from loading scales far ahead, which would spill.
 #pragma unroll
         for (int i = j * 4; i < j * 4 + 4; ++i) asm volatile("" : "+f"(sum[i]));
       }

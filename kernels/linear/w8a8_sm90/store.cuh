@@ -1,5 +1,5 @@
-// The end of a tile: sums times their scales, bias and residual,
-// rounded once, transposed by way of shared memory.
+// Epilogue of a tile: sums times their scales, plus bias and residual, rounded once, transposed through
+// shared memory.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -28,8 +28,8 @@ __device__ __forceinline__ float scale_at(const Params& p, int64_t index) {
                        : widened(p.w_scale, index, p.w_type == 1);
 }
 
-// What the end of a tile multiplies and adds, a row of x and one of W for each thread of a warpgroup. It is
-// loaded when the tile begins, and used when its sums are complete.
+// Scales and bias of the epilogue, for a row of x and one of W per thread of a warpgroup. They are loaded
+// when the tile begins, and used when its sums are complete.
 template <class S, typename Sum>
 struct End {
   float x_scale = 1.f, w_scale = 1.f, bias = 0.f;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
     pack(1);
   else
     pack(0);
-  // A row of the table is a token's, with 8 pieces of 16 bytes. Matrices of 8 x 8 of W's rows are transposed
+  // A row of the table is a token's, with 8 16-byte chunks. Matrices of 8 x 8 of W's rows are transposed
   // on the way.
 #pragma unroll
   for (int j = 0; j < COUNT; ++j) {
@@ -137,8 +137,8 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
   bar_sync(warpgroup + 1, 128);  // before the table is written again
 }
 
-// Sums of a tile whose k is cut over the CTAs of a cluster: each CTA owns a share of the fragments, and adds
-// the others' to it in the order of ranks. They lie where the rings were.
+// Split-K reduction over the CTAs of a cluster: each CTA owns a share of the fragments, and adds the others'
+// to it in the order of ranks. The sums reuse the memory of the rings.
 template <class S, typename Sum>
 __device__ __forceinline__ void reduce(const Params& p, Sum (&sums)[S::kHalves][S::kSums], uint32_t base,
                                        const uint8_t* rings, uint32_t table, const uint8_t* shared,

@@ -5,7 +5,7 @@
 // caches, and multiplies them with x, which the workgroup keeps in LDS. A sum over the lanes ends a pair of
 // rows. Where the rows alone do not fill the device, K is split over workgroups: each stores its sums to a
 // slice of its own, and the last one to arrive at a tile adds the slices in their order, so the result does
-// not depend on who is last. Nobody waits for another workgroup.
+// not depend on which one is last. No workgroup waits for another.
 //
 // The algorithm is vLLM's wvSplitK and, for the split, wvSplitKrc (csrc/rocm/skinny_gemms.cu); integer
 // weights are ours.

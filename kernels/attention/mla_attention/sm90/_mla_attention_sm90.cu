@@ -38,7 +38,7 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 // is `heads` heads. dtype 1 is fp16, 2 bf16. lse may be null. workspace: kMlaCounters words that are zero,
 // and are zero again after the launch, and 131,584 bytes for each of 2 * ctas parts of a context behind 4,096
 // bytes. max_q, max_ctx: bounds on the new tokens and the context of a sequence. scale > 0. least, slack: see
-// MlaParams. GM_E_SHAPE for strides that are none of 16-byte pieces.
+// MlaParams. GM_E_SHAPE for strides that are none of 16-byte chunks.
 GM_CUDA_ENTRY(gm_mla_attention_sm90)
 (void* out, void* lse, const void* q, const void* cache, const void* table, const void* query_start,
  const void* seq_lens, void* workspace, const int64_t* strides, int tokens, int seqs, int heads, int blocks,

@@ -19,7 +19,7 @@ enum : int {
   kBarWeights = kBarCopying + 1,  // those of the first warpgroup are there; those of the second
 };
 
-// A multiplying warpgroup: GROUP 0 has tiles 0, 2, .. of each piece of work and columns 0 .. 255.
+// A consumer warpgroup: GROUP 0 has tiles 0, 2, .. of each work tile and columns 0 .. 255.
 template <typename T, bool BOXES, int GROUP>
 class MlaConsumer {
  public:
@@ -61,7 +61,7 @@ class MlaConsumer {
   __device__ __forceinline__ void arrive(uint32_t bar) const {
     if (lane_ < kArrivingLanes) mbar_arrive(bar);
   }
-  // This warpgroup has read its half of the values in a slot, and the weights there.
+  // Releases a slot: this warpgroup has read its half of the values, and the weights.
   __device__ __forceinline__ void release(int slot) {
     arrive(bars_.empty(slot, GROUP)), arrive(bars_.empty(slot, S::kRotated));
     used_.pass(slot);
@@ -167,7 +167,7 @@ class MlaConsumer {
     for (int r = 0; r < 2; ++r) l_[r] = fmaf(l_[r], factor[r], sum[r][0] + sum[r][1]);
   }
 
-  // Maxima and weights of own tile to the other warpgroup.
+  // Sends the maxima and weights of this warpgroup's tile to the other one.
   __device__ __forceinline__ void publish_weights(uint32_t (&weights)[4][4]) {
     float* const maxima = reinterpret_cast<float*>(smem_ + S::kMaxima) + GROUP * S::kRows;
     if ((lane_ & 3) == 0) maxima[row_] = m_[0], maxima[row_ + 8] = m_[1];
@@ -200,7 +200,7 @@ class MlaConsumer {
     }
   }
 
-  // What follows the last key in its box may be anything, and 0 times that would not be 0.
+  // Zeros the values past the last key of its box: they may be NaN, which a weight of 0 would not remove.
   __device__ __forceinline__ void clear_end(int slot, int i) {
     if (!BOXES || i + 1 < work_.count || (work_.end & (p_.box - 1)) == 0) return;
     if ((work_.first + i + 1) * S::kKeys <= work_.end) return;

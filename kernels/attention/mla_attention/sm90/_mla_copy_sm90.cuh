@@ -1,4 +1,4 @@
-// The copying warps of latent attention on Hopper: queries, and pages of the latent cache, to shared memory.
+// Producer warps of latent attention on Hopper: queries, and pages of the latent cache, to shared memory.
 #pragma once
 #include "_mla_work_sm90.cuh"
 #include "sm90/tma.cuh"
@@ -18,15 +18,15 @@ struct MlaBars {
   }
 };
 
-// Whether each slot was filled, or emptied, an odd number of times so far.
+// Phase parity of each slot: whether it was filled, or emptied, an odd number of times.
 struct Turns {
   uint32_t odd = 0;
   __device__ __forceinline__ uint32_t parity(int slot) const { return odd >> slot & 1; }
   __device__ __forceinline__ void pass(int slot) { odd ^= 1u << slot; }
 };
 
-// A copying warp: takes ranges of work until none is left, then asks for the merges that they need. BOXES: it
-// is the only one; otherwise one of four.
+// A producer warp: fetches ranges of work until none is left, then requests the merges that they need. BOXES:
+// it is the only one; otherwise one of four.
 template <bool BOXES>
 class MlaProducer {
  public:
@@ -47,7 +47,7 @@ class MlaProducer {
   __device__ __forceinline__ void run() {
     request_range();
     MlaPlan plan(p_);
-    bar_sync(0, S::kThreads);  // the barriers are there
+    bar_sync(0, S::kThreads);  // barriers are initialized
     uint16_t* const taken = reinterpret_cast<uint16_t*>(smem_ + S::kTaken);
     MlaWork work;
     int seq, ranges = 0;
@@ -90,8 +90,8 @@ class MlaProducer {
   uint32_t ticket_ = 0, published_ = 0;
   Turns filled_;
 
-  // Takes a range by the counter, once the copies of the range before are issued: earlier, CTAs that start
-  // first would take the ranges of those that start later.
+  // Fetches a range by the atomic counter, once the copies of the range before are issued: earlier, CTAs that
+  // start first would take the ranges of those that start later.
   __device__ __forceinline__ void request_range() {
     if (warp_ == 0 && lane_ == 0) ticket_ = atomicAdd(p_.counters + kTicket, 1u);
   }
@@ -106,7 +106,7 @@ class MlaProducer {
     }
   }
 
-  // Work for the multiplying warpgroups, with its queries.
+  // Publishes work, with its queries, to the consumer warpgroups.
   __device__ __forceinline__ void publish(const MlaWork& work) {
     if (warp_ != 0) return;
     mbar_wait(bars_.q_empty(), (published_++ & 1) ^ 1);
@@ -135,7 +135,7 @@ class MlaProducer {
     };
     const auto box_of = [&](int i) -> Box {
       const int key = (work.first + i) * S::kKeys + first_key, page = quotient(key, p_.page, p_.by_page);
-      // Past all blocks the copy engine writes zeros.
+      // TMA fills zeros past the last block.
       return {first_key < S::kKeys && i < work.count && key < work.end ? pages[page] : p_.blocks,
               (key - page * p_.page) / 8};
     };
@@ -184,7 +184,7 @@ class MlaProducer {
         mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
       const uint32_t tile = base_ + S::kTiles + slot * S::kTile;
 #pragma unroll 2
-      for (int j = lane_; j < 16 * 72; j += 32) {  // a row has 72 pieces of 16 bytes
+      for (int j = lane_; j < 16 * 72; j += 32) {  // a row has 72 16-byte chunks
         const int row = j / 72, piece = j - row * 72, columns = piece >> 3, key = warp_ * 16 + row;
         const char* const from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, row));
         const int part = columns >> 2, width = part == S::kRotated ? 1 : 4;

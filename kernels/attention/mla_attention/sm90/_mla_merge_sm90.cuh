@@ -1,5 +1,5 @@
-// What latent attention on Hopper does with its sums: rows of whole contexts go to memory; parts of contexts
-// go to the workspace and, once all are there, from there to memory.
+// Epilogue of latent attention on Hopper: rows of whole contexts are written to the output; parts of contexts
+// to the workspace, from where they are merged once all have arrived.
 #pragma once
 #include "attention/sm90/_attention_parts_sm90.cuh"
 #include "_mla_work_sm90.cuh"
@@ -53,7 +53,7 @@ __device__ __forceinline__ void write_part(const MlaParams& p, const MlaWork& w,
   }
 }
 
-// Where part `s` of a context has its sums: the first part ends a range, the others begin one.
+// Row of the workspace with part `s` of a context: the first part ends a range, the others begin one.
 __device__ __forceinline__ int64_t part_row(const MlaWork& w, int s, int row) {
   return int64_t((w.first_range + s) * 2 + (s == 0)) * MlaShape::kRows + row;
 }
@@ -149,7 +149,7 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
 }
 
 // Waits until all parts of a context are in the workspace and merges this CTA's share of them. The last CTA
-// leaves the counter at zero.
+// resets the counter to zero.
 template <typename T>
 __device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint8_t* smem) {
   unsigned* const arrivals = p.counters + kArrivals + w.first_range;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint
   if (threadIdx.x == 0 && atomicAdd(arrivals, 1u) == 2 * w.parts - 1) *arrivals = 0;
 }
 
-// Says that this CTA's part is in the workspace. By both warpgroups.
+// Signals that this CTA's part is in the workspace. By both warpgroups.
 __device__ __forceinline__ void arrive_part(const MlaParams& p, const MlaWork& w) {
   bar_sync(kBarBoth, 256);
   if (threadIdx.x == 0) red_inc_release(p.counters + kArrivals + w.first_range);

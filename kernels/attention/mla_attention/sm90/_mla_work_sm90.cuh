@@ -1,4 +1,5 @@
-// The work of latent attention on Hopper: which rows and which keys a CTA takes, found on the device.
+// Tile scheduler of latent attention on Hopper: which rows and which keys a CTA processes, found on the
+// device.
 //
 // A task is a block of 64 rows, which are (query, head) pairs, of one sequence. If the load is then about
 // even, every task is cut into the same number of parts (or left whole), which are dealt out. Otherwise the
@@ -58,7 +59,8 @@ namespace gm::mla {
 
 enum : int { kStop, kAttend, kMerge };
 
-// What the multiplying warpgroups do next. slot: where the sums of a part go, -1 for a whole context.
+// Work item of the consumer warpgroups. slot: of the workspace, for the sums of a part; -1 for a whole
+// context.
 struct MlaWork {
   int kind, token, row0, rows;  // first token of the sequence; first row of it and how many are this CTA's
   int position, first, count, end;  // of the first token; tiles of keys; keys that exist
@@ -171,7 +173,7 @@ class MlaPlan {
     work.kind = kAttend, work.token = token, work.position = context - queries;
     work.row0 = task * MlaShape::kRows;
     work.rows = min(MlaShape::kRows, queries * p_.heads - work.row0);
-    // Keys that the last row sees; there may be fewer tiles of them than were shared out.
+    // Keys that the last row sees; there may be fewer tiles of them than were scheduled.
     work.end = max(0, work.position + quotient(work.row0 + work.rows - 1, p_.heads, p_.by_heads) + 1);
     work.first = first;
     work.count = max(0, min(int(first + count), cdiv(work.end, MlaShape::kKeys)) - int(first));

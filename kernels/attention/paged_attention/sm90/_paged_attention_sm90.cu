@@ -65,7 +65,7 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 // parts: (units + 4 ctas) (dim / 8 + 1) 512 bytes, dim: 64 or 128. scale > 0. part_tiles: tiles of 128 keys
 // of a part of a context; 0: one warpgroup adds all keys of a row, in one order whatever the batch is.
 // softcap >= 0, 0: none. reading: weight of a tile of decode against one of prefill,
-// in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte pieces (GM_E_SHAPE
+// in eighths. Everything but the last dimensions' contiguity is checked: rows of 16-byte chunks (GM_E_SHAPE
 // otherwise). device < 0 asks for the bytes of shared memory.
 GM_CUDA_ENTRY(gm_paged_attention_sm90)
 (void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
@@ -132,7 +132,7 @@ GM_CUDA_ENTRY(gm_paged_attention_sm90)
     if (status == GM_OK) status = gm::heads_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
   }
   if (status != GM_OK) return status;
-  // No batch of as many tokens has more pieces of work.
+  // An upper bound of the work tiles of a batch of as many tokens.
   const int64_t most =
       (int64_t(tokens) / p.tile_q + int64_t(seqs) * (units > 0 ? gm::kMostParts : 1)) * kv_heads;
   gm::SoftCap<true> cap = gm::soft_cap(softcap, codes ? 0.f : scale);

@@ -49,7 +49,7 @@ struct Paged {
       produce_codes<D>(p, q_map, smem, base);
     }
     if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
-      p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has asked for the last time
+      p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has fetched its last piece
   }
 
   static __device__ __forceinline__ Work get_work(const uint8_t* smem) {

@@ -1,4 +1,4 @@
-// The work of decode on Hopper, and the copies of queries, keys and values to shared memory.
+// Schedule of decode on Hopper, and its copies of queries, keys and values to shared memory.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,7 @@ struct DecodeParams {
   const int* table;
   const int* query_start;
   const int* seq_lens;
-  // Counters of CTAs whose last context goes on in the next piece: arrivals; zero between launches.
+  // Arrivals at contexts that are split over CTAs, by the first of these; zero between launches.
   unsigned* counters;
   float* parts;  // two for each CTA: [rows, D], then maximum and sum of each row
   const void *q, *k, *v;
@@ -25,7 +25,7 @@ struct DecodeParams {
   int beginning;  // of a context, in the time of steps
   uint32_t by_page, by_group;
   float scale_log2;
-  // Of caches of e4m3 codes, whose scores are in units of log 2 (scale_log2 is 1):
+  // Of caches of e4m3 codes, whose scores are log2-scaled (scale_log2 is 1):
   const float *k_scale, *v_scale;
   // Strides of the scales in elements, 0 for a scale in common.
   int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
@@ -33,8 +33,8 @@ struct DecodeParams {
   int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
 };
 
-// What the beginning of a context costs a CTA, in the time of steps: 3 to 4 us, in which a CTA reads 8 steps
-// of 8 KB. A multiple of the warps, so that the pieces of one context are whole turns of theirs.
+// Fixed cost of a context for a CTA, in steps: 3 to 4 us, in which a CTA reads 8 steps of 8 KB. A multiple of
+// the warps, so that the pieces of one context are whole turns of theirs.
 constexpr int kBeginning = 8;
 
 // D: elements of a head. N: rows, query-head pairs of a KV head, at most. BYTES: of an element of the caches.
@@ -43,7 +43,7 @@ struct DecodeShape {
   static constexpr int kThreads = 128, kWarps = kThreads / 32;
   static constexpr int kStep = BYTES == 1 && D <= 128 ? 32 : 16;  // keys of a step
   static constexpr int kResident = D > 128 ? 1 : 2;               // CTAs of a multiprocessor
-  static constexpr int kPieces = D * BYTES / 16;                  // 16-byte pieces of a row
+  static constexpr int kPieces = D * BYTES / 16;                  // 16-byte chunks of a row
   static constexpr int kQRow = D * 2 + 16;                        // bytes of a row of Q in shared memory
   static constexpr int kRow = BYTES == 2 ? kQRow : D;             // of a key or its values
   static constexpr int kTile = kStep * kRow;                      // keys of a step, or their values
@@ -57,12 +57,12 @@ struct DecodeShape {
   static constexpr int kFits = (kLimit - kRing - kEndBytes) / (kWarps * kStage), kMost = D > 192 ? 3 : 5,
                        kStages = kFits < kMost ? kFits : kMost;
   static constexpr int kRingBytes = kWarps * kStages * kStage;
-  // What the warps have summed up takes the place of the rings.
+  // The warps' sums reuse the memory of the rings.
   static constexpr int kSums = kRing, kEnds = kRing + kRingBytes, kBytes = kEnds + kEndBytes;
   static_assert(kStages >= 2 && kWarps * N * kPitch * 4 <= kRingBytes);
 
-  // Each of eight rows has a piece in banks of its own: rows of 16-bit elements by 16 bytes of padding, rows
-  // of codes by an order of their pieces that differs (place_of).
+  // Free of bank conflicts over eight rows: rows of 16-bit elements by 16 bytes of padding, rows of codes by
+  // a swizzle (place_of).
   static constexpr int kTwos = kPieces % 8 == 0 ? 3 : kPieces % 4 == 0 ? 2 : kPieces % 2 == 0 ? 1 : 0;
 };
 
@@ -75,7 +75,7 @@ template <typename S>
 __device__ __forceinline__ uint32_t order_of(uint32_t row) {
   return S::kScales == 0 ? 0 : row >> (3 - S::kTwos) & ((1u << S::kTwos) - 1);
 }
-// Where a 16-byte piece of a row is in a tile.
+// Offset of a 16-byte chunk of a row in a tile.
 template <typename S>
 __device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t piece) {
   return row * S::kRow + (piece ^ order_of<S>(row)) * 16;
@@ -98,8 +98,8 @@ __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeParams& p,
   return s;
 }
 
-// Where keys of a step of STEP keys are. Pages of a multiple of 16 tokens: of each 16 keys, their page and
-// the slot of the first. Others: of the keys lane / 4 + 8 h; page < 0 where no key is.
+// Pages and slots of a step of STEP keys. Pages of a multiple of 16 tokens: for each 16 keys, their page and
+// the slot of the first. Others: for the keys lane / 4 + 8 h; page < 0 where there is no key.
 template <int STEP>
 struct KeyPlaces {
   int page[STEP / 8], slot[STEP / 8];
@@ -125,7 +125,7 @@ __device__ __forceinline__ KeyPlaces<STEP> find_keys(const DecodeParams& p, cons
   return places;
 }
 
-// Copies 16 rows of a page, all of which count.
+// Copies 16 rows of a page, all of them valid.
 template <typename S>
 __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_bytes, uint32_t to) {
   constexpr int kRows = 32 / S::kPieces;
@@ -138,13 +138,13 @@ __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_b
     cp_async_16<256>(to + (row + in) * S::kRow + (c ^ order_of<S>(in) ^ order_of<S>(row)) * 16, from);
 }
 
-// Copies the keys and values of a step, zeros where no key is.
+// Copies the keys and values of a step, with zeros where there is no key.
 template <typename S>
 __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSequence& seq, int step,
                                           const char* k, const char* v, const KeyPlaces<S::kStep>& places,
                                           uint32_t to) {
   constexpr int kPieces = S::kPieces;
-  constexpr int kAtOnce = S::kResident == 1 ? 2 : 16;  // of large heads, for want of registers
+  constexpr int kAtOnce = S::kResident == 1 ? 2 : 16;  // of large heads, for lack of registers
   const int lane = threadIdx.x & 31;
   if constexpr (32 % kPieces == 0) {
     if (p.page % 16 == 0 && step * S::kStep >= seq.low && (step + 1) * S::kStep <= seq.context) {
@@ -216,13 +216,13 @@ __device__ __forceinline__ void copy_scales(const DecodeParams& p, const DecodeS
              there ? 4 : 0);
 }
 
-// A stretch of steps of one KV head of one sequence.
+// A segment: consecutive steps of one KV head of one sequence.
 struct Stretch {
   DecodeSequence seq;
   int index, head, from, count;  // sequence; KV head; its steps
 };
 
-// Q of a stretch to shared memory, zeros for the rows that it does not have.
+// Copies Q of a segment to shared memory, with zeros past its rows.
 template <typename S, int D, int N>
 __device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t to, const Stretch& at) {
   constexpr int kPieces = D / 8;

@@ -18,7 +18,7 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// What the caches hold: elements of T, the dtype of q and out, or e4m3 codes.
+// Element types of the caches: T, the dtype of q and out, or e4m3 codes.
 template <typename T>
 struct Floats {
   using Out = T;
@@ -29,8 +29,8 @@ struct Codes {
   static constexpr int kBytes = 1;
 };
 
-// The sums of the warps to one, and that to the output or, where the context goes on in other CTAs, to the
-// workspace; the CTA that is the last one to do so adds what all have left there.
+// Reduces the sums of the warps, and writes the result to the output or, where other CTAs have parts of the
+// context, to the workspace; the CTA that finishes last reduces all parts.
 template <typename C, int D, int N>
 __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
                                        const Stretch& at, int start, int piece_steps, bool worked) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
     }
   __syncthreads();
   const int rows = min(at.seq.queries * p.group, N);
-  // The first and the last piece that have some of the context.
+  // The first and the last piece that contain part of the context.
   const int first = start / piece_steps, final = (start + at.seq.steps - 1) / piece_steps;
   const bool whole = first == final;
   constexpr int kPart = N * (D + 2);     // floats of a part
@@ -152,7 +152,7 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
   const bool works = step < stop;
   const int limit = seq.context - seq.queries + 1;
   cp_async_wait<S::kStages - 1>();
-  __syncthreads();  // Q is there
+  __syncthreads();  // Q has landed
   CodeQueries<D> queries;
   if constexpr (C::kBytes == 1) queries.load(p, smem + S::kQ, at.head);
   uint32_t tile = ring;
@@ -180,8 +180,8 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
   finish<C, D, N>(p, smem, sums, at, start, piece_steps, works);
 }
 
-// The steps of a sequence, and what its beginning costs in the time of steps. Without that a piece of many
-// short contexts takes several times as long as one of a long context.
+// The steps of a sequence plus its fixed cost. Without the latter a piece of many short contexts would take
+// several times as long as one of a long context.
 __device__ __forceinline__ int weight_of(const DecodeParams& p, const DecodeSequence& seq) {
   return seq.steps > 0 ? seq.steps + p.beginning : 0;
 }

@@ -91,8 +91,8 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
   }
 }
 
-// Q of a KV head as decode of codes multiplies it: fp16 operands in registers, each row by a power of two
-// that keeps all of bf16's range that counts, and what gives scores in units of log 2 again.
+// Q of a KV head for decode over codes: fp16 operands in registers, each row scaled by a power of two that
+// keeps the part of bf16's range that matters, and the factors that make its scores log2-scaled.
 template <int D>
 struct CodeQueries {
   uint32_t q[D / 16][2];
@@ -126,10 +126,10 @@ struct CodeQueries {
   }
 };
 
-// As decode_step for e4m3 codes, which become fp16 in registers. The sums' maximum is in units of log 2.
-// Scales of keys multiply scores. A scale of a value is a summand of its exponent, so that fp16 has the
-// largest weight times scale as 1: what the maximum is then relative to, the sum of the weights without
-// scales is too.
+// As decode_step, for e4m3 codes, which are converted to fp16 in registers. The running maximum is
+// log2-scaled. Scales of keys multiply scores. The log2 of a value's scale is added to the exponent of its
+// weight, so that the largest weight times scale is 1 in fp16; the sum of the weights, without these scales,
+// is relative to the same maximum.
 template <int D, bool CAP>
 __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const CodeQueries<D>& q,
                                                   uint32_t tile, const float* scales, bool by_token,
@@ -138,7 +138,7 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
   using S = DecodeShape<D, 8, 1>;
   constexpr int kHalves = S::kStep / 16, kKeys = S::kStep / 8;  // of the step; keys of a lane
   int lane = threadIdx.x & 31;
-  if constexpr (D == 256) asm volatile("" : "+r"(lane));  // no address is kept, for want of registers
+  if constexpr (D == 256) asm volatile("" : "+r"(lane));  // no address is kept, for lack of registers
   const int t = lane & 3;
   float s[kHalves][2][4] = {};  // of 16 keys each, summed over even and odd pieces
 #pragma unroll

@@ -101,7 +101,7 @@ GM_CUDA_ENTRY(gm_paged_wide_sm90)
   if (status == GM_OK) status = gm::heads_map(&maps[1], k, dtype == 2, 4, sizes, k_strides, kv_box);
   if (status == GM_OK) status = gm::heads_map(&maps[2], v, dtype == 2, 4, sizes, v_strides, kv_box);
   if (status != GM_OK) return status;
-  // No batch of as many tokens has more pieces of work.
+  // An upper bound of the work tiles of a batch of as many tokens.
   const int64_t most =
       (int64_t(tokens) / p.tile_q + int64_t(seqs) * (units > 0 ? gm::kMostParts : 1)) * kv_heads;
   gm::SoftCap<true> cap = gm::soft_cap(softcap, scale);

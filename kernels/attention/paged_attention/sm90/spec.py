@@ -1,7 +1,7 @@
 """Paged attention in CUDA C++ for Hopper: prefill, chunked prefill and decodes of one batch in one launch, also over e4m3 caches.
 
-The form of FlashAttention-3 (Shah et al., 2024) over a paged cache: warp-specialised, wgmma from shared memory that the
-tensor copy engine fills page by page; and for decodes alone a small kernel of mma.sync products that splits every context. Work is
+The form of FlashAttention-3 (Shah et al., 2024) over a paged cache: warp-specialised, wgmma from shared memory that TMA
+fills page by page; and for decodes alone a small kernel of mma.sync products that splits every context. Work is
 found on the device, so a captured graph stays right when lengths change.
 docs/performance/attention_hopper.md has the measurements, and what was tried.
 """
@@ -178,7 +178,7 @@ KERNELS = (
         language="cuda",
         target="gristmill.kernels.attention.paged_attention.sm90._launch:launch",
         requires=REQUIRES,
-        summary="warp-specialised, wgmma over pages that the tensor copy engine brings; work found on the device, contexts whole",
+        summary="warp-specialised, wgmma over pages that TMA brings; work found on the device, contexts whole",
         accepts=accepts,
         config=config,
         workspace=workspace,

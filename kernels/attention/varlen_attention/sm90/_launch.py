@@ -59,7 +59,7 @@ def launch(config: Config, call: VarlenAttentionCall) -> None:
 
 
 def _whole_pieces(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it that the tensor copy engine takes: rows of 16-byte pieces, one after the other."""
+    """The tensor, or a copy of it that TMA takes: rows of 16-byte pieces, one after the other."""
     token, head, _ = tensor.stride()
     if tensor.data_ptr() % 16 or token % 8 or head % 8 or 0 in (token, head):
         return tensor.contiguous()

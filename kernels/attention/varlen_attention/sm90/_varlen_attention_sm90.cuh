@@ -4,7 +4,7 @@
 // FlashAttention-3's loop (_flash_sm90.cuh) with two consumer warpgroups and a producer warp. Work is found on
 // the device without counters and without memory of its own:
 //  - the first and the last tile of queries of a sequence see as many keys together as the second and the
-//    last but one, and so on. Such pairs are the pieces of work: those of a sequence take the same time, and
+//    last but one, and so on. Such pairs are the work tiles: those of a sequence take the same time, and
 //    sequences sorted by it give sorted pieces, which are dealt to the CTAs back and forth;
 //  - the pieces of a head are neighbours, so that the CTAs share its keys and values in the L2 cache;
 //  - a batch with less than a pair for each CTA is dealt by single tiles.
@@ -62,8 +62,8 @@ __device__ __forceinline__ int4 varlen_sequence(const VarlenParams& p, int i) {
   return make_int4(token, max(0, p.query_start[i + 1] - token), key, max(0, p.context_start[i + 1] - key));
 }
 
-// Sorts the sequences by the keys that a pair of tiles sees, the most first, and says whether the work is
-// dealt in pairs of tiles. By all threads.
+// Sorts the sequences by the keys that a pair of tiles sees, the most first, and counts pairs and sequences
+// (VarlenPieces). By all threads.
 template <typename S>
 __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem) {
   int4* const order = reinterpret_cast<int4*>(smem + S::kOrder);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem
   __syncthreads();
 }
 
-// The pieces of work of this CTA, one after the other. By a whole warp.
+// Tile scheduler: the work tiles of this CTA, one after the other. By a whole warp.
 template <typename S>
 struct VarlenPieces {
   int round = 0, rank = 0, base = 0;  // sequences before `rank` have `base` pieces, or pairs of them
@@ -164,7 +164,7 @@ struct VarlenPieces {
   }
 };
 
-// Copies the tiles of all pieces of work. By one warp.
+// Producer: loads the tiles of all work tiles by TMA. By one warp.
 template <typename S, int DK, int DV>
 __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtensorMap& q_map,
                                             const CUtensorMap& k_map, const CUtensorMap& v_map, uint8_t* smem,

@@ -1,6 +1,6 @@
 """Attention over dense sequences in CUDA C++ for Hopper: the un-absorbed prefill of MLA, and any prefill without a cache.
 
-The form of FlashAttention-3 (Shah et al., 2024): warp-specialised, wgmma from shared memory that the tensor copy engine fills. Work is
+The form of FlashAttention-3 (Shah et al., 2024): warp-specialised, wgmma from shared memory that TMA fills. Work is
 dealt to the CTAs on the device, by arithmetic alone: nothing is counted or left in memory, and a captured graph stays right when lengths
 change. docs/performance/mla_prefill_hopper.md has the measurements.
 """

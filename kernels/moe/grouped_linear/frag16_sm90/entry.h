@@ -78,7 +78,7 @@ int run(const Args& a, Instance& one) {
   if (a.grid < 1 || a.top_k < 1 || a.offsets == nullptr) return GM_E_ARG;
   if (a.rows < 0 || a.x_rows < 0 || a.experts < 1 || a.experts > kMaxExperts || a.n < 1 || a.k < 1)
     return GM_E_SHAPE;
-  // 16-byte pieces of x; with silu_mul the rows of up begin with a tile.
+  // 16-byte chunks of x; with silu_mul the rows of up begin with a tile.
   if (a.k % 8 || a.ldx % 8 || a.ldx < a.k || reinterpret_cast<uintptr_t>(a.x) % 16) return GM_E_SHAPE;
   if (a.silu_mul && (a.n % (2 * gm::kTileRows) || a.c != 2)) return GM_E_ARG;
   gm::GroupedParams p{};

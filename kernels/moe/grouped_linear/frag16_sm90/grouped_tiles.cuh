@@ -13,7 +13,7 @@ struct GroupedParams {
   const int* permutation;  // [rows]: row p of y is of row permutation[p] / top_k of x; null: of row p
   const float* row_scale;  // [experts, n], multiplies the sums of a row of W; or null
   int64_t expert_bytes;
-  uint32_t x_pieces;                         // pieces of 16 bytes from a row of x to the next
+  uint32_t x_pieces;                         // 16-byte chunks from a row of x to the next
   int rows, experts, n, k, groups, tiles16;  // n, tiles16: rows of an expert's W, tiles of 16 of them
   int out_n;                                 // columns of y: n, or half of it with `gated`
   int gated;                                 // silu(first half of the rows of W) * second half
@@ -29,8 +29,8 @@ constexpr int kGatherWarps = 2;
 constexpr int kTilesAhead = 32;  // tiles whose place is known at a time, more than slots of weights
 
 // A CTA of MT rows of x, C blocks of 64 rows of W, and for each block SLICES warpgroups, which take turns
-// along K. CTAS of them fit a multiprocessor. One warpgroup ends up with the sums that a tile of y needs: it
-// owns them, the others give it theirs.
+// along K. CTAS of them fit a multiprocessor. One warpgroup owns the sums of a tile of y; the others send it
+// theirs.
 template <int MT, int C, int SLICES, int CTAS>
 struct GroupedCta {
   static constexpr int kGroups = C * SLICES, kThreads = kGroups * 128 + 128;

@@ -6,7 +6,7 @@
 //  - Rows are sorted by expert. Every CTA makes the list of tiles from the offsets, so that nothing about the
 //    routing is known to the host.
 //  - Rows of x are gathered by two warps (cp.async, into the swizzle that wgmma reads), or, where they lie in
-//    order, copied by the tensor copy engine. Rows past an expert's last are of the next expert or old: a row
+//    order, copied by TMA. Rows past an expert's last are of the next expert or old: a row
 //    of x reaches no other row of y, and their results are not stored.
 //  - With silu_mul one warpgroup of a CTA has rows of gate, the other the same rows of up, which it gives
 //    away through shared memory in float32.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
   }
   if (!p.early) griddepcontrol_wait();
   list.make<MT>(p);
-  // Not before the wait: what the kernel before this one waited for is there for the kernel after it, too.
+  // Not before the wait: so the next kernel, too, may read what the kernel before this one had waited for.
   griddepcontrol_launch_dependents();
   const int tiles = list.first[p.experts] * p.blocks;
   constexpr int kWarps = C * SLICES * 4;
@@ -71,7 +71,8 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
 #pragma unroll 1
       for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const GroupedTile tile = grouped_tile<MT>(p, list, index);
-        // For the others, which see it once the tile's first slot is full. They are at most WS tiles behind.
+        // For the consumers, which see it once the tile's first slot is full. They are at most WS tiles
+        // behind.
         if (lane == 0)
           *reinterpret_cast<int4*>(smem + kTiles + (count++ % kTilesAhead) * 16) =
               make_int4(tile.expert, tile.block, tile.row, tile.end);
@@ -121,7 +122,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
           const uint8_t* from = static_cast<const uint8_t*>(p.x) + piece * 16;
           const uint32_t to = row * 128 + ((piece ^ (row & 7)) << 4);
           const int* entries = p.permutation + tile.row + row;
-          uint32_t source[kSteps];  // in pieces of 16 bytes
+          uint32_t source[kSteps];  // in 16-byte chunks
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) source[i] = row + i * 8 < count ? __ldcg(entries + i * 8) : 0;
 #pragma unroll
@@ -176,7 +177,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
     const int givers = p.gated ? C * SLICES - 1 : SLICES - 1;
     const uint32_t given = base + kGiven + (owner * 4 + quarter) * 8,
                    taken = base + kTaken + (owner * 4 + quarter) * 8;
-    // Of a warpgroup that gives: its place among them; each has the sums of the threads of a warpgroup.
+    // Buffer of a warpgroup that sends its sums, in accumulator layout.
     const auto gift = [&](int from) {
       return base + kGifts + (from - kFirstGiver) * Shape::kGift + (threadIdx.x & 127) * 16;
     };
@@ -284,7 +285,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         float up[kChunk * 4] = {};
         if (givers > 0) {
           mbar_wait(given, turn);
-          // The sums of a warpgroup that gives, added to those at `to`.
+          // Adds the sums that warpgroup `from` sent to those at `to`.
           const auto add_gift = [&](int from, float* to) {
 #pragma unroll
             for (int f = 0; f < kChunk; ++f) {

@@ -1,5 +1,5 @@
-// What makes the 8-bit rows that products of experts multiply, sorted by expert: tokens, quantized once and
-// copied to every expert that they go to, and silu(gate) * up of the first product's rows. The rules of
+// Quantizes rows of experts to 8 bits, sorted by expert: tokens, quantized once and copied to every expert
+// that they are routed to, and silu(gate) * up of the first product's rows. The rules of
 // quant/activations.py: e4m3 with a scale for each row, or for each 128 columns.
 #include <cstdint>
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint4 gated(const uint4& gate, const uint4& up) {
   return make_uint4(r[0], r[1], r[2], r[3]);
 }
 
-// Calls each(place, expert) for the entries of a token that an expert of this rank has.
+// Calls each(place, expert) for the entries of a token that are routed to experts of this rank.
 template <typename F>
 __device__ __forceinline__ void over_places(const MoeQuantizeParams& p, int64_t token, const F& each) {
   constexpr int kTogether = 4;

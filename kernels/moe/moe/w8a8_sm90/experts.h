@@ -1,4 +1,4 @@
-// Where the scales of 128 columns of x lie for rows sorted by expert.
+// Layout of the scales of 128 columns of x for rows sorted by expert.
 #pragma once
 #include <cstdint>
 
