@@ -128,9 +128,10 @@ def _named_sizes(op: Declared) -> Iterator[Field]:
                 "int64_t", op.bucket, 1, f"{absent}{x}.numel() // max(1, {inner})", f"rows of {item.name}"
             )
         for place, size in shape.places():
-            if is_name(size) and size not in taken:
-                taken.add(size)
-                yield Field("int64_t", size, 1, f"{absent}{x}.shape[{place}]")
+            name, _, more = size.partition("+")  # seqs+1, as starts of sequences have
+            if is_name(name) and name not in taken and (not more or more.isdigit()):
+                taken.add(name)
+                yield Field("int64_t", name, 1, f"{absent}{x}.shape[{place}]{f' - {more}' if more else ''}")
 
 
 def _dtypes(op: Declared) -> Iterator[Field]:

@@ -76,6 +76,11 @@ class CallEntry:
         stream = torch.cuda.current_stream(device).cuda_stream
         check(function(self.pack(call), values, device, stream), self.name)
 
+    def ask(self, options: Mapping[str, Any], call: Any) -> int:
+        """What an entry of a GPU says without a device: bytes of shared memory, or the code of a refusal."""
+        function, names, layout = self._cuda
+        return function(self.pack(call), layout.pack(*[int(options[name]) for name in names]), -1, None)
+
     @cached_property
     def _cuda(self) -> tuple[Callable[..., int], tuple[str, ...], Struct]:
         function = cuda_function(self.name, "sm_90a", CUDA_ARGUMENTS)

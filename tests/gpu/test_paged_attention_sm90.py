@@ -241,7 +241,7 @@ def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None
         expected = torch.empty_like(arguments[0])
         launch(CONFIGS[0], arguments, scratch(), expected)
         for units in (0, 30):
-            monkeypatch.setattr(launchers, "UNITS", units)
+            monkeypatch.setitem(launchers.PLACES, "units", units)
             out = torch.full_like(expected, float("nan"))
             launch(CONFIGS[units % 3], arguments, scratch(), out)
             assert torch.equal(out, expected), units

@@ -49,13 +49,13 @@ def test_any_batch(x: str, head_dim: int, block_size: int) -> None:
 
 def test_a_row_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's result does not depend on the batch, nor on how many CTAs compute the parts of its context."""
-    from gristmill.kernels.attention.paged_attention.sm90 import _launch_wide as launchers
+    from gristmill.kernels.attention.paged_attention.sm90 import _launch as launchers
 
     arguments = OP.inputs(OP.problem(text((120, 20, 101, 6000, 40000), 8, 2, head_dim=256)), 1, DEVICE)
     expected = torch.empty_like(arguments[0])
     launch(CONFIGS[0], arguments, scratch(256), expected)
     for units in (0, 30):
-        monkeypatch.setattr(launchers, "UNITS", units)
+        monkeypatch.setitem(launchers.PLACES, "units", units)
         out = torch.full_like(expected, float("nan"))
         launch(CONFIGS[units % 3], arguments, scratch(256), out)
         assert torch.equal(out, expected), units

@@ -3,17 +3,16 @@ split kernel, workspaces."""
 
 from __future__ import annotations
 
-from ctypes import c_int64
 from typing import Any
 
 import pytest
+import torch
 
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention.paged_attention import triton
 from gristmill.kernels.attention.paged_attention.sm90 import _launch as launchers
-from gristmill.kernels.attention.paged_attention.sm90 import _launch_wide as wide
 from gristmill.kernels.attention.paged_attention.sm90.spec import (
     COUNTER_BYTES,
     DECODE_HEAD_DIMS,
@@ -21,7 +20,8 @@ from gristmill.kernels.attention.paged_attention.sm90.spec import (
     parts_bytes,
     route,
 )
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_call import CallEntry
 
 OP = default_registry().op("paged_attention")
 ONE, SPLIT = KERNELS
@@ -130,29 +130,30 @@ def test_ranks() -> None:
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 
 
-def shared_memory(decode: bool, codes: bool, head_dim: int, **changes: Any) -> int:
+OPTIONS = {"ctas": 132, "part_tiles": 16, "reading": 10, **launchers.PLACES}
+
+
+def asked(
+    entry: CallEntry,
+    head_dim: int,
+    codes: bool = False,
+    group: int = 4,
+    page: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
+) -> int:
     """Returns the bytes of shared memory of a CTA, which the entry says without a device, or a negative code."""
-    given: dict[str, Any] = {
-        "k_scale": 1 if codes else None,
-        "v_scale": 1 if codes else None,
-        "group": 4,
-        "dtype": 2,
-    }
-    given |= changes
-    pointers = (*(None,) * 9, given["k_scale"], given["v_scale"], None, None, (c_int64 * 17)())
-    shape = (8, 2, 2 * given["group"], 2, head_dim)
-    rest: tuple[Any, ...]
-    if decode:
-        rest = (16, given["dtype"], 0, 1, 100, 0, 1.0, 0.0, 132, -1, None)
-        return int(
-            cuda_function("gm_paged_decode_sm90", "sm_90a", launchers.DECODE_ARGUMENTS)(
-                *pointers, *shape, *rest
-            )
-        )
-    rest = (9, 16, given["dtype"], 0, 0, 1.0, 0.0, 16, 10, 132, -1, None)
-    return int(
-        cuda_function("gm_paged_attention_sm90", "sm_90a", launchers.ARGUMENTS)(*pointers, 0, *shape, *rest)
-    )
+    q = torch.empty(8, 2 * group, head_dim, dtype=dtype)
+    cache = torch.empty(9, page, 2, head_dim, dtype=torch.float8_e4m3fn if codes else dtype)
+    scales = torch.ones(1, 1, 2) if codes else None
+    lengths = (torch.zeros(2, 9).int(), torch.zeros(3).int(), torch.zeros(2).int())
+    given = {"k_scale": scales, "v_scale": scales, "out": q} | changes
+    return entry.ask(OPTIONS, OP.Call(q, cache, cache, *lengths, 1, 100, 1.0, **given))
+
+
+def shared_memory(decode: bool, codes: bool, head_dim: int, **changes: Any) -> int:
+    """The same of the kernel for few rows, or of the one for any batch."""
+    return asked(launchers.DECODE if decode else launchers.ENTRY, head_dim, codes, **changes)
 
 
 @pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
@@ -172,7 +173,7 @@ def test_entries_refuse_what_they_were_not_built_for(decode: bool) -> None:
     dtype, shape, argument = -1, -2, -5
     assert shared_memory(decode, True, 128, v_scale=None) == argument
     assert shared_memory(decode, True, 128, k_scale=None) == argument
-    assert shared_memory(decode, False, 128, dtype=0) == dtype
+    assert shared_memory(decode, False, 128, dtype=torch.float32) == dtype
     assert shared_memory(decode, True, 72) == shape
     assert shared_memory(decode, False, 320) == shape
     assert shared_memory(decode, False, 128, group=129) == argument
@@ -182,15 +183,10 @@ def test_entries_refuse_what_they_were_not_built_for(decode: bool) -> None:
 def test_the_kernel_for_wide_heads_says_what_it_takes() -> None:
     """Its shared memory fits, and other heads, pages and dtypes are refused."""
 
-    def asked(head_dim: int = 256, page: int = 16, group: int = 4, dtype: int = 2) -> int:
-        shape = (9, 8, 2, 2 * group, 2, head_dim, 9, page, dtype)
-        return int(
-            cuda_function("gm_paged_wide_sm90", "sm_90a", wide.ARGUMENTS)(
-                *(None,) * 11, (c_int64 * 17)(), *shape, 0, 1.0, 0.0, 16, 10, 132, -1, None
-            )
-        )
+    def wide(head_dim: int = 256, **changes: Any) -> int:
+        return asked(launchers.WIDE, head_dim, **changes)
 
     dtype, shape, argument = -1, -2, -5
-    assert all(0 < asked(head_dim) <= 232_448 for head_dim in (136, 192, 256))
-    assert asked(128) == asked(264) == asked(252) == asked(page=7) == shape
-    assert asked(group=129) == argument and asked(dtype=0) == dtype
+    assert all(0 < wide(head_dim) <= 232_448 for head_dim in (136, 192, 256))
+    assert wide(128) == wide(264) == wide(252) == wide(page=7) == shape
+    assert wide(group=129) == argument and wide(dtype=torch.float32) == dtype

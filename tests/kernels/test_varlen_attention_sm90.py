@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64
-from typing import Any
-
 import pytest
+import torch
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.attention.varlen_attention.sm90 import _launch as launcher
 from gristmill.kernels.attention.varlen_attention.sm90.spec import EXAMPLES, KERNEL
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 OP = default_registry().op("varlen_attention")
@@ -53,17 +51,26 @@ def test_the_configuration_holds_no_size_of_a_problem() -> None:
 def test_the_entry_says_what_it_takes() -> None:
     """Its shared memory fits, and other heads, dtypes and scales are refused."""
 
-    def asked(qk_dim: int = 192, v_dim: int = 128, **others: Any) -> int:
-        given = {"heads": 4, "kv_heads": 2, "dtype": 2, "scale": 1.0, "ctas": 132, "seqs": 1} | others
-        shape = (9, 9, given["seqs"], given["heads"], given["kv_heads"], qk_dim, v_dim, given["dtype"])
-        return int(
-            cuda_function("gm_varlen_attention_sm90", "sm_90a", launcher.ARGUMENTS)(
-                *(None,) * 7, (c_int64 * 8)(), *shape, given["scale"], given["ctas"], -1, None
-            )
-        )
+    def asked(
+        qk_dim: int = 192,
+        v_dim: int = 128,
+        heads: int = 4,
+        kv_heads: int = 2,
+        seqs: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        scale: float = 1.0,
+        ctas: int = 132,
+    ) -> int:
+        q, out = torch.empty(9, heads, qk_dim, dtype=dtype), torch.empty(9, heads, v_dim, dtype=dtype)
+        k, v = torch.empty(9, kv_heads, qk_dim, dtype=dtype), torch.empty(9, kv_heads, v_dim, dtype=dtype)
+        starts = torch.zeros(seqs + 1).int()
+        return launcher.ENTRY.ask({"ctas": ctas}, OP.Call(q, k, v, starts, starts, 9, 9, scale, out=out))
 
     dtype, shape, argument = -1, -2, -5
     assert 0 < asked(128) == asked(64) < asked(192) == asked(136, 8) <= 232_448
     assert asked(200) == asked(192, 136) == asked(100) == asked(192, 4) == asked(0) == shape
     assert asked(heads=5) == asked(kv_heads=0) == asked(seqs=0) == shape
-    assert asked(dtype=0) == dtype and asked(scale=0.0) == asked(scale=-1.0) == asked(ctas=0) == argument
+    assert (
+        asked(dtype=torch.float32) == dtype
+        and asked(scale=0.0) == asked(scale=-1.0) == asked(ctas=0) == argument
+    )

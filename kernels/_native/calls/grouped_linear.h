@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmGroupedLinearCall {
-  static constexpr uint64_t kDigest = 0x940ff4273290dbe;
+  static constexpr uint64_t kDigest = 0x18a2637fd2960fb;
   // [rows, k]
   const void* x;
   // of [e, n, k]
@@ -25,9 +25,9 @@ struct GmGroupedLinearCall {
   void* out;
   int64_t rows;
   int64_t k;
+  int64_t e;
   int64_t m;
   int64_t places;
-  int64_t e;
   // of x
   int64_t x_type;
 };

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmPermuteCall {
-  static constexpr uint64_t kDigest = 0x3938b8067bc8b3ae;
+  static constexpr uint64_t kDigest = 0x647158f79ee8062e;
   // [m, top_k]
   const void* ids;
   int64_t experts;
@@ -16,4 +16,5 @@ struct GmPermuteCall {
   void* inverse;
   int64_t m;
   int64_t top_k;
+  int64_t e;
 };

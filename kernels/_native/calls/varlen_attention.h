@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmVarlenAttentionCall {
-  static constexpr uint64_t kDigest = 0x4a098f15988ac542;
+  static constexpr uint64_t kDigest = 0x79b1c5e75c008e7b;
   // [q_tokens, heads, qk_dim]
   const void* q;
   int64_t q_stride[2];
@@ -32,6 +32,7 @@ struct GmVarlenAttentionCall {
   int64_t total_ctx;
   int64_t kv_heads;
   int64_t v_dim;
+  int64_t seqs;
   // of q
   int64_t x_type;
 };

@@ -1,6 +1,7 @@
 // Latent attention for Hopper: the kernels by dtype and how pages are copied, and their entry point.
 #include "_mla_attention_sm90.cuh"
 #include "attention/sm90/_attention_host_sm90.h"
+#include "calls/mla_attention.h"
 
 #define GM_EACH(K)                       \
   K(bf16, 2, __nv_bfloat16, boxes, true) \
@@ -34,55 +35,60 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 }  // namespace
 
-// strides, in elements: q head, out token, out head, cache block, cache slot, block_table row; a token of q
-// is `heads` heads. dtype 1 is fp16, 2 bf16. lse may be null. workspace: kMlaCounters words that are zero,
-// and are zero again after the launch, and 131,584 bytes for each of 2 * ctas parts of a context behind 4,096
-// bytes. max_q, max_ctx: bounds on the new tokens and the context of a sequence. scale > 0. least, slack: see
-// MlaParams. GM_E_SHAPE for strides that are none of 16-byte chunks.
-GM_CUDA_ENTRY(gm_mla_attention_sm90)
-(void* out, void* lse, const void* q, const void* cache, const void* table, const void* query_start,
- const void* seq_lens, void* workspace, const int64_t* strides, int tokens, int seqs, int heads, int blocks,
- int page, int dtype, int max_q, int max_ctx, float scale, int ctas, int least, int slack, int device,
- void* stream) {
+// A token of q is `heads` heads, one after the other. scale > 0. workspace: kMlaCounters words that are zero, and
+// are zero again after the launch, and 131,584 bytes for each of 2 * ctas parts of a context behind 4,096 bytes.
+// least, slack: see MlaParams. GM_E_SHAPE for strides that are none of 16-byte chunks.
+GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
+(const GmMlaAttentionCall& call, const gm_mla_attention_sm90_options& o, int device, void* stream) {
   using S = gm::mla::MlaShape;
-  if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
-  if (tokens < 0 || seqs < 1 || heads < 1 || page < 1 || blocks < 0 || max_q < 1 || max_ctx < 1 ||
-      int64_t(tokens) * heads > INT32_MAX)
+  if (call.x_type != 1 && call.x_type != 2) return GM_E_DTYPE;
+  const int64_t tokens = call.q_tokens, heads = call.heads, blocks = call.blocks;
+  if (tokens < 0 || call.seqs < 1 || call.seqs > INT32_MAX || heads < 1 || call.block_size < 1 ||
+      call.block_size > INT32_MAX || blocks < 0 || blocks > INT32_MAX || call.max_q < 1 || call.max_ctx < 1 ||
+      call.max_ctx > INT32_MAX || tokens > INT32_MAX / heads)
     return GM_E_SHAPE;
-  if (!(scale > 0.f) || ctas < 1 || ctas > gm::mla::kMostCtas || least < 1) return GM_E_ARG;
+  const float scale = float(call.scale);
+  if (!(scale > 0.f) || o.ctas < 1 || o.ctas > gm::mla::kMostCtas || o.least < 1 || o.least > INT32_MAX)
+    return GM_E_ARG;
   if (tokens == 0) return GM_OK;
-  if ((int64_t(tokens) * heads / S::kRows + seqs) * (max_ctx / S::kKeys + 1) > INT32_MAX) return GM_E_SHAPE;
-  if (!gm::rows_copyable(q, strides, 1, 2) || !gm::rows_copyable(out, strides + 1, 2, 2) ||
-      !gm::rows_copyable(cache, strides + 3, 2, 2))
+  if ((tokens * heads / S::kRows + call.seqs) * (call.max_ctx / S::kKeys + 1) > INT32_MAX) return GM_E_SHAPE;
+  if (!gm::rows_copyable(call.q, call.q_stride + 1, 1, 2) ||
+      !gm::rows_copyable(call.out, call.out_stride, 2, 2) ||
+      !gm::rows_copyable(call.cache, call.cache_stride, 2, 2))
     return GM_E_SHAPE;
   static_assert(gm::mla::kMlaCounters * 4 <= 4096);
 
+  const int page = int(call.block_size), ctas = int(o.ctas);
   const bool boxes = page % 8 == 0;
-  const int64_t most_rows = int64_t(max_q < tokens ? max_q : tokens) * heads;
+  const int64_t most_rows = (call.max_q < tokens ? call.max_q : tokens) * heads;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == dtype && i.boxes == boxes) instance = &i;
+    if (i.dtype == call.x_type && i.boxes == boxes) instance = &i;
 
   gm::mla::MlaParams p{};
-  p.out = out, p.lse = static_cast<float*>(lse), p.table = static_cast<const int*>(table);
-  p.query_start = static_cast<const int*>(query_start), p.seq_lens = static_cast<const int*>(seq_lens);
-  p.counters = static_cast<unsigned*>(workspace);
-  p.part_sums = static_cast<float*>(workspace) + 1024;
+  p.out = call.out, p.lse = static_cast<float*>(call.lse);
+  p.table = static_cast<const int*>(call.block_table);
+  p.query_start = static_cast<const int*>(call.query_start),
+  p.seq_lens = static_cast<const int*>(call.seq_lens);
+  p.counters = static_cast<unsigned*>(call.workspace);
+  p.part_sums = static_cast<float*>(call.workspace) + 1024;
   p.parts = p.part_sums + 2 * ctas * S::kRows * 2;
-  p.cache = cache;
-  p.out_token = strides[1], p.out_head = strides[2], p.cache_block = strides[3], p.cache_slot = strides[4];
-  p.table_row = strides[5];
-  p.seqs = seqs, p.heads = heads, p.blocks = blocks, p.page = page;
+  p.cache = call.cache;
+  p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
+  p.cache_block = call.cache_stride[0], p.cache_slot = call.cache_stride[1];
+  p.table_row = call.block_table_stride[0];
+  p.seqs = int(call.seqs), p.heads = int(heads), p.blocks = int(blocks), p.page = page;
   p.q_rows = most_rows < S::kRows ? int(most_rows + 7) / 8 * 8 : S::kRows;
-  p.least = least, p.slack = slack;
-  p.by_page = gm::reciprocal(page), p.by_heads = gm::reciprocal(heads);
+  p.least = int(o.least), p.slack = int(o.slack);
+  p.by_page = gm::reciprocal(page), p.by_heads = gm::reciprocal(p.heads);
   p.scale_log2 = scale * 1.4426950408889634f;
 
   CUtensorMap maps[3] = {};
-  const CUtensorMapDataType type = gm::float16_type(dtype == 2);
-  const cuuint64_t q_sizes[] = {576, cuuint64_t(tokens) * heads}, q_bytes[] = {cuuint64_t(strides[0]) * 2};
+  const CUtensorMapDataType type = gm::float16_type(call.x_type == 2);
+  const cuuint64_t q_sizes[] = {576, cuuint64_t(tokens) * heads},
+                   q_bytes[] = {cuuint64_t(call.q_stride[1]) * 2};
   const cuuint32_t q_box[] = {64, cuuint32_t(p.q_rows)};
-  int status = gm::tensor_map(&maps[0], type, 2, q, q_sizes, q_bytes, q_box);
+  int status = gm::tensor_map(&maps[0], type, 2, call.q, q_sizes, q_bytes, q_box);
   if (boxes) {
     const int even = page & -page;
     p.box = even < S::kKeys ? even : S::kKeys;
@@ -90,8 +96,8 @@ GM_CUDA_ENTRY(gm_mla_attention_sm90)
     const cuuint64_t sizes[] = {64, 8, 9, cuuint64_t(page) / 8, cuuint64_t(blocks > 0 ? blocks : 1)};
     const cuuint64_t bytes[] = {slot, 128, 8 * slot, block > 0 ? block : 16};
     const cuuint32_t half[] = {64, 8, 4, cuuint32_t(p.box) / 8, 1}, rotated[] = {64, 8, 1, half[3], 1};
-    if (status == GM_OK) status = gm::tensor_map(&maps[1], type, 5, cache, sizes, bytes, half);
-    if (status == GM_OK) status = gm::tensor_map(&maps[2], type, 5, cache, sizes, bytes, rotated);
+    if (status == GM_OK) status = gm::tensor_map(&maps[1], type, 5, call.cache, sizes, bytes, half);
+    if (status == GM_OK) status = gm::tensor_map(&maps[2], type, 5, call.cache, sizes, bytes, rotated);
   }
   if (status != GM_OK) return status;
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};

@@ -1,16 +1,13 @@
-"""Launching the Hopper kernels of paged attention: the one for any batch (`_paged_attention_sm90.cu`), the one for few rows of each
-sequence (`_paged_decode_sm90.cu`), and whichever is the right one for a batch."""
+"""Launching the Hopper kernels of paged attention: for any batch with heads of up to 128 elements (`_paged_attention_sm90.cu`) and of more
+(`_paged_wide_sm90.cu`), for few rows of each sequence (`_paged_decode_sm90.cu`), and whichever is the right one for a batch."""
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.attention.paged_attention.sm90._launch_wide import launch as launch_wide
-from gristmill.kernels.attention.paged_attention.sm90._operands import address, positive_scale, space, strides
 from gristmill.kernels.attention.paged_attention.sm90.spec import (
     COUNTER_BYTES,
     DECODE_COUNTERS_AT,
@@ -20,23 +17,17 @@ from gristmill.kernels.attention.paged_attention.sm90.spec import (
     route,
 )
 from gristmill.kernels.attention.paged_attention.triton import launch_split as launch_triton
-from gristmill.kernels.common import DTYPE_CODES, dtype_name
-from gristmill.kernels.kv_cache.quantized import by_token
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.common import need_workspace
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import PagedAttentionCall
 
-ARGUMENTS = (*(c_void_p,) * 13, c_int64 * 17, *(c_int,) * 11, c_float, c_float, *(c_int,) * 4, c_void_p)
-DECODE_ARGUMENTS = (
-    *(c_void_p,) * 13,
-    c_int64 * 17,
-    *(c_int,) * 11,
-    c_float,
-    c_float,
-    *(c_int,) * 2,
-    c_void_p,
-)
+ENTRY = CallEntry("gm_paged_attention_sm90", "paged_attention")
+WIDE = CallEntry("gm_paged_wide_sm90", "paged_attention")
+DECODE = CallEntry("gm_paged_decode_sm90", "paged_attention")
+PLACES = {"units": UNITS, "counters_at": 0, "parts_at": COUNTER_BYTES}
+DECODE_PLACES = {"counters_at": DECODE_COUNTERS_AT, "parts_at": COUNTER_BYTES}
 
 
 def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> None:
@@ -44,76 +35,38 @@ def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> No
 
     ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """
-    tokens, heads, dim = call.q.shape
-    if tokens == 0:
+    q, dim = call.q, call.q.shape[2]
+    if q.shape[0] == 0:
         return
-    if dim > LARGEST_HEAD and not decode:
-        launch_wide(config, call)
-        return
-    blocks, block_size, kv_heads, _ = call.k_cache.shape
-    q, scale = positive_scale(call.q, call.scale)
-    processors = int(config["ctas"])
-    area = space(call.workspace, parts_bytes(dim, processors), q.device)
+    call = with_workspace(with_positive_scale(call), parts_bytes(dim, int(config["ctas"])))
     device = q.get_device()
-    steps = strides(q, call.out, call.k_cache, call.v_cache, call.block_table, call.k_scale, call.v_scale)
-    tensors = (
-        call.out.data_ptr(),
-        address(call.lse),
-        q.data_ptr(),
-        call.k_cache.data_ptr(),
-        call.v_cache.data_ptr(),
-        call.block_table.data_ptr(),
-        call.query_start.data_ptr(),
-        call.seq_lens.data_ptr(),
-        address(call.sinks),
-        address(call.k_scale),
-        address(call.v_scale),
-    )
-    token_scales = call.k_scale is not None and by_token(call.k_scale)
-    shape = (tokens, call.seq_lens.shape[0], heads, kv_heads, dim)
-    dtype, window = DTYPE_CODES[dtype_name(q.dtype)], max(0, call.window)
-    stream = torch.cuda.current_stream(device).cuda_stream
     if decode:
-        code = cuda_function("gm_paged_decode_sm90", "sm_90a", DECODE_ARGUMENTS)(
-            *tensors,
-            area.counters + DECODE_COUNTERS_AT,
-            area.parts,
-            steps,
-            *shape,
-            block_size,
-            dtype,
-            token_scales,
-            call.max_q,
-            call.max_ctx,
-            window,
-            scale,
-            call.softcap,
-            processors,
-            device,
-            stream,
-        )
+        DECODE.cuda({"ctas": config["ctas"], **DECODE_PLACES}, call, device)
+    elif dim > LARGEST_HEAD:  # its tiles have half as many keys
+        WIDE.cuda({**config, **PLACES, "part_tiles": 2 * int(config["part_tiles"])}, call, device)
     else:
-        code = cuda_function("gm_paged_attention_sm90", "sm_90a", ARGUMENTS)(
-            *tensors,
-            area.counters,
-            area.parts,
-            steps,
-            UNITS,
-            *shape,
-            blocks,
-            block_size,
-            dtype,
-            token_scales,
-            window,
-            scale,
-            call.softcap,
-            config["part_tiles"],
-            config["reading"],
-            processors,
-            device,
-            stream,
-        )
-    check(code, "paged_attention_sm90")
+        ENTRY.cuda({**config, **PLACES}, call, device)
+
+
+def with_positive_scale(call: PagedAttentionCall) -> PagedAttentionCall:
+    """The call with q in rows of whole 16-byte pieces and a scale above 0, and the same scores: the kernels look for the largest score,
+    not for the smallest."""
+    q, scale = call.q, call.scale
+    if scale <= 0.0:
+        q, scale = q * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
+        q = q.contiguous()
+    return call if q is call.q else call.replace(q=q, scale=scale)
+
+
+def with_workspace(call: PagedAttentionCall, size: int) -> PagedAttentionCall:
+    """The call with room for the counters and `size` bytes of partial results. ValueError for a workspace that is too small."""
+    if call.workspace is not None:
+        need_workspace("paged_attention", call.workspace, COUNTER_BYTES + size, call.q.device)
+        return call
+    room = torch.empty(COUNTER_BYTES + size, dtype=torch.uint8, device=call.q.device)
+    room[:COUNTER_BYTES].zero_()
+    return call.replace(workspace=room)
 
 
 def launch_split(config: Config, call: PagedAttentionCall) -> None:

@@ -1,7 +1,7 @@
 // Paged attention for few rows of each sequence on Hopper:
 // the kernels by dtype and head size, and their entry point.
 #include "_paged_decode_instances_sm90.cuh"
-#include "attention/sm90/_attention_host_sm90.h"
+#include "_paged_host_sm90.h"
 
 #ifdef __CUDACC__
 
@@ -35,72 +35,65 @@ Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 }  // namespace
 
-// strides as those of gm_paged_attention_sm90, then of k_scale and v_scale by block, slot and head, 0 where
-// that has no scale of its own. k_scale and v_scale null: caches of q's dtype; else of e4m3 codes, by_token
-// with a scale per token and head. No sequence has more than max_q new tokens and max_ctx keys;
-// max_q times the query heads of a KV head is at most 16 (8 for codes and heads over 128), and KV heads are at
-// most the processors. dtype: of q
-// and out, 1 is fp16, 2 bf16. lse and sinks may be null. counters: 2 processors integers that are zero, and
-// are zero again after the launch. parts: 4 processors (head_dim + 2) 64 bytes. scale > 0. softcap >= 0, 0:
-// none. device < 0 asks for the bytes of shared memory.
-GM_CUDA_ENTRY(gm_paged_decode_sm90)
-(void* out, void* lse, const void* q, const void* k, const void* v, const void* table,
- const void* query_start, const void* seq_lens, const void* sinks, const void* k_scale, const void* v_scale,
- void* counters, void* parts, const int64_t* strides, int tokens, int seqs, int heads, int kv_heads,
- int head_dim, int page, int dtype, int by_token, int max_q, int max_ctx, int window, float scale,
- float softcap, int processors, int device, void* stream) {
-  if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
-  if (tokens < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || page < 1 || max_q < 1)
-    return GM_E_SHAPE;
-  const int group = heads / kv_heads;
-  const int64_t rows = int64_t(max_q) * group;
-  if (rows > 16 || !(scale > 0.f) || !(softcap >= 0.f) || processors < 1 || max_ctx < 1) return GM_E_ARG;
-  const bool codes = k_scale != nullptr;
-  if (codes != (v_scale != nullptr)) return GM_E_ARG;
-  const int bytes = codes ? 1 : 2;
+// A call of few rows of each sequence: max_q times the query heads of a KV head is at most 16 (8 for codes and
+// heads over 128), and KV heads are at most the multiprocessors, which ctas is. No sequence has more than max_q
+// new tokens and max_ctx keys. scale > 0. workspace: at counters_at 2 ctas integers that are zero, and are zero
+// again after the launch; at parts_at 4 ctas (head_dim + 2) 64 bytes. device < 0 asks for the bytes of shared
+// memory.
+GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, counters_at, parts_at)
+(const GmPagedAttentionCall& call, const gm_paged_decode_sm90_options& o, int device, void* stream) {
+  gm::PagedSizes s;
+  if (const int refused = gm::paged_sizes(call, &s)) return refused;
+  if (call.max_q < 1) return GM_E_SHAPE;
+  if (call.max_q > 16 || call.max_q * s.group > 16 || o.ctas < 1 || o.ctas > INT_MAX / 64 || call.max_ctx < 1)
+    return GM_E_ARG;
+  const int64_t rows = call.max_q * s.group;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == (codes ? 0 : dtype) && i.head_dim == head_dim && i.rows == (rows > 8 ? 16 : 8))
+    if (i.dtype == (s.codes ? 0 : s.dtype) && i.head_dim == s.head_dim && i.rows == (rows > 8 ? 16 : 8))
       instance = &i;
   if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
-  if (tokens == 0) return GM_OK;
-  if (!gm::rows_aligned(q, strides, 2, 2) || !gm::rows_aligned(out, strides + 2, 2, 2) ||
-      !gm::rows_aligned(k, strides + 4, 3, bytes) || !gm::rows_aligned(v, strides + 7, 3, bytes) ||
-      strides[5] >= 1 << 30 || strides[8] >= 1 << 30)
+  if (s.tokens == 0) return GM_OK;
+  const int64_t *const k = call.k_cache_stride, *const v = call.v_cache_stride;
+  if (!gm::rows_aligned(call.q, call.q_stride, 2, 2) || !gm::rows_aligned(call.out, call.out_stride, 2, 2) ||
+      !gm::rows_aligned(call.k_cache, k, 3, s.bytes) || !gm::rows_aligned(call.v_cache, v, 3, s.bytes) ||
+      k[1] >= 1 << 30 || v[1] >= 1 << 30)
     return GM_E_SHAPE;
 
   gm::DecodeParams p{};
-  p.out = out, p.lse = static_cast<float*>(lse), p.sinks = static_cast<const float*>(sinks);
-  p.table = static_cast<const int*>(table), p.query_start = static_cast<const int*>(query_start);
-  p.seq_lens = static_cast<const int*>(seq_lens), p.counters = static_cast<unsigned*>(counters);
-  p.parts = static_cast<float*>(parts), p.q = q, p.k = k, p.v = v;
-  p.q_token = strides[0] * 2, p.q_head = strides[1] * 2, p.out_token = strides[2], p.out_head = strides[3];
-  p.k_block = strides[4] * bytes, p.k_slot = int(strides[5] * bytes), p.k_head = strides[6] * bytes;
-  p.v_block = strides[7] * bytes, p.v_slot = int(strides[8] * bytes), p.v_head = strides[9] * bytes,
-  p.table_row = strides[10];
-  p.seqs = seqs, p.heads = heads, p.kv_heads = kv_heads, p.head_dim = head_dim, p.group = group,
-  p.window = window, p.page = page;
-  p.pieces = processors * instance->resident / kv_heads;
+  p.out = call.out, p.lse = static_cast<float*>(call.lse), p.sinks = static_cast<const float*>(call.sinks);
+  p.table = static_cast<const int*>(call.block_table);
+  p.query_start = static_cast<const int*>(call.query_start);
+  p.seq_lens = static_cast<const int*>(call.seq_lens);
+  p.counters = gm::at<unsigned>(call.workspace, o.counters_at);
+  p.parts = gm::at<float>(call.workspace, o.parts_at);
+  p.q = call.q, p.k = call.k_cache, p.v = call.v_cache;
+  p.q_token = call.q_stride[0] * 2, p.q_head = call.q_stride[1] * 2;
+  p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
+  p.table_row = call.block_table_stride[0];
+  p.k_block = k[0] * s.bytes, p.k_slot = int(k[1] * s.bytes), p.k_head = k[2] * s.bytes;
+  p.v_block = v[0] * s.bytes, p.v_slot = int(v[1] * s.bytes), p.v_head = v[2] * s.bytes;
+  p.seqs = s.seqs, p.heads = s.heads, p.kv_heads = s.kv_heads, p.head_dim = s.head_dim, p.group = s.group;
+  p.window = s.window, p.page = s.page;
+  p.pieces = int(o.ctas) * instance->resident / s.kv_heads;
   if (p.pieces < 1) return GM_E_ARG;
-  p.by_page = 0xffffffffu / unsigned(page), p.by_group = (65536 + group - 1) / group;
-  p.score_scale = scale * 1.4426950408889634f, p.scale_log2 = codes || softcap > 0.f ? 1.f : p.score_scale;
-  p.k_scale = static_cast<const float*>(k_scale), p.v_scale = static_cast<const float*>(v_scale);
-  p.k_scale_block = strides[11], p.k_scale_slot = strides[12], p.k_scale_head = strides[13];
-  p.v_scale_block = strides[14], p.v_scale_slot = strides[15], p.v_scale_head = strides[16];
-  p.by_token = by_token != 0, p.bf16 = dtype == 2;
+  p.by_page = 0xffffffffu / unsigned(s.page), p.by_group = (65536 + s.group - 1) / s.group;
+  p.score_scale = s.scale * 1.4426950408889634f;
+  p.scale_log2 = s.codes || s.softcap > 0.f ? 1.f : p.score_scale;
+  gm::set_scales(call, s, &p);
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
-  p.beginning = seqs > 1 ? gm::kBeginning : 0;
-  const int64_t each = (int64_t(max_ctx) + 2 * step - 1) / step + p.beginning;
-  const int64_t most = (int64_t(seqs) * each + 3) / 4;
-  const gm::Launch shape{.grid_x = unsigned((most < p.pieces ? most : p.pieces) * kv_heads),
+  p.beginning = s.seqs > 1 ? gm::kBeginning : 0;
+  const int64_t each = (call.max_ctx + 2 * step - 1) / step + p.beginning;
+  const int64_t most = (int64_t(s.seqs) * each + 3) / 4;
+  const gm::Launch shape{.grid_x = unsigned((most < p.pieces ? most : p.pieces) * s.kv_heads),
                          .block = 128,
                          .smem = instance->smem,
                          .pdl = true};
-  if (softcap > 0.f) {
-    const gm::SoftCap<true> cap = gm::soft_cap(softcap, codes ? 0.f : scale);
-    return gm_paged_decode_softcap_sm90(&p, &cap, instance->dtype, head_dim, instance->rows, &shape, device,
+  if (s.softcap > 0.f) {
+    const gm::SoftCap<true> cap = gm::soft_cap(s.softcap, s.codes ? 0.f : s.scale);
+    return gm_paged_decode_softcap_sm90(&p, &cap, instance->dtype, s.head_dim, instance->rows, &shape, device,
                                         stream);
   }
   void* args[] = {&p};

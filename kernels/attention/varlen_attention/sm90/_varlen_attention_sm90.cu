@@ -1,6 +1,7 @@
 // Attention over dense sequences for Hopper: the kernels by dtype and head size, and their entry point.
 #include "_varlen_attention_sm90.cuh"
 #include "attention/sm90/_attention_host_sm90.h"
+#include "calls/varlen_attention.h"
 
 #define GM_EACH(K)                    \
   K(bf16, 2, __nv_bfloat16, 192, 128) \
@@ -44,56 +45,57 @@ int tile_map(CUtensorMap* map, const void* base, bool bf16, int dim, int heads, 
 
 }  // namespace
 
-// strides, in elements: token and head of q, out, k and v. q [tokens, heads, qk_dim], k [rows, kv_heads,
-// qk_dim], v [rows, kv_heads, v_dim], out [tokens, heads, v_dim]; query_start and context_start [seqs + 1].
 // Dimensions of heads are multiples of 8, qk_dim up to 192 and v_dim up to 128; all rows begin at multiples
-// of 16 bytes (GM_E_SHAPE otherwise). dtype: 1 is fp16, 2 bf16. lse may be null. scale > 0. device < 0 asks
-// for the bytes of shared memory.
-GM_CUDA_ENTRY(gm_varlen_attention_sm90)
-(void* out, void* lse, const void* q, const void* k, const void* v, const void* query_start,
- const void* context_start, const int64_t* strides, int tokens, int rows, int seqs, int heads, int kv_heads,
- int qk_dim, int v_dim, int dtype, float scale, int ctas, int device, void* stream) {
-  if (dtype != 1 && dtype != 2) return GM_E_DTYPE;
-  if (tokens < 0 || rows < 0 || seqs < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 ||
-      qk_dim < 8 || v_dim < 8 || qk_dim % 8 != 0 || v_dim % 8 != 0)
+// of 16 bytes (GM_E_SHAPE otherwise). scale > 0. device < 0 asks for the bytes of shared memory.
+GM_CUDA_CALL(gm_varlen_attention_sm90, VarlenAttention, ctas)
+(const GmVarlenAttentionCall& call, const gm_varlen_attention_sm90_options& o, int device, void* stream) {
+  if (call.x_type != 1 && call.x_type != 2) return GM_E_DTYPE;
+  const int64_t sizes[] = {call.q_tokens, call.total_ctx, call.seqs, call.heads, call.kv_heads};
+  for (int64_t size : sizes)
+    if (size < 0 || size > INT32_MAX) return GM_E_SHAPE;
+  if (call.seqs < 1 || call.kv_heads < 1 || call.heads < 1 || call.heads % call.kv_heads != 0 ||
+      call.qk_dim < 8 || call.v_dim < 8 || call.qk_dim % 8 != 0 || call.v_dim % 8 != 0)
     return GM_E_SHAPE;
-  if (!(scale > 0.f) || ctas < 1) return GM_E_ARG;
+  const int tokens = int(call.q_tokens), rows = int(call.total_ctx), seqs = int(call.seqs);
+  const int heads = int(call.heads), kv_heads = int(call.kv_heads);
+  const float scale = float(call.scale);
+  if (!(scale > 0.f) || o.ctas < 1 || o.ctas > INT32_MAX) return GM_E_ARG;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == dtype && qk_dim <= i.qk_dim && v_dim <= i.v_dim &&
+    if (i.dtype == call.x_type && call.qk_dim <= i.qk_dim && call.v_dim <= i.v_dim &&
         (instance == nullptr || i.qk_dim < instance->qk_dim))
       instance = &i;
   if (instance == nullptr) return GM_E_SHAPE;
+  const int qk_dim = int(call.qk_dim), v_dim = int(call.v_dim);
   if (device < 0) return int(instance->smem);
   if (tokens == 0) return GM_OK;
-  const void* const bases[] = {q, out, k, v};
-  for (int i = 0; i < 4; ++i)
-    if (reinterpret_cast<uintptr_t>(bases[i]) % 16 != 0 || strides[2 * i] % 8 != 0 ||
-        strides[2 * i + 1] % 8 != 0 || strides[2 * i] < 0 || strides[2 * i + 1] < 0)
-      return GM_E_SHAPE;
+  if (!gm::rows_copyable(call.q, call.q_stride, 2, 2) ||
+      !gm::rows_copyable(call.out, call.out_stride, 2, 2) ||
+      !gm::rows_copyable(call.k, call.k_stride, 2, 2) || !gm::rows_copyable(call.v, call.v_stride, 2, 2))
+    return GM_E_SHAPE;
 
   gm::VarlenParams p{};
-  p.out = out, p.lse = static_cast<float*>(lse);
-  p.query_start = static_cast<const int*>(query_start);
-  p.context_start = static_cast<const int*>(context_start);
-  p.out_token = strides[2], p.out_head = strides[3];
+  p.out = call.out, p.lse = static_cast<float*>(call.lse);
+  p.query_start = static_cast<const int*>(call.query_start);
+  p.context_start = static_cast<const int*>(call.context_start);
+  p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
   p.seqs = seqs, p.heads = heads, p.group = heads / kv_heads, p.v_dim = v_dim;
   p.scale_log2 = scale * 1.4426950408889634f;
   CUtensorMap maps[3] = {};
-  const bool bf16 = dtype == 2;
-  int status = tile_map(&maps[0], q, bf16, qk_dim, heads, tokens, strides);
+  const bool bf16 = call.x_type == 2;
+  int status = tile_map(&maps[0], call.q, bf16, qk_dim, heads, tokens, call.q_stride);
   // Without keys nothing is copied, but a map has at least one row.
   if (status == GM_OK)
-    status = tile_map(&maps[1], rows > 0 ? k : q, bf16, qk_dim, rows > 0 ? kv_heads : 1, rows > 0 ? rows : 1,
-                      strides + 4);
+    status = tile_map(&maps[1], rows > 0 ? call.k : call.q, bf16, qk_dim, rows > 0 ? kv_heads : 1,
+                      rows > 0 ? rows : 1, call.k_stride);
   if (status == GM_OK)
-    status = tile_map(&maps[2], rows > 0 ? v : q, bf16, v_dim, rows > 0 ? kv_heads : 1, rows > 0 ? rows : 1,
-                      strides + 6);
+    status = tile_map(&maps[2], rows > 0 ? call.v : call.q, bf16, v_dim, rows > 0 ? kv_heads : 1,
+                      rows > 0 ? rows : 1, call.v_stride);
   if (status != GM_OK) return status;
   const int64_t most = (int64_t(tokens) / 128 + seqs) * heads;  // tiles of as many tokens
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};
   return instance->kernel.launch(device, stream,
-                                 {.grid_x = unsigned(most < ctas ? most : ctas),
+                                 {.grid_x = unsigned(most < o.ctas ? most : o.ctas),
                                   .block = gm::VarlenShape<192, 128>::kThreads,
                                   .smem = instance->smem,
                                   .pdl = true},
