@@ -107,7 +107,7 @@ GM_CUDA_CALL(gm_paged_attention_sm90, PagedAttention, ctas, part_tiles, reading,
       status = gm::heads_map(&maps[2], call.v_cache, s.dtype == 2, 4, sizes, v_strides, kv_box);
   }
   if (status != GM_OK) return status;
-  // No batch of as many s.tokens has more pieces of work.
+  // No batch of as many tokens has more pieces of work.
   const int64_t most =
       (int64_t(s.tokens) / p.tile_q + int64_t(s.seqs) * (o.units > 0 ? gm::kMostParts : 1)) * s.kv_heads;
   gm::SoftCap<true> cap = gm::soft_cap(s.softcap, s.codes ? 0.f : s.scale);

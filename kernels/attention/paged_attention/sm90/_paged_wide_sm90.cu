@@ -79,11 +79,7 @@ GM_CUDA_CALL(gm_paged_wide_sm90, PagedAttention, ctas, part_tiles, reading, unit
   if (status == GM_OK)
     status = gm::heads_map(&maps[2], call.v_cache, s.dtype == 2, 4, sizes, v_strides, kv_box);
   if (status != GM_OK) return status;
-<<<<<<< HEAD
   // An upper bound of the work tiles of a batch of as many tokens.
-=======
-  // No batch of as many s.tokens has more pieces of work.
->>>>>>> ef4a9d9 (Pass calls of attention to Hopper kernels as one struct)
   const int64_t most =
       (int64_t(s.tokens) / p.tile_q + int64_t(s.seqs) * (o.units > 0 ? gm::kMostParts : 1)) * s.kv_heads;
   gm::SoftCap<true> cap = gm::soft_cap(s.softcap, s.scale);
