@@ -6,13 +6,13 @@ FOLDER: where it must be installed. ``-P`` keeps this checkout off the path.
 from __future__ import annotations
 
 import sys
-from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
 import gristmill
 from gristmill.kernels import native
+from gristmill.kernels.norm.rms_norm_cpu import ENTRY
 
 
 def main(folders: list[str]) -> None:
@@ -21,11 +21,9 @@ def main(folders: list[str]) -> None:
     if folders and not place.is_relative_to(folders[0]):
         raise SystemExit(f"expected gristmill below {folders[0]}, imported it from {place}")
     levels = native.manifest()["cpu_levels"]
-    arguments = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int)
     x, w = torch.ones(2, 9), torch.arange(9.0)
     out = torch.empty_like(x)
-    function = native.cpu_function("gm_rms_norm", levels[0], arguments)
-    native.check(function(x.data_ptr(), 9, w.data_ptr(), out.data_ptr(), 9, 2, 9, 0.0, 0), "gm_rms_norm")
+    ENTRY.cpu({"level": levels[0]}, ENTRY.op.Call(x, w, 0.0, out))
     if not torch.equal(out, w.expand(2, 9)):
         raise SystemExit(f"rms_norm of ones gave {out}")
     print(

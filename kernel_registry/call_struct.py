@@ -9,11 +9,14 @@ The fields, for each argument and then for each output, in order:
 
 - a tensor: its address (null for None) and, unless it is contiguous, ``<name>_stride``: the strides in elements of all dimensions but a
   contiguous last one; of ``rows`` and ``matrix`` the one between rows. 0 for None.
-- packed weights: ``<name>[WEIGHTS]``, the addresses of their tensors.
+- packed weights: ``<name>[WEIGHTS]``, the addresses of their tensors, ``<name>_size``, their numbers of elements (-1 unless contiguous), and
+  ``<name>_type``, their dtype codes (-1 for one that there is not).
 - scratch memory: ``workspace`` and ``workspace_bytes``.
-- a number or a flag: its value. Strings stay in Python.
+- a number or a flag: its value.
+- a string that chooses from an axis: an enumerator of an enum class of the choices. Other strings stay in Python.
 
-Then the sizes that shapes determine, by their names (0 where the argument is None), and ``<axis>_type``, the dtype codes of dtype axes.
+Then the sizes that shapes determine, by their names (0 where the argument is None; ``<name>_count`` for one that shares its name with an
+argument), and ``<axis>_type``, the dtype codes of dtype axes.
 """
 
 from __future__ import annotations
@@ -43,18 +46,31 @@ WEIGHTS = 6
 
 @dataclass(frozen=True)
 class Field:
-    """A field: its C type and name, how many values it has, the Python source of them, and a comment."""
+    """A field: its C type and name, how many values it has, the Python source of them, a comment, and what its enum class lists."""
 
     type: str
     name: str
     count: int
     source: str
     comment: str = ""
+    choices: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
         """The format characters of `struct`."""
-        return {"int64_t": "q", "double": "d"}.get(self.type, "P") * self.count
+        return ("P" if self.type.endswith("*") else "d" if self.type == "double" else "q") * self.count
+
+    @property
+    def declaration(self) -> str:
+        """The type and name in C."""
+        listed = (
+            f"enum class {self.type} : int64_t {{ {', '.join(self.choices)} }} "
+            if self.choices
+            else f"{self.type} "
+        )
+        return f"{listed}{self.name}" + (
+            f"[{self.count}]" if self.count > 1 or self.name.endswith("_stride") else ""
+        )
 
 
 def fields(op: Declared) -> tuple[Field, ...]:
@@ -64,15 +80,7 @@ def fields(op: Declared) -> tuple[Field, ...]:
         if isinstance(item, Tensor):
             found += _tensor(op, item)
         elif isinstance(item, Weight):
-            found.append(
-                Field(
-                    "const void*",
-                    item.name,
-                    WEIGHTS,
-                    f"*addresses(call.{item.name})",
-                    f"of [{_sizes(item.shape)}]",
-                )
-            )
+            found += _weight(item)
         elif isinstance(item, Scratch):
             found.append(
                 Field("void*", item.name, 1, "0 if call.workspace is None else call.workspace.data_ptr()")
@@ -82,11 +90,26 @@ def fields(op: Declared) -> tuple[Field, ...]:
                     "int64_t", "workspace_bytes", 1, "0 if call.workspace is None else call.workspace.nbytes"
                 )
             )
-        elif item.kind != "str":
+        elif item.kind == "str":
+            choices = next((axis.choices for axis in op.axes if axis.name == item.name), ())
+            numbers = {choice: number for number, choice in enumerate(choices)}
+            found += (
+                [Field(item.name.capitalize(), item.name, 1, f"{numbers}[call.{item.name}]", choices=choices)]
+                if choices
+                else []
+            )
+        else:
             found.append(
                 Field("double" if item.kind == "float" else "int64_t", item.name, 1, f"call.{item.name}")
             )
     return (*found, *_named_sizes(op), *_dtypes(op))
+
+
+def _weight(item: Weight) -> Iterator[Field]:
+    tensors = f"call.{item.name}"
+    yield Field("const void*", item.name, WEIGHTS, f"*addresses({tensors})", f"of [{_sizes(item.shape)}]")
+    yield Field("int64_t", f"{item.name}_size", WEIGHTS, f"*element_counts({tensors})")
+    yield Field("int64_t", f"{item.name}_type", WEIGHTS, f"*weight_types({tensors})")
 
 
 def _sizes(shape: str) -> str:
@@ -118,6 +141,7 @@ def _tensor(op: Declared, item: Tensor) -> Iterator[Field]:
 def _named_sizes(op: Declared) -> Iterator[Field]:
     taken = {a.name for a in op.arguments if isinstance(a, Scalar)}
     tensors = [a for a in (*op.arguments, *op.returns) if isinstance(a, Tensor)]
+    named = {tensor.name for tensor in tensors}
     for item in sorted(tensors, key=lambda tensor: tensor.optional):
         shape, x = Shape(item.shape), f"call.{item.name}"
         absent = f"0 if {x} is None else " if item.optional else ""
@@ -131,7 +155,9 @@ def _named_sizes(op: Declared) -> Iterator[Field]:
             name, _, more = size.partition("+")  # seqs+1, as starts of sequences have
             if is_name(name) and name not in taken and (not more or more.isdigit()):
                 taken.add(name)
-                yield Field("int64_t", name, 1, f"{absent}{x}.shape[{place}]{f' - {more}' if more else ''}")
+                less = f" - {more}" if more else ""
+                field = f"{name}_count" if name in named else name
+                yield Field("int64_t", field, 1, f"{absent}{x}.shape[{place}]{less}")
 
 
 def _dtypes(op: Declared) -> Iterator[Field]:
@@ -146,7 +172,9 @@ def _dtypes(op: Declared) -> Iterator[Field]:
 
 def digest(op: Declared) -> int:
     """A number of 63 bits that differs for different fields."""
-    text = ";".join(f"{field.type} {field.name}[{field.count}]" for field in fields(op))
+    text = ";".join(
+        f"{field.type}{list(field.choices) or ''} {field.name}[{field.count}]" for field in fields(op)
+    )
     return int.from_bytes(hashlib.sha256(f"{op.name}:{text}".encode()).digest()[:8]) >> 1
 
 
@@ -162,15 +190,14 @@ def header(op: Declared) -> str:
         f"  static constexpr uint64_t kDigest = {digest(op):#x};",
     ]
     for field in fields(op):
-        count = f"[{field.count}]" if field.count > 1 or field.name.endswith("_stride") else ""
         lines += [f"  // {field.comment}"] if field.comment else []
-        lines.append(f"  {field.type} {field.name}{count};")
+        lines.append(f"  {field.declaration};")
     return "\n".join([*lines, "};", ""])
 
 
 def packer(op: Declared, names: dict[str, Any]) -> Callable[[Any], bytes]:
-    """``pack(call)``: the bytes of the struct. names: the functions that the sources of fields use: ``dtype_code``, ``row_stride`` and
-    ``addresses``."""
+    """``pack(call)``: the bytes of the struct. names: the functions that the sources of fields use: ``dtype_code``, ``row_stride``,
+    ``addresses``, ``element_counts`` and ``weight_types``."""
     layout = Struct("".join(field.code for field in fields(op)))
     values = ",\n        ".join(field.source for field in fields(op))
     scope: dict[str, Any] = {"pack_into": layout.pack, **names}

@@ -1,12 +1,12 @@
 """Native entries that take a call as one struct, written from the declaration of the operation (`kernel_registry.call_struct`).
 
     ENTRY = CallEntry(<name of the entry>, "rms_norm")
-    ENTRY.cpu(level, call)               # the entry of a code level
+    ENTRY.cpu(config, call)              # of the configuration's code level
     ENTRY.cuda(config, call, device)     # on the device's current stream
 
-An entry of a GPU also gets the options that ``GM_CUDA_CALL`` names, 64-bit integers out of the configuration: their names are read from the
-library, so each is declared once, in the source that reads it. When an entry is first looked up, the digest of the struct that the
-library was compiled with is compared with the digest of the declaration.
+An entry also gets the options that ``GM_CPU_CALL`` or ``GM_CUDA_CALL`` names, 64-bit integers out of the configuration: their names are
+read from the library, so each is declared once, in the source that reads it. When an entry is first looked up, the digest of the struct
+that the library was compiled with is compared with the digest of the declaration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from gristmill.quant.native import NativeLibraryError
 if TYPE_CHECKING:
     from torch import Tensor
 
-CPU_ARGUMENTS = (c_char_p,)
 CUDA_ARGUMENTS = (c_char_p, c_char_p, c_int, c_void_p)
 
 
@@ -37,9 +36,44 @@ def addresses(weight: Sequence[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in weight] + [0] * (WEIGHTS - len(weight))
 
 
+def element_counts(weight: Sequence[Tensor]) -> list[int]:
+    """The numbers of elements of the tensors of a packed weight; -1 for one that is not contiguous, 0 for one that there is not."""
+    counts = [tensor.numel() if tensor.is_contiguous() else -1 for tensor in weight]
+    return counts + [0] * (WEIGHTS - len(weight))
+
+
+def weight_types(weight: Sequence[Tensor]) -> list[int]:
+    """The codes of the dtypes of the tensors of a packed weight; -1 for another dtype."""
+    return [DTYPE_CODES.get(dtype_name(tensor.dtype), -1) for tensor in weight] + [-1] * (
+        WEIGHTS - len(weight)
+    )
+
+
 def dtype_code(dtype: Any) -> int:
     """The code of a torch dtype in native entries."""
     return DTYPE_CODES[dtype_name(dtype)]
+
+
+FUNCTIONS = {
+    "addresses": addresses,
+    "dtype_code": dtype_code,
+    "element_counts": element_counts,
+    "row_stride": row_stride,
+    "weight_types": weight_types,
+}
+"""What the sources of fields use."""
+
+
+class Options:
+    """The options of an entry: their names, separated by commas, as the library states them."""
+
+    def __init__(self, names: str) -> None:
+        self.names = tuple(name.strip() for name in names.split(",") if name.strip())
+        self._layout = Struct(f"{len(self.names)}q")
+
+    def pack(self, config: Mapping[str, Any]) -> bytes:
+        """The bytes of their struct."""
+        return self._layout.pack(*[int(config[name]) for name in self.names])
 
 
 class CallEntry:
@@ -47,7 +81,7 @@ class CallEntry:
 
     def __init__(self, name: str, op: str) -> None:
         self.name, self._op = name, op
-        self._checked: set[str] = set()
+        self._levels: dict[Any, Options] = {}
 
     @cached_property
     def op(self) -> Op:
@@ -57,39 +91,44 @@ class CallEntry:
     @cached_property
     def pack(self) -> Callable[[Any], bytes]:
         """``pack(call)``: the bytes of the struct."""
-        return packer(self.op, {"addresses": addresses, "dtype_code": dtype_code, "row_stride": row_stride})
+        return packer(self.op, FUNCTIONS)
 
-    def cpu(self, level: Any, call: Call) -> None:
-        """Call the entry of a code level. Raises the exception that a native return code stands for."""
-        function = cpu_function(self.name, level, CPU_ARGUMENTS)
-        if level not in self._checked:
-            self._check(cpu_library(), f"{self.name}__{level}")
-            self._checked.add(level)
-        check(function(self.pack(call)), self.name)
+    def cpu(self, config: Mapping[str, Any], call: Call) -> None:
+        """Call the entry of the configuration's code level. Raises the exception that a native return code stands for."""
+        level = config["level"]
+        options = self._levels.get(level)
+        if options is None:
+            options = self._levels[level] = self._options(cpu_library(), f"{self.name}__{level}")
+        if options.names:
+            code = cpu_function(self.name, level, (c_char_p, c_char_p))(self.pack(call), options.pack(config))
+        else:
+            code = cpu_function(self.name, level, (c_char_p,))(self.pack(call))
+        check(code, self.name)
 
-    def cuda(self, options: Mapping[str, Any], call: Any, device: int) -> None:
+    def cuda(self, config: Mapping[str, Any], call: Any, device: int) -> None:
         """Launch on the current stream of `device`. Raises the exception that a native return code stands for."""
         import torch
 
-        function, names, layout = self._cuda
-        values = layout.pack(*[int(options[name]) for name in names])
+        function, options = self._cuda
         stream = torch.cuda.current_stream(device).cuda_stream
-        check(function(self.pack(call), values, device, stream), self.name)
+        check(function(self.pack(call), options.pack(config), device, stream), self.name)
 
-    def ask(self, options: Mapping[str, Any], call: Any) -> int:
+    def ask(self, config: Mapping[str, Any], call: Any) -> int:
         """What an entry of a GPU says without a device: bytes of shared memory, or the code of a refusal."""
-        function, names, layout = self._cuda
-        return function(self.pack(call), layout.pack(*[int(options[name]) for name in names]), -1, None)
+        function, options = self._cuda
+        return function(self.pack(call), options.pack(config), -1, None)
 
     @cached_property
-    def _cuda(self) -> tuple[Callable[..., int], tuple[str, ...], Struct]:
-        function = cuda_function(self.name, "sm_90a", CUDA_ARGUMENTS)
-        library = cuda_library("sm_90a")
-        self._check(library, self.name)
-        named = library[f"options_of_{self.name}"]
-        named.restype = c_char_p
-        names = tuple(name.strip() for name in named().decode().split(",") if name.strip())
-        return function, names, Struct(f"{len(names)}q")
+    def _cuda(self) -> tuple[Callable[..., int], Options]:
+        options = self._options(cuda_library("sm_90a"), self.name)
+        return cuda_function(self.name, "sm_90a", CUDA_ARGUMENTS), options
+
+    def _options(self, library: CDLL, symbol: str) -> Options:
+        """The options of an entry, once its struct is that of the declaration."""
+        self._check(library, symbol)
+        names = library[f"options_of_{symbol}"]
+        names.restype = c_char_p
+        return Options(names().decode())
 
     def _check(self, library: CDLL, symbol: str) -> None:
         """NativeLibraryError if the library was compiled with another struct of the operation's calls."""

@@ -4,6 +4,7 @@
 // level into _lib/libgristmill_cpu.so. Adding a core edits no other file. Pattern:
 //
 //   #include "gm_cpu.h"  // found without a path
+//   #include "calls/my_op.h"  // the struct of its calls, which `make generate` writes
 //   namespace {  // everything but the entry is internal: one copy per level, no ODR clash
 //   template <class T>
 //   void twice(const T* x, T* y, int64_t n) {
@@ -12,19 +13,19 @@
 //     if (i < n) gm::store(y + i, 2.0f * gm::load(x + i, n - i), n - i);
 //   }
 //   }  // namespace
-//   GM_KERNEL(gm_my_op)(const void* x, void* y, int64_t n, int dtype) {  // int gm_my_op__<level>(...)
-//     GM_DISPATCH_FLOAT(dtype, T, {  // T = float, gm::f16 or gm::bf16; GM_E_DTYPE for another dtype
-//       return gm::parallel_for(n, /*grain*/ 4096, [=](int64_t begin, int64_t end) {
-//         twice(static_cast<const T*>(x) + begin, static_cast<T*>(y) + begin, end - begin);
+//   GM_CPU_CALL(gm_my_op, MyOp)(const GmMyOpCall& call) {  // int gm_my_op__<level>(...)
+//     GM_DISPATCH_FLOAT(call.x_type, T, {  // T = float, gm::f16 or gm::bf16; GM_E_DTYPE for another dtype
+//       return gm::parallel_for(call.n, /*grain*/ 4096, [&](int64_t begin, int64_t end) {
+//         twice(static_cast<const T*>(call.x) + begin, static_cast<T*>(call.y) + begin, end - begin);
 //       });
 //     })
 //   }
 //
-// and in Python, with kernels/native.py:
+// and in Python, with kernels/native_call.py:
 //
-//   native.cpu_function("gm_my_op", level, (c_void_p, c_void_p, c_int64, c_int))
+//   CallEntry("gm_my_op", "my_op").cpu(config, call)
 //
-// Rules. Entries take plain pointers and integers, return 0 or a negative code, and never throw (compiled
+// Rules. Entries return 0 or a negative code, and never throw (compiled
 // with -fno-exceptions -fno-rtti). Strides are in elements. Shapes are checked in Python; an entry re-checks
 // only what would make it write out of bounds. No std:: containers or algorithms here: an inline STL template
 // instantiated with AVX-512 could be the copy that the linker keeps for base code. <cstdint>, <cstring>,
@@ -100,12 +101,21 @@
 #define GM_CAT2(a, b) a##__##b
 #define GM_CAT(a, b) GM_CAT2(a, b)
 #define GM_KERNEL(name) extern "C" __attribute__((visibility("default"))) int GM_CAT(name, GM_LEVEL)
-// GM_CPU_CALL(gm_rms_norm, RmsNorm)(const GmRmsNormCall& call): an entry that takes the struct of "calls/rms_norm.h", whose digest is
-// compared with that of the declaration when the entry is first looked up (kernels/native_call.py).
-#define GM_CPU_CALL(name, Op)                                                                     \
-  extern "C" __attribute__((visibility("default"))) uint64_t GM_CAT(call_of_##name, GM_LEVEL)() { \
-    return Gm##Op##Call::kDigest;                                                                 \
-  }                                                                                               \
+// GM_CPU_CALL(gm_rms_norm, RmsNorm)(const GmRmsNormCall& call): an entry that takes the struct of
+// "calls/rms_norm.h", whose digest is compared with that of the declaration when the entry is first looked up
+// (kernels/native_call.py). With names after the operation, GM_CPU_CALL(gm_linear_rows16, Linear, format,
+// group), the entry has a second parameter, const gm_linear_rows16_options&: int64_t of these names, out of the
+// configuration.
+#define GM_CPU_CALL(name, Op, ...)                                                                      \
+  struct name##_options {                                                                               \
+    __VA_OPT__(int64_t __VA_ARGS__;)                                                                    \
+  };                                                                                                    \
+  extern "C" __attribute__((visibility("default"))) uint64_t GM_CAT(call_of_##name, GM_LEVEL)() {       \
+    return Gm##Op##Call::kDigest;                                                                       \
+  }                                                                                                     \
+  extern "C" __attribute__((visibility("default"))) const char* GM_CAT(options_of_##name, GM_LEVEL)() { \
+    return #__VA_ARGS__;                                                                                \
+  }                                                                                                     \
   GM_KERNEL(name)
 
 // Codes shared with kernels/native.py.

@@ -12,6 +12,26 @@ struct RowFormat {
   float least, top;  // lower bound of amax, 0: the scale is given; largest code, 127 for int8
 };
 
+// By the enum class of a call.
+template <class Format>
+RowFormat row_format(Format format) {
+  switch (format) {
+    case Format::fp8:
+      return {0, 0.0f, 448.0f};
+    case Format::fp8_token:
+      return {0, 1e-10f, 448.0f};
+    case Format::fp8_g128:
+      return {128, 1e-4f, 448.0f};
+    case Format::int8_token:
+      return {0, 1e-10f, 127.0f};
+    case Format::int8_g32:
+      return {32, 1e-10f, 127.0f};
+    case Format::int8_g128:
+      return {128, 1e-10f, 127.0f};
+  }
+  __builtin_unreachable();
+}
+
 typedef int8_t vc __attribute__((vector_size(kLanes)));
 
 // v rounded to T and back.

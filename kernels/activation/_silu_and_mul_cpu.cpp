@@ -1,5 +1,6 @@
 // SwiGLU's gate: out[r, c] = silu(x[r, c]) * x[r, cols + c], in float32, rounded once.
 // Shazeer, "GLU Variants Improve Transformer" (2020).
+#include "calls/silu_and_mul.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -17,17 +18,15 @@ void silu_and_mul_row(const T* gate, const T* up, T* out, int64_t cols) {
 
 }  // namespace
 
-// x [rows, 2 * cols], gate first, and out [rows, cols], with the given row strides and unit column stride, of
-// one dtype. out may be the gate half of x.
-GM_KERNEL(gm_silu_and_mul)(const void* x, int64_t x_row_stride, void* out, int64_t out_row_stride,
-                           int64_t rows, int64_t cols, int dtype) {
-  if (rows < 0 || cols < 1) return GM_E_SHAPE;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    const int64_t grain = 4096 / cols + 1;
-    return gm::parallel_for(rows, grain, [=](int64_t begin, int64_t end) {
+// x has the gate first; out may be the gate half of x.
+GM_CPU_CALL(gm_silu_and_mul, SiluAndMul)(const GmSiluAndMulCall& call) {
+  if (call.m < 0 || call.n < 1) return GM_E_SHAPE;
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    const int64_t grain = 4096 / call.n + 1;
+    return gm::parallel_for(call.m, grain, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const T* row = static_cast<const T*>(x) + r * x_row_stride;
-        silu_and_mul_row(row, row + cols, static_cast<T*>(out) + r * out_row_stride, cols);
+        const T* row = static_cast<const T*>(call.x) + r * call.x_stride[0];
+        silu_and_mul_row(row, row + call.n, static_cast<T*>(call.out) + r * call.out_stride[0], call.n);
       }
     });
   })

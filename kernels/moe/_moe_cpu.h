@@ -39,8 +39,8 @@ bool gather(const T* x, int64_t x_rows, int64_t stride, const int32_t* rows, int
 // out[token] = sum over k, in order, of weights[token, k] * y[inverse[token, k]] in float32;
 // negative places are skipped.
 template <class T>
-int combine(const T* y, int64_t y_rows, int64_t y_stride, const int32_t* inverse, const float* weights,
-            T* out, int64_t tokens, int64_t top_k, int64_t width) {
+int combine(const T* y, int64_t y_rows, const int32_t* inverse, const float* weights, T* out, int64_t tokens,
+            int64_t top_k, int64_t width) {
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (inverse[i] >= y_rows) return GM_E_ARG;
   return gm::parallel_for(tokens, 16384 / (width * top_k) + 1, [=](int64_t begin, int64_t end) {
@@ -52,7 +52,7 @@ int combine(const T* y, int64_t y_rows, int64_t y_stride, const int32_t* inverse
         for (int64_t k = 0; k < top_k; ++k) {
           const int64_t place = inverse[t * top_k + k];
           if (place < 0) continue;
-          const T* from = y + place * y_stride + c;
+          const T* from = y + place * width + c;
           sum = gm::fma(gm::splat(weights[t * top_k + k]), left >= L ? gm::load(from) : gm::load(from, left),
                         sum);
         }

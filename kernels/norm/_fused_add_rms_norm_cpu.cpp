@@ -1,5 +1,6 @@
 // residual[r, c] += x[r, c], rounded to the dtype; out[r, c] = residual[r, c] / sqrt(mean_c(residual[r, c]^2)
 // + eps) * w[c], summed and scaled in float32 from the stored residual, rounded once.
+#include "calls/fused_add_rms_norm.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -34,19 +35,18 @@ void add_rms_norm_row(const T* x, T* residual, const T* w, T* out, int64_t cols,
 
 }  // namespace
 
-// x, residual (written) and out: [rows, cols] with the given row strides and unit column stride; w [cols];
-// all of one dtype. out may be x. Rows of residual and of out must not overlap.
-GM_KERNEL(gm_fused_add_rms_norm)(const void* x, int64_t x_row_stride, void* residual,
-                                 int64_t residual_row_stride, const void* w, void* out,
-                                 int64_t out_row_stride, int64_t rows, int64_t cols, float eps, int dtype) {
-  if (rows < 0 || cols < 1) return GM_E_SHAPE;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    const int64_t grain = 16384 / cols + 1;  // about 16k elements a task
-    return gm::parallel_for(rows, grain, [=](int64_t begin, int64_t end) {
+// out may be x. Rows of residual and of out must not overlap.
+GM_CPU_CALL(gm_fused_add_rms_norm, FusedAddRmsNorm)(const GmFusedAddRmsNormCall& call) {
+  if (call.m < 0 || call.n < 1) return GM_E_SHAPE;
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    const int64_t grain = 16384 / call.n + 1;  // about 16k elements a task
+    return gm::parallel_for(call.m, grain, [&](int64_t begin, int64_t end) {
+      const float eps = float(call.eps);
       for (int64_t r = begin; r < end; ++r)
-        add_rms_norm_row(static_cast<const T*>(x) + r * x_row_stride,
-                         static_cast<T*>(residual) + r * residual_row_stride, static_cast<const T*>(w),
-                         static_cast<T*>(out) + r * out_row_stride, cols, eps);
+        add_rms_norm_row(static_cast<const T*>(call.x) + r * call.x_stride[0],
+                         static_cast<T*>(call.residual) + r * call.residual_stride[0],
+                         static_cast<const T*>(call.weight),
+                         static_cast<T*>(call.out) + r * call.out_stride[0], call.n, eps);
     });
   })
 }

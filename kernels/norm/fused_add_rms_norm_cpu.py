@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
-from gristmill.kernels.native import best_config, check, cpu_function
+from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import FusedAddRmsNormCall
 
-ARGUMENTS = (
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_int64,
-    c_void_p,
-    c_void_p,
-    c_int64,
-    c_int64,
-    c_int64,
-    c_float,
-    c_int,
-)
+ENTRY = CallEntry("gm_fused_add_rms_norm", "fused_add_rms_norm")
 
 
 def launch(config: Config, call: FusedAddRmsNormCall) -> None:
     """x [..., N], residual [..., N] (written in place), weight [N] -> out [..., N]."""
-    n = call.x.shape[-1]
-    code = cpu_function("gm_fused_add_rms_norm", config["level"], ARGUMENTS)(
-        call.x.data_ptr(),
-        row_stride(call.x),
-        call.residual.data_ptr(),
-        row_stride(call.residual),
-        call.weight.data_ptr(),
-        call.out.data_ptr(),
-        row_stride(call.out),
-        call.x.numel() // n,
-        n,
-        call.eps,
-        DTYPE_CODES[dtype_name(call.x.dtype)],
-    )
-    check(code, "fused_add_rms_norm_cpu")
+    ENTRY.cpu(config, call)
 
 
 KERNEL = Kernel(

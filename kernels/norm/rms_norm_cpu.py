@@ -17,7 +17,7 @@ ENTRY = CallEntry("gm_rms_norm", "rms_norm")
 
 def launch(config: Config, call: RmsNormCall) -> None:
     """x [..., N], weight [N] -> out [..., N]."""
-    ENTRY.cpu(config["level"], call)
+    ENTRY.cpu(config, call)
 
 
 KERNEL = Kernel(

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "calls/sample.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -184,17 +185,18 @@ int row(const T* logits, int64_t n, const Request& r, int64_t* id) {
 
 }  // namespace
 
-// logits [rows, n] with a row stride; one parameter of each kind a row -> ids [rows].
-GM_KERNEL(gm_sample)(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k,
-                     const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
-                     int64_t* ids, int64_t rows, int64_t n, int dtype) {
-  if (rows < 0 || n < 1 || n > INT32_MAX) return GM_E_SHAPE;
+GM_CPU_CALL(gm_sample, Sample)(const GmSampleCall& call) {
+  if (call.m < 0 || call.v < 1 || call.v > INT32_MAX) return GM_E_SHAPE;
   int status = GM_OK;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    const int code = gm::parallel_for(rows, 1, [=, &status](int64_t begin, int64_t end) {
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    const int code = gm::parallel_for(call.m, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const Request r{temperature[i], top_k[i], top_p[i], min_p[i], uint64_t(seed[i]), uint64_t(index[i])};
-        if (const int failed = row(static_cast<const T*>(logits) + i * stride, n, r, ids + i))
+        const Request r{
+            static_cast<const float*>(call.temperature)[i], static_cast<const int32_t*>(call.top_k)[i],
+            static_cast<const float*>(call.top_p)[i],       static_cast<const float*>(call.min_p)[i],
+            static_cast<const uint64_t*>(call.seed)[i],     static_cast<const uint64_t*>(call.index)[i]};
+        const T* logits = static_cast<const T*>(call.logits) + i * call.logits_stride[0];
+        if (const int failed = row(logits, call.v, r, static_cast<int64_t*>(call.ids) + i))
           __atomic_store_n(&status, failed, __ATOMIC_RELAXED);
       }
     });

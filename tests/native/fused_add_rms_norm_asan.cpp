@@ -2,12 +2,29 @@
 // input, every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/fused_add_rms_norm.h"
 
 #include <vector>
 
-GM_LEVELS(gm_fused_add_rms_norm,
-          (const void*, int64_t, void*, int64_t, const void*, void*, int64_t, int64_t, int64_t, float, int));
-using Call = decltype(gm_fused_add_rms_norm_levels[0].call);
+GM_LEVELS(gm_fused_add_rms_norm, (const GmFusedAddRmsNormCall&));
+struct Call {  // by position
+  decltype(gm_fused_add_rms_norm_levels[0].call) entry;
+  int operator()(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, const void* weight,
+                 void* out, int64_t out_stride, int64_t m, int64_t n, float eps, int type) const {
+    const GmFusedAddRmsNormCall call{.x = x,
+                                     .x_stride = {x_stride},
+                                     .residual = residual,
+                                     .residual_stride = {residual_stride},
+                                     .weight = weight,
+                                     .eps = eps,
+                                     .out = out,
+                                     .out_stride = {out_stride},
+                                     .m = m,
+                                     .n = n,
+                                     .x_type = type};
+    return entry(call);
+  }
+};
 
 template <class D>
 void run(Call call, int dtype, int64_t rows, int64_t cols, int64_t pad) {
@@ -48,7 +65,8 @@ int main() {
   int ran = 0;
   for (const auto& level : gm_fused_add_rms_norm_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0), all<Dtype<1>>(level.call, 1), all<Dtype<2>>(level.call, 2);
+    all<Dtype<0>>(Call{level.call}, 0), all<Dtype<1>>(Call{level.call}, 1),
+        all<Dtype<2>>(Call{level.call}, 2);
     ++ran;
   }
   CHECK(ran > 0);

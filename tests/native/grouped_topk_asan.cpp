@@ -5,12 +5,34 @@
 // the bias read one past its end, ids written at top_k + 1 a row.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/grouped_topk.h"
 
 #include <vector>
 
-GM_LEVELS(gm_grouped_topk, (const void*, int64_t, const float*, float*, int32_t*, int64_t, int64_t, int64_t,
-                            int64_t, int64_t, int, int, float, int));
-using Call = decltype(gm_grouped_topk_levels[0].call);
+GM_LEVELS(gm_grouped_topk, (const GmGroupedTopkCall&));
+struct Call {  // by position
+  decltype(gm_grouped_topk_levels[0].call) entry;
+  int operator()(const void* logits, int64_t stride, const float* bias, float* weights, int32_t* ids,
+                 int64_t m, int64_t e, int64_t top_k, int64_t n_group, int64_t topk_group, bool sigmoid,
+                 int renormalize, float scale, int type) const {
+    const GmGroupedTopkCall call{
+        .logits = logits,
+        .logits_stride = {stride},
+        .top_k = top_k,
+        .bias = bias,
+        .n_group = n_group,
+        .topk_group = topk_group,
+        .scoring = sigmoid ? GmGroupedTopkCall::Scoring::sigmoid : GmGroupedTopkCall::Scoring::softmax,
+        .renormalize = renormalize,
+        .scale = scale,
+        .weights = weights,
+        .ids = ids,
+        .m = m,
+        .e = e,
+        .x_type = type};
+    return entry(call);
+  }
+};
 
 template <class D>
 void run(Call call, int dtype, int64_t rows, int64_t experts, int64_t groups, int64_t kept, int64_t top_k,
@@ -75,10 +97,10 @@ int main() {
   int ran = 0;
   for (const auto& level : gm_grouped_topk_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0);
-    all<Dtype<1>>(level.call, 1);
-    all<Dtype<2>>(level.call, 2);
-    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, 0, 8, 1, 1, 1, 0, 0, 1.0f, 99) == -1);
+    all<Dtype<0>>(Call{level.call}, 0);
+    all<Dtype<1>>(Call{level.call}, 1);
+    all<Dtype<2>>(Call{level.call}, 2);
+    CHECK(Call{level.call}(nullptr, 0, nullptr, nullptr, nullptr, 0, 8, 1, 1, 1, 0, 0, 1.0f, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -3,13 +3,30 @@
 #include <cmath>
 
 #include "asan.h"
+#include "calls/merge_attention_states.h"
 
-GM_LEVELS(gm_merge_attention_states,
-          (const void*, const float*, const void*, const float*, void*, float*, int64_t, int64_t, int));
+GM_LEVELS(gm_merge_attention_states, (const GmMergeAttentionStatesCall&));
 
 // Row 0 merges 3 and 1 with equal weights into 2;
 // row 1 has only b; row 2 nothing. The empty partials are NaN.
-template <class T, class Call>
+struct Call {  // by position
+  decltype(gm_merge_attention_states_levels[0].call) entry;
+  int operator()(const void* a, const float* a_lse, const void* b, const float* b_lse, void* out, float* lse,
+                 int64_t t, int64_t d, int type) const {
+    const GmMergeAttentionStatesCall call{.a = a,
+                                          .a_lse = a_lse,
+                                          .b = b,
+                                          .b_lse = b_lse,
+                                          .out = out,
+                                          .lse = lse,
+                                          .t = t,
+                                          .h = 1,
+                                          .d = d,
+                                          .x_type = type};
+    return entry(call);
+  }
+};
+template <class T>
 void run(Call call, int dtype, T one, T two, T three, T nan) {
   for (int64_t size : {1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 257}) {
     Buffer<T> a(3, size, size), b(3, size, size), out(3, size, size);
@@ -42,9 +59,9 @@ int main() {
   int ran = 0;
   for (const auto& level : gm_merge_attention_states_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    run<float>(level.call, 0, 1.0f, 2.0f, 3.0f, NAN);
-    run<uint16_t>(level.call, 1, 0x3c00, 0x4000, 0x4200, 0x7e00);
-    run<uint16_t>(level.call, 2, 0x3f80, 0x4000, 0x4040, 0x7fc0);
+    run<float>(Call{level.call}, 0, 1.0f, 2.0f, 3.0f, NAN);
+    run<uint16_t>(Call{level.call}, 1, 0x3c00, 0x4000, 0x4200, 0x7e00);
+    run<uint16_t>(Call{level.call}, 2, 0x3f80, 0x4000, 0x4040, 0x7fc0);
     ++ran;
   }
   CHECK(ran > 0);

@@ -5,6 +5,8 @@
 // Planted faults that this program was seen to catch: ids not checked against `experts` in sort_by_expert
 // (wild write), the last lanes of a row stored whole in `combine`, one expert too far in expert_product's
 // codes, scales or zeros, `gather` without the bound of x.
+#include "calls/combine.h"
+#include "calls/permute.h"
 #include "packed_weight.h"
 
 struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
@@ -13,14 +15,43 @@ struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
   int32_t format, scale_type, zero_type, implicit_zero;
 };
 
-GM_LEVELS(gm_moe_permute, (const int32_t*, int32_t*, int32_t*, int32_t*, int64_t, int64_t));
-GM_LEVELS(gm_moe_combine, (const void*, int64_t, int64_t, const int32_t*, const float*, void*, int64_t,
-                           int64_t, int64_t, int));
+GM_LEVELS(gm_moe_permute, (const GmPermuteCall&));
+GM_LEVELS(gm_moe_combine, (const GmCombineCall&));
 GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*,
                               const int32_t*, int64_t, void*, int64_t, const void*, int, float, float, int));
 GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, const void*,
                    const void*, int32_t*, int32_t*, int32_t*, void*, void*, void*, int64_t, int64_t, int64_t,
                    int, float, float, int));
+struct Permute {  // by position
+  decltype(gm_moe_permute_levels[0].call) entry;
+  int operator()(const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse, int64_t m,
+                 int64_t experts) const {
+    const GmPermuteCall call{.ids = ids,
+                             .experts = experts,
+                             .expert_offsets = offsets,
+                             .permutation = permutation,
+                             .inverse = inverse,
+                             .m = m,
+                             .top_k = 1};
+    return entry(call);
+  }
+};
+struct Combine {
+  decltype(gm_moe_combine_levels[0].call) entry;
+  int operator()(const void* y, int64_t rows, const int32_t* inverse, const float* weights, void* out,
+                 int64_t m, int64_t top_k, int64_t h, int type) const {
+    const GmCombineCall call{.y = y,
+                             .inverse = inverse,
+                             .weights = weights,
+                             .out = out,
+                             .rows = rows,
+                             .h = h,
+                             .m = m,
+                             .top_k = top_k,
+                             .x_type = type};
+    return entry(call);
+  }
+};
 constexpr float kAlpha = 1.702f, kLimit = 1.25f;
 
 namespace {
@@ -61,7 +92,7 @@ void deal(Buffer<int32_t>& ids, int64_t entries, int64_t experts, Numbers& numbe
   }
 }
 
-void permute(decltype(gm_moe_permute_levels[0].call) call) {
+void permute(Permute call) {
   for (const int64_t experts : {1, 2, 7, 257})
     for (const int64_t entries : {0, 1, 7, 257}) {
       Numbers numbers;
@@ -85,21 +116,21 @@ void permute(decltype(gm_moe_permute_levels[0].call) call) {
 }
 
 template <class D>
-void combine(decltype(gm_moe_combine_levels[0].call) call, int dtype) {
+void combine(Combine call, int dtype) {
   using T = typename D::T;
   for (const int64_t width : {1, 7, 16, 33, 257})
     for (const int64_t tokens : {0, 1, 5}) {
       Numbers numbers;
       const int64_t top_k = 3, entries = tokens * top_k;
-      Buffer<T> y(entries, width, width + 3), out(tokens, width, width);
+      Buffer<T> y(entries, width, width), out(tokens, width, width);
       Buffer<int32_t> inverse(entries);
       Buffer<float> weights(entries);
       for (int64_t i = 0; i < entries; ++i) {
         inverse.data()[i] = i % 4 == 3 ? -1 : int32_t(entries - 1 - i), weights.data()[i] = numbers.eighths();
         for (int64_t c = 0; c < width; ++c) y(i, c) = D::put(numbers.eighths());
       }
-      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k,
-                 width, dtype) == 0);
+      CHECK(call(y.data(), entries, inverse.data(), weights.data(), out.data(), tokens, top_k, width,
+                 dtype) == 0);
       for (int64_t t = 0; t < tokens; ++t)
         for (int64_t c = 0; c < width; ++c) {
           double wanted = 0;
@@ -109,8 +140,8 @@ void combine(decltype(gm_moe_combine_levels[0].call) call, int dtype) {
         }
       if (tokens == 0) continue;
       inverse.data()[0] = int32_t(entries);
-      CHECK(call(y.data(), entries, width + 3, inverse.data(), weights.data(), out.data(), tokens, top_k,
-                 width, dtype) == -5);
+      CHECK(call(y.data(), entries, inverse.data(), weights.data(), out.data(), tokens, top_k, width,
+                 dtype) == -5);
     }
 }
 
@@ -214,10 +245,11 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
 int main() {
   int ran = 0;
   for (const auto& level : gm_moe_permute_levels)
-    if (level.call != nullptr && runs_here(level.name)) permute(level.call), ++ran;
+    if (level.call != nullptr && runs_here(level.name)) permute({level.call}), ++ran;
   for (const auto& level : gm_moe_combine_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    combine<Dtype<0>>(level.call, 0), combine<Dtype<1>>(level.call, 1), combine<Dtype<2>>(level.call, 2);
+    combine<Dtype<0>>({level.call}, 0), combine<Dtype<1>>({level.call}, 1),
+        combine<Dtype<2>>({level.call}, 2);
     ++ran;
   }
   for (const auto& level : gm_grouped_linear_levels) {

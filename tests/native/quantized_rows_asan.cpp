@@ -3,21 +3,59 @@
 // rows and of groups, e4m3 and int8, every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/silu_and_mul_quant.h"
+#include "calls/rms_norm_quant.h"
 
 #include <algorithm>
 #include <iterator>
 #include <vector>
 
-GM_LEVELS(gm_rms_norm_quant, (const void*, int64_t, void*, int64_t, const void*, void*, int64_t, float*,
-                              int64_t, int64_t, float, int64_t, float, float, int));
-GM_LEVELS(gm_silu_and_mul_quant,
-          (const void*, int64_t, void*, int64_t, float*, int64_t, int64_t, int64_t, float, float, int));
-using Norm = decltype(gm_rms_norm_quant_levels[0].call);
-using Gate = decltype(gm_silu_and_mul_quant_levels[0].call);
-
+// The number of a format, columns of a group (0: the row), least amax (0: the scale is given), largest code.
 struct Form {
+  GmRmsNormQuantCall::Format format;
   int64_t group;
   float least, top;
+};
+GM_LEVELS(gm_rms_norm_quant, (const GmRmsNormQuantCall&));
+GM_LEVELS(gm_silu_and_mul_quant, (const GmSiluAndMulQuantCall&));
+struct Norm {  // by position
+  decltype(gm_rms_norm_quant_levels[0].call) entry;
+  int operator()(const void* x, int64_t x_stride, void* residual, int64_t residual_stride, const void* weight,
+                 void* codes, int64_t codes_stride, float* scales, int64_t m, int64_t n, float eps,
+                 const Form& form, int type) const {
+    const GmRmsNormQuantCall call{.x = x,
+                                  .x_stride = {x_stride},
+                                  .residual = residual,
+                                  .residual_stride = {residual_stride},
+                                  .weight = weight,
+                                  .eps = eps,
+                                  .codes = codes,
+                                  .codes_stride = {codes_stride},
+                                  .scales = scales,
+                                  .format = form.format,
+                                  .m = m,
+                                  .n = n,
+                                  .x_type = type,
+                                  .q_type = form.top == 127 ? 5 : 3};
+    return entry(call);
+  }
+};
+struct Gate {  // by position
+  decltype(gm_silu_and_mul_quant_levels[0].call) entry;
+  int operator()(const void* x, int64_t x_stride, void* codes, int64_t codes_stride, float* scales, int64_t m,
+                 int64_t n, const Form& form, int type) const {
+    const GmSiluAndMulQuantCall call{.x = x,
+                                     .x_stride = {x_stride},
+                                     .codes = codes,
+                                     .codes_stride = {codes_stride},
+                                     .scales = scales,
+                                     .format = GmSiluAndMulQuantCall::Format(form.format),
+                                     .m = m,
+                                     .n = n,
+                                     .x_type = type,
+                                     .q_type = form.top == 127 ? 5 : 3};
+    return entry(call);
+  }
 };
 
 // Codes and scales of values that the kernel may have rounded to its dtype.
@@ -67,7 +105,7 @@ void run(Norm norm, Gate gate, int dtype, int64_t cols, const Form& f, bool resi
   }
   scales.data()[0] = 0.0625f;
   CHECK(norm(x.data(), cols + 3, residual ? sum.data() : nullptr, cols + 1, w.data(), codes.data(), cols + 5,
-             scales.data(), rows, cols, 0.25f, f.group, f.least, f.top, dtype) == 0);
+             scales.data(), rows, cols, 0.25f, f, dtype) == 0);
   check(values, rows, cols, codes, scales, f, D::kEps);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < cols; ++c) {
@@ -75,21 +113,25 @@ void run(Norm norm, Gate gate, int dtype, int64_t cols, const Form& f, bool resi
       values[r * cols + c] = g / (1 + std::exp(-g)) * D::get(both(r, cols + c));
     }
   scales.data()[0] = 0.0625f;
-  CHECK(gate(both.data(), 2 * cols + 3, codes.data(), cols + 5, scales.data(), rows, cols, f.group, f.least,
-             f.top, dtype) == 0);
+  CHECK(gate(both.data(), 2 * cols + 3, codes.data(), cols + 5, scales.data(), rows, cols, f, dtype) == 0);
   check(values, rows, cols, codes, scales, f, D::kEps);
 }
 
 template <class D>
 void all(Norm norm, Gate gate, int dtype) {
-  const Form forms[] = {
-      {0, 0, 448}, {0, 1e-10f, 448}, {128, 1e-4f, 448}, {0, 1e-10f, 127}, {32, 1e-10f, 127}};
+  using Format = GmRmsNormQuantCall::Format;
+  const Form forms[] = {{Format::fp8, 0, 0, 448},
+                        {Format::fp8_token, 0, 1e-10f, 448},
+                        {Format::fp8_g128, 128, 1e-4f, 448},
+                        {Format::int8_token, 0, 1e-10f, 127},
+                        {Format::int8_g32, 32, 1e-10f, 127},
+                        {Format::int8_g128, 128, 1e-10f, 127}};
   for (int64_t cols : {1, 3, 8, 15, 16, 17, 31, 33, 64, 127, 129, 257})
     for (const Form& f : forms)
       for (bool residual : {false, true}) run<D>(norm, gate, dtype, cols, f, residual);
   const auto empty = [&](int64_t cols, int type) {
-    const int a = norm(nullptr, 0, nullptr, 0, nullptr, nullptr, 0, nullptr, 0, cols, 0, 0, 1, 448, type);
-    CHECK(a == gate(nullptr, 0, nullptr, 0, nullptr, 0, cols, 0, 1, 448, type));
+    const int a = norm(nullptr, 0, nullptr, 0, nullptr, nullptr, 0, nullptr, 0, cols, 0, forms[1], type);
+    CHECK(a == gate(nullptr, 0, nullptr, 0, nullptr, 0, cols, forms[1], type));
     return a;
   };
   CHECK(empty(4, dtype) == 0 && empty(0, dtype) == -2 && empty(4, 99) == -1);
@@ -103,8 +145,8 @@ int main() {
     if (norm.call == nullptr || gate.call == nullptr) continue;
     const bool runs = runs_here(norm.name);
     if (!runs_here(gate.name) || !runs) continue;  // both say whether they run
-    all<Dtype<0>>(norm.call, gate.call, 0), all<Dtype<1>>(norm.call, gate.call, 1);
-    all<Dtype<2>>(norm.call, gate.call, 2);
+    all<Dtype<0>>({norm.call}, {gate.call}, 0), all<Dtype<1>>({norm.call}, {gate.call}, 1);
+    all<Dtype<2>>({norm.call}, {gate.call}, 2);
     ++ran;
   }
   CHECK(ran > 0);

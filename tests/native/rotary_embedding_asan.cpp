@@ -2,12 +2,32 @@
 // head and several, no k, both pairings, a position outside the table, every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/rotary_embedding.h"
 
 #include <vector>
 
-GM_LEVELS(gm_rotary_embedding, (void*, int64_t, int64_t, int64_t, void*, int64_t, int64_t, int64_t,
-                                const int64_t*, const float*, int64_t, int64_t, int64_t, int, int));
-using Call = decltype(gm_rotary_embedding_levels[0].call);
+GM_LEVELS(gm_rotary_embedding, (const GmRotaryEmbeddingCall&));
+struct Call {  // by position
+  decltype(gm_rotary_embedding_levels[0].call) entry;
+  int operator()(void* q, int64_t q_token, int64_t q_head, int64_t hq, void* k, int64_t k_token,
+                 int64_t k_head, int64_t hk, const int64_t* positions, const float* cos_sin, int64_t rows,
+                 int64_t t, int64_t rot, int interleaved, int type) const {
+    const GmRotaryEmbeddingCall call{.q = q,
+                                     .q_stride = {q_token, q_head},
+                                     .k = k,
+                                     .k_stride = {k_token, k_head},
+                                     .positions = positions,
+                                     .cos_sin = cos_sin,
+                                     .interleaved = interleaved,
+                                     .t = t,
+                                     .hq = hq,
+                                     .positions_count = rows,
+                                     .rot = rot,
+                                     .hk = hk,
+                                     .x_type = type};
+    return entry(call);
+  }
+};
 
 template <class D>
 void run(Call call, int dtype, int64_t rot, int64_t heads, bool interleaved, int64_t pad, bool with_k) {
@@ -63,7 +83,8 @@ int main() {
   int ran = 0;
   for (const auto& level : gm_rotary_embedding_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0), all<Dtype<1>>(level.call, 1), all<Dtype<2>>(level.call, 2);
+    all<Dtype<0>>(Call{level.call}, 0), all<Dtype<1>>(Call{level.call}, 1),
+        all<Dtype<2>>(Call{level.call}, 2);
     ++ran;
   }
   CHECK(ran > 0);

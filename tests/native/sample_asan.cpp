@@ -5,13 +5,32 @@
 // not rounding up, filter_top_p's items one short.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/sample.h"
 
 #include <algorithm>
 #include <vector>
 
-GM_LEVELS(gm_sample, (const void*, int64_t, const float*, const int32_t*, const float*, const float*,
-                      const int64_t*, const int64_t*, int64_t*, int64_t, int64_t, int));
-using Call = decltype(gm_sample_levels[0].call);
+GM_LEVELS(gm_sample, (const GmSampleCall&));
+struct Call {  // by position
+  decltype(gm_sample_levels[0].call) entry;
+  int operator()(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k,
+                 const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
+                 int64_t* ids, int64_t m, int64_t v, int type) const {
+    const GmSampleCall call{.logits = logits,
+                            .logits_stride = {stride},
+                            .temperature = temperature,
+                            .top_k = top_k,
+                            .top_p = top_p,
+                            .min_p = min_p,
+                            .seed = seed,
+                            .index = index,
+                            .ids = ids,
+                            .m = m,
+                            .v = v,
+                            .x_type = type};
+    return entry(call);
+  }
+};
 
 struct Filters {
   float temperature;
@@ -76,11 +95,11 @@ int main() {
   int ran = 0;
   for (const auto& level : gm_sample_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0);
-    all<Dtype<1>>(level.call, 1);
-    all<Dtype<2>>(level.call, 2);
-    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 4, 99) ==
-          -1);
+    all<Dtype<0>>(Call{level.call}, 0);
+    all<Dtype<1>>(Call{level.call}, 1);
+    all<Dtype<2>>(Call{level.call}, 2);
+    CHECK(Call{level.call}(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 4,
+                           99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -2,9 +2,23 @@
 // every dtype and level.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/silu_and_mul.h"
 
-GM_LEVELS(gm_silu_and_mul, (const void*, int64_t, void*, int64_t, int64_t, int64_t, int));
-using Call = decltype(gm_silu_and_mul_levels[0].call);
+GM_LEVELS(gm_silu_and_mul, (const GmSiluAndMulCall&));
+struct Call {  // by position
+  decltype(gm_silu_and_mul_levels[0].call) entry;
+  int operator()(const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t m, int64_t n,
+                 int type) const {
+    const GmSiluAndMulCall call{.x = x,
+                                .x_stride = {x_stride},
+                                .out = out,
+                                .out_stride = {out_stride},
+                                .m = m,
+                                .n = n,
+                                .x_type = type};
+    return entry(call);
+  }
+};
 
 template <class D>
 void run(Call call, int dtype, int64_t rows, int64_t cols, int64_t pad) {
@@ -35,7 +49,8 @@ int main() {
   int ran = 0;
   for (const auto& level : gm_silu_and_mul_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0), all<Dtype<1>>(level.call, 1), all<Dtype<2>>(level.call, 2);
+    all<Dtype<0>>(Call{level.call}, 0), all<Dtype<1>>(Call{level.call}, 1),
+        all<Dtype<2>>(Call{level.call}, 2);
     ++ran;
   }
   CHECK(ran > 0);

@@ -17,9 +17,10 @@ from gristmill.kernel_registry.call_struct import digest, fields, header
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels import native_call
-from gristmill.kernels.native_call import CallEntry
+from gristmill.kernels.native_call import CallEntry, Options
 from gristmill.quant.native import NativeLibraryError
 
+HEADERS = Path(__file__).resolve().parents[2] / "kernels" / "_native" / "calls"
 OPS = default_registry().ops
 RMS_NORM, PAGED = OPS["rms_norm"], OPS["paged_attention"]
 
@@ -79,10 +80,64 @@ def test_a_library_of_another_declaration_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         NativeLibraryError, match="built from another declaration of rms_norm.*make generate build"
     ):
-        entry.cpu("base", call)
+        entry.cpu({"level": "base"}, call)
     monkeypatch.undo()
-    entry.cpu("base", call)
+    entry.cpu({"level": "base"}, call)
     with pytest.raises(
         NativeLibraryError, match="gm_linear_rows16__base.*takes no call of rms_norm|has no function"
     ):
-        CallEntry("gm_linear_rows16", "rms_norm").cpu("base", call)
+        CallEntry("gm_linear_rows16", "rms_norm").cpu({"level": "base"}, call)
+
+
+@pytest.mark.parametrize("op", sorted(path.stem for path in HEADERS.glob("*.h")))
+def test_names_are_distinct(op: str) -> None:
+    names = [field.name for field in fields(OPS[op])]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the struct")
+def test_a_choice_is_an_enumerator(tmp_path: Path) -> None:
+    op = OPS["grouped_topk"]
+    assert "enum class Scoring : int64_t { sigmoid, softmax } scoring;" in header(op)
+    call = op.Call(torch.zeros(1, 4), 2, scoring="softmax", weights=torch.zeros(1, 2), ids=torch.zeros(1, 2))
+    read = words(op, call, tmp_path)
+    assert read["scoring"] == [1] and read["bias"] == [0] and read["e"] == [4]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the struct")
+def test_weights_have_sizes_and_dtypes(tmp_path: Path) -> None:
+    """The size of a tensor that is not contiguous is -1."""
+    op = OPS["linear"]
+    weight = [torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(0), torch.zeros(4, 4).t()]
+    read = words(op, op.Call(torch.zeros(1, 4), weight, out=torch.zeros(1, 2)), tmp_path)
+    assert read["weight"] == [weight[0].data_ptr(), 0, weight[2].data_ptr(), 0, 0, 0]
+    assert read["weight_size"] == [6, 0, -1, 0, 0, 0] and read["weight_type"] == [6, 0, 0, -1, -1, -1]
+
+
+def test_options_are_named_by_the_library() -> None:
+    options = Options("tile, parts")
+    assert options.names == ("tile", "parts")
+    assert options.pack({"parts": 2, "tile": True, "other": "x"}) == bytes([1, *[0] * 7, 2, *[0] * 7])
+    assert Options("").names == ()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the entry")
+def test_an_entry_gets_options_out_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "entry.cpp"
+    source.write_text(
+        '#include "gm_cpu.h"\n#include "calls/rms_norm.h"\n'
+        "GM_CPU_CALL(gm_rms_norm, RmsNorm, rows, fast)(const GmRmsNormCall& call, const gm_rms_norm_options& options) {\n"
+        "  return options.rows == call.m && options.fast == 1 ? GM_OK : GM_E_ARG;\n}\n"
+    )
+    flags = ["-std=c++20", "-shared", "-fPIC", "-Wno-psabi", "-DGM_LEVEL=base", f"-I{HEADERS.parent}"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(tmp_path / "entry.so")], check=True)
+    library = ctypes.CDLL(str(tmp_path / "entry.so"))
+    monkeypatch.setattr(native_call, "cpu_library", lambda: library)
+    monkeypatch.setattr(native_call, "cpu_function", lambda name, level, types: library[f"{name}__{level}"])
+    entry = CallEntry("gm_rms_norm", "rms_norm")
+    call = entry.op.Call(torch.zeros(2, 3), torch.ones(3), 0.5, torch.zeros(2, 3))
+    entry.cpu({"level": "base", "rows": 2, "fast": True}, call)
+    with pytest.raises(ValueError, match="gm_rms_norm: an argument out of its range"):
+        entry.cpu({"level": "base", "rows": 7, "fast": True}, call)

@@ -7,15 +7,30 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+
+from gristmill.kernel_registry import call_struct
+from gristmill.kernel_registry.arguments import Tensor
+from gristmill.kernel_registry.problem import Axis
 
 from .test_hip_isa import FLAGS, TARGETS, clang
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "kernels" / "_native"
 WARNINGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", f"-I{NATIVE}"]
+
+MY_OP: Any = SimpleNamespace(
+    name="my_op",
+    axes=(Axis("n", "int", "elements"), Axis("x", "dtype", "dtype of both", choices=("fp32", "fp16"))),
+    arguments=(Tensor("x", "n"),),
+    returns=(Tensor("y", "n"),),
+    bucket=None,
+)
+"""The operation of the example: y = 2 x."""
 
 gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -40,6 +55,8 @@ def compile_with(*command: str | Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_cpu(tmp_path: Path, dtype: type[np.floating]) -> None:
     source = example("gm_cpu.h", tmp_path, ".cpp")
+    (tmp_path / "calls").mkdir()
+    (tmp_path / "calls" / "my_op.h").write_text(call_struct.header(MY_OP))
     threads = tmp_path / "threads.cpp"  # in place of threads.cpp, which is linked with torch
     threads.write_text(
         "#include <cstdint>\n"
@@ -50,11 +67,15 @@ def test_cpu(tmp_path: Path, dtype: type[np.floating]) -> None:
     compile_with("g++", *WARNINGS, *flags, "-fPIC", "-shared", source, threads, "-o", tmp_path / "cpu.so")
     x = np.arange(21, dtype=dtype)
     y = np.zeros(22, dtype=dtype)
-    function = ctypes.CDLL(str(tmp_path / "cpu.so"))["gm_my_op__base"]
-    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (x, y)]
-    assert function(*pointers, ctypes.c_int64(21), {"f": 0, "e": 1}[x.dtype.char]) == 0
-    assert function(*pointers, ctypes.c_int64(21), 9) == -1  # GM_E_DTYPE
+    library = ctypes.CDLL(str(tmp_path / "cpu.so"))
+    function = library["gm_my_op__base"]
+    call = [x.ctypes.data, y.ctypes.data, 21, {"f": 0, "e": 1}[x.dtype.char]]
+    assert function((ctypes.c_int64 * 4)(*call)) == 0
+    assert function((ctypes.c_int64 * 4)(*call[:3], 9)) == -1  # GM_E_DTYPE
     assert (y == [*(2 * x), 0]).all()
+    digest = library["call_of_gm_my_op__base"]
+    digest.restype = ctypes.c_uint64
+    assert digest() == call_struct.digest(MY_OP)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

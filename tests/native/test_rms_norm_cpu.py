@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
-
 import pytest
 import torch
 
 from gristmill.kernels import native
-from gristmill.kernels.common import DTYPE_CODES, dtype_name
+from gristmill.kernels.norm.rms_norm_cpu import ENTRY
 
 from .levels import runnable_levels
 
-ARGS = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int)
 EPS = 1e-5
 # Half an ulp of each, relative to the value.
 DTYPES = {
@@ -23,11 +20,7 @@ DTYPES = {
 
 
 def run(level: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    code = DTYPE_CODES[dtype_name(x.dtype)]
-    fn = native.cpu_function("gm_rms_norm", level, ARGS)
-    rows, cols = x.shape
-    status = fn(x.data_ptr(), x.stride(0), w.data_ptr(), out.data_ptr(), out.stride(0), rows, cols, EPS, code)
-    native.check(status, "gm_rms_norm")
+    ENTRY.cpu({"level": level}, ENTRY.op.Call(x, w, EPS, out))
 
 
 def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -93,8 +86,6 @@ def test_special_values(level: str) -> None:
 
 
 def test_bad_dtype_is_refused() -> None:
-    fn = native.cpu_function("gm_rms_norm", runnable_levels()[0], ARGS)
-    x = torch.zeros(1, 4)
-    status = fn(x.data_ptr(), 4, x.data_ptr(), x.data_ptr(), 4, 1, 4, EPS, DTYPE_CODES["int8"])
+    x = torch.zeros(1, 4, dtype=torch.int8)
     with pytest.raises(TypeError, match="gm_rms_norm.*dtype"):
-        native.check(status, "gm_rms_norm")
+        run(runnable_levels()[0], x, x, x)

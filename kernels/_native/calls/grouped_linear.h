@@ -4,11 +4,13 @@
 #include <cstdint>
 
 struct GmGroupedLinearCall {
-  static constexpr uint64_t kDigest = 0x18a2637fd2960fb;
+  static constexpr uint64_t kDigest = 0x342419643072c77;
   // [rows, k]
   const void* x;
   // of [e, n, k]
   const void* weight[6];
+  int64_t weight_size[6];
+  int64_t weight_type[6];
   // [e+1]
   const void* expert_offsets;
   // [places]

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmGroupedTopkCall {
-  static constexpr uint64_t kDigest = 0x644a5266289ee72e;
+  static constexpr uint64_t kDigest = 0x1ee9f9598a7fc8a0;
   // [..., e]
   const void* logits;
   // between rows
@@ -14,6 +14,7 @@ struct GmGroupedTopkCall {
   const void* bias;
   int64_t n_group;
   int64_t topk_group;
+  enum class Scoring : int64_t { sigmoid, softmax } scoring;
   int64_t renormalize;
   double scale;
   // [..., top_k]

@@ -4,13 +4,15 @@
 #include <cstdint>
 
 struct GmLinearCall {
-  static constexpr uint64_t kDigest = 0x35322c28e717ffd;
+  static constexpr uint64_t kDigest = 0x6193f2e9f36c191f;
   // [..., k]
   const void* x;
   // between rows
   int64_t x_stride[1];
   // of [n, k]
   const void* weight[6];
+  int64_t weight_size[6];
+  int64_t weight_type[6];
   // [n]
   const void* bias;
   // [..., n//(1+silu_mul)]

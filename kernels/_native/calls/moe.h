@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmMoeCall {
-  static constexpr uint64_t kDigest = 0xedf787a8b9fe4dd;
+  static constexpr uint64_t kDigest = 0x48a76eed0ae9ca00;
   // [m, h]
   const void* x;
   // [m, top_k]
@@ -13,8 +13,12 @@ struct GmMoeCall {
   const void* ids;
   // of [e, 2*i, h]
   const void* w13[6];
+  int64_t w13_size[6];
+  int64_t w13_type[6];
   // of [e, h, i]
   const void* w2[6];
+  int64_t w2_size[6];
+  int64_t w2_type[6];
   int64_t inter;
   void* workspace;
   int64_t workspace_bytes;

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmQkNormRopeCacheCall {
-  static constexpr uint64_t kDigest = 0x25ec2ab020013c3d;
+  static constexpr uint64_t kDigest = 0x3db3d064146168fc;
   // [t, heads+2*kv_heads, head_dim]
   const void* qkv;
   int64_t qkv_stride[2];
@@ -36,7 +36,7 @@ struct GmQkNormRopeCacheCall {
   void* q;
   int64_t t;
   int64_t head_dim;
-  int64_t positions;
+  int64_t positions_count;
   int64_t rot;
   int64_t blocks;
   int64_t block_size;

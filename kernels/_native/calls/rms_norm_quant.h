@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmRmsNormQuantCall {
-  static constexpr uint64_t kDigest = 0x2531265a785ae908;
+  static constexpr uint64_t kDigest = 0x575017c6fcb0898;
   // [..., n]
   const void* x;
   // between rows
@@ -22,6 +22,7 @@ struct GmRmsNormQuantCall {
   int64_t codes_stride[1];
   // [rows, groups]
   void* scales;
+  enum class Format : int64_t { fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128 } format;
   // rows of x
   int64_t m;
   int64_t n;

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmRotaryEmbeddingCall {
-  static constexpr uint64_t kDigest = 0xcb7433dc0de900e;
+  static constexpr uint64_t kDigest = 0x43c0969dadb60185;
   // [t, hq, d]
   void* q;
   int64_t q_stride[2];
@@ -19,7 +19,7 @@ struct GmRotaryEmbeddingCall {
   int64_t t;
   int64_t hq;
   int64_t d;
-  int64_t positions;
+  int64_t positions_count;
   int64_t rot;
   int64_t hk;
   // of q

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmSiluAndMulQuantCall {
-  static constexpr uint64_t kDigest = 0x2dc73cce1c04b42b;
+  static constexpr uint64_t kDigest = 0x16710fce495869a3;
   // [..., 2*n]
   const void* x;
   // between rows
@@ -15,6 +15,7 @@ struct GmSiluAndMulQuantCall {
   int64_t codes_stride[1];
   // [rows, groups]
   void* scales;
+  enum class Format : int64_t { fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128 } format;
   // rows of x
   int64_t m;
   int64_t n;

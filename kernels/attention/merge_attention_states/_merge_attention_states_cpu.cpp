@@ -2,6 +2,7 @@
 // ln(e^p + e^q).
 #include <cmath>
 
+#include "calls/merge_attention_states.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -31,16 +32,17 @@ void merge_row(const T* a, float p, const T* b, float q, T* out, float* lse, int
 
 }  // namespace
 
-// a, b, out [rows, size] of one dtype; a_lse, b_lse, lse [rows]; all contiguous. out may be a or b.
-GM_KERNEL(gm_merge_attention_states)(const void* a, const float* a_lse, const void* b, const float* b_lse,
-                                     void* out, float* lse, int64_t rows, int64_t size, int dtype) {
-  if (rows < 0 || size < 1) return GM_E_SHAPE;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    const int64_t grain = 16384 / size + 1;
-    return gm::parallel_for(rows, grain, [=](int64_t begin, int64_t end) {
+// out may be a or b.
+GM_CPU_CALL(gm_merge_attention_states, MergeAttentionStates)(const GmMergeAttentionStatesCall& call) {
+  if (call.t < 0 || call.h < 0 || call.d < 1) return GM_E_SHAPE;
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    const int64_t grain = 16384 / call.d + 1;
+    return gm::parallel_for(call.t * call.h, grain, [&](int64_t begin, int64_t end) {
+      const int64_t d = call.d;
       for (int64_t r = begin; r < end; ++r)
-        merge_row(static_cast<const T*>(a) + r * size, a_lse[r], static_cast<const T*>(b) + r * size,
-                  b_lse[r], static_cast<T*>(out) + r * size, lse + r, size);
+        merge_row(static_cast<const T*>(call.a) + r * d, static_cast<const float*>(call.a_lse)[r],
+                  static_cast<const T*>(call.b) + r * d, static_cast<const float*>(call.b_lse)[r],
+                  static_cast<T*>(call.out) + r * d, static_cast<float*>(call.lse) + r, d);
     });
   })
 }

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import DTYPE_CODES, dtype_name
-from gristmill.kernels.native import best_config, check, cpu_function
+from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import CombineCall
 
-ARGUMENTS = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int)
+ENTRY = CallEntry("gm_moe_combine", "combine")
 
 
 def launch(config: Config, call: CombineCall) -> None:
     """y [P, H] -> out [T, H]."""
-    tokens, top_k = call.weights.shape
-    code = cpu_function("gm_moe_combine", config["level"], ARGUMENTS)(
-        call.y.data_ptr(),
-        call.y.shape[0],
-        call.y.shape[1],
-        call.inverse.data_ptr(),
-        call.weights.data_ptr(),
-        call.out.data_ptr(),
-        tokens,
-        top_k,
-        call.y.shape[1],
-        DTYPE_CODES[dtype_name(call.y.dtype)],
-    )
-    check(code, "combine_cpu")
+    ENTRY.cpu(config, call)
 
 
 KERNEL = Kernel(

@@ -1,6 +1,7 @@
 // Grouped top-k of a router's logits, DeepSeek-V3 (arXiv 2412.19437).
 // The meaning, ties and NaN included, is in op.py.
 // gm-levels: base avx2 avx512 neon
+#include "calls/grouped_topk.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -97,18 +98,19 @@ void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64
 
 }  // namespace
 
-// logits [rows, experts] with a row stride, bias [experts] or null -> weights, ids [rows, top_k].
-GM_KERNEL(gm_grouped_topk)(const void* logits, int64_t stride, const float* bias, float* weights,
-                           int32_t* ids, int64_t rows, int64_t experts, int64_t top_k, int64_t groups,
-                           int64_t kept, int sigmoid, int renormalize, float scale, int dtype) {
-  if (rows < 0 || experts < 1 || experts > kMostExperts || groups < 1 || experts % groups || kept < 1 ||
-      kept > groups || top_k < 1 || top_k > experts / groups * kept)
+GM_CPU_CALL(gm_grouped_topk, GroupedTopk)(const GmGroupedTopkCall& call) {
+  if (call.m < 0 || call.e < 1 || call.e > kMostExperts || call.n_group < 1 || call.e % call.n_group ||
+      call.topk_group < 1 || call.topk_group > call.n_group || call.top_k < 1 ||
+      call.top_k > call.e / call.n_group * call.topk_group)
     return GM_E_SHAPE;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    return gm::parallel_for(rows, 8, [=](int64_t begin, int64_t end) {
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    return gm::parallel_for(call.m, 8, [&](int64_t begin, int64_t end) {
+      const bool sigmoid = call.scoring == GmGroupedTopkCall::Scoring::sigmoid;
       for (int64_t r = begin; r < end; ++r)
-        row(static_cast<const T*>(logits) + r * stride, bias, weights + r * top_k, ids + r * top_k, experts,
-            top_k, groups, kept, sigmoid != 0, renormalize != 0, scale);
+        row(static_cast<const T*>(call.logits) + r * call.logits_stride[0],
+            static_cast<const float*>(call.bias), static_cast<float*>(call.weights) + r * call.top_k,
+            static_cast<int32_t*>(call.ids) + r * call.top_k, call.e, call.top_k, call.n_group,
+            call.topk_group, sigmoid, call.renormalize != 0, float(call.scale));
     });
   })
 }

@@ -36,7 +36,7 @@ int experts_of(const moe::Weights& w13, const moe::Weights& w2, const T* x, cons
     std::free(gathered);
     if (code != GM_OK) return code;
   }
-  return moe::combine(rows, entries, hidden, inverse, weights, out, tokens, top_k, hidden);
+  return moe::combine(rows, entries, inverse, weights, out, tokens, top_k, hidden);
 }
 
 }  // namespace
