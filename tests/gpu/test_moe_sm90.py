@@ -210,7 +210,7 @@ def test_weights_past_4_gib() -> None:
 def test_permute_and_combine(tokens: int, top_k: int, experts: int) -> None:
     ids = torch.randint(-1, experts + 2, (tokens, top_k), device=DEVICE, dtype=torch.int32)
     outs = [torch.full(s, -9, dtype=d, device=DEVICE) for s, d in permute.OP.like(ids, experts)]
-    moe_steps_sm90.permute({}, ids, experts, *outs)
+    moe_steps_sm90.permute({}, make_call("permute", ids, experts, *outs))
     for out, expected in zip(outs, permute.reference(ids, experts), strict=True):
         assert torch.equal(out, expected)
     for dtype, limit in ((torch.bfloat16, 8e-3), (torch.float16, 1e-3)):
@@ -219,7 +219,7 @@ def test_permute_and_combine(tokens: int, top_k: int, experts: int) -> None:
             y[outs[0][-1] :] = float("nan")  # rows of no expert
             scores = torch.rand(tokens, top_k, device=DEVICE)
             out = torch.full((tokens, width), float("nan"), dtype=dtype, device=DEVICE)
-            moe_steps_sm90.combine({}, y, outs[2], scores, out)
+            moe_steps_sm90.combine({}, make_call("combine", y, outs[2], scores, out))
             expected = combine.reference(y.nan_to_num(), outs[2], scores)
             torch.testing.assert_close(out, expected, rtol=limit, atol=limit)
 
