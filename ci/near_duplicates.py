@@ -58,7 +58,6 @@ ACCEPTED = {
     ),
 }
 TO_REMOVE = {
-    ("kernels/attention/*sm90*", "kernels/attention/*sm90*"): "one template of the attention loop",
     (
         "kernels/linear/*sm90*",
         "kernels/linear/*sm90*",

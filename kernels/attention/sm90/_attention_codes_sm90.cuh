@@ -1,5 +1,5 @@
-// Attention on Hopper over caches of e4m3: keys, values and queries are converted to fp16 in shared memory;
-// the scales are applied to scores and sums.
+// Pages of any size, copied by cp.async, and caches of e4m3 for attention on Hopper: keys, values and queries are
+// converted to fp16 in shared memory; the scales are applied to scores and sums.
 #pragma once
 #include "_attention_copy_sm90.cuh"
 #include "_attention_types_sm90.cuh"
@@ -8,24 +8,26 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Copies 32 rows of a tile of e4m3 codes to where their second halves as fp16 will be,
-// 16 bytes per lane at a time. id, slot: of the row of this lane,
-// id < 0 where it does not count. By one warp, whose rows begin at row0.
-template <int D>
-__device__ __forceinline__ void copy_codes(int dim, const char* cache, int64_t block, int64_t slot_bytes,
-                                           int id, int slot, int row0, uint32_t to) {
+// Copies 32 rows of a tile of keys or values, 16 bytes per lane at a time; e4m3 codes (CODES) to where their
+// second halves as fp16 will be. id, slot: page and slot of the row of this lane, id < 0 for zeros. By one warp,
+// whose rows begin at row0.
+template <int D, bool CODES>
+__device__ __forceinline__ void copy_rows(int dim, const char* cache, int64_t block, int64_t slot_bytes,
+                                          int id, int slot, int row0, uint32_t to) {
   using S = AttentionShape<D>;
-  constexpr int kChunks = D / 16, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
+  constexpr int kElements = CODES ? 16 : 8;                     // of 16 bytes
+  constexpr int kChunks = D / kElements, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
   const int lane = threadIdx.x & 31, chunk = lane % kChunks;
   const char* const from = cache + chunk * 16;
-  to += S::kCodes + chunk * 16;
 #pragma unroll 4
   for (int i = 0; i < 32; i += kStep) {
-    const int of = i + lane / kChunks;
+    const int of = i + lane / kChunks, row = row0 + of;
     const int page = __shfl_sync(0xffffffffu, id, of), at = __shfl_sync(0xffffffffu, slot, of);
-    const bool there = page >= 0 && chunk * 16 < dim;
-    cp_async_16(to + (row0 + of) * 128, there ? from + page * block + at * slot_bytes : cache,
-                there ? 16 : 0);
+    const bool there = page >= 0 && chunk * kElements < dim;
+    cp_async_16(
+        to + row * 128 +
+            (CODES ? S::kCodes + chunk * 16 : (chunk >> 3) * (S::kKeys * 128) + ((chunk ^ row) & 7) * 16),
+        there ? from + page * block + at * slot_bytes : cache, there ? 16 : 0);
   }
 }
 
@@ -67,11 +69,13 @@ __device__ __forceinline__ void put_scales(const AttentionParams& p, uint8_t* sm
   reinterpret_cast<float*>(smem + S::kKeyScales + 4 * S::kKeys * 8)[at] = exp2_approx(-raised);
 }
 
-// As produce_rows, for caches of e4m3 codes, which are converted to fp16.
-template <int D>
-__device__ __forceinline__ void produce_codes(const AttentionParams& p, const CUtensorMap& q_map,
-                                              uint8_t* smem, uint32_t base) {
+// As produce_boxes, for page sizes that TMA boxes do not fit, and, if CODES, for caches of e4m3 codes, which are
+// converted to fp16. By the whole warpgroup, a quarter of a tile per warp; the first warp fetches the work.
+template <int D, bool CODES>
+__device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUtensorMap& q_map,
+                                             uint8_t* smem, uint32_t base) {
   using S = AttentionShape<D>;
+  constexpr int kItem = CODES ? 1 : 2;
   const Bars<D> bars{base + S::kBars};
   const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
   Taker<D> taker(p, smem, warp == 0);
@@ -86,8 +90,8 @@ __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CU
     work = get_work(smem + S::kWork + 48);
     bar_sync(kBarCopying, 128);
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
-    const char* k = static_cast<const char*>(p.k) + work.head * p.k_head;
-    const char* v = static_cast<const char*>(p.v) + work.head * p.v_head;
+    const char* k = static_cast<const char*>(p.k) + work.head * p.k_head * kItem;
+    const char* v = static_cast<const char*>(p.v) + work.head * p.v_head * kItem;
     const int* row = p.table + work.seq * p.table_row;
     int n = work.first + work.count - 1;
     int slot, next_slot = 0;
@@ -106,10 +110,11 @@ __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CU
       if (i < work.count) {
         const int t = tile + i;
         mbar_wait(bars.k_empty(t), Bars<D>::parity(t) ^ 1);
-        copy_codes<D>(p.head_dim, k, p.k_block, p.k_slot, id, slot, warp * 32,
-                      base + S::kK + (t % S::kStages) * S::kTile);
+        copy_rows<D, CODES>(p.head_dim, k, p.k_block * kItem, p.k_slot * kItem, id, slot, warp * 32,
+                            base + S::kK + (t % S::kStages) * S::kTile);
+        if constexpr (!CODES) cp_async_mbar_arrive(bars.k_full(t));
       }
-      cp_async_commit();
+      if constexpr (CODES) cp_async_commit();
       if (i == 0) {
         mbar_wait(bars.q_empty(), q_parity);
         if (warp == 0 && lane == 0) load_q<D>(p, q_map, smem, base, bars, work);
@@ -117,9 +122,11 @@ __device__ __forceinline__ void produce_codes(const AttentionParams& p, const CU
       } else {
         const int t = tile + i - 1;
         mbar_wait(bars.v_empty(t), Bars<D>::parity(t) ^ 1);
-        copy_codes<D>(p.head_dim, v, p.v_block, p.v_slot, old_id, old_slot, warp * 32,
-                      base + S::kV + (t % S::kStages) * S::kTile);
+        copy_rows<D, CODES>(p.head_dim, v, p.v_block * kItem, p.v_slot * kItem, old_id, old_slot, warp * 32,
+                            base + S::kV + (t % S::kStages) * S::kTile);
+        if constexpr (!CODES) cp_async_mbar_arrive(bars.v_full(t));
       }
+      if constexpr (!CODES) continue;
       cp_async_commit();
       if (i < work.count) {
         const int t = tile + i;

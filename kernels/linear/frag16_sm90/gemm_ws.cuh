@@ -44,6 +44,61 @@ struct Ring {
   }
 };
 
+// Products of a tile: `groups` groups of 128 k of a warpgroup's slice. part[0] has the first 64 k of the first
+// group; a: buffers of decoded operands. The last products are still under way at the end. Returns the barrier
+// "emptied" of their slot of x.
+//   release(bar)    arrives at a barrier "emptied" of x
+//   landed()        called when a slot of x is full
+template <typename W, int MT, int SLICES, int CHAINS, int PENDING, typename XRing, typename WRing,
+          typename Release, typename Landed>
+__device__ __forceinline__ uint32_t multiply_groups(float (&acc)[CHAINS][MT / 2],
+                                                    uint32_t (&a)[PENDING + 1][4], W& weights,
+                                                    typename W::Part (&part)[2], XRing& x, WRing& w,
+                                                    uint32_t base, uint32_t my_tile, int groups,
+                                                    const int& scales_half, const Release& release,
+                                                    const Landed& landed) {
+  using T = typename W::Type;
+  constexpr int kBuffers = PENDING + 1;
+  const int lane = threadIdx.x & 31;
+  uint32_t last_x = 0;
+  int add = 0;
+#pragma unroll 1
+  for (int left = groups; left > 0; --left) {
+    part[1].load(w.slot + my_tile, lane, 1);
+    weights.decode(0, part[0], a[0], scales_half);
+    uint64_t rows = 0;
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      if (s % 4 == 0) {
+        mbar_wait(x.full, x.parity);
+        landed();
+        rows = swizzle128_descriptor(x.slot);
+      }
+      wgmma_fence();
+      Wgmma<T, MT>::rs(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
+                       s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
+      wgmma_commit();
+      wgmma_wait<PENDING>();  // operands of the products before those under way may change
+      if (s % 4 == PENDING - 1 && (s > 3 || add != 0)) release(last_x);
+      if (s == 3) last_x = x.empty(), x.next(base);
+      if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
+      if (s == 0) {
+        // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on them.
+        const uint32_t zero = opaque_zero();
+        if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArrivingLanes) mbar_arrive(w.empty());
+        w.template next<SLICES>(base);
+      }
+      if (s == 3 && left > 1) {
+        mbar_wait(w.full, w.parity);
+        part[0].load(w.slot + my_tile, lane, 0);
+      }
+      if (s < 7) weights.decode(s + 1, part[(s + 1) >> 2], a[(s + 1) % kBuffers], scales_half);
+    }
+    add = 1;
+  }
+  return last_x;
+}
+
 // W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of
 // the rings.  CHAINS: sums that products take turns to add to, where a product is too short to hide the one
 // before it.  PENDING: products at work.
@@ -54,7 +109,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
   static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
   constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile,
                 kThreads = C * SLICES * 128;
-  constexpr int kMine = Shape::kMine, kStored = Shape::kPairs, kBuffers = PENDING + 1;
+  constexpr int kMine = Shape::kMine, kStored = Shape::kPairs;
   constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -183,43 +238,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       W weights;
       mbar_wait(w.full, w.parity);
       part[0].load(w.slot + my_tile, lane, 0);
-      uint32_t last_x = 0;
-      int add = 0;
-#pragma unroll 1
-      for (int left = mine; left > 0; --left) {
-        part[1].load(w.slot + my_tile, lane, 1);
-        weights.decode(0, part[0], a[0], p.scales_half);
-        uint64_t rows = 0;
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-          if (s % 4 == 0) {
-            mbar_wait(x.full, x.parity);
-            rows = swizzle128_descriptor(x.slot);
-          }
-          wgmma_fence();
-          Wgmma<T, MT>::rs(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
-                           s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
-          wgmma_commit();
-          wgmma_wait<PENDING>();  // products that may be under way: operands of those before them may change
-          if (s % 4 == PENDING - 1 && (s > 3 || add != 0))
-            done_with(last_x);  // and its slot of x is done with
-          if (s == 3) last_x = x.empty(), x.next(base);
-          if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
-          if (s == 0) {
-            // Not before the codes are in registers:
-            // an arrival may overtake loads, so it has to depend on them.
-            const uint32_t zero = opaque_zero();
-            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArrivingLanes) mbar_arrive(w.empty());
-            w.template next<SLICES>(base);
-          }
-          if (s == 3 && left > 1) {
-            mbar_wait(w.full, w.parity);
-            part[0].load(w.slot + my_tile, lane, 0);
-          }
-          if (s < 7) weights.decode(s + 1, part[(s + 1) >> 2], a[(s + 1) % kBuffers], p.scales_half);
-        }
-        add = 1;
-      }
+      const uint32_t last_x = multiply_groups<W, MT, SLICES, CHAINS, PENDING>(
+          acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, done_with, [] {});
       // Operands of the epilogue are loaded while the last products run.
       const Tile tile = tile_at(p, index);
       const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kMine * 8;

@@ -43,10 +43,8 @@ struct Paged {
                                                  uint8_t* smem, uint32_t base, int warp) {
     if constexpr (COPIES == kBoxCopies) {
       if (warp < Shape::kCopying) produce_boxes<D>(p, q_map, k_map, v_map, smem, base, warp);
-    } else if constexpr (COPIES == kRowCopies) {
-      produce_rows<D>(p, q_map, smem, base);
     } else {
-      produce_codes<D>(p, q_map, smem, base);
+      produce_rows<D, kCodes>(p, q_map, smem, base);
     }
     if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
       p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has fetched its last piece

@@ -28,7 +28,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
   static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
   static_assert(WS < kTilesAhead);
   constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile;
-  constexpr int kBuffers = PENDING + 1, kChunk = Shape::kChunk, kFirstGiver = SLICES * C - Shape::kGivers;
+  constexpr int kChunk = Shape::kChunk, kFirstGiver = SLICES * C - Shape::kGivers;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
@@ -210,42 +210,10 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         if (row < p.out_n) by[0] = scales[row], by_up[0] = p.gated ? scales[row + p.out_n] : 0.f;
         if (row + 8 < p.out_n) by[1] = scales[row + 8], by_up[1] = p.gated ? scales[row + 8 + p.out_n] : 0.f;
       }
-      uint32_t last_x = 0;
-      int add = 0;
-#pragma unroll 1
-      for (int left = mine; left > 0; --left) {
-        part[1].load(w.slot + my_tile, lane, 1);
-        weights.decode(0, part[0], a[0], p.scales_half);
-        uint64_t rows = 0;
-#pragma unroll
-        for (int s = 0; s < 8; ++s) {
-          if (s % 4 == 0) {
-            mbar_wait(x.full, x.parity);
+      const uint32_t last_x = multiply_groups<W, MT, SLICES, CHAINS, PENDING>(
+          acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, done_with, [&] {
             if (gather) fence_proxy_async();
-            rows = swizzle128_descriptor(x.slot);
-          }
-          wgmma_fence();
-          Wgmma<T, MT>::rs(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2, s >= CHAINS ? 1 : add);
-          wgmma_commit();
-          wgmma_wait<PENDING>();  // the operands of the product before those at work may change
-          if (s % 4 == PENDING - 1 && (s > 3 || add != 0)) done_with(last_x);
-          if (s == 3) last_x = x.empty(), x.next(base);
-          if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
-          if (s == 0) {
-            // Not before the codes are in registers:
-            // an arrival may overtake loads, so it has to depend on them.
-            const uint32_t zero = opaque_zero();
-            if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArrivingLanes) mbar_arrive(w.empty());
-            w.template next<SLICES>(base);
-          }
-          if (s == 3 && left > 1) {
-            mbar_wait(w.full, w.parity);
-            part[0].load(w.slot + my_tile, lane, 0);
-          }
-          if (s < 7) weights.decode(s + 1, part[(s + 1) >> 2], a[(s + 1) % kBuffers], p.scales_half);
-        }
-        add = 1;
-      }
+          });
       wgmma_wait<0>();
       done_with(last_x);
       // A round without a group.
