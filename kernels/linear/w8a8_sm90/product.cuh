@@ -139,10 +139,103 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
   }
 }
 
+// Starts the products of a slot with 64 rows of A, from row `row` of the tile, as a group of their own.
+template <typename T, class S>
+__device__ __forceinline__ void multiply_slot(typename T::Sum (&d)[S::kSums], const Ring<S>& r, int row,
+                                              int add) {
+  using Operands = typename T::template Operands<S::kPlain>;
+  const uint64_t a = swizzle128_descriptor(r.a + row * kBlockK), b = swizzle128_descriptor(r.b);
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < 4; ++s) Wgmma<Operands, S::kColumns>::ss(d, a + s * 2, b + s * 2, s > 0 ? 1 : add);
+  wgmma_commit();
+}
+
+// The sums of a tile of e4m3 over blocks of k first .. last, in two levels. parts, all_factors: registers of
+// products under way and of their scales. rows, my_rows: first row of A of the warpgroup in the tile, of the warp in
+// 64 rows. w_row(h): first row of W that the warp multiplies in half h. release(bar): arrives at a barrier "emptied".
+template <typename T, class S, int SCALES, typename Row, typename Multiply, typename Release>
+__device__ __forceinline__ void multiply_blocks(const Params& p,
+                                                typename T::Sum (&sums)[S::kHalves][S::kSums], Ring<S>& ring,
+                                                BlockScales<S> (&scales)[SCALES], int rows, int my_rows,
+                                                int first, int last, const Row& w_row,
+                                                float (&parts)[S::kHalves > 1 ? 1 : 2][S::kSums],
+                                                Factors<S> (&all_factors)[S::kHalves > 1 ? 1 : 2],
+                                                const Multiply& multiply, const Release& release) {
+  constexpr int kSums = S::kSums, kScales = SCALES;
+  const int lane = threadIdx.x & 31;
+  if constexpr (S::kHalves > 1) {
+    float (&part)[kSums] = parts[0];
+#pragma unroll 1
+    for (int k = first; k < last; ++k) {
+      mbar_wait(ring.full, ring.parity);
+      Factors<S>& factors = all_factors[0];
+      float w = 1.f;
+#pragma unroll
+      for (int h = 0; h < S::kHalves; ++h) {
+        multiply(part, ring, h, 0);
+        if constexpr (S::kBlocks) {
+          if (h < kScales) w = scales[h].at(p, k, first);
+          factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
+        }
+        wgmma_wait<0>();
+        wgmma_fence_operand(part);
+        promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, w_row(h), ring.scales);
+        wgmma_fence_operand(sums[h]);
+      }
+      release(ring.empty());
+      ring.next();
+    }
+  } else {
+    float (&part)[2][kSums] = parts;
+    Factors<S>(&factors)[2] = all_factors;
+    uint32_t behind = ring.empty(), x_scales = ring.scales;  // of the slot whose sums are added next
+    const uint32_t end_of_empty = behind + (p.slots - ring.index) * 8;
+    int k = first;
+    int issued = first;
+    const auto issue = [&](int set) {
+      mbar_wait(ring.full, ring.parity);
+      multiply(part[set], ring, 0, 0);
+      if constexpr (S::kBlocks)
+        factors[set].load(scales[0].at(p, issued++, first), rows + my_rows + (lane >> 2), ring.scales);
+      ring.next();
+    };
+    const auto add = [&](int set) {
+      wgmma_fence_operand(part[set]);
+      promote<S>(p, sums[0], part[set], scales[0], factors[set], k, w_row(0), x_scales);
+      wgmma_fence_operand(sums[0]);  // before the next products change d
+      release(behind);
+      behind += 8, x_scales += S::kScales;
+      if (behind == end_of_empty) behind -= p.slots * 8, x_scales -= p.slots * S::kScales;
+      ++k;
+    };
+    issue(0);
+    int left = last - first - 1;
+#pragma unroll 1
+    for (; left >= 2; left -= 2) {
+      issue(1);
+      wgmma_wait<1>();
+      add(0);
+      issue(0);
+      wgmma_wait<1>();
+      add(1);
+    }
+    if (left > 0) {
+      issue(1);
+      wgmma_wait<1>();
+      add(0);
+      wgmma_wait<0>();
+      add(1);
+    } else {
+      wgmma_wait<0>();
+      add(0);
+    }
+  }
+}
+
 template <typename T, class S>
 __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_map, const CUtensorMap& x_map) {
   using Sum = typename T::Sum;
-  using Operands = typename T::template Operands<S::kPlain>;
   constexpr int kSums = S::kSums;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -204,15 +297,8 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
         for (int h = 0; h < kScales; ++h) scales[h].begin(p, first), scales[h].load(p, w_row(next, h), first);
       }
       Sum sums[S::kHalves][kSums] = {};
-      // The products of one slot with 64 rows of A, as a group of their own.
       const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
-        const uint64_t a = swizzle128_descriptor(r.a + (rows + h * 64) * kBlockK),
-                       b = swizzle128_descriptor(r.b);
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < 4; ++s)
-          Wgmma<Operands, S::kColumns>::ss(d, a + s * 2, b + s * 2, s > 0 ? 1 : add);
-        wgmma_commit();
+        multiply_slot<T, S>(d, r, rows + h * 64, add);
       };
       if constexpr (kIntegers<Sum>) {
         uint32_t behind = 0;
@@ -230,72 +316,12 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
 #pragma unroll
         for (int h = 0; h < S::kHalves; ++h) wgmma_fence_operand(sums[h]);
         release(behind);
-      } else if constexpr (S::kHalves > 1) {
-        float part[kSums];
-#pragma unroll 1
-        for (int k = first; k < last; ++k) {
-          mbar_wait(ring.full, ring.parity);
-          Factors<S> factors;
-          float w = 1.f;
-#pragma unroll
-          for (int h = 0; h < S::kHalves; ++h) {
-            multiply(part, ring, h, 0);
-            if constexpr (S::kBlocks) {
-              if (h < kScales) w = scales[h].at(p, k, first);
-              factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
-            }
-            wgmma_wait<0>();
-            wgmma_fence_operand(part);
-            promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, w_row(tile, h), ring.scales);
-            wgmma_fence_operand(sums[h]);
-          }
-          release(ring.empty());
-          ring.next();
-        }
       } else {
-        float part[2][kSums];
-        Factors<S> factors[2];
-        uint32_t behind = ring.empty(), x_scales = ring.scales;  // of the slot whose sums are added next
-        const uint32_t end_of_empty = behind + (p.slots - ring.index) * 8;
-        int k = first;
-        int issued = first;
-        const auto issue = [&](int set) {
-          mbar_wait(ring.full, ring.parity);
-          multiply(part[set], ring, 0, 0);
-          if constexpr (S::kBlocks)
-            factors[set].load(scales[0].at(p, issued++, first), rows + my_rows + (lane >> 2), ring.scales);
-          ring.next();
-        };
-        const auto add = [&](int set) {
-          wgmma_fence_operand(part[set]);
-          promote<S>(p, sums[0], part[set], scales[0], factors[set], k, w_row(tile, 0), x_scales);
-          wgmma_fence_operand(sums[0]);  // before the next products change d
-          release(behind);
-          behind += 8, x_scales += S::kScales;
-          if (behind == end_of_empty) behind -= p.slots * 8, x_scales -= p.slots * S::kScales;
-          ++k;
-        };
-        issue(0);
-        int left = last - first - 1;
-#pragma unroll 1
-        for (; left >= 2; left -= 2) {
-          issue(1);
-          wgmma_wait<1>();
-          add(0);
-          issue(0);
-          wgmma_wait<1>();
-          add(1);
-        }
-        if (left > 0) {
-          issue(1);
-          wgmma_wait<1>();
-          add(0);
-          wgmma_wait<0>();
-          add(1);
-        } else {
-          wgmma_wait<0>();
-          add(0);
-        }
+        float parts[S::kHalves > 1 ? 1 : 2][kSums];
+        Factors<S> all_factors[S::kHalves > 1 ? 1 : 2];
+        multiply_blocks<T, S>(
+            p, sums, ring, scales, rows, my_rows, first, last, [&](int h) { return w_row(tile, h); }, parts,
+            all_factors, multiply, release);
       }
       end.keep(table, warpgroup);
       if (p.log_split == 0) {

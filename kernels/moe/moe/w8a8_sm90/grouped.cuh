@@ -102,7 +102,6 @@ template <typename T, class S>
 __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUtensorMap& w_map,
                                                 const CUtensorMap& x_map) {
   using Sum = typename T::Sum;
-  using Operands = typename T::template Operands<S::kPlain>;
   static_assert(!kIntegers<Sum>);
   constexpr int kSums = S::kSums;
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -169,81 +168,14 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
         scales[h].begin(p, 0), scales[h].load(params_of(g, next), w_row(next, h), 0);
     }
     Sum sums[S::kHalves][kSums] = {};
-    // The products of one slot with 64 rows of A, as a group of their own.
-    const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h) {
-      const uint64_t a = swizzle128_descriptor(r.a + (rows + h * 64) * kBlockK),
-                     b = swizzle128_descriptor(r.b);
-      wgmma_fence();
-#pragma unroll
-      for (int s = 0; s < 4; ++s) Wgmma<Operands, S::kColumns>::ss(d, a + s * 2, b + s * 2, s > 0 ? 1 : 0);
-      wgmma_commit();
+    const auto multiply = [&](Sum(&d)[kSums], const Ring<S>& r, int h, int add) {
+      multiply_slot<T, S>(d, r, rows + h * 64, add);
     };
-    if constexpr (S::kHalves > 1) {
-      float part[kSums];
-#pragma unroll 1
-      for (int k = 0; k < k_blocks; ++k) {
-        mbar_wait(ring.full, ring.parity);
-        Factors<S> factors;
-        float w = 1.f;
-#pragma unroll
-        for (int h = 0; h < S::kHalves; ++h) {
-          multiply(part, ring, h);
-          if constexpr (S::kBlocks) {
-            if (h < kScales) w = scales[h].at(p, k, 0);
-            factors.load(w, rows + h * 64 + my_rows + (lane >> 2), ring.scales);
-          }
-          wgmma_wait<0>();
-          wgmma_fence_operand(part);
-          promote<S>(p, sums[h], part, scales[S::kPlain ? 0 : h], factors, k, first_row[h], ring.scales);
-          wgmma_fence_operand(sums[h]);
-        }
-        release(ring.empty());
-        ring.next();
-      }
-    } else {
-      float part[2][kSums];
-      Factors<S> factors[2];
-      uint32_t behind = ring.empty(), x_scales = ring.scales;  // of the slot whose sums are added next
-      const uint32_t end_of_empty = behind + (slots - ring.index) * 8;
-      int k = 0, issued = 0;
-      const auto issue = [&](int set) {
-        mbar_wait(ring.full, ring.parity);
-        multiply(part[set], ring, 0);
-        if constexpr (S::kBlocks)
-          factors[set].load(scales[0].at(p, issued++, 0), rows + my_rows + (lane >> 2), ring.scales);
-        ring.next();
-      };
-      const auto add = [&](int set) {
-        wgmma_fence_operand(part[set]);
-        promote<S>(p, sums[0], part[set], scales[0], factors[set], k, first_row[0], x_scales);
-        wgmma_fence_operand(sums[0]);  // before the next products change d
-        release(behind);
-        behind += 8, x_scales += S::kScales;
-        if (behind == end_of_empty) behind -= slots * 8, x_scales -= slots * S::kScales;
-        ++k;
-      };
-      issue(0);
-      int left = k_blocks - 1;
-#pragma unroll 1
-      for (; left >= 2; left -= 2) {
-        issue(1);
-        wgmma_wait<1>();
-        add(0);
-        issue(0);
-        wgmma_wait<1>();
-        add(1);
-      }
-      if (left > 0) {
-        issue(1);
-        wgmma_wait<1>();
-        add(0);
-        wgmma_wait<0>();
-        add(1);
-      } else {
-        wgmma_wait<0>();
-        add(0);
-      }
-    }
+    float parts[S::kHalves > 1 ? 1 : 2][kSums];
+    Factors<S> all_factors[S::kHalves > 1 ? 1 : 2];
+    multiply_blocks<T, S>(
+        p, sums, ring, scales, rows, my_rows, 0, k_blocks, [&](int h) { return first_row[h]; }, parts,
+        all_factors, multiply, release);
     end.keep(table, warpgroup);
     constexpr int kTogether = S::kColumns < 64 ? S::kColumns : 64;
     // Found anew where registers are few, instead of kept while products run.
