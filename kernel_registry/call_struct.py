@@ -139,7 +139,8 @@ def _tensor(op: Declared, item: Tensor) -> Iterator[Field]:
 
 
 def _named_sizes(op: Declared) -> Iterator[Field]:
-    taken = {a.name for a in op.arguments if isinstance(a, Scalar)}
+    scalars = {a.name for a in op.arguments if isinstance(a, Scalar)}
+    taken = set(scalars)
     tensors = [a for a in (*op.arguments, *op.returns) if isinstance(a, Tensor)]
     named = {tensor.name for tensor in tensors}
     for item in sorted(tensors, key=lambda tensor: tensor.optional):
@@ -153,7 +154,13 @@ def _named_sizes(op: Declared) -> Iterator[Field]:
             )
         for place, size in shape.places():
             name, _, more = size.partition("+")  # seqs+1, as starts of sequences have
-            if is_name(name) and name not in taken and (not more or more.isdigit()):
+            if name in scalars and is_name(more):  # latent_dim+rope_dim
+                name, more = more, f"call.{name}"
+            if (
+                is_name(name)
+                and name not in taken
+                and (not more or more.isdigit() or more.startswith("call."))
+            ):
                 taken.add(name)
                 less = f" - {more}" if more else ""
                 field = f"{name}_count" if name in named else name

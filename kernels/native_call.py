@@ -80,7 +80,7 @@ class CallEntry:
     """The entry `name` for the calls of `op`. Its functions are looked up once."""
 
     def __init__(self, name: str, op: str) -> None:
-        self.name, self._op = name, op
+        self.name, self._op, self._shown = name, op, f"{op} ({name})"
         self._levels: dict[Any, Options] = {}
 
     @cached_property
@@ -103,7 +103,7 @@ class CallEntry:
             code = cpu_function(self.name, level, (c_char_p, c_char_p))(self.pack(call), options.pack(config))
         else:
             code = cpu_function(self.name, level, (c_char_p,))(self.pack(call))
-        check(code, self.name)
+        check(code, self._shown)
 
     def cuda(self, config: Mapping[str, Any], call: Any, device: int) -> None:
         """Launch on the current stream of `device`. Raises the exception that a native return code stands for."""
@@ -111,7 +111,7 @@ class CallEntry:
 
         function, options = self._cuda
         stream = torch.cuda.current_stream(device).cuda_stream
-        check(function(self.pack(call), options.pack(config), device, stream), self.name)
+        check(function(self.pack(call), options.pack(config), device, stream), self._shown)
 
     def ask(self, config: Mapping[str, Any], call: Any) -> int:
         """What an entry of a GPU says without a device: bytes of shared memory, or the code of a refusal."""

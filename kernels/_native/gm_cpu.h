@@ -158,6 +158,13 @@ extern "C" int gm_num_threads();
 namespace gm {
 namespace {  // internal linkage: each level has its own copy
 
+constexpr int64_t item_bytes(int64_t type) {
+  return type == GM_I64                      ? 8
+         : type == GM_F32 || type == GM_I32  ? 4
+         : type == GM_F16 || type == GM_BF16 ? 2
+                                             : 1;
+}
+
 // Storage types. They are distinct from uint16_t so that overloads choose the conversion.
 struct f16 {
   uint16_t bits;

@@ -1,55 +1,62 @@
 // Tokens into a paged cache of e4m3 codes by slot, with scales of heads that are given, or of tokens and
 // heads that are written (kv_cache/quantized.py has the rules).
 // gm-levels: base avx2 avx512 neon
+#include "_cache_scales_cpu.h"
 #include "_quantize_row_cpu.h"
+#include "calls/reshape_and_cache.h"
 
-namespace gm {
 namespace {
 
-struct QuantizedStore {
+// Keys, or values, of width elements; strides in elements.
+struct Rows {
   const void* source;
-  f8e4m3* cache;
-  float* scale;
-  const int64_t* slots;
-  int64_t tokens, heads, width, blocks, block_size, source_token, source_head, cache_block, cache_place,
-      cache_head, token_scales, scale_block, scale_place, scale_head;
+  const int64_t* source_stride;
+  void* cache;
+  const int64_t* cache_stride;
+  void* scale;
+  const int64_t* scale_stride;
+  int64_t width;
 };
 
 template <class T>
-int store_quantized(const QuantizedStore& a) {
-  for (int64_t t = 0; t < a.tokens; ++t)
-    if (a.slots[t] >= a.blocks * a.block_size) return GM_E_ARG;
-  const int64_t grain = 16384 / (a.heads * a.width + 1) + 1;
-  return parallel_for(a.tokens, grain, [&](int64_t begin, int64_t end) {
+int store_quantized(const GmReshapeAndCacheCall& call, const Rows& rows) {
+  const int64_t* slots = static_cast<const int64_t*>(call.slot_mapping);
+  for (int64_t t = 0; t < call.t; ++t)
+    if (slots[t] >= call.blocks * call.block_size) return GM_E_ARG;
+  const gm::ScaleStrides scale_stride = gm::scale_strides(call, rows.scale_stride);
+  const bool token_scales = gm::has_token_scales(call);
+  const int64_t grain = 16384 / (call.h * rows.width + 1) + 1;
+  return gm::parallel_for(call.t, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      if (a.slots[t] < 0) continue;
-      const int64_t block = a.slots[t] / a.block_size, place = a.slots[t] % a.block_size;
-      f8e4m3* codes = a.cache + block * a.cache_block + place * a.cache_place;
-      float* scales = a.scale + block * a.scale_block + place * a.scale_place;
-      for (int64_t h = 0; h < a.heads; ++h) {
-        const T* row = static_cast<const T*>(a.source) + t * a.source_token + h * a.source_head;
-        float* scale = scales + h * a.scale_head;
-        if (a.token_scales) *scale = row_scale(row, a.width);
-        quantize_row(row, codes + h * a.cache_head, a.width, *scale);
+      if (slots[t] < 0) continue;
+      const int64_t block = slots[t] / call.block_size, slot = slots[t] % call.block_size;
+      gm::f8e4m3* codes =
+          static_cast<gm::f8e4m3*>(rows.cache) + block * rows.cache_stride[0] + slot * rows.cache_stride[1];
+      float* scales = static_cast<float*>(rows.scale) + block * scale_stride.block + slot * scale_stride.slot;
+      for (int64_t h = 0; h < call.h; ++h) {
+        const T* row =
+            static_cast<const T*>(rows.source) + t * rows.source_stride[0] + h * rows.source_stride[1];
+        float* scale = scales + h * scale_stride.head;
+        if (token_scales) *scale = gm::row_scale(row, rows.width);
+        gm::quantize_row(row, codes + h * rows.cache_stride[2], rows.width, *scale);
       }
     }
   });
 }
 
 }  // namespace
-}  // namespace gm
 
-// source [tokens, heads, width] of `dtype` -> cache [blocks, block_size, heads, width] of codes; strides in
-// elements, rows contiguous. scale is read by head, or, with token_scales, written by token and head.
-// GM_E_ARG, and nothing written, if a slot is past the cache.
-GM_KERNEL(gm_cache_store_e4m3)(const void* source, void* cache, float* scale, const int64_t* slots,
-                               const int64_t* sizes, int dtype) {
-  gm::QuantizedStore a{};
-  a.source = source, a.cache = static_cast<gm::f8e4m3*>(cache), a.scale = scale, a.slots = slots;
-  int64_t* const fields[] = {&a.tokens,       &a.heads,       &a.width,       &a.blocks,      &a.block_size,
-                             &a.source_token, &a.source_head, &a.cache_block, &a.cache_place, &a.cache_head,
-                             &a.token_scales, &a.scale_block, &a.scale_place, &a.scale_head};
-  for (int64_t* field : fields) *field = *sizes++;
-  if (a.tokens < 0 || a.heads < 0 || a.width < 0 || a.blocks < 0 || a.block_size < 1) return GM_E_SHAPE;
-  GM_DISPATCH_FLOAT(dtype, T, { return gm::store_quantized<T>(a); })
+// Scales are read by head or, of tokens and heads, written. GM_E_ARG, and nothing written, if a slot is past
+// the cache.
+GM_CPU_CALL(gm_cache_store_e4m3, ReshapeAndCache)(const GmReshapeAndCacheCall& call) {
+  if (call.t < 0 || call.h < 0 || call.d < 0 || call.dv < 0 || call.blocks < 0 || call.block_size < 1)
+    return GM_E_SHAPE;
+  const Rows keys{call.key,     call.key_stride,     call.key_cache, call.key_cache_stride,
+                  call.k_scale, call.k_scale_stride, call.d};
+  const Rows values{call.value,   call.value_stride,   call.value_cache, call.value_cache_stride,
+                    call.v_scale, call.v_scale_stride, call.dv};
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    const int code = store_quantized<T>(call, keys);
+    return code ? code : store_quantized<T>(call, values);
+  })
 }

@@ -36,8 +36,6 @@ struct Weights {
   int32_t format, scale_type, zero_type, implicit_zero;
 };
 
-inline int item_bytes(int type) { return type == GM_F32 ? 4 : type == GM_F16 || type == GM_BF16 ? 2 : 1; }
-
 // rows of x through expert e.
 inline int expert_product(const Weights& w, int64_t e, const void* x, int64_t x_stride, void* out,
                           int64_t rows, const Epilogue& epilogue, int dtype) {
@@ -48,10 +46,10 @@ inline int expert_product(const Weights& w, int64_t e, const void* x, int64_t x_
     return base ? static_cast<const char*>(base) + bytes : nullptr;
   };
   const void* codes = at(w.codes, e * blocks * 16 * w.columns * bits[w.format] / 8);
-  const void* of_groups = at(w.scales, w.scale_type < 0 ? 0 : e * scales * item_bytes(w.scale_type));
-  const void* zeros = at(w.zeros, w.zero_type < 0 ? 0 : e * scales * item_bytes(w.zero_type));
+  const void* of_groups = at(w.scales, w.scale_type < 0 ? 0 : e * scales * gm::item_bytes(w.scale_type));
+  const void* zeros = at(w.zeros, w.zero_type < 0 ? 0 : e * scales * gm::item_bytes(w.zero_type));
   const void* of_rows = at(w.row_scale, e * blocks * 16 * 4);
-  const void* bias = at(epilogue.bias, e * w.n * item_bytes(dtype));
+  const void* bias = at(epilogue.bias, e * w.n * gm::item_bytes(dtype));
   if (epilogue.gate == 2)
     return GM_CAT(gm_linear_rows16_clamped, GM_LEVEL)(
         x, x_stride, codes, of_groups, zeros, of_rows, w.perm, bias, out, rows, w.n, w.k, w.columns, w.group,

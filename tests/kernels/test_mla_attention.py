@@ -268,5 +268,5 @@ def test_cpu_kernels_refuse_indices_that_do_not_exist() -> None:
     b = arguments_of(varlen_attention.OP, varlen_attention.OP.examples[2])
     for name in ("context_start", "query_start"):
         wrong = b | {name: b[name] + 1}
-        with pytest.raises(ValueError, match="varlen_attention_cpu"):
+        with pytest.raises(ValueError, match="varlen_attention"):
             run(varlen_attention.OP, VARLEN_CPP, {"level": LEVELS[-1]}, wrong)

@@ -1,4 +1,4 @@
-// gm_attention under the sanitizers, as paged, latent (MLA) and dense attention, against float64: odd widths,
+// gm_paged_attention, gm_mla_attention and gm_varlen_attention (dense) under the sanitizers, against float64: odd widths,
 // contexts of 0 and over one chunk, queries before their context, windows, sinks, more query heads than a
 // tile, whole and split contexts, e4m3 codes with scales of heads and of tokens, every level.
 //
@@ -10,13 +10,110 @@
 // scales of tokens gathered from 0 and not from `skip` (read of a poisoned scale).
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/mla_attention.h"
+#include "calls/paged_attention.h"
+#include "calls/varlen_attention.h"
 
 #include <vector>
 
-GM_LEVELS(gm_attention,
-          (const void*, const void*, const void*, void*, float*, const float*, const int32_t*, const int32_t*,
-           const int32_t*, const float*, const float*, const int64_t*, float, float, int));
-using Call = decltype(gm_attention_levels[0].call);
+GM_LEVELS(gm_paged_attention, (const GmPagedAttentionCall&));
+GM_LEVELS(gm_mla_attention, (const GmMlaAttentionCall&));
+GM_LEVELS(gm_varlen_attention, (const GmVarlenAttentionCall&));
+
+// Sizes and strides of a problem, whichever of the three it is.
+struct Sizes {
+  int64_t tokens, heads, kv_heads, dk, dv, seqs, blocks, block_size, table_width, window, table_stride,
+      q_token, q_head, out_token, out_head, k_block, k_slot, k_head, v_block, v_slot, v_head, token_scales,
+      k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
+};
+
+// Latent if the values are the keys, dense without a block table, else paged.
+struct Call {
+  decltype(gm_paged_attention_levels[0].call) paged;
+  decltype(gm_mla_attention_levels[0].call) latent;
+  decltype(gm_varlen_attention_levels[0].call) dense;
+  int operator()(const void* q, const void* k, const void* v, void* out, float* lse, const float* sinks,
+                 const int32_t* table, const int32_t* query_start, const int32_t* starts, float* k_scale,
+                 float* v_scale, const Sizes& s, float scale, float softcap, int type) const {
+    if (k == v && k)
+      return latent({.q = q,
+                     .q_stride = {s.q_token, s.q_head},
+                     .cache = k,
+                     .cache_stride = {s.k_block, s.k_slot},
+                     .block_table = table,
+                     .block_table_stride = {s.table_stride},
+                     .query_start = query_start,
+                     .seq_lens = starts,
+                     .scale = scale,
+                     .latent_dim = s.dv,
+                     .lse = lse,
+                     .out = out,
+                     .out_stride = {s.out_token, s.out_head},
+                     .q_tokens = s.tokens,
+                     .heads = s.heads,
+                     .rope_dim = s.dk - s.dv,
+                     .blocks = s.blocks,
+                     .block_size = s.block_size,
+                     .seqs = s.seqs,
+                     .max_blocks = s.table_width,
+                     .x_type = type});
+    if (!table)
+      return dense({.q = q,
+                    .q_stride = {s.q_token, s.q_head},
+                    .k = k,
+                    .k_stride = {s.k_slot, s.k_head},
+                    .v = v,
+                    .v_stride = {s.v_slot, s.v_head},
+                    .query_start = query_start,
+                    .context_start = starts,
+                    .scale = scale,
+                    .lse = lse,
+                    .out = out,
+                    .out_stride = {s.out_token, s.out_head},
+                    .q_tokens = s.tokens,
+                    .heads = s.heads,
+                    .qk_dim = s.dk,
+                    .total_ctx = s.blocks,
+                    .kv_heads = s.kv_heads,
+                    .v_dim = s.dv,
+                    .seqs = s.seqs,
+                    .x_type = type});
+    return paged({.q = q,
+                  .q_stride = {s.q_token, s.q_head},
+                  .k_cache = k,
+                  .k_cache_stride = {s.k_block, s.k_slot, s.k_head},
+                  .v_cache = v,
+                  .v_cache_stride = {s.v_block, s.v_slot, s.v_head},
+                  .block_table = table,
+                  .block_table_stride = {s.table_stride},
+                  .query_start = query_start,
+                  .seq_lens = starts,
+                  .scale = scale,
+                  .window = s.window,
+                  .sinks = sinks,
+                  .lse = lse,
+                  .k_scale = k_scale,
+                  .k_scale_stride = {s.k_scale_block, s.k_scale_slot, s.k_scale_head},
+                  .v_scale = v_scale,
+                  .v_scale_stride = {s.v_scale_block, s.v_scale_slot, s.v_scale_head},
+                  .softcap = softcap,
+                  .out = out,
+                  .out_stride = {s.out_token, s.out_head},
+                  .q_tokens = s.tokens,
+                  .heads = s.heads,
+                  .head_dim = s.dk,
+                  .blocks = s.blocks,
+                  .block_size = s.block_size,
+                  .kv_heads = s.kv_heads,
+                  .seqs = s.seqs,
+                  .max_blocks = s.table_width,
+                  .scale_blocks = s.token_scales ? 1 << 30 : 1,
+                  .scale_slots = s.token_scales ? 2 : 1,
+                  .scale_heads = 2,
+                  .x_type = type,
+                  .kv_type = k_scale ? 3 : type});
+  }
+};
 extern "C" int gm_pretended_threads;
 
 namespace {
@@ -117,7 +214,7 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
     return factor * Code::get(cache.at(slot, head)[d]);
   };
   const int64_t scale_slot = kind == kToken ? k_scale.slot() : 0;
-  int64_t sizes[28] = {tokens,
+  const Sizes sizes = {tokens,
                        c.heads,
                        c.kv_heads,
                        c.dk,
@@ -146,7 +243,7 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
                        scale_slot,
                        v_scale.head()};
   const float scale = 1 / std::sqrt(float(c.dk));
-  const auto attend = [&](const int64_t* shape, float softcap = 0) {
+  const auto attend = [&](const Sizes& shape, float softcap = 0) {
     return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
                 c.paged ? table.data() : nullptr, query_start.data(), starts.data(),
                 kind ? k_scale.data() : nullptr, kind ? v_scale.data() : nullptr, shape, scale, softcap,
@@ -154,7 +251,7 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
   };
   for (const int threads : {1, 4}) {  // with several threads long contexts are split
     gm_pretended_threads = threads;
-    const float softcap = threads == 1 ? 0 : 1.5f;
+    const float softcap = threads == 1 || !c.paged || c.latent ? 0 : 1.5f;
     CHECK(attend(sizes, softcap) == 0);
     for (int64_t i = 0, token = 0; i < count; ++i)
       for (int64_t n = 0; n < c.seqs[i].queries; ++n, ++token)
@@ -192,12 +289,11 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
   gm_pretended_threads = 1;
   if (tokens == 0 || c.seqs[0].queries == 0 || c.seqs[0].context == 0) return;
   // Index tensors that name what does not exist are refused before anything is read.
-  int64_t broken[28];
-  std::memcpy(broken, sizes, sizeof sizes);
-  broken[0] = tokens - 1;
+  Sizes broken = sizes;
+  broken.tokens = tokens - 1;
   CHECK(attend(broken) == -5);
-  std::memcpy(broken, sizes, sizeof sizes);
-  broken[6] = c.paged ? 0 : starts.data()[count] - 1;
+  broken = sizes;
+  broken.blocks = c.paged ? 0 : starts.data()[count] - 1;
   CHECK(attend(broken) == -5);
   std::swap(query_start.data()[0], query_start.data()[1]);
   CHECK(attend(sizes) == -5);
@@ -225,16 +321,19 @@ void all(Call call, int dtype) {
   const std::vector<Sequence> decode = {{1, 600}, {1, 17}}, prefill = {{70, 70}, {7, 257}};
   for (const int64_t window : {0, 1, 5, 40})
     for (const bool sinks : {false, true}) {
-      run<D>(call, dtype, {mixed, 6, 2, 7, 5, 4, window, true, false, sinks});
-      run<D>(call, dtype, {mixed, 4, 4, 16, 16, 1, window, false, false, sinks});
-      run<D>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, sinks});
-      run<D>(call, dtype, {decode, 3, 1, 40, 31, 7, window, true, true, sinks});
-      run<D>(call, dtype, {decode, 2, 2, 8, 64, 1, window, false, false, sinks});
+      run<D>(call, dtype, {mixed, 6, 2, 7, 7, 4, window, true, false, sinks});
+      run<D>(call, dtype, {decode, 4, 2, 33, 33, 16, window, true, false, sinks});
       run<D>(call, dtype,
-             {decode, 14, 2, 32, 48, 16, window, true, false, sinks});  // seven rows, read where they lie
-      run<D>(call, dtype, {decode, 6, 1, 48, 32, 7, window, true, true, sinks});
+             {decode, 14, 2, 32, 32, 16, window, true, false, sinks});  // seven rows, read in place
     }
-  run<D>(call, dtype, {prefill, 2, 1, 24, 65, 16, 0, true, false, false});
+  run<D>(call, dtype, {mixed, 4, 4, 16, 16, 1, 0, false, false, false});
+  run<D>(call, dtype, {mixed, 6, 2, 7, 5, 1, 0, false, false, false});
+  run<D>(call, dtype, {decode, 2, 2, 8, 64, 1, 0, false, false, false});
+  run<D>(call, dtype, {decode, 14, 2, 32, 48, 1, 0, false, false, false});
+  run<D>(call, dtype, {decode, 3, 1, 40, 31, 7, 0, true, true, false});
+  run<D>(call, dtype, {decode, 6, 1, 48, 32, 7, 0, true, true, false});
+  run<D>(call, dtype, {prefill, 2, 1, 65, 65, 16, 0, true, false, false});
+  run<D>(call, dtype, {prefill, 2, 1, 24, 65, 1, 0, false, false, false});
   run<D>(call, dtype, {prefill, 2, 1, 1, 1, 3, 9, true, false, true});
   run<D>(call, dtype, {prefill, 40, 1, 18, 16, 1, 0, false, false, false});  // more heads than rows of a tile
   run<D>(call, dtype, {{{1, 9}}, 40, 1, 36, 32, 5, 0, true, true, false});
@@ -242,21 +341,22 @@ void all(Call call, int dtype) {
   using Codes = Dtype<3>;
   for (const Scales kind : {kHead, kToken})
     for (const int64_t window : {0, 5}) {
-      run<D, Codes>(call, dtype, {mixed, 6, 2, 7, 5, 4, window, true, false, true}, kind);
-      run<D, Codes>(call, dtype, {decode, 4, 2, 33, 17, 16, window, true, false, false}, kind);
-      run<D, Codes>(call, dtype, {decode, 14, 2, 32, 48, 16, window, true, false, false}, kind);
-      run<D, Codes>(call, dtype, {prefill, 2, 1, 24, 65, 16, window, true, false, false}, kind);
+      run<D, Codes>(call, dtype, {mixed, 6, 2, 7, 7, 4, window, true, false, true}, kind);
+      run<D, Codes>(call, dtype, {decode, 4, 2, 33, 33, 16, window, true, false, false}, kind);
+      run<D, Codes>(call, dtype, {decode, 14, 2, 32, 32, 16, window, true, false, false}, kind);
+      run<D, Codes>(call, dtype, {prefill, 2, 1, 65, 65, 16, window, true, false, false}, kind);
     }
-  int64_t sizes[28] = {1, 3, 2, 4, 4, 1};
-  const auto bare = [&](const float* scale) {
-    return call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, scale,
+  Sizes sizes{.tokens = 1, .heads = 3, .kv_heads = 2, .dk = 4, .dv = 4, .seqs = 1};
+  const int32_t table = 0;
+  float one = 1;
+  const auto bare = [&](float* scale) {
+    return call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, &table, nullptr, nullptr, scale,
                 nullptr, sizes, 1.0f, 0.0f, dtype);
   };
   CHECK(bare(nullptr) == -2);
-  sizes[1] = 2, sizes[7] = 1;
-  const float one = 1;
+  sizes.heads = 2, sizes.block_size = 1;
   CHECK(bare(&one) == -5);  // scales of keys alone
-  sizes[21] = 1;
+  sizes.token_scales = 1;
   CHECK(bare(nullptr) == -5);  // scales of tokens that are not there
 }
 
@@ -264,14 +364,18 @@ void all(Call call, int dtype) {
 
 int main() {
   int ran = 0;
-  for (const auto& level : gm_attention_levels) {
-    if (level.call == nullptr || !runs_here(level.name)) continue;
-    all<Dtype<0>>(level.call, 0);
-    all<Dtype<1>>(level.call, 1);
-    all<Dtype<2>>(level.call, 2);
-    int64_t sizes[28] = {0, 1, 1, 1, 1, 1, 1, 1};
-    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-                     nullptr, sizes, 1.0f, 0.0f, 99) == -1);
+  for (size_t i = 0; i < sizeof gm_paged_attention_levels / sizeof *gm_paged_attention_levels; ++i) {
+    const auto& paged = gm_paged_attention_levels[i];
+    const auto& latent = gm_mla_attention_levels[i];
+    const auto& dense = gm_varlen_attention_levels[i];
+    if (paged.call == nullptr) continue;
+    const bool here[] = {runs_here(paged.name), runs_here(latent.name), runs_here(dense.name)};
+    if (!here[0] || !here[1] || !here[2]) continue;
+    const Call call{paged.call, latent.call, dense.call};
+    all<Dtype<0>>(call, 0);
+    all<Dtype<1>>(call, 1);
+    all<Dtype<2>>(call, 2);
+    CHECK(dense.call({.heads = 1, .qk_dim = 1, .kv_heads = 1, .v_dim = 1, .seqs = 1, .x_type = 99}) == -1);
     ++ran;
   }
   CHECK(ran > 0);

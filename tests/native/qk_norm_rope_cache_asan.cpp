@@ -4,11 +4,11 @@
 // dtype and level.
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/qk_norm_rope_cache.h"
 
 #include <vector>
 
-GM_LEVELS(gm_qk_norm_rope_cache, (const void*, const void*, const void*, float, const int64_t*, const float*,
-                                  void*, void*, const int64_t*, float*, float*, void*, const int64_t*, int));
+GM_LEVELS(gm_qk_norm_rope_cache, (const GmQkNormRopeCacheCall&));
 using Call = decltype(gm_qk_norm_rope_cache_levels[0].call);
 
 enum Kind { kPlain, kHeadScales, kTokenScales };
@@ -41,7 +41,7 @@ std::vector<double> turned(Buffer<typename D::T>& x, int64_t r, Buffer<typename 
 }
 
 template <class D, class S>
-void run(Call call, int dtype, const Form& f) {
+void run(Call entry, int dtype, const Form& f) {
   using T = typename D::T;
   using C = typename S::T;
   const bool codes = f.kind != kPlain, by_token = f.kind == kTokenScales;
@@ -62,17 +62,40 @@ void run(Call call, int dtype, const Form& f) {
   for (int64_t t = 0; t < kTokens; ++t) positions.data()[t] = at[t], slots.data()[t] = to[t];
   if (!by_token)
     for (int64_t h = 0; h < kKv; ++h) k_scale.data()[h] = 0.5f, v_scale.data()[h] = 2.0f;
-  const int64_t block = kSize * kKv * wide, scale_block = by_token ? kSize * kKv : 0,
-                scale_place = by_token ? kKv : 0;
-  const int64_t sizes[] = {
-      kTokens,       kQ,      kKv,         f.width,     kAll * wide, wide,        kRows,       f.rot,
-      f.interleaved, kBlocks, kSize,       by_token,    block,       kKv * wide,  wide,        block,
-      kKv * wide,    wide,    scale_block, scale_place, 1,           scale_block, scale_place, 1};
-  const auto go = [&] {
-    return call(qkv.data(), f.norm ? q_weight.data() : nullptr, f.norm ? k_weight.data() : nullptr, kEps,
-                positions.data(), table.data(), keys.data(), values.data(), slots.data(),
-                codes ? k_scale.data() : nullptr, codes ? v_scale.data() : nullptr, q.data(), sizes, dtype);
-  };
+  const int64_t block = kSize * kKv * wide, scale_block = by_token ? kSize * kKv : 99,
+                scale_slot = by_token ? kKv : 99;
+  const GmQkNormRopeCacheCall call{.qkv = qkv.data(),
+                                   .qkv_stride = {kAll * wide, wide},
+                                   .q_weight = f.norm ? q_weight.data() : nullptr,
+                                   .k_weight = f.norm ? k_weight.data() : nullptr,
+                                   .eps = kEps,
+                                   .positions = positions.data(),
+                                   .cos_sin = table.data(),
+                                   .key_cache = keys.data(),
+                                   .key_cache_stride = {block, kKv * wide, wide},
+                                   .value_cache = values.data(),
+                                   .value_cache_stride = {block, kKv * wide, wide},
+                                   .slot_mapping = slots.data(),
+                                   .interleaved = f.interleaved,
+                                   .k_scale = codes ? k_scale.data() : nullptr,
+                                   .k_scale_stride = {scale_block, scale_slot, 1},
+                                   .v_scale = codes ? v_scale.data() : nullptr,
+                                   .v_scale_stride = {scale_block, scale_slot, 1},
+                                   .q = q.data(),
+                                   .t = kTokens,
+                                   .head_dim = f.width,
+                                   .positions_count = kRows,
+                                   .rot = f.rot,
+                                   .blocks = kBlocks,
+                                   .block_size = kSize,
+                                   .kv_heads = kKv,
+                                   .heads = kQ,
+                                   .scale_blocks = by_token ? kBlocks : 1,
+                                   .scale_slots = by_token ? kSize : 1,
+                                   .scale_heads = kKv,
+                                   .x_type = dtype,
+                                   .kv_type = codes ? 3 : dtype};
+  const auto go = [&] { return entry(call); };
   CHECK(go() == -5);
   for (int64_t r = 0; r < cells; ++r) CHECK(S::get(keys(r, f.width - 1)) == 0);
   slots.data()[3] = -9;
@@ -124,20 +147,26 @@ void all(Call call, int dtype) {
           run<D, Dtype<3>>(call, dtype, {width, rot, norm, interleaved, kHeadScales});
           run<D, Dtype<3>>(call, dtype, {width, rot, norm, interleaved, kTokenScales});
         }
-  int64_t sizes[24] = {0, 1, 1, 4, 0, 0, 1, 4, 0, 1, 1};
-  const auto empty = [&](int type, float* k, float* v) {
-    return call(nullptr, nullptr, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, k, v, nullptr,
-                sizes, type);
-  };
+  GmQkNormRopeCacheCall none{.head_dim = 4,
+                             .positions_count = 1,
+                             .rot = 4,
+                             .blocks = 1,
+                             .block_size = 1,
+                             .kv_heads = 1,
+                             .heads = 1,
+                             .x_type = dtype};
   float scale = 1;
-  CHECK(empty(dtype, nullptr, nullptr) == 0);
-  CHECK(empty(99, nullptr, nullptr) == -1);
-  CHECK(empty(dtype, &scale, nullptr) == -2);
-  sizes[7] = 6;
-  CHECK(empty(dtype, nullptr, nullptr) == -2);
-  sizes[3] = 1026;
-  CHECK(empty(dtype, nullptr, nullptr) == 0);
-  CHECK(empty(dtype, &scale, &scale) == -2);
+  CHECK(call(none) == 0);
+  none.x_type = 99;
+  CHECK(call(none) == -1);
+  none.x_type = dtype, none.k_scale = &scale;
+  CHECK(call(none) == -2);
+  none.k_scale = nullptr, none.rot = 6;
+  CHECK(call(none) == -2);
+  none.head_dim = 1026;
+  CHECK(call(none) == 0);
+  none.k_scale = none.v_scale = &scale;
+  CHECK(call(none) == -2);
 }
 
 int main() {

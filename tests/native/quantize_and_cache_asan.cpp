@@ -4,33 +4,54 @@
 // write past the cache).
 #include "asan.h"
 #include "asan_values.h"
+#include "calls/reshape_and_cache.h"
 
-GM_LEVELS(gm_cache_store_e4m3, (const void*, void*, float*, const int64_t*, const int64_t*, int));
+GM_LEVELS(gm_cache_store_e4m3, (const GmReshapeAndCacheCall&));
+using Call = decltype(gm_cache_store_e4m3_levels[0].call);
 
-template <class D, class Call>
-void run(Call call, int dtype, int64_t width, int64_t pad, bool by_token) {
+template <class D>
+void run(Call entry, int dtype, int64_t width, int64_t pad, bool by_token) {
   const int64_t blocks = 3, block_size = 2, heads = 2, tokens = 4, wide = width + pad;
   Numbers numbers;
   Buffer<typename D::T> source(tokens * heads, width, wide);
-  Buffer<uint8_t> cache(blocks * block_size * heads, width, wide);
-  Buffer<float> scale(by_token ? blocks * block_size * heads : heads);
+  Buffer<uint8_t> cache(blocks * block_size * heads, width, wide),
+      values(blocks * block_size * heads, width, wide);
+  Buffer<float> scale(by_token ? blocks * block_size * heads : heads),
+      v_scale(by_token ? blocks * block_size * heads : heads);
   Buffer<int64_t> slots(tokens);
   const int64_t wanted[] = {5, -1, 0, 6};
   for (int64_t t = 0; t < tokens; ++t) slots.data()[t] = wanted[t];
   for (int64_t r = 0; r < tokens * heads; ++r)
     for (int64_t d = 0; d < width; ++d) source(r, d) = D::put(d == width - 1 ? 3.5f : numbers.eighths());
-  if (!by_token) scale.data()[0] = 0.5f, scale.data()[1] = 2.0f;
-  const int64_t block_step = by_token ? block_size * heads : 0, place_step = by_token ? heads : 0;
-  const int64_t sizes[] = {tokens,       heads,
-                           width,        blocks,
-                           block_size,   heads * wide,
-                           wide,         block_size * heads * wide,
-                           heads * wide, wide,
-                           by_token,     block_step,
-                           place_step,   1};
-  const auto store = [&] {
-    return call(source.data(), cache.data(), scale.data(), slots.data(), sizes, dtype);
-  };
+  if (!by_token)
+    for (auto* one : {&scale, &v_scale}) one->data()[0] = 0.5f, one->data()[1] = 2.0f;
+  const int64_t row = heads * wide, block_step = by_token ? block_size * heads : 99,
+                slot_step = by_token ? heads : 99;
+  const GmReshapeAndCacheCall call{.key = source.data(),
+                                   .key_stride = {row, wide},
+                                   .value = source.data(),
+                                   .value_stride = {row, wide},
+                                   .key_cache = cache.data(),
+                                   .key_cache_stride = {block_size * row, row, wide},
+                                   .value_cache = values.data(),
+                                   .value_cache_stride = {block_size * row, row, wide},
+                                   .slot_mapping = slots.data(),
+                                   .k_scale = scale.data(),
+                                   .k_scale_stride = {block_step, slot_step, 1},
+                                   .v_scale = v_scale.data(),
+                                   .v_scale_stride = {block_step, slot_step, 1},
+                                   .t = tokens,
+                                   .h = heads,
+                                   .d = width,
+                                   .dv = width,
+                                   .blocks = blocks,
+                                   .block_size = block_size,
+                                   .scale_blocks = by_token ? blocks : 1,
+                                   .scale_slots = by_token ? block_size : 1,
+                                   .scale_heads = heads,
+                                   .x_type = dtype,
+                                   .kv_type = 3};
+  const auto store = [&] { return entry(call); };
   CHECK(store() == -5);
   for (int64_t r = 0; r < blocks * block_size * heads; ++r) CHECK(cache(r, width - 1) == 0);
   slots.data()[3] = -9;
@@ -41,6 +62,7 @@ void run(Call call, int dtype, int64_t width, int64_t pad, bool by_token) {
       const float own = scale.data()[by_token ? r : h];
       if (by_token) CHECK(own == (token < 0 ? 0.0f : 3.5f / 448));  // the last element is the largest
       for (int64_t d = 0; d < width; ++d) {
+        CHECK(values(r, d) == cache(r, d) && v_scale.data()[by_token ? r : h] == own);
         const float value = token < 0 ? 0.0f : D::get(source(token * heads + h, d));
         CHECK(std::fabs(own * e4m3(cache(r, d)) - value) <= std::fabs(value) / 16 + own / 1024);
       }
@@ -58,10 +80,12 @@ int main() {
           run<Dtype<1>>(level.call, 1, width, pad, by_token);
           run<Dtype<2>>(level.call, 2, width, pad, by_token);
         }
-    const int64_t nothing[14] = {0, 1, 1, 1, 1}, wrong[14] = {0, 1, 1, 1, 0};
-    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nothing, 0) == 0);
-    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, wrong, 0) == -2);
-    CHECK(level.call(nullptr, nullptr, nullptr, nullptr, nothing, 99) == -1);
+    GmReshapeAndCacheCall none{.h = 1, .d = 1, .dv = 1, .blocks = 1, .block_size = 1};
+    CHECK(level.call(none) == 0);
+    none.block_size = 0;
+    CHECK(level.call(none) == -2);
+    none.block_size = 1, none.x_type = 99;
+    CHECK(level.call(none) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmMlaAttentionCall {
-  static constexpr uint64_t kDigest = 0x25861c080b4bce5d;
+  static constexpr uint64_t kDigest = 0x43364c1eb4d5248e;
   // [q_tokens, heads, latent_dim+rope_dim]
   const void* q;
   int64_t q_stride[2];
@@ -31,6 +31,7 @@ struct GmMlaAttentionCall {
   int64_t out_stride[2];
   int64_t q_tokens;
   int64_t heads;
+  int64_t rope_dim;
   int64_t blocks;
   int64_t block_size;
   int64_t seqs;

@@ -6,31 +6,19 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import MlaAttentionCall
 
 
+ENTRY = CallEntry("gm_mla_attention", "mla_attention")
+
+
 def launch(config: Config, call: MlaAttentionCall) -> None:
     """The arguments of `mla_attention.reference`, then out [tokens, heads, latent_dim]."""
-    rows = call.cache[:, :, None]
-    attend(
-        "mla_attention_cpu",
-        config["level"],
-        call.q,
-        rows,
-        rows[..., : call.latent_dim],
-        call.block_table,
-        call.query_start,
-        call.seq_lens,
-        call.scale,
-        0,
-        None,
-        call.lse,
-        call.out,
-    )
+    ENTRY.cpu(config, call)
 
 
 KERNEL = Kernel(
@@ -41,7 +29,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="tiles of 64 keys, read in place for few rows, widened once for many; float32 inside",
-    config=best_config("gm_attention"),
+    config=best_config("gm_mla_attention"),
     batch_invariant=True,
     priority=100,
 )

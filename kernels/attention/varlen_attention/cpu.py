@@ -6,30 +6,19 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.attention.cpu_call import attend
 from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import VarlenAttentionCall
 
 
+ENTRY = CallEntry("gm_varlen_attention", "varlen_attention")
+
+
 def launch(config: Config, call: VarlenAttentionCall) -> None:
     """The arguments of `varlen_attention.reference`, then out [tokens, heads, Dv]."""
-    attend(
-        "varlen_attention_cpu",
-        config["level"],
-        call.q,
-        call.k[None],
-        call.v[None],
-        None,
-        call.query_start,
-        call.context_start,
-        call.scale,
-        0,
-        None,
-        call.lse,
-        call.out,
-    )
+    ENTRY.cpu(config, call)
 
 
 KERNEL = Kernel(
@@ -40,7 +29,7 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="tiles of 64 keys, read in place for few rows, widened once for many; float32 inside",
-    config=best_config("gm_attention"),
+    config=best_config("gm_varlen_attention"),
     batch_invariant=True,
     priority=100,
 )

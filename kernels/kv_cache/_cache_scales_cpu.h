@@ -1,0 +1,26 @@
+// The scales of a cache of e4m3 codes, [scale_blocks, scale_slots, scale_heads] (kv_cache/quantized.py).
+#pragma once
+#include "gm_cpu.h"
+
+namespace gm {
+namespace {
+
+// Elements from one scale to the next: 0 where blocks, slots or heads share theirs.
+struct ScaleStrides {
+  int64_t block, slot, head;
+};
+
+template <class Call>
+ScaleStrides scale_strides(const Call& call, const int64_t* stride) {
+  return {call.scale_blocks > 1 ? stride[0] : 0, call.scale_slots > 1 ? stride[1] : 0,
+          call.scale_heads > 1 ? stride[2] : 0};
+}
+
+// Whether each token and head has its own; else they are of heads, or there is one.
+template <class Call>
+bool has_token_scales(const Call& call) {
+  return call.scale_blocks * call.scale_slots > 1;
+}
+
+}  // namespace
+}  // namespace gm
