@@ -2,7 +2,7 @@
 the machine is.
 
 A kernel is launched on the operation's inputs, and each of its calls into the native library is recorded with the memory that
-the arguments point to. `bench/replay.c` repeats these calls under callgrind, which counts from the first instruction of a call
+its structs point to. `bench/replay.c` repeats these calls under callgrind, which counts from the first instruction of a call
 to its last, on one thread. It compares the memory after each call with the recorded one.
 
 Counts belong to a compiler and a code level, not to a machine: a file has a part for each. Callgrind does not support AVX-512.
@@ -53,12 +53,12 @@ class CountError(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call into the native library. arguments: the name of the ctypes type, and the value, or (buffer, offset) for a pointer.
+    """One call into the native library. structs: the words of each, a number, or (buffer, offset) for an address.
     before, after: the content of the buffers, as bytes.
     """
 
     symbol: str
-    arguments: tuple[tuple[str, Any], ...]
+    structs: tuple[tuple[int | tuple[int, int], ...], ...]
     before: tuple[bytes, ...]
     after: tuple[bytes, ...]
 
@@ -115,7 +115,7 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
     kernel.load()  # calls are recorded only in modules that are loaded
     torch.set_num_threads(1)
     try:
-        with _recording(calls, kernel.name):
+        with _recording(calls):
             results, wrong = run_guarded(op, kernel, kernel.config(problem, here.target), arguments)
     finally:
         torch.set_num_threads(threads)
@@ -130,7 +130,7 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
 
 
 @contextmanager
-def _recording(calls: list[Call], name: str) -> Iterator[None]:
+def _recording(calls: list[Call]) -> Iterator[None]:
     """Record the calls of every function that launchers get from the native library."""
     from gristmill.kernels import native
 
@@ -139,8 +139,8 @@ def _recording(calls: list[Call], name: str) -> Iterator[None]:
     def recorded(symbol: str, level: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
         function = original(symbol, level, argtypes)
 
-        def call(*values: Any) -> int:
-            return _keep(calls, name, f"{symbol}__{level}", function, argtypes, values)
+        def call(*structs: bytes) -> int:
+            return _keep(calls, f"{symbol}__{level}", function, structs)
 
         return call
 
@@ -155,42 +155,15 @@ def _recording(calls: list[Call], name: str) -> Iterator[None]:
             module.cpu_function = original  # type: ignore[attr-defined]
 
 
-def _keep(
-    calls: list[Call],
-    name: str,
-    symbol: str,
-    function: Callable[..., int],
-    argtypes: tuple[Any, ...],
-    values: tuple[Any, ...],
-) -> int:
-    regions = _tensors() + [
-        (ctypes.addressof(value), ctypes.sizeof(value)) for value in values if isinstance(value, ctypes.Array)
-    ]
+def _keep(calls: list[Call], symbol: str, function: Callable[..., int], structs: tuple[bytes, ...]) -> int:
+    """Call `function`. Words of its structs that are addresses within a tensor are recorded as such."""
+    regions = _tensors()
     used: list[tuple[int, int]] = []
-    arguments: list[tuple[str, Any]] = []
-    for kind, value in zip(argtypes, values, strict=True):
-        if kind.__name__.startswith("LP_"):
-            raise CountError(
-                f"{name} passes a structure to {symbol}; only numbers and pointers to tensors and arrays can be recorded"
-            )
-        if kind in (ctypes.c_double, ctypes.c_longdouble):
-            raise CountError(f"{name} passes a {kind.__name__} to {symbol}, which bench/replay.c does not")
-        if (
-            kind is ctypes.c_char_p
-        ):  # the struct of a call: its pointers are the words that are addresses within a tensor
-            words = struct.unpack(f"{len(value) // 8}q", value)
-            arguments.append(("struct", [_place(word, regions, used) or word for word in words]))
-            continue
-        if kind is not ctypes.c_void_p or not value:
-            arguments.append((kind.__name__, value))
-            continue
-        place = _place(ctypes.addressof(value) if isinstance(value, ctypes.Array) else value, regions, used)
-        if place is None:
-            raise CountError(f"{name} passes {symbol} a pointer into no tensor; it cannot be recorded")
-        arguments.append((kind.__name__, place))
+    words = [struct.unpack(f"{len(given) // 8}q", given) for given in structs]
+    recorded = tuple(tuple(_place(word, regions, used) or word for word in given) for given in words)
     before = tuple(ctypes.string_at(*region) for region in used)
-    code = function(*values)
-    calls.append(Call(symbol, tuple(arguments), before, tuple(ctypes.string_at(*region) for region in used)))
+    code = function(*structs)
+    calls.append(Call(symbol, recorded, before, tuple(ctypes.string_at(*region) for region in used)))
     return code
 
 
@@ -273,23 +246,11 @@ def _script(call: Call, stem: Path) -> str:
         for path, content in zip(paths, (before, after), strict=True):
             path.write_bytes(content)
         lines.append(f"buffer {len(before)} {paths[0]} {paths[1]}")
-    flat = []
-    for kind, value in call.arguments:
-        words = value if isinstance(value, list) else []
-        flat += (
-            [(f"struct {len(words)}", None), *(("word", word) for word in words)]
-            if words
-            else [(kind, value)]
-        )
-    for kind, value in flat:
-        if kind.startswith("struct"):
-            lines.append(kind)
-        elif isinstance(value, tuple):
-            lines.append(f"pointer {value[0]} {value[1]}")
-        elif kind == "c_float":
-            lines.append(f"float {struct.unpack('=I', struct.pack('=f', value))[0]:x}")
-        else:
-            lines.append(f"int {int(value or 0)}")
+    for words in call.structs:
+        lines.append(f"struct {len(words)}")
+        lines += [
+            f"pointer {word[0]} {word[1]}" if isinstance(word, tuple) else f"int {word}" for word in words
+        ]
     return "\n".join([*lines, "go", ""])
 
 

@@ -12,7 +12,7 @@ The fields, for each argument and then for each output, in order:
 - packed weights: ``<name>[WEIGHTS]``, the addresses of their tensors, ``<name>_size``, their numbers of elements (-1 unless contiguous), and
   ``<name>_type``, their dtype codes (-1 for one that there is not).
 - scratch memory: ``workspace`` and ``workspace_bytes``.
-- a number or a flag: its value.
+- a number or a flag: its value; of a size that was not stated, what the output says.
 - a string that chooses from an axis: an enumerator of an enum class of the choices. Other strings stay in Python.
 
 Then the sizes that shapes determine, by their names (0 where the argument is None; ``<name>_count`` for one that shares its name with an
@@ -22,6 +22,7 @@ argument), and ``<axis>_type``, the dtype codes of dtype axes.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import Struct
@@ -99,10 +100,20 @@ def fields(op: Declared) -> tuple[Field, ...]:
                 else []
             )
         else:
-            found.append(
-                Field("double" if item.kind == "float" else "int64_t", item.name, 1, f"call.{item.name}")
-            )
+            kind = "double" if item.kind == "float" else "int64_t"
+            found.append(Field(kind, item.name, 1, f"call.{item.name}{_unstated(op, item)}"))
     return (*found, *_named_sizes(op), *_dtypes(op))
+
+
+def _unstated(op: Declared, item: Scalar) -> str:
+    """`` or <the size>`` for a number that repeats a size, 0 where it is not stated, if an output has a dimension ``size//(expression)``."""
+    for tensor in op.returns if item.states else ():
+        for place, size in Shape(tensor.shape).places():
+            name, _, divisor = size.partition("//")
+            if name == item.states and divisor:
+                factor = re.sub(r"[a-z_]\w*", r"call.\g<0>", divisor)
+                return f" or call.{tensor.name}.shape[{place}] * {factor}"
+    return ""
 
 
 def _weight(item: Weight) -> Iterator[Field]:

@@ -7,8 +7,10 @@
 // add in the same order, one chain for each output, so a row's result does not depend on other rows,
 // threads, or the path.
 // gm-levels: base avx2 avx512 avx512_bf16 neon
+#include "calls/linear.h"
 #include "gm_linear_decode.h"
 #include "gm_linear_epilogue.h"
+#include "gm_rows16.h"
 
 #include <cstdlib>
 
@@ -324,42 +326,42 @@ int by_math(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, 
   return by_scale<F, F32, T>(j, x, stride, perm, m, bias, residual, out, gating);
 }
 
-int linear_rows(const void* x, int64_t x_row_stride, const void* codes, const void* scales, const void* zeros,
-                const void* row_scale, const void* perm, const void* bias, const void* residual, void* out,
-                int64_t m, int64_t n, int64_t k, int64_t columns, int64_t group, int format, int scale_type,
-                int zero_type, int implicit_zero, const Gating& gating, int dtype) {
-  if (m < 0 || n < 1 || k < 1 || columns < k * (perm == nullptr) || columns % 16 || group < 8 || group % 8 ||
-      columns % group)
+int linear_rows(const gm::Rows16Product& p) {
+  const gm::Rows16& w = p.weight;
+  const int64_t columns = w.columns, group = w.group;
+  if (p.m < 0 || w.n < 1 || w.k < 1 || columns < w.k * (w.perm == nullptr) || columns % 16 || group < 8 ||
+      group % 8 || columns % group)
     return GM_E_SHAPE;
   if (group != columns && kChunkColumns % group) return GM_E_SHAPE;
-  if (gating.kind != kUngated && n % 2) return GM_E_SHAPE;
-  if (m == 0) return GM_OK;
+  const Gating gating{Gate(p.gate), p.alpha, p.limit};
+  if (gating.kind != kUngated && w.n % 2) return GM_E_SHAPE;
+  if (p.m == 0) return GM_OK;
   static const int bits[7] = {4, 4, 8, 8, 32, 16, 16};
-  if (format < 0 || format > 6) return GM_E_ARG;
+  if (w.format < 0 || w.format > 6) return GM_E_ARG;
   Job j{};
-  j.codes = static_cast<const uint8_t*>(codes);
-  j.scales = scales;
-  j.zeros = zeros;
-  j.row_scale = static_cast<const float*>(row_scale);
-  j.scale_type = scale_type;
-  j.zero_type = zero_type;
-  j.n = n;
-  j.k = k;
+  j.codes = static_cast<const uint8_t*>(w.codes);
+  j.scales = w.scales;
+  j.zeros = w.zeros;
+  j.row_scale = static_cast<const float*>(w.row_scale);
+  j.scale_type = w.scale_type;
+  j.zero_type = w.zero_type;
+  j.n = w.n;
+  j.k = w.k;
   j.columns = columns;
   j.group = group;
   j.groups = columns / group;
-  j.blocks = (n + kRows - 1) / kRows;
-  j.block_bytes = columns * bits[format] * 2;
-  j.bias = float(implicit_zero);
-  j.table = make_table(Format(format), j.bias);
-  const auto* order = static_cast<const int32_t*>(perm);
-#define LINEAR_FORMAT(F)                                                                       \
-  case int(Format::F):                                                                         \
-    return by_math<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m,          \
-                                 static_cast<const T*>(bias), static_cast<const T*>(residual), \
-                                 static_cast<T*>(out), gating)
-  GM_DISPATCH_FLOAT(dtype, T, {
-    switch (format) {
+  j.blocks = (w.n + kRows - 1) / kRows;
+  j.block_bytes = columns * bits[w.format] * 2;
+  j.bias = float(w.implicit_zero);
+  j.table = make_table(Format(w.format), j.bias);
+  const auto* order = static_cast<const int32_t*>(w.perm);
+#define LINEAR_FORMAT(F)                                                                           \
+  case int(Format::F):                                                                             \
+    return by_math<Format::F, T>(j, static_cast<const T*>(p.x), p.x_row_stride, order, p.m,        \
+                                 static_cast<const T*>(p.bias), static_cast<const T*>(p.residual), \
+                                 static_cast<T*>(p.out), gating)
+  GM_DISPATCH_FLOAT(p.type, T, {
+    switch (w.format) {
       LINEAR_FORMAT(int4);
       LINEAR_FORMAT(e2m1);
       LINEAR_FORMAT(int8);
@@ -374,31 +376,21 @@ int linear_rows(const void* x, int64_t x_row_stride, const void* codes, const vo
 
 }  // namespace
 
-// x [m, k] (row stride given, unit column stride), packed weight of n rows -> out [m, n],
-// or [m, n / 2] when silu is 1 (first half of the rows is the gate).
-// bias [n], residual like out, both of x's dtype or null. columns: K' of the packing;
-// group: columns a scale covers (columns itself when there is one scale per row).
-// format: 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16.
-// scale_type, zero_type: dtype codes, 20 = E8M0, -1 = none.
-// implicit_zero: the zero of integer codes without stored ones. perm: int32 [columns] or null.
-GM_KERNEL(gm_linear_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
-                            const void* zeros, const void* row_scale, const void* perm, const void* bias,
-                            const void* residual, void* out, int64_t m, int64_t n, int64_t k, int64_t columns,
-                            int64_t group, int format, int scale_type, int zero_type, int implicit_zero,
-                            int silu, int dtype) {
-  return linear_rows(x, x_row_stride, codes, scales, zeros, row_scale, perm, bias, residual, out, m, n, k,
-                     columns, group, format, scale_type, zero_type, implicit_zero,
-                     {silu != 0 ? kSilu : kUngated, 0, 0}, dtype);
-}
+// Linear's core, which grouped_linear and moe call for one expert after the other.
+GM_KERNEL(gm_rows16_product)(const gm::Rows16Product& product) { return linear_rows(product); }
 
-// The same for gate and up of an expert, without residual,
-// with the clamped activation (see Gating) in place of silu * up.
-GM_KERNEL(gm_linear_rows16_clamped)(const void* x, int64_t x_row_stride, const void* codes,
-                                    const void* scales, const void* zeros, const void* row_scale,
-                                    const void* perm, const void* bias, void* out, int64_t m, int64_t n,
-                                    int64_t k, int64_t columns, int64_t group, int format, int scale_type,
-                                    int zero_type, int implicit_zero, float alpha, float limit, int dtype) {
-  return linear_rows(x, x_row_stride, codes, scales, zeros, row_scale, perm, bias, nullptr, out, m, n, k,
-                     columns, group, format, scale_type, zero_type, implicit_zero, {kClamped, alpha, limit},
-                     dtype);
+GM_CPU_CALL(gm_linear_rows16, Linear, format, columns, group, zero, e8m0)
+(const GmLinearCall& call, const gm_linear_rows16_options& options) {
+  gm::Rows16Product p{.x = call.x,
+                      .x_row_stride = call.x_stride[0],
+                      .bias = call.bias,
+                      .residual = call.residual,
+                      .out = call.out,
+                      .m = call.m,
+                      .gate = call.silu_mul ? kSilu : kUngated,
+                      .type = int(call.x_type)};
+  const int code =
+      gm::rows16_of(&p.weight, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
+  if (code != GM_OK) return code;
+  return p.weight.experts == 1 ? linear_rows(p) : GM_E_SHAPE;
 }

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_plain, row_stride
-from gristmill.kernels.native import best_config, check, cpu_function
+from gristmill.kernels.common import dtype_name, need, need_plain
+from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gristmill.kernels.calls import LinearCall
 
-ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6)
+ENTRY = CallEntry("gm_linear_rows16", "linear")
 FORMATS = {
     "int4": 0,
     "mxfp4": 1,
@@ -30,87 +31,51 @@ FORMATS = {
     "fp16": 5,
     "bf16": 6,
 }
-NONE, E8M0 = -1, 20
 _LEVEL = best_config("gm_linear_rows16")
 
 
 def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
-    arguments = native_arguments(
-        "linear_cpu", config, call.x, call.weight, call.bias, call.residual, call.silu_mul, call.out
-    )
-    code = cpu_function("gm_linear_rows16", config["level"], ARGUMENTS)(*arguments)
-    check(code, "linear_cpu")
+    try:
+        ENTRY.cpu(config, call)
+    except (TypeError, ValueError):
+        need_rows16("linear_cpu", config, call.weight, *shape_of(call))
+        raise
 
 
-def native_arguments(
-    kernel: str,
-    config: Config,
-    x: Tensor,
-    weight: list[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    out: Tensor,
-) -> tuple[Any, ...]:
-    """The arguments of gm_linear_rows16; ValueError, which names `kernel`, unless the tensors fit each other."""
+def shape_of(call: LinearCall) -> tuple[int, int]:
+    """(N, K) of the weight."""
+    return call.out.shape[-1] * (2 if call.silu_mul else 1), call.x.shape[-1]
+
+
+def need_rows16(what: str, config: Config, weight: list[Tensor], *shape: int) -> None:
+    """ValueError, which names `what`, unless the tensors are a weight [N, K] or [experts, N, K] of cpu_rows16_v1."""
     codes, scales, zeros, row_scale, perm = weight
-    k, rows = x.shape[-1], out.shape[-1] * (2 if silu_mul else 1)
-    columns = codes.shape[1] * int(config["columns"])
-    group = int(config["group"]) or columns
-    blocks, ordered = cdiv(rows, 16), perm.numel()
-    if codes.shape[0] != blocks or columns < k * (not ordered) or (ordered and ordered != columns):
+    *lead, n, k = shape
+    columns, ordered = codes.shape[-2] * int(config["columns"]), perm.numel()
+    blocks, group = cdiv(n, 16), int(config["group"]) or columns
+    if codes.shape[:-2] != (*lead, blocks) or columns < k * (not ordered) or (ordered and ordered != columns):
         raise ValueError(
-            f"{kernel}: codes {tuple(codes.shape)} and perm of {ordered} do not pack a [{rows}, {k}] weight"
+            f"{what}: codes {tuple(codes.shape)} and perm of {ordered} do not pack a {list(shape)} weight"
         )
-    need_slots(kernel, weight, blocks)
-    scaled, zeroed = scales.numel(), zeros.numel()
-    if (scaled and scaled != blocks * (columns // group) * 16) or (zeroed and zeroed != scaled):
-        raise ValueError(
-            f"{kernel}: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit [{rows}, {k}] "
-            f"in groups of {group}"
-        )
-    scale_type = NONE if not scaled else E8M0 if config["e8m0"] else DTYPE_CODES[dtype_name(scales.dtype)]
-    return (
-        x.data_ptr(),
-        row_stride(x),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        zeros.data_ptr(),
-        row_scale.data_ptr() if row_scale.numel() else None,
-        perm.data_ptr() if ordered else None,
-        None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        x.numel() // k,
-        rows,
-        k,
-        columns,
-        group,
-        config["format"],
-        scale_type,
-        DTYPE_CODES[dtype_name(zeros.dtype)] if zeroed else NONE,
-        0 if zeroed else config["zero"],
-        int(silu_mul),
-        DTYPE_CODES[dtype_name(x.dtype)],
+    rows = math.prod(lead) * blocks * 16
+    need(
+        dtype_name(codes.dtype) == "uint8" and codes.shape[-1] == 64,
+        f"{what}: codes must be uint8 lines of 64 bytes, got {tuple(codes.shape)} {codes.dtype}",
     )
-
-
-def need_slots(op: str, weight: list[Tensor], blocks: int) -> None:
-    """ValueError unless the five tensors of cpu_rows16_v1 have the dtypes, sizes and strides that the C++ code assumes."""
-    codes, scales, zeros, row_scale, perm = weight
-    if dtype_name(codes.dtype) != "uint8" or codes.shape[-1] != 64:
-        raise ValueError(
-            f"{op}: codes must be uint8 lines of 64 bytes, got {tuple(codes.shape)} {codes.dtype}"
-        )
-    if row_scale.numel() not in (0, blocks * 16):
-        raise ValueError(
-            f"{op}: row_scale must be empty or hold {blocks * 16} numbers, got {tuple(row_scale.shape)}"
-        )
-    need_plain(op, "fp32", row_scale=row_scale)
-    need_plain(op, "int32", perm=perm)
+    need(
+        row_scale.numel() in (0, rows),
+        f"{what}: row_scale must be empty or hold {rows} numbers, got {tuple(row_scale.shape)}",
+    )
+    need_plain(what, "fp32", row_scale=row_scale)
+    need_plain(what, "int32", perm=perm)
     for name, slot in (("codes", codes), ("scales", scales), ("zeros", zeros)):
-        need(slot.is_contiguous(), f"{op}: {name} must be contiguous, got strides {tuple(slot.stride())}")
+        need(slot.is_contiguous(), f"{what}: {name} must be contiguous, got strides {tuple(slot.stride())}")
+    scaled, zeroed = scales.numel(), zeros.numel()
+    if (scaled and scaled != rows * (columns // group)) or (zeroed and zeroed != scaled):
+        raise ValueError(
+            f"{what}: scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)} do not fit {list(shape)} in groups of {group}"
+        )
 
 
 def accepts(problem: Problem) -> str | None:

@@ -50,26 +50,33 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(sum(cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes))
 
 
-def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """uint8 tensors of `sizes` bytes out of a workspace; out of a new allocation when it is None.
+def memory(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The workspace, once it has room for parts of `sizes` bytes, each a multiple of `ALIGNMENT`; a new allocation when it is None.
 
     ValueError for a workspace that is too small, not contiguous, or on another device than `like`.
     """
     import torch
 
-    steps = [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
+    needed = sum(cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes)
     if space is None:
-        space = torch.empty(sum(steps), dtype=torch.uint8, device=like.device)
-    if space.device != like.device or not space.is_contiguous() or space.nbytes < sum(steps):
+        return torch.empty(needed, dtype=torch.uint8, device=like.device)
+    if space.device != like.device or not space.is_contiguous() or space.nbytes < needed:
         raise ValueError(
-            f"moe: the workspace must be {sum(steps)} contiguous bytes on {like.device}, got {space.nbytes} on "
+            f"moe: the workspace must be {needed} contiguous bytes on {like.device}, got {space.nbytes} on "
             f"{space.device}"
         )
-    flat, views, start = space.view(-1).view(torch.uint8), [], 0
-    for size, step in zip(sizes, steps, strict=True):
-        views.append(flat[start : start + size])
-        start += step
-    return views
+    return space
+
+
+def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """uint8 tensors of `sizes` bytes out of `memory`."""
+    import torch
+
+    flat, parts, start = memory(space, like, sizes).view(-1).view(torch.uint8), [], 0
+    for size in sizes:
+        parts.append(flat[start : start + size])
+        start += cdiv(size, ALIGNMENT) * ALIGNMENT
+    return parts
 
 
 class Views(NamedTuple):

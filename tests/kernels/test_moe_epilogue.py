@@ -15,7 +15,6 @@ from gristmill.autotune.verify import kernel_arguments, run_guarded, run_referen
 from gristmill.kernels.moe._clamped import ALPHA
 from gristmill.kernels.moe.grouped_linear import op as grouped_linear
 from gristmill.kernels.moe.moe import op as moe
-from gristmill.quant.packed import pack
 from gristmill.quant.tensor import QuantTensor
 from tests.calls import make_call
 from tests.kernels.running import Runnable, runnables
@@ -191,22 +190,6 @@ def test_refusals() -> None:
         grouped_linear.OP.describe(x, [w13], offsets, clamp=True)
     with pytest.raises(ValueError, match=r"bias must be \[e, n\] .*, got \[12\]"):
         grouped_linear.OP.describe(x, [w13], offsets, bias=torch.zeros(12))
-
-
-def test_the_library_refuses_a_gate_that_it_does_not_know() -> None:
-    implementation = next(i for i in GROUPED if i.kernel.name == "grouped_linear_cpu")
-    config = implementation.kernel.config(
-        implementation.op.problem("m=3,e=2,n=16,k=32,x=fp32,w=fp32"), implementation.target
-    )
-    from gristmill.kernels.moe.grouped_linear import cpu
-    from gristmill.kernels.native import cpu_function
-
-    weight = pack(QuantTensor.from_dense(torch.randn(2, 16, 32)), "cpu_rows16_v1").tensors
-    packed = cpu.weights(config, list(weight), 2, 16, 32)
-    x, out, offsets = torch.zeros(3, 32), torch.zeros(3, 8), torch.tensor([0, 1, 3], dtype=torch.int32)
-    call = cpu_function("gm_grouped_linear", config["level"], cpu.ARGUMENTS)
-    pointers = (x.data_ptr(), 3, 32, offsets.data_ptr(), None, 1, out.data_ptr(), 3, None)
-    assert [call(packed, 2, *pointers, gate, 1.0, 1.0, 0) for gate in (-1, 3, 1)] == [-5, -5, 0]
 
 
 # Planted faults: wrong arguments, on the references.

@@ -6,15 +6,18 @@
 // of int16 sums (saturates), the bound j.k in quantize_row (reads past a row of x),
 // x_sums of the next unit in tile (wrong zero), tile_rows without rounding up (rows left out),
 // x_sums of the first row of a tile in known_tile (wrong minimum).
+#include "calls/linear.h"
 #include "packed_weight.h"
 
-GM_LEVELS(gm_linear_a8_rows16, (const void*, int64_t, const void*, const void*, const void*, const void*,
-                                const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
-                                int64_t, int64_t, int, int, int, int, int, int, int64_t));
+struct Options : Rows16Options {
+  int64_t block;
+};
+struct GroupsOptions {
+  int64_t bits, group, minimums, block;
+};
+GM_LEVELS(gm_linear_a8_rows16, (const GmLinearCall&, const Options&));
 using Call = decltype(gm_linear_a8_rows16_levels[0].call);
-GM_LEVELS(gm_linear_a8_groups16, (const void*, int64_t, const void*, const void*, const void*, const void*,
-                                  const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
-                                  int64_t, int64_t, int, int, int, int, int, int, int64_t));
+GM_LEVELS(gm_linear_a8_groups16, (const GmLinearCall&, const GroupsOptions&));
 using GroupsCall = decltype(gm_linear_a8_groups16_levels[0].call);
 
 namespace {
@@ -41,18 +44,25 @@ void run(Call call, int dtype, const Packing& packing, int64_t block, int64_t m,
   using T = typename D::T;
   Numbers numbers;
   PackedWeight w(packing, 1, n, k, ordered, numbers);
-  if (block == 0) block = w.columns;
   const int64_t width = silu ? n / 2 : n, stride = k + (extras ? 3 : 0);
   Buffer<T> x(m, k, stride), out(m, width, width), bias(extras ? n : 0), residual(extras ? m * width : 0);
   for (int64_t r = 0; r < m; ++r)
     for (int64_t c = 0; c < k; ++c) x(r, c) = D::put(r == 2 ? 3.0f : numbers.eighths());
   for (int64_t i = 0; extras && i < n; ++i) bias.data()[i] = D::put(numbers.eighths());
   for (int64_t i = 0; extras && i < m * width; ++i) residual.data()[i] = D::put(numbers.eighths());
-  CHECK(call(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(),
-             packing.row_scale ? w.row_scale.data() : nullptr, ordered ? w.perm.data() : nullptr,
-             extras ? bias.data() : nullptr, extras ? residual.data() : nullptr, out.data(), m, n, k,
-             w.columns, w.group, packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero,
-             silu, dtype, block) == 0);
+  GmLinearCall linear{.x = x.data(),
+                      .x_stride = {stride},
+                      .bias = extras ? bias.data() : nullptr,
+                      .residual = extras ? residual.data() : nullptr,
+                      .silu_mul = silu,
+                      .n = n,
+                      .out = out.data(),
+                      .m = m,
+                      .k = k,
+                      .x_type = dtype};
+  w.into(linear.weight, linear.weight_size, linear.weight_type);
+  CHECK(call(linear, {w.options(), block}) == 0);
+  if (block == 0) block = w.columns;
   std::vector<double> weight(n * w.columns), y(n), size(n);
   for (int64_t i = 0; i < n; ++i)
     for (int64_t c = 0; c < w.columns; ++c) weight[i * w.columns + c] = w.at(0, i, c);
@@ -94,17 +104,26 @@ void all(Call call, int dtype) {
     run<D>(call, dtype, p, 0, 11, 18, 257, true, true, true);
   }
   run<D>(call, dtype, packings()[0], 128, 259, 3, 9, false, true, false);  // two chunks of rows of x
-  const auto refused = [&](int64_t n, int64_t k, int64_t columns, int64_t group, int format, int64_t block,
-                           const void* perm) {
-    return call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, perm, nullptr, nullptr, nullptr, 1, n, k,
-                columns, group, format, 2, -1, 0, 0, dtype, block);
-  };
-  CHECK(refused(0, 16, 16, 16, 0, 16, nullptr) == -2);
-  CHECK(refused(4, 33, 32, 32, 0, 32, nullptr) == -2);
-  CHECK(refused(4, 32, 32, 12, 0, 32, nullptr) == -2);
-  CHECK(refused(4, 32, 32, 32, 0, 24, nullptr) == -2);
-  CHECK(refused(4, 64, 64, 64, 0, 32, &dtype) == -2);
-  CHECK(refused(4, 32, 32, 32, 3, 32, nullptr) == -5);
+  Numbers numbers;
+  for (const bool ordered : {false, true}) {
+    PackedWeight w(packings()[1], 1, 4, 32, ordered, numbers);
+    GmLinearCall linear{.n = 4, .m = 1, .k = 32, .x_type = dtype};
+    w.into(linear.weight, linear.weight_size, linear.weight_type);
+    const auto refused = [&](int64_t n, int64_t k, int64_t group, int64_t format, int64_t block) {
+      GmLinearCall changed = linear;
+      changed.n = n, changed.k = k;
+      Options options{w.options(), block};
+      options.group = group, options.format = format;
+      return call(changed, options);
+    };
+    if (ordered) {
+      CHECK(refused(4, 32, 32, 0, 32) == -2);  // blocks are of consecutive columns
+      continue;
+    }
+    CHECK(refused(0, 32, 32, 0, 16) == -2 && refused(4, 33, 32, 0, 32) == -2 &&
+          refused(4, 32, 12, 0, 32) == -2);
+    CHECK(refused(4, 32, 32, 0, 24) == -2 && refused(4, 32, 32, 3, 32) == -5);
+  }
 }
 
 // A weight of cpu_groups16_v1: codes of 4, 5, 6 or 8 bits in buffers of the exact size, int8 scales with a
@@ -138,10 +157,27 @@ void groups(GroupsCall call, int dtype, int bits, int64_t group, int64_t per, bo
   fill(scales, !offset);
   if (offset) fill(offsets, false);
   for (int64_t i = 0; i < m * k; ++i) x.data()[i] = D::put(numbers.eighths());
-  CHECK(call(x.data(), k, codes.data(), scales.data(), offset ? offsets.data() : nullptr,
-             per ? factors.data() : nullptr, per && offset ? offset_factors.data() : nullptr, nullptr,
-             nullptr, out.data(), m, n, k, group, per ? per : 1, bits, per ? 21 : 1, per ? 21 : 1,
-             offset ? 0 : 1 << (bits - 1), silu, dtype, 32) == 0);
+  GmLinearCall linear{
+      .x = x.data(),
+      .x_stride = {k},
+      .weight = {codes.data(), scales.data(), offsets.data(), factors.data(), offset_factors.data()},
+      .weight_size = {blocks * all_lines * 64, count, offset ? count : 0, runs, offset ? runs : 0},
+      .weight_type = {6, per ? 5 : 1, per ? 5 : 1, 0, 0},
+      .silu_mul = silu,
+      .n = n,
+      .out = out.data(),
+      .m = m,
+      .k = k,
+      .x_type = dtype};
+  const GroupsOptions options{bits, group, offset, 32};
+  CHECK(call(linear, options) == 0);
+  for (int i = 0; i < 5; ++i) {
+    ++linear.weight_size[i];
+    CHECK(call(linear, options) == -2);
+    --linear.weight_size[i];
+  }
+  linear.weight_type[0] = 5;
+  CHECK(call(linear, options) == -1);
   const auto code_at = [&](int64_t row, int64_t c) {
     const uint8_t* block = codes.data() + row / 16 * all_lines * 64;
     const int64_t lane = row % 16;
@@ -199,12 +235,17 @@ void all_groups(GroupsCall call, int dtype) {
       groups<D>(call, dtype, bits, 32, 0, false, m, 18, 352, false);  // half: float16 scales alone
       if (bits != 5) groups<D>(call, dtype, bits, 16, 16, false, m, 7, 256, false);
     }
-  const auto refused = [&](int64_t k, int64_t group, int64_t per, int bits) {
-    return call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 4, k,
-                group, per, bits, 21, 21, 0, 0, dtype, 32);
+  const auto refused = [&](int64_t k, int64_t group, int64_t bits) {
+    const GmLinearCall linear{.weight_size = {k * bits * 2, k / group * 16, 0, k / 256 * 16},
+                              .weight_type = {6, 5, 5, 0, 0},
+                              .n = 4,
+                              .m = 1,
+                              .k = k,
+                              .x_type = dtype};
+    return call(linear, {bits, group, false, 32});
   };
-  CHECK(refused(512, 32, 3, 4) == -2 && refused(96, 32, 8, 4) == -2 && refused(256, 16, 16, 5) == -2);
-  CHECK(refused(512, 32, 8, 3) == -5 && refused(500, 32, 1, 4) == -2);
+  CHECK(refused(512, 32, 3) == -5);
+  CHECK(refused(512, 96, 4) == -2 && refused(96, 32, 4) == -2 && refused(500, 32, 4) == -2);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// gm_linear_rows16 and gm_linear_rows16_clamped under the sanitizers against float64: every packing, row
+// gm_linear_rows16 and gm_rows16_product under the sanitizers against float64: every packing, row
 // counts on both sides of each tile, partial blocks of rows, tails of K, act-order, bias, residual, silu_mul,
 // the clamped activation, wide and unaligned rows of x, every level.
 //
@@ -6,20 +6,20 @@
 // vector (write past out), the bound of `at` in `prepare` without j.k (read past a row of x), blocks past the
 // last not repeated in `direct` (read past the codes), one group of scales too far in `close_group`,
 // whole_tiles not rounding up (write past the scratch).
+#include "calls/linear.h"
+#define GM_LEVEL base  // for the types of gm_rows16.h
+#include "gm_rows16.h"
+#include "gm_linear_epilogue.h"
 #include "packed_weight.h"
 
-GM_LEVELS(gm_linear_rows16,
-          (const void*, int64_t, const void*, const void*, const void*, const void*, const void*, const void*,
-           const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int, int, int));
-GM_LEVELS(gm_linear_rows16_clamped,
-          (const void*, int64_t, const void*, const void*, const void*, const void*, const void*, const void*,
-           void*, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int, float, float, int));
+GM_LEVELS(gm_linear_rows16, (const GmLinearCall&, const Rows16Options&));
+GM_LEVELS(gm_rows16_product, (const gm::Rows16Product&));
 struct Call {
   decltype(gm_linear_rows16_levels[0].call) plain;
-  decltype(gm_linear_rows16_clamped_levels[0].call) clamped;
+  decltype(gm_rows16_product_levels[0].call) product;
 };
 constexpr float kAlpha = 1.702f, kLimit = 1.25f;
-constexpr int kUngated = 0, kSilu = 1, kClamped = 2;
+using lin::kClamped, lin::kSilu, lin::kUngated;
 
 namespace {
 
@@ -36,17 +36,31 @@ void run(Call call, int dtype, const Packing& packing, int64_t m, int64_t n, int
     for (int64_t c = 0; c < k; ++c) x(r, c) = D::put(numbers.eighths());
   for (int64_t i = 0; extras && i < n; ++i) bias.data()[i] = D::put(numbers.eighths());
   for (int64_t i = 0; added && i < m * width; ++i) residual.data()[i] = D::put(numbers.eighths());
-  const void *row_scale = packing.row_scale ? w.row_scale.data() : nullptr,
-             *perm = ordered ? w.perm.data() : nullptr, *biases = extras ? bias.data() : nullptr;
-  const int code =
-      gate == kClamped
-          ? call.clamped(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(), row_scale, perm,
-                         biases, out.data(), m, n, k, w.columns, w.group, packing.format, packing.scale_type,
-                         packing.zero_type, packing.implicit_zero, kAlpha, kLimit, dtype)
-          : call.plain(x.data(), stride, w.codes.data(), w.scales.data(), w.zeros.data(), row_scale, perm,
-                       biases, added ? residual.data() : nullptr, out.data(), m, n, k, w.columns, w.group,
-                       packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero, gate,
-                       dtype);
+  GmLinearCall linear{.x = x.data(),
+                      .x_stride = {stride},
+                      .bias = extras ? bias.data() : nullptr,
+                      .residual = added ? residual.data() : nullptr,
+                      .silu_mul = gate == kSilu,
+                      .n = n,
+                      .out = out.data(),
+                      .m = m,
+                      .k = k,
+                      .x_type = dtype};
+  w.into(linear.weight, linear.weight_size, linear.weight_type);
+  const auto given = [&](int i) { return linear.weight_size[i] ? linear.weight[i] : nullptr; };
+  const gm::Rows16Product product{
+      .weight = {given(0), given(1), given(2), given(3), given(4), 1, n, k, w.columns, w.group,
+                 packing.format, packing.scale_type, packing.zero_type, packing.implicit_zero},
+      .x = x.data(),
+      .x_row_stride = stride,
+      .bias = linear.bias,
+      .out = out.data(),
+      .m = m,
+      .gate = kClamped,
+      .alpha = kAlpha,
+      .limit = kLimit,
+      .type = dtype};
+  const int code = gate == kClamped ? call.product(product) : call.plain(linear, w.options());
   CHECK(code == 0);
   std::vector<double> row(k), size(n), y(n);
   std::vector<std::vector<double>> weight(n, std::vector<double>(k, 0.0));
@@ -94,25 +108,57 @@ void all(Call call, int dtype) {
     run<D>(call, dtype, p, 1, 2, 33, true, false, kClamped);
   }
   run<D>(call, dtype, packings()[0], 259, 3, 9, false, true, kUngated);  // two chunks of rows of x
-  const auto refused = [&](int64_t n, int64_t k, int64_t columns, int64_t group, int format, int silu) {
-    return call.plain(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1,
-                      n, k, columns, group, format, -1, -1, 0, silu, dtype);
+  const auto refused = [&](int64_t n, int64_t k, int64_t columns, int64_t group, int format, int gate) {
+    return call.product({.weight = {.experts = 1,
+                                    .n = n,
+                                    .k = k,
+                                    .columns = columns,
+                                    .group = group,
+                                    .format = format,
+                                    .scale_type = -1,
+                                    .zero_type = -1},
+                         .m = 1,
+                         .gate = gate,
+                         .type = dtype});
   };
   CHECK(refused(0, 16, 16, 16, 0, 0) == -2);
   CHECK(refused(4, 33, 32, 32, 0, 0) == -2);
   CHECK(refused(4, 24, 24, 24, 0, 0) == -2);
   CHECK(refused(4, 32, 32, 12, 0, 0) == -2);
-  CHECK(refused(3, 32, 32, 32, 0, 1) == -2);
+  CHECK(refused(3, 32, 32, 32, 0, kSilu) == -2);
+  CHECK(refused(3, 32, 32, 32, 0, kClamped) == -2);
   CHECK(refused(4, 32, 32, 32, 7, 0) == -5);
+  // Tensors that do not pack the weight.
+  Numbers numbers;
+  PackedWeight w(packings()[1], 1, 20, 70, false, numbers);
+  GmLinearCall linear{.n = 20, .k = 70, .x_type = dtype};
+  w.into(linear.weight, linear.weight_size, linear.weight_type);
+  CHECK(call.plain(linear, w.options()) == 0);
+  const auto with = [&](auto change) {
+    GmLinearCall changed = linear;
+    change(changed);
+    return call.plain(changed, w.options());
+  };
+  CHECK(with([](GmLinearCall& c) { c.n = 40; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.k = 97; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.k = 1; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.weight_size[0] = -1; }) == -2);  // not contiguous
+  CHECK(with([](GmLinearCall& c) { c.weight_size[0] *= 2, c.weight_size[1] *= 2; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.weight_size[1] -= 1; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.weight_size[2] = 1; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.weight_size[3] = 20; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.weight_size[4] = 64; }) == -2);
+  CHECK(with([](GmLinearCall& c) { c.weight_type[0] = 5; }) == -1);
+  CHECK(with([](GmLinearCall& c) { c.x_type = 99, c.m = 1; }) == -1);
 }
 
 }  // namespace
 
 int main() {
   int ran = 0;
-  const auto* clamped = gm_linear_rows16_clamped_levels;
+  const auto* product = gm_rows16_product_levels;
   for (const auto& level : gm_linear_rows16_levels) {
-    const auto& of_level = *clamped++;
+    const auto& of_level = *product++;
     const Call call{level.call, of_level.call};
     if (level.call == nullptr) continue;
     const bool both[] = {runs_here(level.name), runs_here(of_level.name)};
@@ -120,10 +166,6 @@ int main() {
     all<Dtype<0>>(call, 0);
     all<Dtype<1>>(call, 1);
     all<Dtype<2>>(call, 2);
-    CHECK(call.clamped(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 3, 32,
-                       32, 32, 0, -1, -1, 0, 1, 1, 0) == -2);
-    CHECK(level.call(nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 1, 1,
-                     16, 16, 16, 0, -1, -1, 0, 0, 99) == -1);
     ++ran;
   }
   CHECK(ran > 0);

@@ -6,22 +6,15 @@
 // (wild write), the last lanes of a row stored whole in `combine`, one expert too far in expert_product's
 // codes, scales or zeros, `gather` without the bound of x.
 #include "calls/combine.h"
+#include "calls/grouped_linear.h"
+#include "calls/moe.h"
 #include "calls/permute.h"
 #include "packed_weight.h"
 
-struct Weights {  // moe::Weights of kernels/moe/_moe_cpu.h
-  const void *codes, *scales, *zeros, *row_scale, *perm;
-  int64_t n, k, columns, group;
-  int32_t format, scale_type, zero_type, implicit_zero;
-};
-
 GM_LEVELS(gm_moe_permute, (const GmPermuteCall&));
 GM_LEVELS(gm_moe_combine, (const GmCombineCall&));
-GM_LEVELS(gm_grouped_linear, (const Weights*, int64_t, const void*, int64_t, int64_t, const int32_t*,
-                              const int32_t*, int64_t, void*, int64_t, const void*, int, float, float, int));
-GM_LEVELS(gm_moe, (const Weights*, const Weights*, const void*, const float*, const int32_t*, const void*,
-                   const void*, int32_t*, int32_t*, int32_t*, void*, void*, void*, int64_t, int64_t, int64_t,
-                   int, float, float, int));
+GM_LEVELS(gm_grouped_linear, (const GmGroupedLinearCall&, const Rows16Options&));
+GM_LEVELS(gm_moe, (const GmMoeCall&, const Rows16Options&));
 struct Permute {  // by position
   decltype(gm_moe_permute_levels[0].call) entry;
   int operator()(const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse, int64_t m,
@@ -55,22 +48,6 @@ struct Combine {
 constexpr float kAlpha = 1.702f, kLimit = 1.25f;
 
 namespace {
-
-Weights described(PackedWeight& w) {
-  return {w.codes.data(),
-          w.p.scale_type < 0 ? nullptr : w.scales.data(),
-          w.p.zero_type < 0 ? nullptr : w.zeros.data(),
-          w.p.row_scale ? w.row_scale.data() : nullptr,
-          w.ordered ? w.perm.data() : nullptr,
-          w.n,
-          w.k,
-          w.columns,
-          w.group,
-          w.p.format,
-          w.p.scale_type,
-          w.p.zero_type,
-          w.p.implicit_zero};
-}
 
 // Row i of expert e times x, and the sum of the terms' sizes.
 template <class Get>
@@ -153,7 +130,6 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
                 x_rows = 9;  // two rows are nobody's
   Numbers numbers;
   PackedWeight w(packing, experts, n, k, ordered, numbers);
-  const Weights weights = described(w);
   Buffer<int32_t> offsets(experts + 1), permutation(rows);
   for (int64_t e = 0; e < experts; ++e) offsets.data()[e + 1] = offsets.data()[e] + int32_t(counts[e]);
   for (int64_t r = 0; r < rows; ++r) permutation.data()[r] = int32_t(rows - r);  // the last token once
@@ -164,10 +140,25 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
       for (size_t i = 0; gate != 1 && i < size_t(experts * n); ++i)
         bias.data()[i] = D::put(numbers.eighths());
       for (int64_t i = 0; i < from * k; ++i) x.data()[i] = D::put(numbers.eighths());
+      GmGroupedLinearCall linear{.x = x.data(),
+                                 .expert_offsets = offsets.data(),
+                                 .permutation = gathered ? permutation.data() : nullptr,
+                                 .top_k = top_k,
+                                 .silu_mul = gate != 0,
+                                 .n = n,
+                                 .bias = gate == 1 ? nullptr : bias.data(),
+                                 .clamp = gate == 2,
+                                 .alpha = kAlpha,
+                                 .limit = kLimit,
+                                 .out = out.data(),
+                                 .k = k,
+                                 .e = experts,
+                                 .m = rows,
+                                 .x_type = dtype};
+      w.into(linear.weight, linear.weight_size, linear.weight_type);
       const auto run = [&](int64_t of_x) {
-        return call(&weights, experts, x.data(), of_x, k, offsets.data(),
-                    gathered ? permutation.data() : nullptr, top_k, out.data(), rows,
-                    gate == 1 ? nullptr : bias.data(), gate, kAlpha, kLimit, dtype);
+        linear.rows = of_x;
+        return call(linear, w.options());
       };
       std::memset(out.data(), 0xff, sizeof(T) * rows * width);
       CHECK(run(from) == 0);
@@ -196,6 +187,9 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
       for (int64_t i = offsets.data()[experts] * width; i < rows * width; ++i)
         CHECK(D::get(out.data()[i]) == 0);
       if (gathered) CHECK(run(x_rows - 1) == -5);
+      linear.e = experts - 1;
+      CHECK(run(from) == -2);
+      linear.e = experts;
       offsets.data()[experts] = rows + 1;
       CHECK(run(from) == -5);
       offsets.data()[experts] = 15;
@@ -210,29 +204,60 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
   Numbers numbers;
   PackedWeight w13(packing, experts, 2 * inner, hidden, false, numbers),
       w2(packing, experts, hidden, inner, false, numbers);
-  const Weights first = described(w13), second = described(w2);
-  Buffer<T> x(tokens, hidden, hidden), acts(entries, inner, inner), rows(entries, hidden, hidden),
-      out(tokens, hidden, hidden), w13_bias(experts * 2 * inner), w2_bias(experts * hidden);
+  const int64_t aligned = 255,
+                parts[] = {4 * (experts + 1), 4 * entries, 4 * entries, entries * inner * int64_t(sizeof(T)),
+                           entries * hidden * int64_t(sizeof(T))};
+  int64_t at[6] = {};
+  for (int i = 0; i < 5; ++i) at[i + 1] = at[i] + (parts[i] + aligned) / 256 * 256;
+  Buffer<char> workspace(at[5]);
+  const auto* inverse = reinterpret_cast<const int32_t*>(workspace.data() + at[2]);
+  const T* acts = reinterpret_cast<const T*>(workspace.data() + at[3]);
+  Buffer<T> x(tokens, hidden, hidden), out(tokens, hidden, hidden), w13_bias(experts * 2 * inner),
+      w2_bias(experts * hidden);
   Buffer<float> weights(entries);
-  Buffer<int32_t> ids(entries), offsets(experts + 1), permutation(entries), inverse(entries);
+  Buffer<int32_t> ids(entries);
   for (int64_t i = 0; i < tokens * hidden; ++i) x.data()[i] = D::put(numbers.eighths() / 4);
   for (int64_t i = 0; i < entries; ++i) weights.data()[i] = numbers.eighths();
   for (int64_t i = 0; i < experts * 2 * inner; ++i) w13_bias.data()[i] = D::put(numbers.eighths());
   for (int64_t i = 0; i < experts * hidden; ++i) w2_bias.data()[i] = D::put(numbers.eighths());
   deal(ids, entries, experts, numbers);
-  CHECK(call(&first, &second, x.data(), weights.data(), ids.data(), w13_bias.data(), w2_bias.data(),
-             offsets.data(), permutation.data(), inverse.data(), acts.data(), rows.data(), out.data(), tokens,
-             top_k, experts, 2, kAlpha, kLimit, dtype) == 0);
+  GmMoeCall chain{.x = x.data(),
+                  .weights = weights.data(),
+                  .ids = ids.data(),
+                  .inter = inner,
+                  .workspace = workspace.data(),
+                  .workspace_bytes = at[5],
+                  .w13_bias = w13_bias.data(),
+                  .w2_bias = w2_bias.data(),
+                  .clamp = true,
+                  .alpha = kAlpha,
+                  .limit = kLimit,
+                  .out = out.data(),
+                  .m = tokens,
+                  .h = hidden,
+                  .top_k = top_k,
+                  .e = experts,
+                  .x_type = dtype};
+  w13.into(chain.w13, chain.w13_size, chain.w13_type), w2.into(chain.w2, chain.w2_size, chain.w2_type);
+  CHECK(call(chain, w13.options()) == 0);
+  if (tokens > 0) {
+    GmMoeCall small = chain;
+    small.workspace_bytes -= 256;
+    CHECK(call(small, w13.options()) == -2);
+    small.workspace = nullptr;
+    CHECK(call(small, w13.options()) == -2);
+  }
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t i = 0; i < hidden; ++i) {
       double wanted = 0, bound = 0;
       for (int64_t entry = t * top_k; entry < (t + 1) * top_k; ++entry) {
-        if (inverse.data()[entry] < 0) continue;
-        const int64_t e = ids.data()[entry], place = inverse.data()[entry];
+        if (inverse[entry] < 0) continue;
+        const int64_t e = ids.data()[entry], place = inverse[entry];
         double size;  // acts were rounded to T: the second product is judged from them
-        const double y = product(
-                             w2, e, i, [&](int64_t c) { return double(D::get(acts(place, c))); }, size) +
-                         double(D::get(w2_bias.data()[e * hidden + i]));
+        const double y =
+            product(
+                w2, e, i, [&](int64_t c) { return double(D::get(acts[place * inner + c])); }, size) +
+            double(D::get(w2_bias.data()[e * hidden + i]));
         wanted += weights.data()[entry] * y;
         bound += std::fabs(weights.data()[entry]) * (size * 32e-6 + std::fabs(y) * D::kEps);
       }

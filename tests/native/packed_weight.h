@@ -16,6 +16,11 @@ struct Packing {
   bool row_scale;
 };
 
+// The options of the entries, in their order.
+struct Rows16Options {
+  int64_t format, columns, group, zero, e8m0;
+};
+
 inline const std::vector<Packing>& packings() {
   static const std::vector<Packing> all = {{"int4_g128", 0, 4, 128, 2, -1, 8, false},
                                            {"int4_g32 f16", 0, 4, 32, 1, -1, 8, false},
@@ -103,6 +108,18 @@ class PackedWeight {
     if (p.scale_type >= 0) value *= get(scales.data(), p.scale_type, place);
     return p.row_scale ? value * row_scale.data()[block * 16 + lane] : value;
   }
+  // Its tensors, as the structs of calls have them.
+  void into(const void** tensors, int64_t* size, int64_t* type) {
+    const int64_t rows = experts * blocks * 16;
+    const void* all[] = {codes.data(), scales.data(), zeros.data(), row_scale.data(), perm.data()};
+    const int64_t sizes[] = {rows * columns * p.bits / 8, count(), p.zero_type < 0 ? 0 : count(),
+                             p.row_scale ? rows : 0, ordered ? columns : 0};
+    const int64_t types[] = {6, p.scale_type == 20 ? 6 : p.scale_type, p.zero_type, 0, 7};
+    for (int i = 0; i < 5; ++i) tensors[i] = all[i], size[i] = sizes[i], type[i] = types[i];
+  }
+  Rows16Options options() const {
+    return {p.format, 32 / p.bits, p.group, p.implicit_zero, p.scale_type == 20};
+  }
   int64_t source(int64_t c) { return ordered ? perm.data()[c] : c < k ? c : -1; }
 
   const Packing p;
@@ -114,7 +131,7 @@ class PackedWeight {
 
  private:
   static int64_t width_of(const Packing& p, int64_t k, bool ordered) {
-    const int64_t unit = p.group > 32 ? p.group : 32;
+    const int64_t unit = p.group ? p.group : 32;
     return (k + ordered + unit - 1) / unit * unit;
   }
   int64_t count() const { return p.scale_type < 0 ? 0 : experts * blocks * groups * 16; }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from ctypes import c_int64
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.a8_cpu import groups16 as linear_a8_groups_cpu
 from gristmill.kernels.linear.a8_cpu import rows16 as linear_a8_cpu
-from gristmill.kernels.linear.cpu import ARGUMENTS, native_arguments
 from gristmill.kernels.linear.op import OP
-from gristmill.kernels.native import cpu_function
+from gristmill.kernels.native import cpu_library
+from gristmill.kernels.native_call import CallEntry, Options
 from gristmill.quant import pack, quantize
 from tests.kernels.test_linear_a8_groups import FACTORED, output, weight
 
@@ -29,7 +28,6 @@ from .test_primitives import flags_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LINEAR = ROOT / "kernels" / "linear" / "a8_cpu"
-ENTRY, GROUPS = "gm_linear_a8_rows16", "gm_linear_a8_groups16"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -50,7 +48,15 @@ def compiled(out: Path, flags: list[str], folder: Path = LINEAR) -> Path:
     return out
 
 
-def product(entry: Any, scheme: str, m: int) -> torch.Tensor:
+def called(library: ctypes.CDLL, level: str, entry: CallEntry, config: Any, call: Any) -> None:
+    """Call an entry of a library at a level."""
+    named = library[f"options_of_{entry.name}__{level}"]
+    named.restype = ctypes.c_char_p
+    options = Options(named().decode()).pack(config)
+    assert library[f"{entry.name}__{level}"](ctypes.c_char_p(entry.pack(call)), ctypes.c_char_p(options)) == 0
+
+
+def product(library: ctypes.CDLL, level: str, scheme: str, m: int) -> torch.Tensor:
     """A product of random numbers by an entry, with the output poisoned."""
     n, k = 35, 320
     generator = torch.Generator().manual_seed(m)
@@ -58,15 +64,13 @@ def product(entry: Any, scheme: str, m: int) -> torch.Tensor:
     problem = OP.problem(f"m={m},n={n},k={k},x=fp32,w={scheme}")
     config = linear_a8_cpu.config(problem, Target.parse("cpu:base"))
     x, out = torch.randn(m, k, generator=generator), torch.full((m, n), float("nan"))
-    packed = pack(weight, "cpu_rows16_v1").tensors
-    arguments = native_arguments("test", config, x, packed, None, None, False, out)
-    assert entry(*arguments, config["block"] or packed[0].shape[1] * config["columns"]) == 0
+    call = OP.Call(x, pack(weight, "cpu_rows16_v1").tensors, out=out)
+    called(library, level, linear_a8_cpu.ENTRY, config, call)
     return out
 
 
-def results(entry: Any) -> list[torch.Tensor]:
+def results(library: ctypes.CDLL, level: str) -> list[torch.Tensor]:
     """Products of all formats, by few rows and by many."""
-    entry.argtypes = (*ARGUMENTS, c_int64)
     schemes = (
         "int4_g32_zp.int8_g32",
         "int4_g64.int8_token",
@@ -74,13 +78,13 @@ def results(entry: Any) -> list[torch.Tensor]:
         "mxfp4.int8_g32",
         "nvfp4.int8_g32",
     )
-    return [product(entry, scheme, m) for scheme in schemes for m in (1, 2, 4, 7, 13, 25)]
+    return [product(library, level, scheme, m) for scheme in schemes for m in (1, 2, 4, 7, 13, 25)]
 
 
-def group_results(entry: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def group_results(library: ctypes.CDLL, level: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Products of K-quants as they are stored, whose scales multiply sums as integers."""
-    entry.argtypes = linear_a8_groups_cpu.ARGUMENTS
-    monkeypatch.setattr(linear_a8_groups_cpu, "cpu_function", lambda *_: entry)
+    entry = linear_a8_groups_cpu.ENTRY
+    monkeypatch.setattr(entry, "cpu", lambda config, call: called(library, level, entry, config, call))
     x = torch.randn(13, 512, generator=torch.Generator().manual_seed(0))
     return [output(weight(kind, 19, 512), x[:m]) for kind in FACTORED for m in (1, 13)]
 
@@ -95,10 +99,8 @@ def test_the_algorithm_at_512_bits_gives_the_bits_of_the_base_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = emulated(tmp_path)
-    base = results(cpu_function(ENTRY, "base", (*ARGUMENTS, c_int64)))
-    base += group_results(cpu_function(GROUPS, "base", linear_a8_groups_cpu.ARGUMENTS), monkeypatch)
-    actual = results(library[f"{ENTRY}__emulated"])
-    actual += group_results(library[f"{GROUPS}__emulated"], monkeypatch)
+    base = results(cpu_library(), "base") + group_results(cpu_library(), "base", monkeypatch)
+    actual = results(library, "emulated") + group_results(library, "emulated", monkeypatch)
     for expected, found in zip(base, actual, strict=True):
         assert not expected.isnan().any() and torch.equal(found, expected)
 
@@ -112,8 +114,8 @@ def test_a_wrong_lane_is_seen(tmp_path: Path) -> None:
     right = "((x << (24 - b)) >> 24)"
     assert header.read_text().count(right) == 1
     header.write_text(header.read_text().replace(right, "((x << (24 - (b == 8 ? 0 : b))) >> 24)"))
-    base = results(cpu_function(ENTRY, "base", (*ARGUMENTS, c_int64)))
-    assert not any(map(torch.equal, base, results(emulated(tmp_path, tmp_path)[f"{ENTRY}__emulated"])))
+    wrong = results(emulated(tmp_path, tmp_path), "emulated")
+    assert not any(map(torch.equal, results(cpu_library(), "base"), wrong))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@
 // result does not depend on other rows, threads, or the path.
 // gm-levels: base avx2 avx512 avx512_vnni neon
 #include "_linear_a8_math.h"
+#include "calls/linear.h"
 #include "gm_linear_epilogue.h"
+#include "gm_rows16.h"
 
 #include <cstdlib>
 
@@ -472,17 +474,17 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
 
 inline int64_t gcd(int64_t a, int64_t b) { return b ? gcd(b, a % b) : a; }
 
-// A weight and a product, as the entries describe them.
-int multiply(Job& j, const void* x, int64_t x_row_stride, const void* perm, const void* bias,
-             const void* residual, void* out, int64_t m, int64_t group, int format, int silu, int dtype,
+// The product of a call with the weight of `j`. act_block: columns of x that share a scale, a multiple of 16
+// (columns or more: the whole row).
+int multiply(Job& j, const GmLinearCall& call, const void* perm, int64_t group, Format format,
              int64_t act_block) {
   const int64_t n = j.n, columns = j.columns;
-  if (m < 0 || n < 1 || j.k < 1 || columns < j.k * (perm == nullptr) || columns % 16 || group < 8 ||
+  if (call.m < 0 || n < 1 || j.k < 1 || columns < j.k * (perm == nullptr) || columns % 16 || group < 8 ||
       group % 8 || columns % group || act_block < 16 || act_block % 16)
     return GM_E_SHAPE;
   if (perm && act_block < columns) return GM_E_SHAPE;  // blocks are of consecutive columns of x
-  if (silu && n % 2) return GM_E_SHAPE;
-  if (m == 0) return GM_OK;
+  if (call.silu_mul && n % 2) return GM_E_SHAPE;
+  if (call.m == 0) return GM_OK;
   if (j.scale_type == kNone) return GM_E_ARG;
   j.group = group;
   j.groups = columns / group;
@@ -500,18 +502,20 @@ int multiply(Job& j, const void* x, int64_t x_row_stride, const void* perm, cons
   j.units = (columns + j.unit - 1) / j.unit;
   j.units_per_group = (group + j.unit - 1) / j.unit;
   const auto* order = static_cast<const int32_t*>(perm);
-#define LINEAR_A8_FORMAT(F)                                                                \
-  case int(Format::F):                                                                     \
-    return run<Format::F, T>(j, static_cast<const T*>(x), x_row_stride, order, m,          \
-                             static_cast<const T*>(bias), static_cast<const T*>(residual), \
-                             static_cast<T*>(out), silu != 0)
-  GM_DISPATCH_FLOAT(dtype, T, {
+#define LINEAR_A8_FORMAT(F)                                                                          \
+  case Format::F:                                                                                    \
+    return run<Format::F, T>(j, static_cast<const T*>(call.x), call.x_stride[0], order, call.m,      \
+                             static_cast<const T*>(call.bias), static_cast<const T*>(call.residual), \
+                             static_cast<T*>(call.out), call.silu_mul != 0)
+  GM_DISPATCH_FLOAT(call.x_type, T, {
     switch (format) {
       LINEAR_A8_FORMAT(int4);
       LINEAR_A8_FORMAT(e2m1);
       LINEAR_A8_FORMAT(int8);
       LINEAR_A8_FORMAT(int5);
       LINEAR_A8_FORMAT(int6);
+      default:
+        break;
     }
   })
   return GM_E_ARG;
@@ -519,53 +523,65 @@ int multiply(Job& j, const void* x, int64_t x_row_stride, const void* perm, cons
 
 }  // namespace
 
-// As gm_linear_rows16 (_linear_cpu.cpp), with formats 0 int4, 1 e2m1, 2 int8, and x quantized to int8 in
-// blocks of act_block columns, a multiple of 16 (columns or more: the whole row).
-GM_KERNEL(gm_linear_a8_rows16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
-                               const void* zeros, const void* row_scale, const void* perm, const void* bias,
-                               const void* residual, void* out, int64_t m, int64_t n, int64_t k,
-                               int64_t columns, int64_t group, int format, int scale_type, int zero_type,
-                               int implicit_zero, int silu, int dtype, int64_t act_block) {
+// Options: as of gm_linear_rows16 (_linear_cpu.cpp), with formats 0 int4, 1 e2m1, 2 int8; block: columns of x
+// that share a scale, 0 = the whole row.
+GM_CPU_CALL(gm_linear_a8_rows16, Linear, format, columns, group, zero, e8m0, block)
+(const GmLinearCall& call, const gm_linear_a8_rows16_options& options) {
+  gm::Rows16 w;
+  const int code =
+      gm::rows16_of(&w, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
+  if (code != GM_OK) return code;
+  if (w.format < 0 || w.format > 2) return GM_E_ARG;
+  if (w.experts != 1) return GM_E_SHAPE;
   Job j{};
-  j.codes = static_cast<const uint8_t*>(codes);
-  j.scales = scales;
-  j.zeros = zeros;
-  j.row_scale = static_cast<const float*>(row_scale);
-  j.scale_type = scale_type;
-  j.zero_type = zero_type;
-  j.implicit_zero = format == int(Format::e2m1) ? kCodeZero<Format::e2m1> : implicit_zero;
-  j.n = n, j.k = k, j.columns = columns;
-  if (format < 0 || format > 2) return GM_E_ARG;
-  return multiply(j, x, x_row_stride, perm, bias, residual, out, m, group, format, silu, dtype, act_block);
+  j.codes = static_cast<const uint8_t*>(w.codes);
+  j.scales = w.scales;
+  j.zeros = w.zeros;
+  j.row_scale = static_cast<const float*>(w.row_scale);
+  j.scale_type = w.scale_type;
+  j.zero_type = w.zero_type;
+  j.implicit_zero = Format(w.format) == Format::e2m1 ? kCodeZero<Format::e2m1> : w.implicit_zero;
+  j.n = w.n, j.k = w.k, j.columns = w.columns;
+  return multiply(j, call, w.perm, w.group, Format(w.format), options.block ? options.block : w.columns);
 }
 
-// The same over cpu_groups16_v1: codes of 4, 5, 6 or 8 bits, int8 scales (scale_type 21) times a factor
-// per groups_per_factor groups, a power of two (1 without factors), or scales of another type without
-// factors, offsets likewise or null.
-GM_KERNEL(gm_linear_a8_groups16)(const void* x, int64_t x_row_stride, const void* codes, const void* scales,
-                                 const void* offsets, const void* factors, const void* offset_factors,
-                                 const void* bias, const void* residual, void* out, int64_t m, int64_t n,
-                                 int64_t k, int64_t group, int64_t groups_per_factor, int bits,
-                                 int scale_type, int offset_type, int implicit_zero, int silu, int dtype,
-                                 int64_t act_block) {
+// Over cpu_groups16_v1 (quant/layouts/cpu_groups16_v1.py): codes, scales, offsets (with the option minimums), and the
+// factors of both, for as many groups as 256 columns have, where they are int8.
+GM_CPU_CALL(gm_linear_a8_groups16, Linear, bits, group, minimums, block)
+(const GmLinearCall& call, const gm_linear_a8_groups16_options& options) {
+  constexpr int64_t kRun = 256;
+  const int64_t bits = options.bits, group = options.group;
   if (bits != 4 && bits != 5 && bits != 6 && bits != 8) return GM_E_ARG;
+  if (call.n < 1 || call.k < 1 || group < 1) return GM_E_SHAPE;
+  const int64_t *size = call.weight_size, *type = call.weight_type;
+  const bool is_int8[] = {type[1] == GM_I8, options.minimums && type[2] == GM_I8};
+  const int64_t line_bytes = bits == 4 ? 8 : bits == 5 ? 10 : bits == 6 ? 12 : 16;  // of 16 rows of a column
+  const int64_t blocks = (call.n + kRows - 1) / kRows, scales = blocks * (call.k / group) * kRows,
+                factors = blocks * (call.k / kRun) * kRows;
+  if (type[0] != GM_U8 || type[3] != GM_F32 || type[4] != GM_F32) return GM_E_DTYPE;
+  if (size[0] != blocks * call.k * line_bytes || size[1] != scales ||
+      size[2] != (options.minimums ? scales : 0) || size[3] != (is_int8[0] ? factors : 0) ||
+      size[4] != (is_int8[1] ? factors : 0))
+    return GM_E_SHAPE;
+  if ((is_int8[0] || is_int8[1]) && call.k % kRun) return GM_E_SHAPE;
+  const auto type_of = [&](int i) { return type[i] == GM_I8 ? int(lin::kI8) : int(type[i]); };
   Job j{};
-  j.codes = static_cast<const uint8_t*>(codes);
-  j.scales = scales;
-  j.zeros = offsets;
-  j.scale_type = scale_type;
-  j.zero_type = offsets ? offset_type : int(kNone);
-  j.offsets = offsets != nullptr;
-  j.implicit_zero = offsets ? 0 : implicit_zero;
-  j.factors = static_cast<const float*>(factors);
-  j.offset_factors = static_cast<const float*>(offset_factors);
-  while (int64_t(1) << j.factor_shift < groups_per_factor) ++j.factor_shift;
-  if (int64_t(1) << j.factor_shift != groups_per_factor) return GM_E_SHAPE;
-  j.n = n, j.k = k, j.columns = k;
-  return multiply(j, x, x_row_stride, nullptr, bias, residual, out, m, group,
-                  int(bits == 4   ? Format::int4
-                      : bits == 5 ? Format::int5
-                      : bits == 6 ? Format::int6
-                                  : Format::int8),
-                  silu, dtype, act_block);
+  j.codes = static_cast<const uint8_t*>(call.weight[0]);
+  j.scales = call.weight[1];
+  j.zeros = options.minimums ? call.weight[2] : nullptr;
+  j.scale_type = type_of(1);
+  j.zero_type = options.minimums ? type_of(2) : int(kNone);
+  j.offsets = options.minimums != 0;
+  j.implicit_zero = options.minimums ? 0 : 1 << (bits - 1);
+  j.factors = size[3] ? static_cast<const float*>(call.weight[3]) : nullptr;
+  j.offset_factors = size[4] ? static_cast<const float*>(call.weight[4]) : nullptr;
+  const int64_t shared = size[3] || size[4] ? kRun / group : 1;  // groups of a factor
+  while (int64_t(1) << j.factor_shift < shared) ++j.factor_shift;
+  if (int64_t(1) << j.factor_shift != shared) return GM_E_SHAPE;
+  j.n = call.n, j.k = call.k, j.columns = call.k;
+  const Format format = bits == 4   ? Format::int4
+                        : bits == 5 ? Format::int5
+                        : bits == 6 ? Format::int6
+                                    : Format::int8;
+  return multiply(j, call, nullptr, group, format, options.block ? options.block : call.k);
 }

@@ -6,7 +6,6 @@ types in blocks of 32 (its K-quants take blocks of 256); units are added in floa
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -14,17 +13,18 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
+from gristmill.kernels.common import dtype_name
 from gristmill.kernels.linear.a8_cpu.rows16 import BLOCKS
-from gristmill.kernels.native import best_config, check, cpu_function
+from gristmill.kernels.linear.cpu import shape_of
+from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gristmill.kernels.calls import LinearCall
 
-ARGUMENTS = (c_void_p, c_int64, *(c_void_p,) * 8, *(c_int64,) * 5, *(c_int,) * 6, c_int64)
-INT8_SCALES = 21
+ENTRY = CallEntry("gm_linear_a8_groups16", "linear")
 ROWS, RUN = 16, 256
 LINE_BYTES = {4: 8, 5: 10, 6: 12, 8: 16}
 """Bytes of 16 rows of a column, by bits per code."""
@@ -33,10 +33,18 @@ _LEVEL = best_config("gm_linear_a8_groups16")
 
 def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], the five tensors of cpu_groups16_v1 -> out [..., N or N / 2]."""
-    codes, scales, offsets, factors, offset_factors = call.weight
-    k, rows = call.x.shape[-1], call.out.shape[-1] * (2 if call.silu_mul else 1)
+    try:
+        ENTRY.cpu(config, call)
+    except (TypeError, ValueError):
+        _need_groups16(config, call.weight, *shape_of(call))
+        raise
+
+
+def _need_groups16(config: Config, weight: list[Tensor], n: int, k: int) -> None:
+    """ValueError unless the tensors are a weight [n, k] of cpu_groups16_v1."""
+    codes, scales, offsets, factors, offset_factors = weight
     group, bits = int(config["group"]), int(config["bits"])
-    blocks, groups = cdiv(rows, ROWS), k // group
+    blocks, groups = cdiv(n, ROWS), k // group
     scaled, factored = blocks * groups * ROWS, blocks * (k // RUN) * ROWS
     for name, slot, size, dtype in (
         ("codes", codes, blocks * k * LINE_BYTES[bits], "uint8"),
@@ -47,44 +55,14 @@ def launch(config: Config, call: LinearCall) -> None:
     ):
         if slot.numel() != size or not slot.is_contiguous():
             raise ValueError(
-                f"linear_a8_groups_cpu: {name} of a [{rows}, {k}] weight are {size} contiguous elements, got {tuple(slot.shape)}"
+                f"linear_a8_groups_cpu: {name} of a [{n}, {k}] weight are {size} contiguous elements, got {tuple(slot.shape)}"
             )
         if dtype and dtype_name(slot.dtype) != dtype:
             raise ValueError(f"linear_a8_groups_cpu: {name} must be {dtype}, got {slot.dtype}")
-    code = cpu_function("gm_linear_a8_groups16", config["level"], ARGUMENTS)(
-        call.x.data_ptr(),
-        row_stride(call.x),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        offsets.data_ptr() if config["minimums"] else None,
-        factors.data_ptr() if factors.numel() else None,
-        offset_factors.data_ptr() if offset_factors.numel() else None,
-        None if call.bias is None else call.bias.data_ptr(),
-        None if call.residual is None else call.residual.data_ptr(),
-        call.out.data_ptr(),
-        call.x.numel() // k,
-        rows,
-        k,
-        group,
-        RUN // group if factors.numel() or offset_factors.numel() else 1,
-        bits,
-        _type_of(scales),
-        _type_of(offsets),
-        0 if config["minimums"] else 1 << (bits - 1),
-        int(call.silu_mul),
-        DTYPE_CODES[dtype_name(call.x.dtype)],
-        config["block"] or k,
-    )
-    check(code, "linear_a8_groups_cpu")
 
 
 def _is_int8(values: Tensor) -> bool:
     return values.numel() > 0 and dtype_name(values.dtype) == "int8"
-
-
-def _type_of(values: Tensor) -> int:
-    """The number of a dtype of scales in the C++ code."""
-    return INT8_SCALES if dtype_name(values.dtype) == "int8" else DTYPE_CODES[dtype_name(values.dtype)]
 
 
 def accepts(problem: Problem) -> str | None:

@@ -6,7 +6,6 @@ vpdpbusd with VNNI, else pmaddubsw with sums of int16.
 
 from __future__ import annotations
 
-from ctypes import c_int64
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -14,8 +13,9 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.cpu import ARGUMENTS, native_arguments, packing
-from gristmill.kernels.native import best_config, check, cpu_function
+from gristmill.kernels.linear.cpu import need_rows16, packing, shape_of
+from gristmill.kernels.native import best_config
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 WEIGHTS = ("int4", "int8", "mxfp4", "nvfp4")
 BLOCKS = {"int8_token": 0, "int8_g32": 32, "int8_g128": 128}
 """Columns of x that share a scale, by activation format; 0: the whole row."""
+ENTRY = CallEntry("gm_linear_a8_rows16", "linear")
 _LEVEL = best_config("gm_linear_a8_rows16")
 
 
 def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], the five tensors of cpu_rows16_v1 -> out [..., N or N / 2]."""
-    arguments = native_arguments(
-        "linear_a8_cpu", config, call.x, call.weight, call.bias, call.residual, call.silu_mul, call.out
-    )
-    block = config["block"] or call.weight[0].shape[1] * int(config["columns"])
-    entry = cpu_function("gm_linear_a8_rows16", config["level"], (*ARGUMENTS, c_int64))
-    check(entry(*arguments, block), "linear_a8_cpu")
+    try:
+        ENTRY.cpu(config, call)
+    except (TypeError, ValueError):
+        need_rows16("linear_a8_cpu", config, call.weight, *shape_of(call))
+        raise
 
 
 def accepts(problem: Problem) -> str | None:

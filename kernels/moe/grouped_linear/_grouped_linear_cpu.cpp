@@ -3,15 +3,20 @@
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include <cstdlib>
 
+#include "calls/grouped_linear.h"
+#include "gm_linear_epilogue.h"
 #include "moe/_expert_product_cpu.h"
 #include "moe/_moe_cpu.h"
 
 namespace {
 
 template <class T>
-int grouped(const moe::Weights& w, int64_t experts, const T* x, int64_t x_rows, int64_t k,
-            const int32_t* offsets, const int32_t* permutation, int64_t top_k, T* out, int64_t rows,
-            const moe::Epilogue& epilogue, int dtype) {
+int grouped(const gm::Rows16& w, const GmGroupedLinearCall& call, const moe::Epilogue& epilogue) {
+  const int64_t experts = w.experts, k = w.k, rows = call.m;
+  const int32_t *offsets = static_cast<const int32_t*>(call.expert_offsets),
+                *permutation = static_cast<const int32_t*>(call.permutation);
+  const T* x = static_cast<const T*>(call.x);
+  T* out = static_cast<T*>(call.out);
   const int64_t width = epilogue.gate ? w.n / 2 : w.n;
   int64_t most = 0;
   for (int64_t e = 0; e < experts; ++e) {
@@ -31,10 +36,11 @@ int grouped(const moe::Weights& w, int64_t experts, const T* x, int64_t x_rows, 
     if (count == 0) continue;
     const T* from = x + first * k;
     if (permutation != nullptr) {
-      if (!moe::gather(x, x_rows, k, permutation + first, count, top_k, k, gathered)) code = GM_E_ARG;
+      if (!moe::gather(x, call.rows, k, permutation + first, count, call.top_k, k, gathered)) code = GM_E_ARG;
       from = gathered;
     }
-    if (code == GM_OK) code = moe::expert_product(w, e, from, k, out + first * width, count, epilogue, dtype);
+    if (code == GM_OK)
+      code = moe::expert_product(w, e, from, k, out + first * width, count, epilogue, int(call.x_type));
   }
   std::free(gathered);
   if (code == GM_OK)
@@ -45,17 +51,17 @@ int grouped(const moe::Weights& w, int64_t experts, const T* x, int64_t x_rows, 
 
 }  // namespace
 
-// x [x_rows, k] contiguous, offsets [experts + 1], permutation [rows] or null (then x_rows = rows) -> out
-// [rows, n or n / 2]. bias, gate, alpha, limit: see moe::Epilogue.
-GM_KERNEL(gm_grouped_linear)(const moe::Weights* w, int64_t experts, const void* x, int64_t x_rows, int64_t k,
-                             const int32_t* offsets, const int32_t* permutation, int64_t top_k, void* out,
-                             int64_t rows, const void* bias, int gate, float alpha, float limit, int dtype) {
-  if (experts < 1 || rows < 0 || x_rows < 0 || top_k < 1 || k != w->k || w->n < 1 || (gate && w->n % 2))
+// Options: as of gm_linear_rows16 (_linear_cpu.cpp).
+GM_CPU_CALL(gm_grouped_linear, GroupedLinear, format, columns, group, zero, e8m0)
+(const GmGroupedLinearCall& call, const gm_grouped_linear_options& options) {
+  gm::Rows16 w;
+  const int code =
+      gm::rows16_of(&w, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
+  if (code != GM_OK) return code;
+  const int gate = call.clamp ? lin::kClamped : call.silu_mul ? lin::kSilu : lin::kUngated;
+  if (w.experts != call.e || call.m < 0 || call.rows < 0 || call.top_k < 1 || (gate && w.n % 2))
     return GM_E_SHAPE;
-  if (gate < 0 || gate > 2) return GM_E_ARG;
-  if (permutation == nullptr && x_rows != rows) return GM_E_SHAPE;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    return grouped(*w, experts, static_cast<const T*>(x), x_rows, k, offsets, permutation, top_k,
-                   static_cast<T*>(out), rows, {bias, gate, alpha, limit}, dtype);
-  })
+  if (call.permutation == nullptr && call.rows != call.m) return GM_E_SHAPE;
+  GM_DISPATCH_FLOAT(call.x_type, T,
+                    { return grouped<T>(w, call, {call.bias, gate, float(call.alpha), float(call.limit)}); })
 }

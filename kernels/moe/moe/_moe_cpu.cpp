@@ -2,60 +2,85 @@
 // gm-levels: base avx2 avx512 avx512_bf16 neon
 #include <cstdlib>
 
+#include "calls/moe.h"
+#include "gm_linear_epilogue.h"
 #include "moe/_expert_product_cpu.h"
 #include "moe/_moe_cpu.h"
 
 namespace {
 
+// Memory for the steps, out of a workspace; every part is aligned to 256 bytes, as kernels/moe/_chain.py has them.
+struct Parts {
+  int32_t *offsets, *permutation, *inverse;  // [experts + 1], [entries], [entries]
+  void *acts, *rows;                         // [entries, inner], [entries, hidden]
+};
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+bool carve(Parts* parts, const GmMoeCall& call, int64_t experts) {
+  const int64_t entries = call.m * call.top_k, item = gm::item_bytes(call.x_type);
+  const int64_t bytes[5] = {4 * (experts + 1), 4 * entries, 4 * entries, entries * call.inter * item,
+                            entries * call.h * item};
+  if (call.workspace == nullptr) return false;
+  char *place[5], *next = static_cast<char*>(call.workspace);
+  for (int i = 0; i < 5; ++i) place[i] = next, next += aligned(bytes[i]);
+  if (next - place[0] > call.workspace_bytes) return false;
+  *parts = {reinterpret_cast<int32_t*>(place[0]), reinterpret_cast<int32_t*>(place[1]),
+            reinterpret_cast<int32_t*>(place[2]), place[3], place[4]};
+  return true;
+}
+
 template <class T>
-int experts_of(const moe::Weights& w13, const moe::Weights& w2, const T* x, const float* weights,
-               const int32_t* ids, const moe::Epilogue& first_epilogue, const moe::Epilogue& second_epilogue,
-               int32_t* offsets, int32_t* permutation, int32_t* inverse, T* acts, T* rows, T* out,
-               int64_t tokens, int64_t top_k, int64_t experts, int dtype) {
-  const int64_t hidden = w13.k, inner = w2.k, entries = tokens * top_k;
-  moe::sort_by_expert(ids, offsets, permutation, inverse, entries, experts);
+int experts_of(const GmMoeCall& call, const gm::Rows16& w13, const gm::Rows16& w2, const Parts& parts) {
+  const int64_t hidden = call.h, inner = call.inter, top_k = call.top_k, entries = call.m * top_k;
+  const moe::Epilogue first_epilogue{call.w13_bias, call.clamp ? lin::kClamped : lin::kSilu,
+                                     float(call.alpha), float(call.limit)},
+      second_epilogue{call.w2_bias, lin::kUngated, 0, 0};
+  const int32_t* offsets = parts.offsets;
+  T *acts = static_cast<T*>(parts.acts), *rows = static_cast<T*>(parts.rows);
+  const int type = int(call.x_type);
+  moe::sort_by_expert(static_cast<const int32_t*>(call.ids), parts.offsets, parts.permutation, parts.inverse,
+                      entries, w13.experts);
   int64_t most = 0;
-  for (int64_t e = 0; e < experts; ++e)
+  for (int64_t e = 0; e < w13.experts; ++e)
     most = offsets[e + 1] - offsets[e] > most ? offsets[e + 1] - offsets[e] : most;
   if (most > 0) {
     T* gathered = static_cast<T*>(std::malloc(sizeof(T) * size_t(most) * size_t(hidden)));
     if (gathered == nullptr) return GM_E_NOMEM;
     int code = GM_OK;
-    for (int64_t e = 0; e < experts && code == GM_OK; ++e) {
+    for (int64_t e = 0; e < w13.experts && code == GM_OK; ++e) {
       const int64_t first = offsets[e], count = offsets[e + 1] - first;
       if (count == 0) continue;
-      if (!moe::gather(x, tokens, hidden, permutation + first, count, top_k, hidden, gathered))
+      if (!moe::gather(static_cast<const T*>(call.x), call.m, hidden, parts.permutation + first, count, top_k,
+                       hidden, gathered))
         code = GM_E_ARG;
       if (code == GM_OK)
         code =
-            moe::expert_product(w13, e, gathered, hidden, acts + first * inner, count, first_epilogue, dtype);
+            moe::expert_product(w13, e, gathered, hidden, acts + first * inner, count, first_epilogue, type);
       if (code == GM_OK)
         code = moe::expert_product(w2, e, acts + first * inner, inner, rows + first * hidden, count,
-                                   second_epilogue, dtype);
+                                   second_epilogue, type);
     }
     std::free(gathered);
     if (code != GM_OK) return code;
   }
-  return moe::combine(rows, entries, inverse, weights, out, tokens, top_k, hidden);
+  return moe::combine(rows, entries, parts.inverse, static_cast<const float*>(call.weights),
+                      static_cast<T*>(call.out), call.m, top_k, hidden);
 }
 
 }  // namespace
 
-// w13_bias [experts, 2 inner] and w2_bias [experts, hidden] of x's dtype or null; gate 1 or 2, alpha, limit:
-// see moe::Epilogue. x [tokens, hidden], weights and ids [tokens, top_k] -> out [tokens, hidden]. Scratch:
-// offsets [experts + 1], permutation and inverse [tokens * top_k], acts [tokens * top_k, inner], rows [tokens
-// * top_k, hidden].
-GM_KERNEL(gm_moe)(const moe::Weights* w13, const moe::Weights* w2, const void* x, const float* weights,
-                  const int32_t* ids, const void* w13_bias, const void* w2_bias, int32_t* offsets,
-                  int32_t* permutation, int32_t* inverse, void* acts, void* rows, void* out, int64_t tokens,
-                  int64_t top_k, int64_t experts, int gate, float alpha, float limit, int dtype) {
-  if (tokens < 0 || top_k < 1 || experts < 1 || tokens * top_k > INT32_MAX) return GM_E_SHAPE;
-  if (w13->n != 2 * w2->k || w2->n != w13->k || w2->k < 1 || w2->n < 1) return GM_E_SHAPE;
-  if (gate != 1 && gate != 2) return GM_E_ARG;
-  if (tokens == 0) return GM_OK;
-  GM_DISPATCH_FLOAT(dtype, T, {
-    return experts_of(*w13, *w2, static_cast<const T*>(x), weights, ids, {w13_bias, gate, alpha, limit},
-                      {w2_bias, 0, 0, 0}, offsets, permutation, inverse, static_cast<T*>(acts),
-                      static_cast<T*>(rows), static_cast<T*>(out), tokens, top_k, experts, dtype);
-  })
+// Options: as of gm_linear_rows16 (_linear_cpu.cpp), for both weights.
+GM_CPU_CALL(gm_moe, Moe, format, columns, group, zero, e8m0)(const GmMoeCall& call,
+                                                             const gm_moe_options& options) {
+  gm::Rows16 w13, w2;
+  int code = gm::rows16_of(&w13, call.w13, call.w13_size, call.w13_type, 2 * call.inter, call.h, options);
+  if (code == GM_OK)
+    code = gm::rows16_of(&w2, call.w2, call.w2_size, call.w2_type, call.h, call.inter, options);
+  if (code != GM_OK) return code;
+  if (w13.experts != w2.experts || call.m < 0 || call.top_k < 1 || call.m * call.top_k > INT32_MAX)
+    return GM_E_SHAPE;
+  if (call.m == 0) return GM_OK;
+  Parts parts;
+  if (!carve(&parts, call, w13.experts)) return GM_E_SHAPE;
+  GM_DISPATCH_FLOAT(call.x_type, T, { return experts_of<T>(call, w13, w2, parts); })
 }

@@ -1,0 +1,74 @@
+// Weights of cpu_rows16_v1 (quant/layouts/cpu_rows16_v1.py) as native entries get them, and the product with one
+// of them, which linear's core computes for linear, grouped_linear and moe.
+#pragma once
+#include "gm_cpu.h"
+#include "gm_linear_decode.h"
+
+namespace gm {
+
+// experts times [n, k].
+struct Rows16 {
+  const void *codes, *scales, *zeros, *row_scale, *perm;  // all but codes may be null
+  int64_t experts, n, k;
+  int64_t columns;            // K' of the packing
+  int64_t group;              // columns of a scale; `columns` where there is one per row
+  int format;                 // 0 int4, 1 e2m1, 2 int8, 3 e4m3, 4 f32, 5 f16, 6 bf16
+  int scale_type, zero_type;  // dtype codes, kE8M0 or kNone
+  int implicit_zero;          // of integer codes without stored ones
+};
+
+// x [m, k] times a weight of one expert -> out [m, n], or [m, n / 2] with a gate, whose first half is the gate.
+struct Rows16Product {
+  Rows16 weight{};
+  const void* x = nullptr;
+  int64_t x_row_stride = 0;
+  const void *bias = nullptr, *residual = nullptr;  // [n], and like out; of x's dtype, or null
+  void* out = nullptr;
+  int64_t m = 0;
+  int gate = 0;  // lin::Gate
+  float alpha = 0, limit = 0;
+  int type = 0;  // dtype code of x
+};
+
+namespace {
+
+// The five tensors of a weight with n rows and k columns, `size` elements each, of dtypes `type`. Options: what
+// the scheme determines, by the names that kernels/linear/cpu.py gives them. GM_E_SHAPE or GM_E_DTYPE if they do not pack
+// such a weight.
+template <class Options>
+int rows16_of(Rows16* w, const void* const* tensors, const int64_t* size, const int64_t* type, int64_t n,
+              int64_t k, const Options& o) {
+  for (int i = 0; i < 5; ++i)
+    if (size[i] < 0) return GM_E_SHAPE;  // not contiguous
+  if (type[0] != GM_U8 || type[3] != GM_F32 || type[4] != GM_I32) return GM_E_DTYPE;
+  const int64_t blocks = (n + 15) / 16, multiple = o.group ? o.group : 32;
+  const int64_t columns = size[4] ? size[4] : (k + multiple - 1) / multiple * multiple;
+  if (n < 1 || k < 1 || columns % o.columns) return GM_E_SHAPE;
+  const int64_t codes = blocks * (columns / o.columns) * 64, experts = size[0] / codes;
+  const int64_t group = o.group ? o.group : columns;
+  const int64_t scales = experts * blocks * (columns / group) * 16;
+  if (experts < 1 || size[0] != experts * codes) return GM_E_SHAPE;
+  if ((size[1] && size[1] != scales) || (size[2] && size[2] != size[1])) return GM_E_SHAPE;
+  if (size[3] && size[3] != experts * blocks * 16) return GM_E_SHAPE;
+  const auto given = [&](int i) { return size[i] ? tensors[i] : nullptr; };
+  *w = {.codes = tensors[0],
+        .scales = given(1),
+        .zeros = given(2),
+        .row_scale = given(3),
+        .perm = given(4),
+        .experts = experts,
+        .n = n,
+        .k = k,
+        .columns = columns,
+        .group = group,
+        .format = int(o.format),
+        .scale_type = !size[1] ? int(lin::kNone)
+                      : o.e8m0 ? int(lin::kE8M0)
+                               : int(type[1]),
+        .zero_type = size[2] ? int(type[2]) : int(lin::kNone),
+        .implicit_zero = size[2] ? 0 : int(o.zero)};
+  return GM_OK;
+}
+
+}  // namespace
+}  // namespace gm
