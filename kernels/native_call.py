@@ -11,11 +11,11 @@ that the library was compiled with is compared with the digest of the declaratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL, c_char_p, c_int, c_uint64, c_void_p
 from functools import cached_property
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.call import Call
 from gristmill.kernel_registry.call_struct import WEIGHTS, digest, packer
@@ -26,7 +26,10 @@ from gristmill.kernels.native import check, cpu_function, cpu_library, cuda_func
 from gristmill.quant.native import NativeLibraryError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from gristmill.kernel_registry.kernel import Config, ConfigValue
 
 CUDA_ARGUMENTS = (c_char_p, c_char_p, c_int, c_void_p)
 
@@ -49,7 +52,7 @@ def weight_types(weight: Sequence[Tensor]) -> list[int]:
     )
 
 
-def dtype_code(dtype: Any) -> int:
+def dtype_code(dtype: torch.dtype) -> int:
     """The code of a torch dtype in native entries."""
     return DTYPE_CODES[dtype_name(dtype)]
 
@@ -71,7 +74,7 @@ class Options:
         self.names = tuple(name.strip() for name in names.split(",") if name.strip())
         self._layout = Struct(f"{len(self.names)}q")
 
-    def pack(self, config: Mapping[str, Any]) -> bytes:
+    def pack(self, config: Config) -> bytes:
         """The bytes of their struct."""
         return self._layout.pack(*[int(config[name]) for name in self.names])
 
@@ -81,7 +84,7 @@ class CallEntry:
 
     def __init__(self, name: str, op: str) -> None:
         self.name, self._op, self._shown = name, op, f"{op} ({name})"
-        self._levels: dict[Any, Options] = {}
+        self._levels: dict[ConfigValue, Options] = {}
 
     @cached_property
     def op(self) -> Op:
@@ -89,11 +92,11 @@ class CallEntry:
         return default_registry().op(self._op)
 
     @cached_property
-    def pack(self) -> Callable[[Any], bytes]:
+    def pack(self) -> Callable[[Call], bytes]:
         """``pack(call)``: the bytes of the struct."""
         return packer(self.op, FUNCTIONS)
 
-    def cpu(self, config: Mapping[str, Any], call: Call) -> None:
+    def cpu(self, config: Config, call: Call) -> None:
         """Call the entry of the configuration's code level. Raises the exception that a native return code stands for."""
         level = config["level"]
         options = self._levels.get(level)
@@ -105,7 +108,7 @@ class CallEntry:
             code = cpu_function(self.name, level, (c_char_p,))(self.pack(call))
         check(code, self._shown)
 
-    def cuda(self, config: Mapping[str, Any], call: Any, device: int) -> None:
+    def cuda(self, config: Config, call: Call, device: int) -> None:
         """Launch on the current stream of `device`. Raises the exception that a native return code stands for."""
         import torch
 
@@ -113,7 +116,7 @@ class CallEntry:
         stream = torch.cuda.current_stream(device).cuda_stream
         check(function(self.pack(call), options.pack(config), device, stream), self._shown)
 
-    def ask(self, config: Mapping[str, Any], call: Any) -> int:
+    def ask(self, config: Config, call: Call) -> int:
         """What an entry of a GPU says without a device: bytes of shared memory, or the code of a refusal."""
         function, options = self._cuda
         return function(self.pack(call), options.pack(config), -1, None)
