@@ -59,25 +59,27 @@ GM_KERNEL(4)
 GM_KERNEL(8)
 
 #else
+#include "calls/all_gather.h"
 
 static gm::CudaKernel g_kernels[] = {
     {GM_CUBIN, "all_gather_2"}, {GM_CUBIN, "all_gather_4"}, {GM_CUBIN, "all_gather_8"}};
 
-// x [rows, bytes] of each rank -> out [rows, world, bytes]; bytes of a row: a multiple of 16. sms:
-// multiprocessors of the device; all CTAs run at a time, because they wait for those of other ranks.
-GM_CUDA_ENTRY(gm_all_gather_sm90)
-(const PushParams* push, const void* x, void* out, int64_t rows, int64_t bytes, int sms, int device,
- void* stream) {
-  if (push->world < 2 || push->world > kMaxRanks || push->rank < 0 || push->rank >= push->world || sms < 1)
-    return GM_E_ARG;
-  if (reinterpret_cast<uintptr_t>(x) % 16 != 0 || reinterpret_cast<uintptr_t>(out) % 16 != 0) return GM_E_ARG;
-  if (rows < 0 || bytes < 16 || bytes % 16 != 0 || rows > push->capacity / ((push->world - 1) * (bytes / 16)))
+// Rows are of a multiple of 16 bytes. sms: multiprocessors of the device; all CTAs run at a time, because they
+// wait for those of other ranks.
+GM_CUDA_CALL(gm_all_gather_sm90, AllGather, peers, state, failed, limit, capacity, rank, world, sms)
+(const GmAllGatherCall& call, const gm_all_gather_sm90_options& options, int device, void* stream) {
+  const PushParams push = push_params(options);
+  const int64_t rows = call.m, bytes = call.n * (call.x_type == 0 ? 4 : 2);
+  if (push.world == 0) return GM_E_ARG;
+  if (call.x_type < 0 || call.x_type > 2) return GM_E_DTYPE;
+  if (!gm::is_aligned(call.x) || !gm::is_aligned(call.out)) return GM_E_ARG;
+  if (rows < 0 || bytes < 16 || bytes % 16 != 0 || rows > push.capacity / ((push.world - 1) * (bytes / 16)))
     return GM_E_SHAPE;
   if (rows == 0) return GM_OK;
-  AllGatherParams q{*push, x, out, int(rows), int(bytes / 16)};
+  AllGatherParams q{push, call.x, call.out, int(rows), int(bytes / 16)};
   void* args[] = {&q};
-  const int64_t grid = (rows * (bytes / 16) + kThreads - 1) / kThreads, ctas = int64_t(sms) * 2;
-  const int of_world = push->world <= 2 ? 0 : push->world <= 4 ? 1 : 2;
+  const int64_t grid = (rows * (bytes / 16) + kThreads - 1) / kThreads, ctas = options.sms * 2;
+  const int of_world = push.world <= 2 ? 0 : push.world <= 4 ? 1 : 2;
   return g_kernels[of_world].launch(
       device, stream, {.grid_x = unsigned(grid < ctas ? grid : ctas), .block = kThreads, .pdl = true}, args);
 }

@@ -111,35 +111,38 @@ GM_KERNELS(fp16, __half)
 GM_KERNELS(bf16, __nv_bfloat16)
 
 #else
+#include "calls/all_reduce_add_rms_norm.h"
 
 #define GM_WORLDS(name)                                                                                   \
   {GM_CUBIN, #name "_2_1"}, {GM_CUBIN, #name "_2_2"}, {GM_CUBIN, #name "_4_1"}, {GM_CUBIN, #name "_4_2"}, \
       {GM_CUBIN, #name "_8_1"}, {GM_CUBIN, #name "_8_2"}
 static gm::CudaKernel g_kernels[] = {GM_WORLDS(all_reduce_norm_fp16), GM_WORLDS(all_reduce_norm_bf16)};
 
-// residual [rows, n] += the sum of x [rows, n] over the ranks, rounded;
-// out [rows, n], which may be x, becomes the norm of the residual, times weight [n].
-// type: 1 fp16, 2 bf16. each: vectors of 16 bytes per thread, 1 or 2.
-// sms: multiprocessors of the device; all CTAs run at a time, because they wait for those of other ranks.
-GM_CUDA_ENTRY(gm_all_reduce_add_rms_norm_sm90)
-(const PushParams* push, const void* x, void* residual, const void* weight, void* out, int64_t rows, int n,
- float eps, int type, int each, int sms, int device, void* stream) {
-  if (type != 1 && type != 2) return GM_E_DTYPE;
-  if (push->world < 2 || push->world > kMaxRanks || push->rank < 0 || push->rank >= push->world || each < 1 ||
-      each > 2 || sms < 1)
+// residual += the sum of x over the ranks, rounded; out, which may be x, becomes the norm of the residual, times
+// weight. each: vectors of 16 bytes per thread, 1 or 2. sms: multiprocessors of the device; all CTAs run at a
+// time, because they wait for those of other ranks.
+GM_CUDA_CALL(gm_all_reduce_add_rms_norm_sm90, AllReduceAddRmsNorm, each, peers, state, failed, limit,
+             capacity, rank, world, sms)
+(const GmAllReduceAddRmsNormCall& call, const gm_all_reduce_add_rms_norm_sm90_options& options, int device,
+ void* stream) {
+  const PushParams push = push_params(options);
+  const int64_t rows = call.m, n = call.n;
+  const int each = int(options.each);
+  if (call.x_type != 1 && call.x_type != 2) return GM_E_DTYPE;
+  if (push.world == 0 || each < 1 || each > 2) return GM_E_ARG;
+  if (rows < 0 || n < 8 || n % 8 != 0 || n > INT32_MAX) return GM_E_SHAPE;
+  const int vectors = int(n / 8), threads = (vectors + each * 32 - 1) / (each * 32) * 32;
+  if (threads > kMaxThreads || rows > push.capacity / ((push.world - 1) * vectors)) return GM_E_SHAPE;
+  if (!gm::is_aligned(call.x) || !gm::is_aligned(call.residual) || !gm::is_aligned(call.weight) ||
+      !gm::is_aligned(call.out))
     return GM_E_ARG;
-  const int vectors = n / 8, threads = (vectors + each * 32 - 1) / (each * 32) * 32;
-  if (rows < 0 || n < 8 || n % 8 != 0 || threads > kMaxThreads) return GM_E_SHAPE;
-  if (rows > push->capacity / ((push->world - 1) * vectors)) return GM_E_SHAPE;
-  const uintptr_t all = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(residual) |
-                        reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(out);
-  if (all % 16 != 0) return GM_E_ARG;
   if (rows == 0) return GM_OK;
-  const int64_t ctas = int64_t(sms) * (kMaxThreads / threads) * (push->world == 2 && each == 1 ? 2 : 1);
-  AllReduceNormParams q{*push, x, residual, out, weight, int(rows), n, eps};
+  const int64_t ctas = options.sms * (kMaxThreads / threads) * (push.world == 2 && each == 1 ? 2 : 1);
+  AllReduceNormParams q{push,        call.x,    call.residual, call.out,
+                        call.weight, int(rows), int(n),        float(call.eps)};
   void* args[] = {&q};
-  const int of_world = push->world <= 2 ? 0 : push->world <= 4 ? 1 : 2;
-  return g_kernels[(type - 1) * 6 + of_world * 2 + each - 1].launch(
+  const int of_world = push.world <= 2 ? 0 : push.world <= 4 ? 1 : 2;
+  return g_kernels[(call.x_type - 1) * 6 + of_world * 2 + each - 1].launch(
       device, stream,
       {.grid_x = unsigned(rows < ctas ? rows : ctas), .block = unsigned(threads), .pdl = true}, args);
 }

@@ -124,6 +124,7 @@ GM_KERNELS(fp16, __half)
 GM_KERNELS(bf16, __nv_bfloat16)
 
 #else
+#include "calls/all_reduce.h"
 
 #define GM_WORLDS(name) {GM_CUBIN, #name "_2"}, {GM_CUBIN, #name "_4"}, {GM_CUBIN, #name "_8"}
 static gm::CudaKernel g_kernels[] = {
@@ -132,27 +133,28 @@ static gm::CudaKernel g_kernels[] = {
     GM_WORLDS(all_reduce_two_shot_fp16), GM_WORLDS(all_reduce_two_shot_bf16),
 };
 
-// x [elements] becomes the sum over the ranks, in float32, in rank order, rounded once. type: 0 fp32, 1 fp16,
-// 2 bf16. shots: 1 or
-// 2. sms: multiprocessors of the device; all CTAs run at a time, because they wait for those of other ranks.
-GM_CUDA_ENTRY(gm_all_reduce_sm90)
-(const PushParams* push, void* x, int64_t elements, int type, int shots, int threads, int sms, int device,
- void* stream) {
+// x becomes the sum over the ranks, in float32, in rank order, rounded once. shots: 1 or 2. sms: multiprocessors of
+// the device; all CTAs run at a time, because they wait for those of other ranks.
+GM_CUDA_CALL(gm_all_reduce_sm90, AllReduce, shots, threads, peers, state, failed, limit, capacity, rank,
+             world, sms)
+(const GmAllReduceCall& call, const gm_all_reduce_sm90_options& options, int device, void* stream) {
+  const PushParams push = push_params(options);
+  const int64_t elements = call.m * call.n, shots = options.shots, threads = options.threads;
+  const int type = int(call.x_type);
   if (type < 0 || type > 2) return GM_E_DTYPE;
-  if (push->world < 2 || push->world > kMaxRanks || push->rank < 0 || push->rank >= push->world ||
-      shots < 1 || shots > 2 || threads < 32 || threads > kThreads || threads % 32 != 0 || sms < 1)
+  if (push.world == 0 || shots < 1 || shots > 2 || threads < 32 || threads > kThreads || threads % 32 != 0)
     return GM_E_ARG;
   const int values = type == 0 ? 4 : 8;
-  const int64_t vectors = (elements + values - 1) / values, part = (vectors + push->world - 1) / push->world;
-  const int64_t used = (push->world - 1) * (shots == 1 ? vectors : 2 * part);
-  if (reinterpret_cast<uintptr_t>(x) % 16 != 0) return GM_E_ARG;
-  if (elements < 0 || used > push->capacity) return GM_E_SHAPE;
+  const int64_t vectors = (elements + values - 1) / values, part = (vectors + push.world - 1) / push.world;
+  const int64_t used = (push.world - 1) * (shots == 1 ? vectors : 2 * part);
+  if (!gm::is_aligned(call.x)) return GM_E_ARG;
+  if (elements < 0 || used > push.capacity) return GM_E_SHAPE;
   if (elements == 0) return GM_OK;
-  AllReduceParams q{*push, x, int(elements), int(vectors), int(part)};
+  AllReduceParams q{push, call.x, int(elements), int(vectors), int(part)};
   const int64_t work = shots == 1 ? vectors : part, grid = (work + threads - 1) / threads;
-  const int64_t ctas = int64_t(sms) * (kThreads / threads) * (push->world == 2 ? 2 : 1);
+  const int64_t ctas = options.sms * (kThreads / threads) * (push.world == 2 ? 2 : 1);
   void* args[] = {&q};
-  const int of_world = push->world <= 2 ? 0 : push->world <= 4 ? 1 : 2;
+  const int of_world = push.world <= 2 ? 0 : push.world <= 4 ? 1 : 2;
   return g_kernels[(shots - 1) * 9 + type * 3 + of_world].launch(
       device, stream,
       {.grid_x = unsigned(grid < ctas ? grid : ctas), .block = unsigned(threads), .pdl = true}, args);

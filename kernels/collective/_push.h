@@ -27,6 +27,24 @@ struct PushParams {
   int rank, world;
 };
 
+#ifndef __CUDACC__
+// Out of the options of an entry; peers is the address of the addresses of `world` buffers. World 0 for a
+// world or a rank that there is not.
+template <typename Options>
+PushParams push_params(const Options& options) {
+  PushParams p{};
+  if (options.world < 2 || options.world > kMaxRanks || options.rank < 0 || options.rank >= options.world ||
+      options.sms < 1)
+    return p;
+  for (int i = 0; i < options.world; ++i) p.peers[i] = reinterpret_cast<const uint64_t*>(options.peers)[i];
+  p.state = reinterpret_cast<uint32_t*>(options.state),
+  p.failed = reinterpret_cast<uint32_t*>(options.failed);
+  p.limit = options.limit, p.capacity = options.capacity;
+  p.rank = int(options.rank), p.world = int(options.world);
+  return p;
+}
+#endif
+
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -11,18 +10,16 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.collective.groups import enter
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
 from gristmill.kernels.common import ITEM_BYTES
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import AllGatherCall
 
-_SIGNATURE = (*(c_void_p,) * 3, *(c_int64,) * 2, *(c_int,) * 2, c_void_p)
+ENTRY = CallEntry("gm_all_gather_sm90", "all_gather")
 
 
 def launch(config: Config, call: AllGatherCall) -> None:
     """x [M, N] -> out [M, world * N]. A -0 may arrive as +0."""
-    import torch
-
     enter(call.group, call.world)
     memory = symmetric(call.group)
     for name, tensor in (("x", call.x), ("out", call.out)):
@@ -30,17 +27,7 @@ def launch(config: Config, call: AllGatherCall) -> None:
             raise ValueError(
                 f"all_gather: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
             )
-    code = cuda_function("gm_all_gather_sm90", "sm_90a", _SIGNATURE)(
-        memory.address,
-        call.x.data_ptr(),
-        call.out.data_ptr(),
-        call.x.shape[0],
-        call.x.shape[1] * call.x.element_size(),
-        memory.sms,
-        call.x.get_device(),
-        torch.cuda.current_stream(call.x.device).cuda_stream,
-    )
-    check(code, "all_gather_sm90")
+    ENTRY.cuda({**config, **memory.options}, call, call.x.get_device())
 
 
 def accepts(problem: Problem) -> str | None:

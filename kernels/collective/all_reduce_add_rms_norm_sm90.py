@@ -6,7 +6,6 @@ The algorithm is that of TensorRT-LLM's allReduceFusion kernels: one-shot, in wh
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -15,20 +14,17 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
-from gristmill.kernels.common import DTYPE_CODES, dtype_name
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import AllReduceAddRmsNormCall
 
-_SIGNATURE = (*(c_void_p,) * 5, c_int64, c_int, c_float, *(c_int,) * 4, c_void_p)
+ENTRY = CallEntry("gm_all_reduce_add_rms_norm_sm90", "all_reduce_add_rms_norm")
 _THREADS = 512
 
 
 def launch(config: Config, call: AllReduceAddRmsNormCall) -> None:
     """x [M, N], residual [M, N] (written in place), weight [N] -> out [M, N]."""
-    import torch
-
     enter(call.group, call.world)
     memory = symmetric(call.group)
     for name, tensor in (
@@ -41,22 +37,7 @@ def launch(config: Config, call: AllReduceAddRmsNormCall) -> None:
             raise ValueError(
                 f"all_reduce_add_rms_norm: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
             )
-    code = cuda_function("gm_all_reduce_add_rms_norm_sm90", "sm_90a", _SIGNATURE)(
-        memory.address,
-        call.x.data_ptr(),
-        call.residual.data_ptr(),
-        call.weight.data_ptr(),
-        call.out.data_ptr(),
-        call.x.shape[0],
-        call.x.shape[1],
-        call.eps,
-        DTYPE_CODES[dtype_name(call.x.dtype)],
-        config["each"],
-        memory.sms,
-        call.x.get_device(),
-        torch.cuda.current_stream(call.x.device).cuda_stream,
-    )
-    check(code, "all_reduce_add_rms_norm_sm90")
+    ENTRY.cuda({**config, **memory.options}, call, call.x.get_device())
 
 
 def accepts(problem: Problem) -> str | None:

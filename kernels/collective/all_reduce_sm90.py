@@ -6,7 +6,6 @@ all-gather). The sum has the order of ranks, in float32, so all ranks get the sa
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -15,37 +14,24 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
-from gristmill.kernels.common import DTYPE_CODES, ITEM_BYTES, dtype_name
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.common import ITEM_BYTES
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import AllReduceCall
 
-_SIGNATURE = (c_void_p, c_void_p, c_int64, *(c_int,) * 5, c_void_p)
+ENTRY = CallEntry("gm_all_reduce_sm90", "all_reduce")
 
 
 def launch(config: Config, call: AllReduceCall) -> None:
     """x [M, N], in place."""
-    import torch
-
     x = call.x
 
     enter(call.group, call.world)
     memory = symmetric(call.group)
     if x.data_ptr() % 16:
         raise ValueError(f"all_reduce: x must begin at a multiple of 16 bytes, got address {x.data_ptr():#x}")
-    code = cuda_function("gm_all_reduce_sm90", "sm_90a", _SIGNATURE)(
-        memory.address,
-        x.data_ptr(),
-        x.numel(),
-        DTYPE_CODES[dtype_name(x.dtype)],
-        config["shots"],
-        config["threads"],
-        memory.sms,
-        x.get_device(),
-        torch.cuda.current_stream(x.device).cuda_stream,
-    )
-    check(code, "all_reduce_sm90")
+    ENTRY.cuda({**config, **memory.options}, call, call.x.get_device())
 
 
 def _received(problem: Problem, shots: int) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_int, c_int64, c_uint64, c_void_p
+from ctypes import addressof, c_uint64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,40 +21,20 @@ BUFFER_BYTES = 8 << 20
 _ABSENT = -(2**31)
 
 
-class PushParams(Structure):
-    """The struct of `_push.h`."""
-
-    _fields_ = (
-        ("peers", c_uint64 * RANKS),
-        ("state", c_void_p),
-        ("failed", c_void_p),
-        ("limit", c_int64),
-        ("capacity", c_int64),
-        ("rank", c_int),
-        ("world", c_int),
-    )
-
-
 @dataclass(frozen=True)
 class Symmetric:
-    """The memory of one group on this rank. sms: multiprocessors of its device."""
+    """The memory of one group on this rank. options: of the entries that use it (`push_params` of `_push.h`)."""
 
-    params: PushParams
-    sms: int
+    options: dict[str, int]
     seconds: float
     failed: Tensor
     holds: tuple[object, ...]
-
-    @property
-    def address(self) -> object:
-        """Of `params`, for a launch."""
-        return byref(self.params)
 
     def check(self) -> None:
         """RuntimeError if a rank did not send its values in time in a call that has ended."""
         if source := int(self.failed[0]):
             raise RuntimeError(
-                f"rank {source - 1} sent nothing for {self.seconds:.0f} s to a collective call of rank {self.params.rank}: it has "
+                f"rank {source - 1} sent nothing for {self.seconds:.0f} s to a collective call of rank {self.options['rank']}: it has "
                 "ended or hangs. The results since then are wrong, and the group cannot be used any more; start its processes again"
             )
 
@@ -96,19 +76,20 @@ def share(name: str, group: ProcessGroup, seconds: float) -> None:
     memory.fill_(_ABSENT)
     state = torch.zeros(4, dtype=torch.int32, device=device)
     failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    params = PushParams(
-        state=state.data_ptr(),
-        failed=failed.data_ptr(),
-        limit=int(seconds * 1e9),
-        capacity=BUFFER_BYTES // 16,
-        rank=rank,
-        world=world,
-    )
-    params.peers[:world] = handle.buffer_ptrs
+    peers = (c_uint64 * world)(*handle.buffer_ptrs)
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody sends into memory that is not empty yet
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    _MEMORY[name] = Symmetric(params, sms, seconds, failed, (memory, handle, state))
+    options = {
+        "peers": addressof(peers),
+        "state": state.data_ptr(),
+        "failed": failed.data_ptr(),
+        "limit": int(seconds * 1e9),
+        "capacity": BUFFER_BYTES // 16,
+        "rank": rank,
+        "world": world,
+        "sms": torch.cuda.get_device_properties(device).multi_processor_count,
+    }
+    _MEMORY[name] = Symmetric(options, seconds, failed, (memory, handle, state, peers))
 
 
 def symmetric(name: str) -> Symmetric:

@@ -209,16 +209,24 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 }
 
 #else
+#include "calls/combine.h"
+#include "calls/permute.h"
 
 static gm::CudaKernel g_permute{GM_CUBIN, "moe_permute"}, g_rows{GM_CUBIN, "moe_rows"},
     g_combine_bf16{GM_CUBIN, "moe_combine_bf16"}, g_combine_fp16{GM_CUBIN, "moe_combine_fp16"};
 
-// ids [entries] -> offsets [experts + 1], permutation and inverse [entries], as op permute has them.
-GM_CUDA_ENTRY(gm_moe_permute_sm90)
-(const int* ids, int64_t entries, int experts, int* offsets, int* permutation, int* inverse, int device,
- void* stream) {
-  if (entries < 0 || entries > INT32_MAX - 1024 || experts < 1 || experts > 1024) return GM_E_SHAPE;
-  PermuteParams p{ids, offsets, permutation, inverse, int(entries), experts};
+// As op permute has them, of at most 1024 experts.
+GM_CUDA_CALL(gm_moe_permute_sm90, Permute)
+(const GmPermuteCall& call, const gm_moe_permute_sm90_options&, int device, void* stream) {
+  const int64_t entries = call.m * call.top_k;
+  const int experts = int(call.experts);
+  if (entries < 0 || entries > INT32_MAX - 1024 || call.experts < 1 || call.experts > 1024) return GM_E_SHAPE;
+  PermuteParams p{static_cast<const int*>(call.ids),
+                  static_cast<int*>(call.expert_offsets),
+                  static_cast<int*>(call.permutation),
+                  static_cast<int*>(call.inverse),
+                  int(entries),
+                  experts};
   const int warps = entries < kPermuteWarps * 32 ? int(entries + 31) / 32 : kPermuteWarps;
   const int parts = entries > kPart ? int((entries + kPart - 1) / kPart) : 1;
   void* args[] = {&p};
@@ -247,22 +255,26 @@ GM_CUDA_ENTRY(gm_moe_rows_sm90)
       args);
 }
 
-// y [entries, width], inverse [tokens * top_k],
-// weights [tokens, top_k] -> out [tokens, width]. type: 1 fp16, 2 bf16.
-GM_CUDA_ENTRY(gm_moe_combine_sm90)
-(const void* y, const int* inverse, const float* weights, void* out, int64_t tokens, int top_k, int width,
- int type, int device, void* stream) {
-  if (type != 1 && type != 2) return GM_E_DTYPE;
-  if (tokens < 0 || top_k < 1 || width < 1) return GM_E_SHAPE;
-  const int parts = (width + kCombineThreads * kColumns - 1) / (kCombineThreads * kColumns);
+// Of fp16 or bf16.
+GM_CUDA_CALL(gm_moe_combine_sm90, Combine)
+(const GmCombineCall& call, const gm_moe_combine_sm90_options&, int device, void* stream) {
+  const int64_t tokens = call.m, width = call.h;
+  if (call.x_type != 1 && call.x_type != 2) return GM_E_DTYPE;
+  if (tokens < 0 || call.top_k < 1 || call.top_k > INT32_MAX || width < 1 || width > INT32_MAX)
+    return GM_E_SHAPE;
+  const int64_t parts = (width + kCombineThreads * kColumns - 1) / (kCombineThreads * kColumns);
   if (tokens * parts > INT32_MAX) return GM_E_SHAPE;
   if (tokens == 0) return GM_OK;
-  if (width % kColumns == 0 &&
-      (reinterpret_cast<uintptr_t>(y) % 16 != 0 || reinterpret_cast<uintptr_t>(out) % 16 != 0))
-    return GM_E_ARG;
-  CombineParams p{y, inverse, weights, out, top_k, width, parts};
+  if (width % kColumns == 0 && !(gm::is_aligned(call.y) && gm::is_aligned(call.out))) return GM_E_ARG;
+  CombineParams p{call.y,
+                  static_cast<const int*>(call.inverse),
+                  static_cast<const float*>(call.weights),
+                  call.out,
+                  int(call.top_k),
+                  int(width),
+                  int(parts)};
   void* args[] = {&p};
-  return (type == 2 ? g_combine_bf16 : g_combine_fp16)
+  return (call.x_type == 2 ? g_combine_bf16 : g_combine_fp16)
       .launch(device, stream, {.grid_x = unsigned(tokens * parts), .block = kCombineThreads, .pdl = true},
               args);
 }

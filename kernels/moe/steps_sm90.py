@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from gristmill.kernels.calls import CombineCall, PermuteCall
 
-PERMUTE = (c_void_p, c_int64, c_int, *(c_void_p,) * 3, c_int, c_void_p)
+PERMUTE = CallEntry("gm_moe_permute_sm90", "permute")
+COMBINE = CallEntry("gm_moe_combine_sm90", "combine")
 ROWS = (c_void_p, c_int64, *(c_void_p,) * 3, c_int64, *(c_int,) * 3, c_void_p)
-COMBINE = (*(c_void_p,) * 4, c_int64, *(c_int,) * 4, c_void_p)
 MAX_EXPERTS = 1024
 
 
@@ -31,17 +31,7 @@ def _stream(device: torch.device) -> int:
 
 def permute(config: Config, call: PermuteCall) -> None:
     """ids [T, K] -> expert_offsets [experts + 1], permutation and inverse [T * K], in one launch."""
-    code = cuda_function("gm_moe_permute_sm90", "sm_90a", PERMUTE)(
-        call.ids.data_ptr(),
-        call.ids.numel(),
-        call.experts,
-        call.expert_offsets.data_ptr(),
-        call.permutation.data_ptr(),
-        call.inverse.data_ptr(),
-        call.ids.get_device(),
-        _stream(call.ids.device),
-    )
-    check(code, "permute_sm90")
+    PERMUTE.cuda(config, call, call.ids.get_device())
 
 
 def gather_rows(x: Tensor, permutation: Tensor, offsets: Tensor, top_k: int, out: Tensor) -> None:
@@ -63,20 +53,7 @@ def gather_rows(x: Tensor, permutation: Tensor, offsets: Tensor, top_k: int, out
 
 def combine(config: Config, call: CombineCall) -> None:
     """y [P, H], inverse [T * K], weights [T, K] -> out [T, H]; k in order."""
-    tokens, top_k = call.weights.shape
-    code = cuda_function("gm_moe_combine_sm90", "sm_90a", COMBINE)(
-        call.y.data_ptr(),
-        call.inverse.data_ptr(),
-        call.weights.data_ptr(),
-        call.out.data_ptr(),
-        tokens,
-        top_k,
-        call.y.shape[1],
-        DTYPE_CODES[dtype_name(call.y.dtype)],
-        call.y.get_device(),
-        _stream(call.y.device),
-    )
-    check(code, "combine_sm90")
+    COMBINE.cuda(config, call, call.y.get_device())
 
 
 def accepts_permute(problem: Problem) -> str | None:

@@ -23,35 +23,48 @@ GM_SAMPLE(sample_again_fp32, float, false, 512, 2)
 GM_SAMPLE(sample_again_bf16, uint16_t, false, 512, 2)
 
 #else
+#include "calls/sample.h"
 
 static gm::CudaKernel g_sample[2][2] = {{{GM_CUBIN, "sample_again_fp32"}, {GM_CUBIN, "sample_again_bf16"}},
                                         {{GM_CUBIN, "sample_fp32"}, {GM_CUBIN, "sample_bf16"}}};
 
-// logits [rows, v] float32 or bf16, rows at `stride` elements; a parameter of each kind per row -> ids
-// [rows]. ranks: blocks per row; threads of each; keep: 1 for slices in shared memory, 0 to read them again.
-GM_CUDA_ENTRY(gm_sample_sm90)
-(const void* logits, int64_t stride, const float* temperature, const int32_t* top_k, const float* top_p,
- const float* min_p, const int64_t* seed, const int64_t* index, int64_t* ids, int64_t rows, int64_t v,
- int bf16, int ranks, int threads, int keep, int device, void* stream) {
+// Options: ranks: blocks per row; threads of each; keep: 1 for slices in shared memory, 0 to read them again.
+GM_CUDA_CALL(gm_sample_sm90, Sample, ranks, threads, keep)
+(const GmSampleCall& call, const gm_sample_sm90_options& options, int device, void* stream) {
+  const int ranks = int(options.ranks), threads = int(options.threads);
+  const bool bf16 = call.x_type == 2, keep = options.keep != 0;
+  const int64_t v = call.v;
+  if (!bf16 && call.x_type != 0) return GM_E_DTYPE;
   if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != gm::kMostRanks) return GM_E_ARG;
   if (threads != 64 && threads != 128 && threads != 256 && threads != 32 * gm::kMostWarps) return GM_E_ARG;
-  if (keep != 0 && keep != 1) return GM_E_ARG;
-  if (rows < 0 || rows > INT32_MAX / ranks || v < 1 || v > gm::kLargestVocabulary) return GM_E_SHAPE;
+  if (options.keep != 0 && options.keep != 1) return GM_E_ARG;
+  if (call.m < 0 || call.m > INT32_MAX / ranks || v < 1 || v > gm::kLargestVocabulary) return GM_E_SHAPE;
   if (keep && v > int64_t(ranks) * gm::kMostOfSlice) return GM_E_SHAPE;
-  if (rows == 0) return GM_OK;
+  if (call.m == 0) return GM_OK;
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;
   while (v >> bits) ++bits;
   const int exponent = 62 - bits < gm::kMostExponent ? 62 - bits : gm::kMostExponent;
-  SampleParams p{logits, stride, temperature, top_k, top_p, min_p, seed, index, ids, int(v), slice, exponent};
+  SampleParams p{call.logits,
+                 call.logits_stride[0],
+                 static_cast<const float*>(call.temperature),
+                 static_cast<const int32_t*>(call.top_k),
+                 static_cast<const float*>(call.top_p),
+                 static_cast<const float*>(call.min_p),
+                 static_cast<const int64_t*>(call.seed),
+                 static_cast<const int64_t*>(call.index),
+                 static_cast<int64_t*>(call.ids),
+                 int(v),
+                 slice,
+                 exponent};
   void* args[] = {&p};
-  return g_sample[keep][bf16 != 0].launch(device, stream,
-                                          {.grid_x = unsigned(rows) * ranks,
-                                           .block = unsigned(threads),
-                                           .smem = unsigned(sizeof(gm::Shared)) + (keep ? 4 * slice : 0),
-                                           .cluster = unsigned(ranks),
-                                           .pdl = true},
-                                          args);
+  return g_sample[keep][bf16].launch(device, stream,
+                                     {.grid_x = unsigned(call.m) * ranks,
+                                      .block = unsigned(threads),
+                                      .smem = unsigned(sizeof(gm::Shared)) + (keep ? 4 * slice : 0),
+                                      .cluster = unsigned(ranks),
+                                      .pdl = true},
+                                     args);
 }
 
 #endif

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -11,8 +10,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.common import dtype_name
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import SampleCall
@@ -23,7 +21,7 @@ MOST_OF_SLICE = 51200
 """Tokens whose scaled logits fit in a block's shared memory."""
 LARGEST = 2**24
 """Tokens of a vocabulary at most: probabilities of more would sum too coarsely."""
-_SIGNATURE = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, c_int64, *(c_int,) * 5, c_void_p)
+ENTRY = CallEntry("gm_sample_sm90", "sample")
 
 
 def accepts(problem: Problem) -> str | None:
@@ -62,28 +60,7 @@ def space(problem: Problem, target: Target) -> Iterable[Config]:
 
 def launch(config: Config, call: SampleCall) -> None:
     """logits [B, V], rows of any stride and alignment -> ids [B]. Needs no workspace."""
-    import torch
-
-    code = cuda_function("gm_sample_sm90", "sm_90a", _SIGNATURE)(
-        call.logits.data_ptr(),
-        call.logits.stride(0),
-        call.temperature.data_ptr(),
-        call.top_k.data_ptr(),
-        call.top_p.data_ptr(),
-        call.min_p.data_ptr(),
-        call.seed.data_ptr(),
-        call.index.data_ptr(),
-        call.ids.data_ptr(),
-        call.logits.shape[0],
-        call.logits.shape[1],
-        dtype_name(call.logits.dtype) == "bf16",
-        config["ranks"],
-        config["threads"],
-        config["keep"],
-        call.logits.get_device(),
-        torch.cuda.current_stream(call.logits.device).cuda_stream if call.logits.is_cuda else None,
-    )
-    check(code, "sample_sm90")
+    ENTRY.cuda(config, call, call.logits.get_device())
 
 
 KERNEL = Kernel(

@@ -137,7 +137,7 @@ def a_rank_that_has_ended(rank: int) -> None:
         return
     one, *_ = _kernels()
     memory = symmetric("pair")
-    memory.params.limit = 10**9
+    memory.options["limit"] = 10**9
     x, begin = torch.zeros(512, 4096, dtype=torch.bfloat16, device="cuda:0"), time.monotonic()
     one({"shots": 1, "threads": 512}, x, "pair", 2)
     torch.cuda.synchronize()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_void_p, sizeof
+from ctypes import addressof, c_uint64
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.collective import all_gather_sm90, all_reduce_add_rms_norm_sm90, all_reduce_sm90
 from gristmill.kernels.collective import symmetric as memories
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, PushParams, Symmetric, check, symmetric
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, Symmetric, check, symmetric
+from gristmill.kernels.native import library_dir
 from gristmill.runtime.layers.linear import PartialSum
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
@@ -51,52 +52,78 @@ def test_accepts(kernel: str, problem: str, reason: str | None) -> None:
     assert refusal is None if reason is None else refusal is not None and reason in refusal
 
 
-def params(world: int = 2, rank: int = 0) -> PushParams:
-    return PushParams(capacity=BUFFER_BYTES // 16, rank=rank, world=world)
+PEERS = (c_uint64 * 8)()
+
+
+def options(world: int = 2, rank: int = 0) -> dict[str, int]:
+    unused = dict.fromkeys(("state", "failed", "limit"), 0)
+    return {
+        "peers": addressof(PEERS),
+        "capacity": BUFFER_BYTES // 16,
+        "rank": rank,
+        "world": world,
+        "sms": 132,
+        **unused,
+    }
+
+
+class Matrix:
+    """What a call is packed from, without memory."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, address: int = 4096) -> None:
+        self.shape, self.dtype, self.data_ptr = (rows, columns), dtype, lambda: address
 
 
 @needs_library
 def test_the_library_refuses_what_would_leave_its_memory() -> None:
     """Before any driver is needed."""
-    assert sizeof(PushParams) == 8 * 8 + 4 * 8 + 2 * 4, "the struct of _push.h"
-    reduce = cuda_function("gm_all_reduce_sm90", "sm_90a", all_reduce_sm90._SIGNATURE)
-    x = c_void_p(4096)
 
-    def all_reduce(at: PushParams, elements: int, kind: int = 2, shots: int = 1, threads: int = 128) -> int:
-        return reduce(byref(at), x, elements, kind, shots, threads, 132, 0, None)
+    def all_reduce(
+        at: dict[str, int],
+        elements: int,
+        dtype: torch.dtype = torch.bfloat16,
+        address: int = 4096,
+        **more: int,
+    ) -> int:
+        call: Any = REGISTRY.op("all_reduce").Call(Matrix(1, elements, dtype, address), world=2, group="")
+        return all_reduce_sm90.ENTRY.ask({"shots": 1, "threads": 128, **at, **more}, call)
 
-    assert all_reduce(params(), 0) == 0
-    assert all_reduce(params(), BUFFER_BYTES // 2 + 1) == SHAPE
-    assert all_reduce(params(), -1) == SHAPE
-    assert all_reduce(params(), 8, kind=3) == DTYPE
-    for wrong in (params(1), params(9), params(2, 2), params(2, -1)):
+    assert all_reduce(options(), 0) == 0
+    assert all_reduce(options(), BUFFER_BYTES // 2 + 1) == SHAPE
+    assert all_reduce(options(), -1) == SHAPE
+    assert all_reduce(options(), 8, torch.int8) == DTYPE
+    for wrong in (options(1), options(9), options(2, 2), options(2, -1), options() | {"sms": 0}):
         assert all_reduce(wrong, 8) == ARGUMENT
-    assert all_reduce(params(), 8, shots=3) == ARGUMENT
-    assert all_reduce(params(), 8, threads=1024) == ARGUMENT
-    assert reduce(byref(params()), c_void_p(4098), 8, 2, 1, 128, 132, 0, None) == ARGUMENT
+    assert all_reduce(options(), 8, shots=3) == ARGUMENT
+    assert all_reduce(options(), 8, threads=1024) == ARGUMENT
+    assert all_reduce(options(), 8, address=4098) == ARGUMENT
 
-    norm = cuda_function("gm_all_reduce_add_rms_norm_sm90", "sm_90a", all_reduce_add_rms_norm_sm90._SIGNATURE)
-
-    def sum_and_norm(rows: int, n: int, kind: int = 2, each: int = 1) -> int:
-        return norm(byref(params()), x, x, x, x, rows, n, 1e-5, kind, each, 132, 0, None)
+    def sum_and_norm(rows: int, n: int, dtype: torch.dtype = torch.bfloat16, each: int = 1) -> int:
+        x = Matrix(rows, n, dtype)
+        call: Any = REGISTRY.op("all_reduce_add_rms_norm").Call(x, x, x, 1e-5, "", 2, x)
+        return all_reduce_add_rms_norm_sm90.ENTRY.ask({"each": each, **options()}, call)
 
     assert sum_and_norm(0, 4096) == 0
     assert sum_and_norm(1025, 4096) == SHAPE
     assert sum_and_norm(1, 4104, each=1) == SHAPE, "more vectors than threads"
     assert sum_and_norm(1, 12) == SHAPE
-    assert sum_and_norm(1, 8, kind=0) == DTYPE
+    assert sum_and_norm(1, 8, torch.float32) == DTYPE
     assert sum_and_norm(1, 8, each=3) == ARGUMENT
 
-    gather = cuda_function("gm_all_gather_sm90", "sm_90a", all_gather_sm90._SIGNATURE)
-    assert gather(byref(params()), x, x, 0, 16, 132, 0, None) == 0
-    assert gather(byref(params()), x, x, 1, 24, 132, 0, None) == SHAPE
-    assert gather(byref(params()), x, x, 65, BUFFER_BYTES // 64, 132, 0, None) == SHAPE
-    assert gather(byref(params(9)), x, x, 1, 16, 132, 0, None) == ARGUMENT
+    def gather(at: dict[str, int], rows: int, n: int) -> int:
+        x = Matrix(rows, n, torch.bfloat16)
+        call: Any = REGISTRY.op("all_gather").Call(x, world=2, group="", out=x)
+        return all_gather_sm90.ENTRY.ask(at, call)
+
+    assert gather(options(), 0, 8) == 0
+    assert gather(options(), 1, 12) == SHAPE
+    assert gather(options(), 65, BUFFER_BYTES // 128) == SHAPE
+    assert gather(options(9), 1, 8) == ARGUMENT
 
 
 def test_a_missing_rank_is_named() -> None:
     failed = torch.zeros(1, dtype=torch.int32)
-    memory = Symmetric(params(rank=1), 132, 60.0, failed, ())
+    memory = Symmetric(options(rank=1), 60.0, failed, ())
     memory.check()
     failed[0] = 1  # what a kernel writes: 1 + the rank that did not send
     with pytest.raises(RuntimeError, match="rank 0 sent nothing for 60 s to a collective call of rank 1"):
