@@ -18,16 +18,14 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gristmill.autotune.place import Place
-from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.kernel import ConfigValue, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
@@ -112,7 +110,6 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
     neutral, threads = op.inputs(problem, 0, "cpu"), torch.get_num_threads()
     references = run_reference(op, neutral)
     arguments = kernel_arguments(op, kernel, neutral)
-    kernel.load()  # calls are recorded only in modules that are loaded
     torch.set_num_threads(1)
     try:
         with _recording(calls):
@@ -131,28 +128,24 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
 
 @contextmanager
 def _recording(calls: list[Call]) -> Iterator[None]:
-    """Record the calls of every function that launchers get from the native library."""
-    from gristmill.kernels import native
+    """Record the calls of every entry of the native library."""
+    from gristmill.kernels.native_call import CallEntry, Options
 
-    original = native.cpu_function
+    original = CallEntry.at
 
-    def recorded(symbol: str, level: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
-        function = original(symbol, level, argtypes)
+    def recorded(entry: CallEntry, level: ConfigValue) -> tuple[Callable[..., int], Options]:
+        function, options = original(entry, level)
 
         def call(*structs: bytes) -> int:
-            return _keep(calls, f"{symbol}__{level}", function, structs)
+            return _keep(calls, f"{entry.name}__{level}", function, structs)
 
-        return call
+        return call, options
 
-    # Through their dictionaries: getattr on modules of other packages may import more, and fail.
-    takers = [module for module in list(sys.modules.values()) if vars(module).get("cpu_function") is original]
-    for module in takers:
-        module.cpu_function = recorded  # type: ignore[attr-defined]
+    CallEntry.at = recorded  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        for module in takers:
-            module.cpu_function = original  # type: ignore[attr-defined]
+        CallEntry.at = original  # type: ignore[method-assign]
 
 
 def _keep(calls: list[Call], symbol: str, function: Callable[..., int], structs: tuple[bytes, ...]) -> int:

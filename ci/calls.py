@@ -1,17 +1,19 @@
 """The calls of every operation: kernels/calls.pyi, a class per operation with the types of its arguments and outputs for type checkers,
-and kernels/_native/calls/<op>.h, their structs for C."""
+and kernels/_native/calls/<op>.h, their structs for C; and the headers of other structs that native entries take."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from gristmill.kernel_registry.call import call_name
 from gristmill.kernel_registry.call_struct import header
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry
+from gristmill.kernels import native_args
 
 STUB = Path(__file__).resolve().parents[1] / "kernels" / "calls.pyi"
 HEADERS = STUB.parent / "_native" / "calls"
@@ -33,6 +35,18 @@ def headers(registry: Registry) -> dict[Path, Callable[[], str]]:
         HEADERS / f"{op}.h": partial(header, registry.op(op))
         for op in sorted(native - registry.plugins.keys())
     }
+
+
+def argument_headers() -> dict[Path, Callable[[], str]]:
+    """The headers of the structs that launchers fill, each beside the module ``args.py`` that declares them -> their texts."""
+    modules = sorted(STUB.parent.rglob("args.py"))
+    return {path.with_suffix(".h"): partial(_argument_header, path) for path in modules}
+
+
+def _argument_header(path: Path) -> str:
+    name = ".".join(path.relative_to(STUB.parents[1]).with_suffix("").parts)
+    values = vars(import_module(f"gristmill.{name}")).values()
+    return native_args.header([value for value in values if isinstance(value, native_args.ArgumentStruct)])
 
 
 def _class(op: Op) -> str:

@@ -44,6 +44,7 @@ FILES: dict[Path, Callable[[], str]] = {
     LINEAR_INT4["FIGURE"]: LINEAR_INT4["figure"],
     calls.STUB: lambda: calls.text(default_registry()),
     **calls.headers(default_registry()),
+    **calls.argument_headers(),
 }
 """File -> its text. The records are first: the tables read them."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gristmill.kernels.native_args import ArgumentStruct, check_struct
 from gristmill.quant.native import NativeLibraryError, library_dir, load_library
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     -2: (ValueError, "a shape or stride out of its range"),
     -5: (ValueError, "an argument out of its range"),
     -6: (RuntimeError, "no HIP runtime: libamdhip64.so of ROCm 5 or newer is needed"),
-    -7: (RuntimeError, "the library was built from other sources than this Python code; run `make build`"),
     -8: (
         RuntimeError,
         "the library has no code object for this device; `kernelbench doctor` lists those it has",
@@ -31,7 +31,8 @@ _HIP_ERROR = -1000  # codes from here down are this minus a hipError_t
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def hip_library() -> ctypes.CDLL:
+    """The library. NativeLibraryError if this installation has none."""
     remedy = "install with clang (with its AMDGPU target) and lld present, and GRISTMILL_HIP=on"
     return load_library(library_dir() / LIBRARY, "HIP kernels", remedy)
 
@@ -39,7 +40,7 @@ def _library() -> ctypes.CDLL:
 @functools.cache
 def hip_function(name: str, argtypes: tuple[type, ...]) -> Callable[..., int]:
     """The host entry ``name``, returning int. NativeLibraryError if the build has none."""
-    library = _library()
+    library = hip_library()
     try:
         entry = library[name]
     except AttributeError:
@@ -47,6 +48,14 @@ def hip_function(name: str, argtypes: tuple[type, ...]) -> Callable[..., int]:
         raise NativeLibraryError(message) from None
     entry.argtypes, entry.restype = argtypes, ctypes.c_int
     return entry
+
+
+@functools.cache
+def hip_entry(name: str, struct: ArgumentStruct) -> Callable[[Any], int]:
+    """The entry that takes a struct. NativeLibraryError if it was compiled with another one."""
+    function = hip_function(name, (ctypes.POINTER(struct.new),))
+    check_struct(hip_library(), name, struct)
+    return function
 
 
 def current_stream(x: Tensor) -> int:

@@ -49,7 +49,6 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
         RuntimeError,
         "no CUDA driver that can load it: libcuda.so.1 of CUDA 12.0 or newer (r525) is needed",
     ),
-    -7: (RuntimeError, "the library was built from other sources than this Python code; run `make build`"),
 }
 _CUDA_ERROR = -1000  # codes from here down are this minus a CUresult
 

@@ -84,7 +84,7 @@ class CallEntry:
 
     def __init__(self, name: str, op: str) -> None:
         self.name, self._op, self._shown = name, op, f"{op} ({name})"
-        self._levels: dict[ConfigValue, Options] = {}
+        self._levels: dict[ConfigValue, tuple[Callable[..., int], Options]] = {}
 
     @cached_property
     def op(self) -> Op:
@@ -98,15 +98,22 @@ class CallEntry:
 
     def cpu(self, config: Config, call: Call) -> None:
         """Call the entry of the configuration's code level. Raises the exception that a native return code stands for."""
-        level = config["level"]
-        options = self._levels.get(level)
-        if options is None:
-            options = self._levels[level] = self._options(cpu_library(), f"{self.name}__{level}")
+        function, options = self.at(config["level"])
         if options.names:
-            code = cpu_function(self.name, level, (c_char_p, c_char_p))(self.pack(call), options.pack(config))
+            code = function(self.pack(call), options.pack(config))
         else:
-            code = cpu_function(self.name, level, (c_char_p,))(self.pack(call))
-        check(code, self._shown)
+            code = function(self.pack(call))
+        if code:
+            check(code, self._shown)
+
+    def at(self, level: ConfigValue) -> tuple[Callable[..., int], Options]:
+        """The entry of a code level, which takes the bytes of the call's struct and, if it has options, of theirs."""
+        found = self._levels.get(level)
+        if found is None:
+            options = self._options(cpu_library(), f"{self.name}__{level}")
+            types = (c_char_p, c_char_p) if options.names else (c_char_p,)
+            found = self._levels[level] = cpu_function(self.name, str(level), types), options
+        return found
 
     def cuda(self, config: Config, call: Call, device: int) -> None:
         """Launch on the current stream of `device`. Raises the exception that a native return code stands for."""

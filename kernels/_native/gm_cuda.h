@@ -58,13 +58,18 @@
   }                                                                                                          \
   extern "C" __attribute__((visibility("default"))) const char* options_of_##name() { return #__VA_ARGS__; } \
   GM_CUDA_ENTRY(name)
+// GM_CUDA_ARGS(gm_my_op, GmMyArgs)(const GmMyArgs* args): an entry that takes the struct of an args.h, which
+// `make generate` writes from args.py (kernels/native_args.py); checked like that of a call.
+#define GM_ARGS_OF(name) args_of_##name
+#define GM_CUDA_ARGS(name, Struct)                                                                          \
+  extern "C" __attribute__((visibility("default"))) uint64_t GM_ARGS_OF(name)() { return Struct::kDigest; } \
+  GM_CUDA_ENTRY(name)
 enum : int {
   GM_OK = 0,
   GM_E_DTYPE = -1,
   GM_E_SHAPE = -2,
   GM_E_ARG = -5,
   GM_E_DRIVER = -6,
-  GM_E_ABI = -7,  // the caller was built against another version of an argument struct
   GM_E_CUDA = -1000
 };
 

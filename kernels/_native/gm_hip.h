@@ -48,13 +48,17 @@
 #include <cstdint>
 
 #define GM_HIP_ENTRY(name) extern "C" __attribute__((visibility("default"))) int name
+// GM_HIP_ARGS(gm_my_op, GmMyArgs)(const GmMyArgs* args): an entry that takes the struct of an args.h, which `make
+// generate` writes from args.py; its digest is compared when the entry is first looked up (kernels/native_args.py).
+#define GM_HIP_ARGS(name, Struct)                                                                         \
+  extern "C" __attribute__((visibility("default"))) uint64_t args_of_##name() { return Struct::kDigest; } \
+  GM_HIP_ENTRY(name)
 enum : int {
   GM_OK = 0,
   GM_E_DTYPE = -1,
   GM_E_SHAPE = -2,
   GM_E_ARG = -5,
   GM_E_DRIVER = -6,
-  GM_E_ABI = -7,      // the caller was built against another version of an argument struct
   GM_E_NO_CODE = -8,  // no code object for the device's architecture
   GM_E_HIP = -1000    // minus a hipError_t
 };

@@ -209,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
 }
 
 #else
+#include "args.h"
 #include "calls/combine.h"
 #include "calls/permute.h"
 
@@ -238,21 +239,19 @@ GM_CUDA_CALL(gm_moe_permute_sm90, Permute)
                           args);
 }
 
-// x [tokens, columns] of 16-bit floats, rows ldx elements apart -> y [entries, columns], row p of it row
-// permutation[p] / top_k of x, for p < *last.
-GM_CUDA_ENTRY(gm_moe_rows_sm90)
-(const void* x, int64_t ldx, void* y, const int* permutation, const int* last, int64_t entries, int columns,
- int top_k, int device, void* stream) {
-  if (entries < 0 || entries > INT32_MAX || columns < 1 || columns % 8 != 0 || ldx % 8 != 0 || top_k < 1)
+GM_CUDA_ARGS(gm_moe_rows_sm90, GmMoeRowsArgs)(const GmMoeRowsArgs* args) {
+  const GmMoeRowsArgs& a = *args;
+  if (a.entries < 0 || a.entries > INT32_MAX || a.columns < 1 || a.columns % 8 != 0 || a.ldx % 8 != 0 ||
+      a.top_k < 1)
     return GM_E_SHAPE;
-  if (reinterpret_cast<uintptr_t>(x) % 16 != 0 || reinterpret_cast<uintptr_t>(y) % 16 != 0) return GM_E_ARG;
-  if (entries == 0) return GM_OK;
-  RowsParams p{x, y, permutation, last, ldx / 8, columns / 8, top_k};
-  void* args[] = {&p};
+  if (!gm::is_aligned(a.x) || !gm::is_aligned(a.y)) return GM_E_ARG;
+  if (a.entries == 0) return GM_OK;
+  RowsParams p{a.x, a.y, a.permutation, a.last, a.ldx / 8, a.columns / 8, a.top_k};
+  void* arguments[] = {&p};
   return g_rows.launch(
-      device, stream,
-      {.grid_x = unsigned((entries + kRowWarps - 1) / kRowWarps), .block = kRowWarps * 32, .pdl = true},
-      args);
+      a.device, a.stream,
+      {.grid_x = unsigned((a.entries + kRowWarps - 1) / kRowWarps), .block = kRowWarps * 32, .pdl = true},
+      arguments);
 }
 
 // Of fp16 or bf16.

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.moe.args import ROWS
+from gristmill.kernels.native import check
+from gristmill.kernels.native_args import cuda_entry
 from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from gristmill.kernels.calls import CombineCall, PermuteCall
 
 PERMUTE = CallEntry("gm_moe_permute_sm90", "permute")
 COMBINE = CallEntry("gm_moe_combine_sm90", "combine")
-ROWS = (c_void_p, c_int64, *(c_void_p,) * 3, c_int64, *(c_int,) * 3, c_void_p)
 MAX_EXPERTS = 1024
-
-
-def _stream(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.current_stream(device).cuda_stream
 
 
 def permute(config: Config, call: PermuteCall) -> None:
@@ -36,19 +29,13 @@ def permute(config: Config, call: PermuteCall) -> None:
 
 def gather_rows(x: Tensor, permutation: Tensor, offsets: Tensor, top_k: int, out: Tensor) -> None:
     """x [T, H] -> out [P, H]: row p is x[permutation[p] // top_k]; rows past the last expert's are not written."""
-    code = cuda_function("gm_moe_rows_sm90", "sm_90a", ROWS)(
-        x.data_ptr(),
-        x.stride(0),
-        out.data_ptr(),
-        permutation.data_ptr(),
-        offsets[-1:].data_ptr(),
-        out.shape[0],
-        x.shape[1],
-        top_k,
-        x.get_device(),
-        _stream(x.device),
-    )
-    check(code, "gather_rows")
+    import torch
+
+    args = ROWS.new(x.get_device(), x.shape[1], top_k, torch.cuda.current_stream(x.device).cuda_stream)
+    args.x, args.ldx, args.y = x.data_ptr(), x.stride(0), out.data_ptr()
+    args.permutation, args.last = permutation.data_ptr(), offsets[-1:].data_ptr()
+    args.entries = out.shape[0]
+    check(cuda_entry("gm_moe_rows_sm90", ROWS)(args), "gather_rows")
 
 
 def combine(config: Config, call: CombineCall) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,8 @@ from gristmill.kernels.linear.frag16_sm90 import _launch as frag16
 from gristmill.kernels.linear.w8a8_sm90 import _launch as w8a8
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch as grouped
 from gristmill.kernels.moe.moe.w8a8_sm90 import _launch as grouped_w8a8
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_args import cuda_entry
 from tests.calls import positional
 from tests.kernels.built_formats import built
 
@@ -104,6 +104,5 @@ def answer(kernel: Kernel, problem: Problem, config: Config) -> int | None:
         return None
     codes = []
     for name, module, fields in _CALLS[kernel.name](problem, config):
-        args = module.Args(**({"size": ctypes.sizeof(module.Args), "device": -1} | fields))
-        codes.append(cuda_function(name, "sm_90a", module.ARGUMENTS)(args))
+        codes.append(cuda_entry(name, module.ARGS)(module.ARGS.new(**({"device": -1} | fields))))
     return min(codes, default=None)

@@ -3,9 +3,7 @@ argument struct of C++ and Python."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -20,12 +18,11 @@ from gristmill.kernel_registry.select import select
 from gristmill.kernel_registry.store import Store
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90 import decode, decode_ws, gemm_ws
-from gristmill.kernels.linear.frag16_sm90._launch import Args
+from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.instances import TABLE, formats, schedule, table
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "kernels" / "linear" / "frag16_sm90"
-COMPILER = shutil.which("c++") or shutil.which("g++")
 
 PROJECT = """
 cmake_minimum_required(VERSION 3.20)
@@ -39,47 +36,8 @@ file(WRITE "${{CMAKE_BINARY_DIR}}/left_out.txt" "${{left_out}}")
 """
 
 
-def offsets(header: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """Returns the offset and size of each field as a compiler lays them out, and the size of the struct under
-    ``size of``."""
-    fields = [name for name, *_ in Args._fields_]
-    prints = "".join(
-        f'std::printf("{name} %zu %zu\\n", offsetof(S, {name}), sizeof(S::{name}));\n' for name in fields
-    )
-    (folder / "args.h").write_text(header)
-    (folder / "main.cpp").write_text(
-        '#include <cstddef>\n#include <cstdio>\n#include "args.h"\nusing S = gm_linear_frag16_args;\n'
-        f'int main() {{\n{prints}std::printf("size-of 0 %zu\\n", sizeof(S));\n}}\n'
-    )
-    subprocess.run([str(COMPILER), "main.cpp", "-o", "main"], cwd=folder, check=True, capture_output=True)
-    process = subprocess.run([folder / "main"], check=True, capture_output=True, text=True).stdout
-    return {name: (int(at), int(size)) for name, at, size in (line.split() for line in process.splitlines())}
-
-
-def of_python() -> dict[str, tuple[int, int]]:
-    actual = {name: (getattr(Args, name).offset, getattr(Args, name).size) for name, *_ in Args._fields_}
-    return actual | {"size-of": (0, ctypes.sizeof(Args))}
-
-
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-def test_the_struct_is_the_same_on_both_sides(tmp_path: Path) -> None:
-    header = (FOLDER / "args.h").read_text(encoding="utf-8")
-    assert offsets(header, tmp_path) == of_python()
-    code = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    assert re.findall(r"(\w+);", code.partition("{")[2].partition("}")[0]) == [
-        name for name, *_ in Args._fields_
-    ]
-    swapped = header.replace("  int32_t split;", "  int64_t split;")
-    assert swapped != header and offsets(swapped, tmp_path) != of_python()
-
-
-def test_a_configuration_with_a_name_that_is_no_field_is_an_error() -> None:
-    with pytest.raises(AttributeError):
-        Args().rb = 1  # type: ignore[attr-defined]
-
-
 def test_what_a_configuration_chooses_is_in_the_struct() -> None:
-    fields = {name for name, *_ in Args._fields_}
+    fields = {name for _, name in ARGS.fields}
     for one in (decode, decode_ws, gemm_ws):
         assert set(one.SCHEDULE.key) <= fields
         assert set(one.SCHEDULE.fields) == set(one.Shape._fields)

@@ -11,9 +11,10 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90 import decode, decode_ws
-from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, SIZE, Args
+from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.instances import Format, formats, limits
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_args import cuda_entry
 from tests.kernels.built_formats import built
 
 OP = default_registry().op("linear")
@@ -38,8 +39,8 @@ def format_of(scheme: str) -> Format:
 
 def ask(form: str, schedule: str, **fields: int) -> int:
     """Returns the library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
-    args = Args(**({"size": SIZE, "device": -1, "pdl": 1, "scale_type": 2} | fields))
-    return cuda_function(f"gm_linear_{form}_{schedule}_sm90", "sm_90a", ARGUMENTS)(args)
+    args = ARGS.new(**({"device": -1, "pdl": 1, "scale_type": 2} | fields))
+    return cuda_entry(f"gm_linear_{form}_{schedule}_sm90", ARGS)(args)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,6 @@ REFUSED = [
     ({"rt": 5}, -5),
     ({"split": 3}, -5),
     ({"depth": 0}, -5),
-    ({"size": SIZE - 4}, -7),
 ]
 
 

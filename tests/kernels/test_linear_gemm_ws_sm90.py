@@ -8,9 +8,10 @@ import pytest
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90 import gemm_ws
-from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, SIZE, Args
+from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.instances import Format, formats
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_args import cuda_entry
 from tests.kernels.built_formats import built
 
 OP = default_registry().op("linear")
@@ -84,7 +85,6 @@ def test_an_instance_is_found_by_its_key() -> None:
 def _call(form: str = "int4_g128", **changed: int) -> int:
     """Returns the library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     valid = {
-        "size": SIZE,
         "m": 64,
         "n": 64,
         "k": 256,
@@ -103,8 +103,7 @@ def _call(form: str = "int4_g128", **changed: int) -> int:
         "lag": 0,
         "device": -1,
     }
-    entry = cuda_function(f"gm_linear_{form}_gemm_ws_sm90", "sm_90a", ARGUMENTS)
-    return entry(Args(**(valid | changed)))
+    return cuda_entry(f"gm_linear_{form}_gemm_ws_sm90", ARGS)(ARGS.new(**(valid | changed)))
 
 
 @needs_library
@@ -187,7 +186,6 @@ def test_the_library_takes_what_is_shipped() -> None:
         ({"ldx": 260}, -2),
         ({"x_type": 0}, -1),
         ({"scale_type": 3}, -1),
-        ({"size": SIZE + 8}, -7),
     ],
 )
 def test_the_library_refuses(changed: dict[str, int], code: int) -> None:

@@ -10,9 +10,10 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import PAIRED_SCHEMES, QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.w8a8_sm90 import _launch, shapes
-from gristmill.kernels.linear.w8a8_sm90._launch import ARGUMENTS, SIZE, Args
+from gristmill.kernels.linear.w8a8_sm90.args import ARGS
 from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES, Choice, Operands, Shape
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_args import cuda_entry
 from gristmill.quant import pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.calls import make_call
@@ -106,7 +107,6 @@ def test_workspaces_hold_codes_scales_and_sums() -> None:
 def _call(operands: Operands, **changed: int) -> int:
     """Returns the library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     valid = {
-        "size": SIZE,
         "m": 64,
         "n": 64,
         "k": 256,
@@ -118,8 +118,7 @@ def _call(operands: Operands, **changed: int) -> int:
         **shapes.config_of(operands, Choice(SHAPES[0]), 132),
         "device": -1,
     }
-    entry = cuda_function(f"gm_linear_w8a8_{operands.format}_sm90", "sm_90a", ARGUMENTS)
-    return entry(Args(**(valid | changed)))
+    return cuda_entry(f"gm_linear_w8a8_{operands.format}_sm90", ARGS)(ARGS.new(**(valid | changed)))
 
 
 @needs_library
@@ -166,7 +165,6 @@ def test_the_library_takes_every_candidate(operands: Operands) -> None:
         ({"ldx": 264}, -2),
         ({"y_type": 0}, -1),
         ({"w_type": 3}, -1),
-        ({"size": SIZE + 8}, -7),
     ],
 )
 def test_the_library_refuses(changed: dict[str, int], code: int) -> None:

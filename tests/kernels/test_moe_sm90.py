@@ -13,8 +13,10 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90.instances import formats
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
+from gristmill.kernels.moe.grouped_linear.frag16_sm90.args import ARGS
 from gristmill.kernels.moe.moe import sm90 as moe_sm90
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_args import cuda_entry
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
 
@@ -107,7 +109,6 @@ def test_tuning_tries_every_shape_once() -> None:
 def _call(form: str = "int4_g128", **changed: int) -> int:
     """The library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
     valid = {
-        "size": _launch.SIZE,
         "device": -1,
         "offsets": 16,
         "rows": 9,
@@ -119,8 +120,7 @@ def _call(form: str = "int4_g128", **changed: int) -> int:
         "top_k": 1,
     }
     valid |= {"x_type": 2, "scale_type": 2, "mt": 8, "c": 2, "slices": 2, "ctas": 1, "grid": 132}
-    entry = cuda_function(f"gm_grouped_linear_{form}_sm90", "sm_90a", _launch.ARGUMENTS)
-    return entry(_launch.Args(**(valid | changed)))
+    return cuda_entry(f"gm_grouped_linear_{form}_sm90", ARGS)(ARGS.new(**(valid | changed)))
 
 
 @needs_library
@@ -140,7 +140,6 @@ def test_every_instance_fits_a_multiprocessor(form: shapes.Format) -> None:
     ("changed", "code"),
     [
         ({}, None),
-        ({"size": 8}, -7),
         ({"x_type": 0}, -1),
         ({"scale_type": 3}, -1),
         ({"mt": 24}, -5),

@@ -14,7 +14,9 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
 from gristmill.kernels.moe.moe.w8a8_sm90 import _launch, shapes
 from gristmill.kernels.moe.moe.w8a8_sm90 import spec as moe_w8a8_sm90
-from gristmill.kernels.native import cuda_function, library_dir
+from gristmill.kernels.moe.moe.w8a8_sm90.args import ARGS
+from gristmill.kernels.native import library_dir
+from gristmill.kernels.native_args import cuda_entry
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
 
@@ -90,10 +92,9 @@ def test_the_default_is_tried_first_and_nothing_twice(m: int, layer: str) -> Non
 
 def _call(operands: Operands, **changed: int) -> int:
     """The library's answer to a call that launches nothing: bytes of shared memory, or an error code."""
-    valid = {"size": _launch.SIZE, "device": -1, "rows": 64, "experts": 8, "n": 64, "k": 256, "y_type": 2}
+    valid = {"device": -1, "rows": 64, "experts": 8, "n": 64, "k": 256, "y_type": 2}
     valid |= shapes.config_of(operands, shapes.Choice(shapes.SHAPES[0], 1), 8, 132)
-    entry = cuda_function(f"gm_grouped_w8a8_{operands.format}_sm90", "sm_90a", _launch.ARGUMENTS)
-    return entry(_launch.Args(**(valid | changed)))
+    return cuda_entry(f"gm_grouped_w8a8_{operands.format}_sm90", ARGS)(ARGS.new(**(valid | changed)))
 
 
 @needs_library
@@ -112,7 +113,6 @@ def test_every_choice_fits_a_multiprocessor(operands: Operands) -> None:
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
-        ({"size": _launch.SIZE + 8}, -7),
         ({"y_type": 0}, -1),
         ({"w_type": 3}, -1),
         ({"rows": -1}, -2),

@@ -21,6 +21,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.op import OP, error, pack, reference
 from gristmill.kernels.linear.wv_splitk_hip import _launch
 from gristmill.kernels.linear.wv_splitk_hip.spec import COUNTERS, KERNELS
+from gristmill.kernels.native_args import ArgumentStruct, check_struct
 from tests.calls import make_call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +61,14 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ctypes.CDLL, int,
     """Makes the launcher call a library of fibers."""
 
     def switch(library: ctypes.CDLL, order: int = 0, fault: int = 0) -> None:
-        def function(name: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
-            entry = library[name]
-            entry.argtypes, entry.restype = argtypes, ctypes.c_int
-            return entry
+        def entry(name: str, struct: ArgumentStruct) -> Callable[..., int]:
+            check_struct(library, name, struct)
+            function = library[name]
+            function.argtypes, function.restype = (ctypes.POINTER(struct.new),), ctypes.c_int
+            return function
 
         library.gm_fibers_set(order, fault)
-        monkeypatch.setattr(_launch, "hip_function", function)
+        monkeypatch.setattr(_launch, "hip_entry", entry)
         monkeypatch.setattr(_launch, "current_stream", lambda x: 0)
 
     yield switch

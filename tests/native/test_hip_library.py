@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from ctypes import POINTER, sizeof
 from pathlib import Path
 
 import pytest
 
 from gristmill.kernel_registry.build import Build
-from gristmill.kernels.hip import LIBRARY, check, hip_function
-from gristmill.kernels.linear.wv_splitk_hip._launch import Args
+from gristmill.kernels.hip import LIBRARY, check, hip_entry, hip_function
+from gristmill.kernels.linear.wv_splitk_hip.args import ARGS
 from gristmill.kernels.linear.wv_splitk_hip.spec import CODE
 from gristmill.quant.native import NativeLibraryError, library_dir
 
@@ -23,11 +22,11 @@ built = pytest.mark.skipif(
 
 
 def _call(**fields: object) -> int:
-    args = Args(sizeof(Args), 0, arch=b"gfx1100", m=1, n=16, k=64, chunk=64, lanes=32, x_type=2)
+    args = ARGS.new(arch=b"gfx1100", m=1, n=16, k=64, chunk=64, lanes=32, x_type=2)
     args.per_split = args.splits = args.tiles = args.blocks = 1
     for name, value in fields.items():
         setattr(args, name, value)
-    return hip_function("gm_linear_wv_splitk", (POINTER(Args),))(args)
+    return hip_entry("gm_linear_wv_splitk", ARGS)(args)
 
 
 @built
@@ -41,7 +40,6 @@ def test_the_build_has_every_target_that_the_kernels_claim() -> None:
     [
         ({}, RuntimeError, "no HIP runtime: libamdhip64.so"),
         ({"arch": b"gfx1030"}, RuntimeError, "no code object for this device"),
-        ({"size": 8}, RuntimeError, "other sources"),
         ({"k": 60}, ValueError, "out of its range"),
         ({"m": 9}, ValueError, "out of its range"),
         ({"m": 8, "k": 8192, "chunk": 8192}, ValueError, "out of its range"),
@@ -64,7 +62,7 @@ def test_no_rows_need_no_runtime_and_names_are_checked() -> None:
             hip_function("gm_nothing", ())
     else:
         with pytest.raises(NativeLibraryError, match="GRISTMILL_HIP=on"):
-            hip_function("gm_linear_wv_splitk", (POINTER(Args),))
+            hip_entry("gm_linear_wv_splitk", ARGS)
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")

@@ -24,7 +24,16 @@ from gristmill.kernel_registry.registry import default_registry
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gristmill"
 KERNELS = tuple(default_registry().all_kernels())
-CALLS = {"cpu_function", "cuda_function", "hip_function", "best_level", "best_config", "CallEntry"}
+CALLS = {
+    "cpu_function",
+    "cuda_function",
+    "hip_function",
+    "best_level",
+    "best_config",
+    "CallEntry",
+    "cuda_entry",
+    "hip_entry",
+}
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ says what a source includes")
 
@@ -158,7 +167,9 @@ def called(name: str) -> frozenset[str]:
     return frozenset(
         literal(n.args[0])
         for n in calls
-        if n.func.id in CALLS and n.func.id not in defined_here and name != "kernels/native_call.py"
+        if n.func.id in CALLS
+        and n.func.id not in defined_here
+        and name not in ("kernels/native_call.py", "kernels/native_args.py")
     )
 
 
@@ -173,7 +184,7 @@ def native_reach(entries: frozenset[str]) -> frozenset[str]:
         text = (PACKAGE / name).read_text().replace("@", "_")  # any text may replace a placeholder
         if any(
             re.search(
-                rf"(GM_KERNEL\(|GM_C\w+_CALL\(|GM_CUDA_ENTRY\(|GM_HIP_ENTRY\(|#define GM_ENTRY ){e}\b", text
+                rf"(GM_KERNEL\(|GM_C\w+_CALL\(|GM_(?:CUDA|HIP)_(?:ENTRY|ARGS)\(|#define GM_ENTRY ){e}\b", text
             )
             for e in entries
         ):

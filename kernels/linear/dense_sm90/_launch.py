@@ -1,49 +1,19 @@
-"""Launching skinny dense products on Hopper: the argument struct (`args.h`), checks of the arguments, the call."""
+"""Launching skinny dense products on Hopper: checks of the arguments, the call."""
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.linear.dense_sm90.args import ARGS
+from gristmill.kernels.native import check
+from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
-
-
-class Args(ctypes.Structure):
-    """`gm_linear_dense_args` of args.h, which documents the fields. The library rejects a struct of another size."""
-
-    __slots__ = ()  # a name that is no field is an error
-    _fields_ = (
-        ("size", c_int32),
-        ("device", c_int32),
-        ("stream", c_void_p),
-        ("w", c_void_p),
-        ("x", c_void_p),
-        ("ldx", c_int64),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("y", c_void_p),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("type", c_int32),
-        ("silu_mul", c_int32),
-        ("pdl", c_int32),
-        ("rt", c_int32),
-        ("wk", c_int32),
-        ("split", c_int32),
-    )
-
-
-SIZE = ctypes.sizeof(Args)
-ARGUMENTS = (POINTER(Args),)
 
 
 def launch(config: Config, call: LinearCall) -> None:
@@ -59,7 +29,7 @@ def launch(config: Config, call: LinearCall) -> None:
     if stride % 8 or x.data_ptr() % 16:
         x, stride = x.reshape(m, k).clone(memory_format=torch.contiguous_format), k
     device = x.get_device()
-    args = Args(SIZE, device)  # pointers that are not set are null
+    args = ARGS.new(device)  # pointers that are not set are null
     args.stream = torch.cuda.current_stream(device).cuda_stream
     args.y, args.x, args.ldx, args.w = call.out.data_ptr(), x.data_ptr(), stride, dense.data_ptr()
     if call.bias is not None:
@@ -69,4 +39,4 @@ def launch(config: Config, call: LinearCall) -> None:
     args.m, args.n, args.k = m, dense.shape[0], k
     args.type, args.silu_mul, args.pdl = DTYPE_CODES[dtype_name(x.dtype)], call.silu_mul, 1
     args.rt, args.wk, args.split = int(config["rt"]), int(config["wk"]), int(config["split"])
-    check(cuda_function("gm_dense_decode_sm90", "sm_90a", ARGUMENTS)(args), "linear_dense_decode_sm90")
+    check(cuda_entry("gm_dense_decode_sm90", ARGS)(args), "linear_dense_decode_sm90")

@@ -10,7 +10,6 @@
 //  - With silu_mul the 16 rows of a tile are 8 of the gate and 8 of up: a lane has both of a column.
 #include <cstdint>
 
-#include "args.h"
 #include "gm_cuda.h"
 
 struct DenseParams {
@@ -232,6 +231,7 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
 #ifdef __CUDACC__
 GM_KERNELS
 #else
+#include "args.h"
 
 namespace {
 
@@ -244,9 +244,8 @@ Instance g_instances[] = {GM_KERNELS};
 }  // namespace
 
 // y = x . W^T + bias (gated) + residual. Returns GM_OK, or an error.
-GM_CUDA_ENTRY(gm_dense_decode_sm90)(const gm_linear_dense_args* args) {
-  const gm_linear_dense_args& a = *args;
-  if (a.size != int(sizeof a)) return GM_E_ABI;
+GM_CUDA_ARGS(gm_dense_decode_sm90, GmLinearDenseArgs)(const GmLinearDenseArgs* args) {
+  const GmLinearDenseArgs& a = *args;
   if (a.type != 1 && a.type != 2) return GM_E_DTYPE;
   if (a.m < 0 || a.m > 16 || a.n < 1 || a.k < 8 || a.k % 8 || (a.silu_mul && a.n % 2)) return GM_E_SHAPE;
   if (a.ldx % 8 || !gm::is_aligned(a.x) || !gm::is_aligned(a.w)) return GM_E_SHAPE;

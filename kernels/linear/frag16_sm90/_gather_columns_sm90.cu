@@ -25,22 +25,22 @@ extern "C" __global__ void __launch_bounds__(256) gather_columns(const __grid_co
 }
 
 #else
+#include "args.h"
 
 namespace {
 gm::CudaKernel g_gather{GM_CUBIN, "gather_columns"};
 }
 
-// x [m, ...] of 16-bit values with row stride ldx, perm int32 [columns] -> out [m, columns].
-GM_CUDA_ENTRY(gm_gather_columns_sm90)
-(void* out, const void* x, int64_t ldx, const void* perm, int m, int columns, int device, void* stream) {
-  if (m < 0 || m > 65535 || columns < 0) return GM_E_SHAPE;
-  if (m == 0 || columns == 0) return GM_OK;
-  GatherParams p{static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out),
-                 static_cast<const int32_t*>(perm), ldx, columns};
-  void* args[] = {&p};
+GM_CUDA_ARGS(gm_gather_columns_sm90, GmGatherColumnsArgs)(const GmGatherColumnsArgs* args) {
+  const GmGatherColumnsArgs& a = *args;
+  if (a.m < 0 || a.m > 65535 || a.columns < 0) return GM_E_SHAPE;
+  if (a.m == 0 || a.columns == 0) return GM_OK;
+  GatherParams p{static_cast<const uint16_t*>(a.x), static_cast<uint16_t*>(a.out), a.perm, a.ldx, a.columns};
+  void* arguments[] = {&p};
   return g_gather.launch(
-      device, stream,
-      {.grid_x = unsigned((columns + 255) / 256), .grid_y = unsigned(m), .block = 256, .pdl = true}, args);
+      a.device, a.stream,
+      {.grid_x = unsigned((a.columns + 255) / 256), .grid_y = unsigned(a.m), .block = 256, .pdl = true},
+      arguments);
 }
 
 #endif

@@ -1,11 +1,9 @@
-"""Shared by the launchers of linear over frag16 tiles: the argument struct (`args.h`), argument checks and the call."""
+"""Shared by the launchers of linear over frag16 tiles: argument checks and the call."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,59 +11,15 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.linear.frag16_sm90.args import ARGS, GATHER
+from gristmill.kernels.native import check
+from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
 
-GATHER_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_void_p, *(c_int,) * 3, c_void_p)
-
-
-class Args(ctypes.Structure):
-    """`gm_linear_frag16_args` of args.h, which documents the fields. The library rejects a struct of another size."""
-
-    __slots__ = ()  # a name that is no field is an error
-    _fields_ = (
-        ("size", c_int32),
-        ("device", c_int32),
-        ("stream", c_void_p),
-        ("y", c_void_p),
-        ("x", c_void_p),
-        ("ldx", c_int64),
-        ("w", c_void_p),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("row_scale", c_void_p),
-        ("scratch", c_void_p),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("x_type", c_int32),
-        ("scale_type", c_int32),
-        ("pdl", c_int32),
-        ("split", c_int32),
-        ("nt", c_int32),
-        ("rt", c_int32),
-        ("wn", c_int32),
-        ("wk", c_int32),
-        ("depth", c_int32),
-        ("mt", c_int32),
-        ("c", c_int32),
-        ("slices", c_int32),
-        ("ctas", c_int32),
-        ("grid", c_int32),
-        ("raster", c_int32),
-        ("even", c_int32),
-        ("lag", c_int32),
-    )
-
-
-SIZE = ctypes.sizeof(Args)
-
-ARGUMENTS = (POINTER(Args),)
-"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
 DESCRIPTIVE = ("format", "tile_bytes")
-"""Entries of a configuration that are not fields of `Args`."""
+"""Entries of a configuration that are not fields of `ARGS`."""
 
 
 class Product(NamedTuple):
@@ -85,10 +39,10 @@ class Product(NamedTuple):
 
 
 def run(
-    entry: Callable[..., int], config: Config, product: Product, call: LinearCall, scratch: Tensor | None
+    entry: Callable[[Any], int], config: Config, product: Product, call: LinearCall, scratch: Tensor | None
 ) -> None:
     """Calls an entry; silu_mul and the residual after it follow in torch."""
-    args = Args(SIZE, product.device)  # pointers that are not set are null
+    args = ARGS.new(product.device)  # pointers that are not set are null
     args.stream = product.stream
     args.y = product.target.data_ptr()
     args.x = product.x.data_ptr()
@@ -164,7 +118,8 @@ def copyable(product: Product) -> Product:
 def _gathered(x: Tensor, stride: int, perm: Tensor, m: int, device: int, stream: int) -> Tensor:
     """x's columns in the order of the packed ones, [M, K']."""
     gathered = torch.empty(m, perm.numel(), dtype=x.dtype, device=x.device)
-    gather = cuda_function("gm_gather_columns_sm90", "sm_90a", GATHER_ARGUMENTS)
-    code = gather(gathered.data_ptr(), x.data_ptr(), stride, perm.data_ptr(), m, perm.numel(), device, stream)
-    check(code, "gather_columns")
+    args = GATHER.new(
+        device, m, perm.numel(), stream, gathered.data_ptr(), x.data_ptr(), stride, perm.data_ptr()
+    )
+    check(cuda_entry("gm_gather_columns_sm90", GATHER)(args), "gather_columns")
     return gathered

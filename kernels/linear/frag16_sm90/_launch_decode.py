@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, checked, run
-from gristmill.kernels.native import cuda_function
+from gristmill.kernels.linear.frag16_sm90._launch import checked, run
+from gristmill.kernels.linear.frag16_sm90.args import ARGS
+from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
@@ -16,5 +17,5 @@ def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x."""
     product = checked(config, call)
     if product is not None:
-        entry = cuda_function(f"gm_linear_{config['format']}_decode_sm90", "sm_90a", ARGUMENTS)
+        entry = cuda_entry(f"gm_linear_{config['format']}_decode_sm90", ARGS)
         run(entry, config, product, call, None)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import need_workspace
-from gristmill.kernels.linear.frag16_sm90._launch import ARGUMENTS, checked, copyable, run
+from gristmill.kernels.linear.frag16_sm90._launch import checked, copyable, run
+from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.gemm_ws import FLAG_BYTES, scratch_bytes
-from gristmill.kernels.native import cuda_function
+from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
@@ -22,7 +23,7 @@ def launch(config: Config, call: LinearCall) -> None:
     product = checked(config, call)
     if product is not None:
         scratch = _scratch(call.workspace, scratch_bytes(config), call.x.device) if config["even"] else None
-        entry = cuda_function(f"gm_linear_{config['format']}_gemm_ws_sm90", "sm_90a", ARGUMENTS)
+        entry = cuda_entry(f"gm_linear_{config['format']}_gemm_ws_sm90", ARGS)
         run(entry, config, copyable(product), call, scratch)
 
 

@@ -11,7 +11,6 @@
 //   GM_INSTANCES(K)  K(name, x_type, scale_type, T, W, shape...) per kernel
 // and includes this file: nvcc reads the kernels, the host compiler the entry.
 #pragma once
-#include "args.h"
 #include "gm_cuda.h"
 #include "tile.h"
 
@@ -58,10 +57,11 @@ GM_DECODERS
 GM_INSTANCES(GM_KERNEL)
 
 #else  // the host's half
+#include "args.h"
 
 namespace {
 
-using Args = gm_linear_frag16_args;
+using Args = GmLinearFrag16Args;
 
 [[maybe_unused]] constexpr int tile_bytes = GM_TILE_BYTES;  // as GM_SHARED_BYTES calls it
 [[maybe_unused]] constexpr int max(int a, int b) { return a > b ? a : b; }
@@ -262,8 +262,7 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
 }  // namespace
 
 // y [m, n] = x [m, k] . W^T (times row_scale [n]) + bias + residual. Returns GM_OK, or an error.
-GM_CUDA_ENTRY(GM_ENTRY)(const gm_linear_frag16_args* args) {
-  if (args->size != int(sizeof *args)) return GM_E_ABI;
+GM_CUDA_ARGS(GM_ENTRY, GmLinearFrag16Args)(const GmLinearFrag16Args* args) {
   if ((args->x_type != 1 && args->x_type != 2) || args->scale_type < 0 || args->scale_type > 2)
     return GM_E_DTYPE;
   Instance* one = find(*args);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,54 +11,13 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import BLOCK, cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace, row_stride
 from gristmill.kernels.linear._epilogue import finish
+from gristmill.kernels.linear.w8a8_sm90.args import ARGS, QUANTIZE
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands, operands_of, workspace_bytes
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native import check
+from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
-
-QUANTIZE_ARGUMENTS = (*(c_void_p,) * 4, c_int64, *(c_int,) * 6, c_void_p)
-
-
-class Args(ctypes.Structure):
-    """`gm_linear_w8a8_args` of args.h, which documents the fields. The library rejects a struct of another size."""
-
-    __slots__ = ()  # a name that is no field is an error
-    _fields_ = (
-        ("size", c_int32),
-        ("device", c_int32),
-        ("stream", c_void_p),
-        ("y", c_void_p),
-        ("x", c_void_p),
-        ("ldx", c_int64),
-        ("w", c_void_p),
-        ("x_scale", c_void_p),
-        ("x_sum", c_void_p),
-        ("w_scale", c_void_p),
-        ("row_block", c_void_p),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("y_type", c_int32),
-        ("w_type", c_int32),
-        ("x_pitch", c_int32),
-        ("pdl", c_int32),
-        ("rows", c_int32),
-        ("columns", c_int32),
-        ("plain", c_int32),
-        ("slots", c_int32),
-        ("split", c_int32),
-        ("ctas", c_int32),
-        ("band", c_int32),
-        ("grid", c_int32),
-    )
-
-
-SIZE = ctypes.sizeof(Args)
-ARGUMENTS = (POINTER(Args),)
-"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
 
 
 class Rows(NamedTuple):
@@ -123,7 +80,7 @@ def multiply(
 ) -> None:
     """The product of quantized rows of x [M, K] and the tensors of plain_v1 -> out [M, N], bias and residual added."""
     codes, scales, _, _, row_block, _ = weight
-    args = Args(SIZE, out.get_device(), stream, out.data_ptr(), quantized.codes, k)
+    args = ARGS.new(out.get_device(), stream, out.data_ptr(), quantized.codes, k)
     args.w = codes.data_ptr()
     args.x_scale, args.x_sum, args.x_pitch = quantized.scales, quantized.sums, quantized.pitch
     args.w_scale, args.w_type = scales.data_ptr(), DTYPE_CODES[dtype_name(scales.dtype)]
@@ -137,7 +94,7 @@ def multiply(
     args.y_type = DTYPE_CODES[dtype_name(out.dtype)]
     for name in ("rows", "columns", "plain", "slots", "split", "ctas", "band", "grid"):
         setattr(args, name, config[name])
-    entry = cuda_function(f"gm_linear_w8a8_{config['format']}_sm90", "sm_90a", ARGUMENTS)
+    entry = cuda_entry(f"gm_linear_w8a8_{config['format']}_sm90", ARGS)
     check(entry(args), "linear_w8a8_sm90")
 
 
@@ -152,20 +109,11 @@ def quantize_rows(
     scales = start + cdiv(m * k, 16) * 16
     pitch = cdiv(m, 4) * 4
     rows = Rows(start, scales, scales + 4 * pitch if operands.sums else 0, pitch)
-    entry = cuda_function("gm_quantize_rows_sm90", "sm_90a", QUANTIZE_ARGUMENTS)
-    code = entry(
-        *rows[:3],
-        x.data_ptr(),
-        stride,
-        m,
-        k,
-        pitch,
-        operands.code,
-        DTYPE_CODES[dtype_name(x.dtype)],
-        device,
-        stream,
+    args = QUANTIZE.new(
+        device, m, k, pitch, operands.code, DTYPE_CODES[dtype_name(x.dtype)], stream, *rows[:3]
     )
-    check(code, "quantize_rows")
+    args.x, args.ldx = x.data_ptr(), stride
+    check(cuda_entry("gm_quantize_rows_sm90", QUANTIZE)(args), "quantize_rows")
     return rows
 
 

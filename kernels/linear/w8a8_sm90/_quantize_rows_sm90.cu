@@ -80,6 +80,7 @@ GM_QUANTIZE(fp16, true)
 GM_QUANTIZE(bf16, false)
 
 #else
+#include "args.h"
 
 namespace {
 gm::CudaKernel g_kernels[3][2] = {
@@ -88,32 +89,28 @@ gm::CudaKernel g_kernels[3][2] = {
     {{GM_CUBIN, "quantize_rows_int8_token_fp16"}, {GM_CUBIN, "quantize_rows_int8_token_bf16"}}};
 }
 
-// x [m, k] of fp16 (1) or bf16 (2), rows ldx apart, 16-byte aligned -> codes [m, k] and float32 scales.
-// format: 0 fp8_token (scales [m]), 1 fp8_g128 (scales [groups, pitch]), 2 int8_token (scales [m], and sums
-// of codes [m]).
-GM_CUDA_ENTRY(gm_quantize_rows_sm90)
-(void* codes, void* scales, void* sums, const void* x, int64_t ldx, int m, int k, int pitch, int format,
- int x_type, int device, void* stream) {
-  if (x_type != 1 && x_type != 2) return GM_E_DTYPE;
-  if (format < 0 || format > 2) return GM_E_ARG;
-  if (m < 0 || k < 1 || k % 16 || ldx % 8 || reinterpret_cast<uintptr_t>(x) % 16) return GM_E_SHAPE;
-  if (format == 1 && pitch < m) return GM_E_SHAPE;
-  if (m == 0) return GM_OK;
-  QuantizeParams p{static_cast<const uint16_t*>(x),
-                   static_cast<uint8_t*>(codes),
-                   static_cast<float*>(scales),
-                   static_cast<int*>(sums),
-                   ldx,
-                   m,
-                   k,
-                   pitch};
-  const int64_t threads = int64_t(m) * ((k + 127) / 128) * 16;
+GM_CUDA_ARGS(gm_quantize_rows_sm90, GmQuantizeRowsArgs)(const GmQuantizeRowsArgs* args) {
+  const GmQuantizeRowsArgs& a = *args;
+  if (a.x_type != 1 && a.x_type != 2) return GM_E_DTYPE;
+  if (a.format < 0 || a.format > 2) return GM_E_ARG;
+  if (a.m < 0 || a.k < 1 || a.k % 16 || a.ldx % 8 || !gm::is_aligned(a.x)) return GM_E_SHAPE;
+  if (a.format == 1 && a.pitch < a.m) return GM_E_SHAPE;
+  if (a.m == 0) return GM_OK;
+  QuantizeParams p{static_cast<const uint16_t*>(a.x),
+                   static_cast<uint8_t*>(a.codes),
+                   a.scales,
+                   a.sums,
+                   a.ldx,
+                   a.m,
+                   a.k,
+                   a.pitch};
+  const int64_t threads = int64_t(a.m) * ((a.k + 127) / 128) * 16;
   if ((threads + 255) / 256 > INT32_MAX) return GM_E_SHAPE;
-  void* args[] = {&p};
-  return g_kernels[format][x_type - 1].launch(
-      device, stream,
-      {.grid_x = format == 1 ? unsigned((threads + 255) / 256) : unsigned(m), .block = 256, .pdl = true},
-      args);
+  void* arguments[] = {&p};
+  return g_kernels[a.format][a.x_type - 1].launch(
+      a.device, a.stream,
+      {.grid_x = a.format == 1 ? unsigned((threads + 255) / 256) : unsigned(a.m), .block = 256, .pdl = true},
+      arguments);
 }
 
 #endif

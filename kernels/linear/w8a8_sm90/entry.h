@@ -1,6 +1,5 @@
 // The kernels of one kind of operand and their entry. A source defines GM_ENTRY, GM_NAME (start of kernel
 // names), GM_TYPE (E4m3, Int8) and GM_BLOCKS (scales of 128 x 128 blocks), and includes this.
-#include "args.h"
 #include "instances.h"
 #include "product.cuh"
 
@@ -23,12 +22,13 @@
 GM_SHAPES(GM_ONE)
 
 #else
+#include "args.h"
 
 namespace {
 
 using namespace gm::w8a8;
 using gm::ceil_div, gm::is_aligned;
-using Args = gm_linear_w8a8_args;
+using Args = GmLinearW8a8Args;
 
 Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE)};
 
@@ -36,9 +36,8 @@ Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE)};
 
 // y [m, n] = scales of x [m, k] . W^T, + bias + residual.
 // GM_OK, or an error; with device -1 the bytes of shared memory.
-GM_CUDA_ENTRY(GM_ENTRY)(const gm_linear_w8a8_args* args) {
+GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Args)(const GmLinearW8a8Args* args) {
   const Args& a = *args;
-  if (a.size != int(sizeof a)) return GM_E_ABI;
   if ((a.y_type != 1 && a.y_type != 2) || a.w_type < 0 || a.w_type > 2) return GM_E_DTYPE;
   if (a.m < 0 || a.n < 1 || a.k < 1 || a.k % 16 || a.ldx % 16 || a.ldx < a.k) return GM_E_SHAPE;
   Instance* one = find(g_instances, a.rows, a.columns, a.plain);

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +10,8 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
-from gristmill.kernels.hip import check, current_stream, hip_function
+from gristmill.kernels.hip import check, current_stream, hip_entry
+from gristmill.kernels.linear.wv_splitk_hip.args import ARGS
 from gristmill.kernels.linear.wv_splitk_hip.spec import (
     COUNTERS,
     PAIRS,
@@ -23,45 +22,6 @@ from gristmill.kernels.linear.wv_splitk_hip.spec import (
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
-
-
-class Args(ctypes.Structure):
-    """`gm_linear_wv_splitk_args` of the source, which documents the fields. The library rejects a struct of another size."""
-
-    __slots__ = ()  # a name that is no field is an error
-    _fields_ = (
-        ("size", c_int32),
-        ("device", c_int32),
-        ("stream", c_void_p),
-        ("arch", c_char_p),
-        ("y", c_void_p),
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("sums", c_void_p),
-        ("counters", c_void_p),
-        ("ldx", c_int64),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("chunk", c_int32),
-        ("per_split", c_int32),
-        ("splits", c_int32),
-        ("tiles", c_int32),
-        ("blocks", c_int32),
-        ("groups", c_int32),
-        ("group_shift", c_int32),
-        ("scale_type", c_int32),
-        ("silu_mul", c_int32),
-        ("vectors", c_int32),
-        ("padding", c_int32),
-        ("format", c_int32),
-        ("x_type", c_int32),
-        ("lanes", c_int32),
-    )
 
 
 def launch(config: Config, call: LinearCall) -> None:
@@ -77,7 +37,7 @@ def launch(config: Config, call: LinearCall) -> None:
     need(m <= TOKENS, f"linear by wvSplitK: made for at most {TOKENS} rows of x, got {m}")
     if m == 0:
         return
-    args = Args(ctypes.sizeof(Args), x.get_device())
+    args = ARGS.new(x.get_device())
     codes = call.weight[0]
     width = k * codes.element_size() if form == "dense" else k * 16 // WIDTH[form]
     stored = tuple(codes.shape) == (rows, k if form == "dense" else width) and codes.is_contiguous()
@@ -113,10 +73,10 @@ def launch(config: Config, call: LinearCall) -> None:
     args.vectors = int(args.ldx % 8 == 0 and x.data_ptr() % 16 == 0)
     args.format, args.x_type = list(WIDTH).index(form), DTYPE_CODES[dtype_name(x.dtype)]
     args.lanes = int(config["lanes"])
-    check(hip_function("gm_linear_wv_splitk", (POINTER(Args),))(args), "linear by wvSplitK")
+    check(hip_entry("gm_linear_wv_splitk", ARGS)(args), "linear by wvSplitK")
 
 
-def _scales(args: Args, config: Config, weight: list[Tensor], rows: int, k: int) -> None:
+def _scales(args: Any, config: Config, weight: list[Tensor], rows: int, k: int) -> None:
     """Sets what the columns of integer weights share."""
     _, scales, zeros, _, _, perm = weight
     group = int(config["group"])

@@ -387,45 +387,36 @@ GM_WV_KERNELS(GM_WV_KERNEL)
 
 #endif
 #if GM_HIP_HOST
-
-// The arguments of a launch; _launch.py has the same struct.
-struct gm_linear_wv_splitk_args {
-  int32_t size, device;
-  void* stream;
-  const char* arch;  // gfx1100
-  WvSplitKParams p;
-  int32_t format;  // 0 dense, 1 int4, 2 int8
-  int32_t x_type;  // DTYPE_CODES
-  int32_t lanes;
-};
+#include "args.h"
 
 #define GM_WV_ENTRY(format, type, tokens) GM_HIP_KERNEL(wv_splitk_##format##_##type##_##tokens),
 static gm::HipKernel g_wv_splitk[] = {GM_WV_KERNELS(GM_WV_ENTRY)};
 
 // y [m, n or n / 2] = x [m, k] W^T (+ bias, silu and product, + residual), m <= 8. GM_E_SHAPE where a chunk
 // is no whole number of units, or K of no whole number of 16 bytes of W.
-GM_HIP_ENTRY(gm_linear_wv_splitk)(const gm_linear_wv_splitk_args* a) {
-  if (a->size != int(sizeof *a)) return GM_E_ABI;
-  const WvSplitKParams& p = a->p;
-  if (a->format < 0 || a->format > 2 || (a->lanes != 32 && a->lanes != 64)) return GM_E_ARG;
-  if (a->x_type != 1 && a->x_type != 2) return GM_E_DTYPE;
+GM_HIP_ARGS(gm_linear_wv_splitk, GmLinearWvSplitKArgs)(const GmLinearWvSplitKArgs* args) {
+  const GmLinearWvSplitKArgs& a = *args;
+  if (a.format < 0 || a.format > 2 || (a.lanes != 32 && a.lanes != 64)) return GM_E_ARG;
+  if (a.x_type != 1 && a.x_type != 2) return GM_E_DTYPE;
   const int widths[] = {8, 32, 16};
-  const int width = widths[a->format];
-  if (p.m < 0 || p.m > 8 || p.n < 1 || p.k < width || p.k % width || p.chunk < width || p.chunk % width)
+  const int width = widths[a.format];
+  if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < width || a.k % width || a.chunk < width || a.chunk % width)
     return GM_E_SHAPE;
-  if (p.splits < 1 || p.per_split < 1 || p.blocks < 1 || p.tiles < 1) return GM_E_ARG;
-  if (p.m == 0) return GM_OK;
-  const int tokens = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : 3;
-  const int kept = p.chunk < p.k ? p.chunk : p.k;
+  if (a.splits < 1 || a.per_split < 1 || a.blocks < 1 || a.tiles < 1) return GM_E_ARG;
+  if (a.m == 0) return GM_OK;
+  const int tokens = a.m <= 1 ? 0 : a.m <= 2 ? 1 : a.m <= 4 ? 2 : 3;
+  const int kept = a.chunk < a.k ? a.chunk : a.k;
   gm::HipLaunch shape;
-  shape.grid_x = unsigned(p.blocks < p.tiles ? p.blocks : p.tiles), shape.grid_y = unsigned(p.splits);
-  shape.block = unsigned(kWaves * a->lanes), shape.lds = unsigned((1 << tokens) * kept * 2 + 16);
+  shape.grid_x = unsigned(a.blocks < a.tiles ? a.blocks : a.tiles), shape.grid_y = unsigned(a.splits);
+  shape.block = unsigned(kWaves * a.lanes), shape.lds = unsigned((1 << tokens) * kept * 2 + 16);
   if (shape.lds > (64u << 10)) return GM_E_SHAPE;  // a chunk that was chosen for fewer rows
-  WvSplitKParams params = p;
-  params.blocks = int(shape.grid_x);
+  WvSplitKParams params{a.y,        a.x,           a.w,          a.scales,   a.zeros,  a.bias,
+                        a.residual, a.sums,        a.counters,   a.ldx,      a.m,      a.n,
+                        a.k,        a.chunk,       a.per_split,  a.splits,   a.tiles,  int(shape.grid_x),
+                        a.groups,   a.group_shift, a.scale_type, a.silu_mul, a.vectors};
   void* arguments[] = {&params};
-  return g_wv_splitk[(a->format * 2 + (a->x_type == 2 ? 0 : 1)) * 4 + tokens].launch(
-      a->device, a->arch, a->stream, shape, arguments);
+  return g_wv_splitk[(a.format * 2 + (a.x_type == 2 ? 0 : 1)) * 4 + tokens].launch(a.device, a.arch, a.stream,
+                                                                                   shape, arguments);
 }
 
 #endif

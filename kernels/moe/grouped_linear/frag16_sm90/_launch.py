@@ -1,9 +1,7 @@
-"""Launching grouped_linear over frag16 tiles: the argument struct (`args.h`), argument checks and the call."""
+"""Launching grouped_linear over frag16 tiles: argument checks and the call."""
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,53 +10,17 @@ from torch import Tensor
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
+from gristmill.kernels.moe.grouped_linear.frag16_sm90.args import ARGS
 from gristmill.kernels.moe.grouped_linear.frag16_sm90.shapes import misfit
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native import check
+from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import GroupedLinearCall
 
 
-class Args(ctypes.Structure):
-    """`gm_grouped_frag16_args` of args.h, which documents the fields. The library rejects a struct of another size."""
-
-    __slots__ = ()  # a name that is no field is an error
-    _fields_ = (
-        ("size", c_int32),
-        ("device", c_int32),
-        ("stream", c_void_p),
-        ("y", c_void_p),
-        ("x", c_void_p),
-        ("ldx", c_int64),
-        ("w", c_void_p),
-        ("row_scale", c_void_p),
-        ("offsets", c_void_p),
-        ("permutation", c_void_p),
-        ("rows", c_int32),
-        ("x_rows", c_int32),
-        ("experts", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("top_k", c_int32),
-        ("silu_mul", c_int32),
-        ("x_type", c_int32),
-        ("scale_type", c_int32),
-        ("pdl", c_int32),
-        ("early", c_int32),
-        ("clear", c_int32),
-        ("mt", c_int32),
-        ("c", c_int32),
-        ("slices", c_int32),
-        ("ctas", c_int32),
-        ("grid", c_int32),
-    )
-
-
-SIZE = ctypes.sizeof(Args)
-ARGUMENTS = (POINTER(Args),)
-"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
 SHAPE = ("mt", "c", "slices", "ctas", "grid")
-"""Entries of a configuration that are fields of `Args`."""
+"""Entries of a configuration that are fields of `ARGS`."""
 
 
 def launch(config: Config, call: GroupedLinearCall) -> None:
@@ -120,7 +82,7 @@ def product(
         )
     if out.shape[0] == 0:
         return
-    args = Args(SIZE, x.get_device())  # pointers that are not set are null
+    args = ARGS.new(x.get_device())  # pointers that are not set are null
     args.stream = torch.cuda.current_stream(x.device).cuda_stream
     args.y = out.data_ptr()
     args.x = x.data_ptr()
@@ -146,7 +108,7 @@ def product(
     args.clear = clear
     for name in SHAPE:
         setattr(args, name, int(config[name]))
-    entry = cuda_function(f"gm_grouped_linear_{config['format']}_sm90", "sm_90a", ARGUMENTS)
+    entry = cuda_entry(f"gm_grouped_linear_{config['format']}_sm90", ARGS)
     if code := entry(args):
         reason = misfit(args.slices, args.c, k, silu_mul)
         need(reason is None, f"grouped_linear of {form}: {reason}")

@@ -8,7 +8,6 @@
 //   GM_VARIANTS(K)  K(variant, type of x, type of the scales or 0 for any) per alias
 // and includes this file: nvcc reads the kernels, the host compiler the entry.
 #pragma once
-#include "args.h"
 #include "gm_cuda.h"
 #include "grouped_ws.cuh"
 
@@ -41,10 +40,11 @@ GM_DECODERS
 GM_VARIANTS(GM_KERNELS)
 
 #else  // the host's half
+#include "args.h"
 
 namespace {
 
-using Args = gm_grouped_frag16_args;
+using Args = GmGroupedFrag16Args;
 
 constexpr int kMaxExperts = 1024;
 
@@ -121,8 +121,7 @@ int run(const Args& a, Instance& one) {
 }  // namespace
 
 // y[p, :] = x[token of p, :] . W[expert of p]^T, or silu(gate) * up of it. Returns GM_OK, or an error.
-GM_CUDA_ENTRY(GM_ENTRY)(const gm_grouped_frag16_args* args) {
-  if (args->size != int(sizeof *args)) return GM_E_ABI;
+GM_CUDA_ARGS(GM_ENTRY, GmGroupedFrag16Args)(const GmGroupedFrag16Args* args) {
   if ((args->x_type != 1 && args->x_type != 2) || args->scale_type < 0 || args->scale_type > 2)
     return GM_E_DTYPE;
   for (Instance& one : g_instances)

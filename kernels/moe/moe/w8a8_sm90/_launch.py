@@ -1,10 +1,8 @@
-"""Launching products of experts with 8-bit activations: the argument struct (`args.h`), argument checks and the calls."""
+"""Launching products of experts with 8-bit activations: argument checks and the calls."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -13,50 +11,13 @@ from torch import Tensor
 from gristmill.kernel_registry.scheme import BLOCK, cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
+from gristmill.kernels.moe.moe.w8a8_sm90.args import ARGS, QUANTIZE
 from gristmill.kernels.moe.moe.w8a8_sm90.shapes import scale_pitch
-from gristmill.kernels.native import check, cuda_function
+from gristmill.kernels.native import check
+from gristmill.kernels.native_args import cuda_entry
 
-QUANTIZE = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, *(c_int,) * 7, c_void_p)
-
-
-class Args(ctypes.Structure):
-    """`gm_grouped_w8a8_args` of args.h, which documents the fields. The library rejects a struct of another size."""
-
-    __slots__ = ()  # a name that is no field is an error
-    _fields_ = (
-        ("size", c_int32),
-        ("device", c_int32),
-        ("stream", c_void_p),
-        ("y", c_void_p),
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("x_scale", c_void_p),
-        ("w_scale", c_void_p),
-        ("row_block", c_void_p),
-        ("offsets", c_void_p),
-        ("rows", c_int32),
-        ("experts", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("y_type", c_int32),
-        ("w_type", c_int32),
-        ("block_rows", c_int32),
-        ("x_pitch", c_int32),
-        ("pdl", c_int32),
-        ("tile_a", c_int32),
-        ("tile_b", c_int32),
-        ("plain", c_int32),
-        ("slots", c_int32),
-        ("ctas", c_int32),
-        ("grid", c_int32),
-    )
-
-
-SIZE = ctypes.sizeof(Args)
-ARGUMENTS = (POINTER(Args),)
-"""Argument types of every entry: Args -> 0 or an error code; with device -1, the bytes of shared memory."""
 SHAPE = ("tile_a", "tile_b", "plain", "slots", "ctas", "grid")
-"""Entries of a configuration that are fields of `Args`."""
+"""Entries of a configuration that are fields of `ARGS`."""
 
 
 class Sorted(NamedTuple):
@@ -80,27 +41,13 @@ def quantize(
     gated: of silu(gate) · up in float32, rounded to x's dtype. Rows of no expert are not written.
     """
     tokens, top_k = order.ids.shape
-    entry = cuda_function("gm_moe_quantize_sm90", "sm_90a", QUANTIZE)
     device = x.get_device()
-    code = entry(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        x.data_ptr(),
-        x.stride(0),
-        order.ids.data_ptr(),
-        order.inverse.data_ptr(),
-        order.offsets.data_ptr(),
-        tokens,
-        top_k,
-        k,
-        order.experts,
-        gated,
-        operands.blocks,
-        DTYPE_CODES[dtype_name(x.dtype)],
-        device,
-        torch.cuda.current_stream(device).cuda_stream,
-    )
-    check(code, "moe_quantize")
+    args = QUANTIZE.new(device, tokens, top_k, k, order.experts, gated, operands.blocks)
+    args.type, args.stream = DTYPE_CODES[dtype_name(x.dtype)], torch.cuda.current_stream(device).cuda_stream
+    args.codes, args.scales, args.x, args.ldx = codes.data_ptr(), scales.data_ptr(), x.data_ptr(), x.stride(0)
+    args.ids, args.inverse = order.ids.data_ptr(), order.inverse.data_ptr()
+    args.offsets = order.offsets.data_ptr()
+    check(cuda_entry("gm_moe_quantize_sm90", QUANTIZE)(args), "moe_quantize")
 
 
 def check_weight(operands: Operands, weight: list[Tensor], experts: int, n: int, k: int) -> None:
@@ -136,7 +83,7 @@ def product(
     The launch before this one must have waited for the one that wrote the offsets.
     """
     w, w_scales, _, _, row_block, _ = weight
-    args = Args(SIZE, out.get_device(), torch.cuda.current_stream(out.device).cuda_stream)
+    args = ARGS.new(out.get_device(), torch.cuda.current_stream(out.device).cuda_stream)
     args.y, args.x, args.w = out.data_ptr(), codes.data_ptr(), w.data_ptr()
     args.x_scale, args.w_scale = scales.data_ptr(), w_scales.data_ptr()
     args.w_type = DTYPE_CODES[dtype_name(w_scales.dtype)]
@@ -149,5 +96,5 @@ def product(
     args.y_type = DTYPE_CODES[dtype_name(out.dtype)]
     for name in SHAPE:
         setattr(args, name, shape[name])
-    entry = cuda_function(f"gm_grouped_w8a8_{operands.format}_sm90", "sm_90a", ARGUMENTS)
+    entry = cuda_entry(f"gm_grouped_w8a8_{operands.format}_sm90", ARGS)
     check(entry(args), "moe_w8a8_sm90")

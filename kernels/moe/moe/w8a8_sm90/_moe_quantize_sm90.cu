@@ -157,6 +157,7 @@ GM_KERNELS(fp16, true)
 GM_KERNELS(bf16, false)
 
 #else
+#include "args.h"
 
 namespace {
 // [gated][by groups][bf16]
@@ -167,38 +168,33 @@ gm::CudaKernel g_kernels[2][2][2] = {
      {{GM_CUBIN, "experts_silu_quantize_g128_fp16"}, {GM_CUBIN, "experts_silu_quantize_g128_bf16"}}}};
 }  // namespace
 
-// x [tokens, k] of fp16 (1) or bf16 (2) with rows ldx apart, or, gated, gate and up [tokens * top_k, 2 k] in
-// the order of experts -> codes [tokens * top_k, k] and float32 scales in that order. groups: scales of 128
-// columns, [groups, pitch].
-GM_CUDA_ENTRY(gm_moe_quantize_sm90)
-(void* codes, void* scales, const void* x, int64_t ldx, const int* ids, const int* inverse,
- const int* offsets, int64_t tokens, int top_k, int k, int experts, int gated, int groups, int type,
- int device, void* stream) {
-  if (type != 1 && type != 2) return GM_E_DTYPE;
-  if (tokens < 0 || top_k < 1 || tokens * top_k > INT32_MAX || k < 1 || k % 16 || experts < 1)
+GM_CUDA_ARGS(gm_moe_quantize_sm90, GmMoeQuantizeArgs)(const GmMoeQuantizeArgs* args) {
+  const GmMoeQuantizeArgs& a = *args;
+  if (a.type != 1 && a.type != 2) return GM_E_DTYPE;
+  const int64_t entries = int64_t(a.tokens) * a.top_k, pitch = gm::w8a8::scale_pitch(entries, a.experts);
+  if (a.tokens < 0 || a.top_k < 1 || entries > INT32_MAX || a.k < 1 || a.k % 16 || a.experts < 1)
     return GM_E_SHAPE;
-  if (ldx % 8 || ldx < (gated ? 2 * int64_t(k) : k) || reinterpret_cast<uintptr_t>(x) % 16) return GM_E_SHAPE;
-  const int64_t entries = tokens * top_k, pitch = gm::w8a8::scale_pitch(entries, experts);
-  const int64_t items = gated ? entries : tokens, threads = items * ((k + 127) / 128) * 16;
+  if (a.ldx % 8 || a.ldx < (a.gated ? 2 * int64_t(a.k) : a.k) || !gm::is_aligned(a.x)) return GM_E_SHAPE;
+  const int64_t items = a.gated ? entries : a.tokens, threads = items * ((a.k + 127) / 128) * 16;
   if (pitch > INT32_MAX || (threads + 255) / 256 > INT32_MAX) return GM_E_SHAPE;
-  if (tokens == 0) return GM_OK;
-  MoeQuantizeParams p{static_cast<const uint16_t*>(x),
-                      ids,
-                      inverse,
-                      offsets,
-                      static_cast<uint8_t*>(codes),
-                      static_cast<float*>(scales),
-                      ldx,
+  if (a.tokens == 0) return GM_OK;
+  MoeQuantizeParams p{static_cast<const uint16_t*>(a.x),
+                      a.ids,
+                      a.inverse,
+                      a.offsets,
+                      static_cast<uint8_t*>(a.codes),
+                      a.scales,
+                      a.ldx,
                       int(items),
-                      top_k,
-                      k,
-                      experts,
+                      a.top_k,
+                      a.k,
+                      a.experts,
                       int(pitch)};
-  void* args[] = {&p};
-  return g_kernels[gated != 0][groups != 0][type - 1].launch(
-      device, stream,
-      {.grid_x = groups ? unsigned((threads + 255) / 256) : unsigned(items), .block = 256, .pdl = true},
-      args);
+  void* arguments[] = {&p};
+  return g_kernels[a.gated != 0][a.groups != 0][a.type - 1].launch(
+      a.device, a.stream,
+      {.grid_x = a.groups ? unsigned((threads + 255) / 256) : unsigned(items), .block = 256, .pdl = true},
+      arguments);
 }
 
 #endif

@@ -1,25 +1,69 @@
-// Arguments of the entries of grouped w8a8, as _launch.py fills them.
+// Written by `make generate` from args.py, which declares these structs; do not edit.
 #pragma once
 #include <cstdint>
 
-struct gm_grouped_w8a8_args {
-  int32_t size;            // of this struct, to refuse another version
-  int32_t device;          // ordinal; -1: nothing is launched, the bytes of shared memory are returned
-  void* stream;            // CUstream
-  void* y;                 // [rows, n] contiguous
-  const void* x;           // [rows, k] 8-bit values, contiguous, sorted by expert
-  const void* w;           // [experts, n, k] contiguous
-  const void* x_scale;     // float32 [rows]; blocks: [k blocks, x_pitch], see scale_column in experts.h
-  const void* w_scale;     // [experts, n]; blocks: [experts, block rows, k blocks]
-  const void* row_block;   // int32 [n]: blocks only
-  const int32_t* offsets;  // [experts + 1]: expert e has the rows offsets[e] .. offsets[e + 1]
+// The arguments of every gm_grouped_w8a8_<format>_sm90.
+struct GmGroupedW8a8Args {
+  static constexpr uint64_t kDigest = 0x59c44724241d39b1;
+  // ordinal; -1: nothing is launched, the bytes of shared memory are returned
+  int32_t device;
+  // CUstream
+  void* stream;
+  // [rows, n] contiguous
+  void* y;
+  // [rows, k] 8-bit values, contiguous, sorted by expert
+  const void* x;
+  // [experts, n, k] contiguous
+  const void* w;
+  // float32 [rows]; blocks: [k blocks, x_pitch], see scale_column in experts.h
+  const void* x_scale;
+  // [experts, n]; blocks: [experts, block rows, k blocks]
+  const void* w_scale;
+  // int32 [n]: blocks only
+  const void* row_block;
+  // [experts + 1]: expert e has the rows offsets[e] .. offsets[e + 1]
+  const int32_t* offsets;
   int32_t rows, experts, n, k;
-  int32_t y_type;      // 1 fp16, 2 bf16
-  int32_t w_type;      // of w_scale: 0 float32, 1 fp16, 2 bf16
-  int32_t block_rows;  // blocks: of an expert
-  int32_t x_pitch;     // blocks: floats from one k block of x_scale to the next, a multiple of 4
+  // 1 fp16, 2 bf16
+  int32_t y_type;
+  // of w_scale: 0 float32, 1 fp16, 2 bf16
+  int32_t w_type;
+  // blocks: of an expert
+  int32_t block_rows;
+  // blocks: floats from one k block of x_scale to the next, a multiple of 4
+  int32_t x_pitch;
   int32_t pdl;
-  int32_t tile_a, tile_b, plain;  // the instance: rows of operands A and B of a tile, whether A is x
-  int32_t slots, ctas;            // ctas: those of a multiprocessor
-  int32_t grid;                   // CTAs at most
+  // the instance: rows of operands A and B of a tile, whether A is x
+  int32_t tile_a, tile_b, plain;
+  // ctas: those of a multiprocessor
+  int32_t slots, ctas;
+  // CTAs at most
+  int32_t grid;
+};
+
+// The arguments of gm_moe_quantize_sm90: rows of x, or of its gated activation, in the order of experts.
+struct GmMoeQuantizeArgs {
+  static constexpr uint64_t kDigest = 0x58a14b658dec10b7;
+  int32_t device;
+  int32_t tokens, top_k, k, experts;
+  // x is gate and up [tokens * top_k, 2 k] in the order of experts
+  int32_t gated;
+  // scales of 128 columns, [groups, pitch], and not of rows
+  int32_t groups;
+  // of x: 1 fp16, 2 bf16
+  int32_t type;
+  // a CUstream of the device
+  void* stream;
+  // [tokens * top_k, k]
+  void* codes;
+  float* scales;
+  // [tokens, k], rows ldx elements apart
+  const void* x;
+  int64_t ldx;
+  // [tokens, top_k]
+  const int32_t* ids;
+  // [tokens * top_k]
+  const int32_t* inverse;
+  // [experts + 1]
+  const int32_t* offsets;
 };

@@ -1,0 +1,27 @@
+"""What the launcher of skinny dense products passes to its native entry."""
+
+from gristmill.kernels.native_args import ArgumentStruct
+
+ARGS = ArgumentStruct(
+    "GmLinearDenseArgs",
+    "The arguments of gm_dense_decode_sm90.",
+    """
+    int32_t device;  // ordinal
+    void* stream;  // a CUstream of the device
+    const void* w;  // [n, k], 16-byte aligned
+    const void* x;  // [m, k], rows ldx elements apart, 16-byte aligned
+    int64_t ldx;  // in elements, a multiple of 8
+    const void* bias;  // [n] or null
+    const void* residual;  // as y, or null
+    void* y;  // [m, n], with silu_mul [m, n / 2]
+    int32_t m;  // 0 to 16
+    int32_t n;
+    int32_t k;  // a multiple of 8
+    int32_t type;  // of all tensors: 1 fp16, 2 bf16
+    int32_t silu_mul;  // y = silu(z[:, : n / 2]) * z[:, n / 2 :]
+    int32_t pdl;  // programmatic dependent launch
+    int32_t rt;  // tiles of 16 rows of W per warp: 1 or 2
+    int32_t wk;  // warps of a CTA, along K: 1 to 8
+    int32_t split;  // CTAs of a cluster, along K: 1, 2, 4 or 8
+    """,
+)
