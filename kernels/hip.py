@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gristmill.kernels.native_args import ArgumentStruct, check_struct
 from gristmill.quant.native import NativeLibraryError, library_dir, load_library
@@ -51,7 +51,7 @@ def hip_function(name: str, argtypes: tuple[type, ...]) -> Callable[..., int]:
 
 
 @functools.cache
-def hip_entry(name: str, struct: ArgumentStruct) -> Callable[[Any], int]:
+def hip_entry(name: str, struct: ArgumentStruct) -> Callable[[ctypes.Structure], int]:
     """The entry that takes a struct. NativeLibraryError if it was compiled with another one."""
     function = hip_function(name, (ctypes.POINTER(struct.new),))
     check_struct(hip_library(), name, struct)

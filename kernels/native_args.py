@@ -23,9 +23,8 @@ import hashlib
 import re
 import textwrap
 from collections.abc import Callable
-from ctypes import POINTER, c_uint64
+from ctypes import POINTER, Structure, c_uint64
 from functools import cache, cached_property
-from typing import Any
 
 from gristmill.kernels.native import cuda_function, cuda_library
 from gristmill.quant.native import NativeLibraryError
@@ -62,10 +61,10 @@ class ArgumentStruct:
         return tuple(found)
 
     @cached_property
-    def new(self) -> Any:
+    def new(self) -> type[Structure]:
         """``new(**fields)``: a ctypes structure. A name that is no field is an error."""
         fields = [(name, _TYPES.get(kind, ctypes.c_void_p)) for kind, name in self.fields]
-        return type(self.name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
+        return type(self.name, (Structure,), {"__slots__": (), "_fields_": fields})
 
     @cached_property
     def digest(self) -> int:
@@ -102,7 +101,7 @@ def header(structs: list[ArgumentStruct]) -> str:
 
 
 @cache
-def cuda_entry(name: str, struct: ArgumentStruct) -> Callable[[Any], int]:
+def cuda_entry(name: str, struct: ArgumentStruct) -> Callable[[Structure], int]:
     """The entry of the library for sm_90a that takes a struct. NativeLibraryError if it was compiled with another one."""
     function = cuda_function(name, "sm_90a", (POINTER(struct.new),))
     check_struct(cuda_library("sm_90a"), name, struct)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from gristmill.kernels.native import check
 from gristmill.kernels.native_args import cuda_entry
 
 if TYPE_CHECKING:
+    from ctypes import Structure
+
     from gristmill.kernels.calls import LinearCall
 
 DESCRIPTIVE = ("format", "tile_bytes")
@@ -39,7 +41,7 @@ class Product(NamedTuple):
 
 
 def run(
-    entry: Callable[[Any], int], config: Config, product: Product, call: LinearCall, scratch: Tensor | None
+    entry: Callable[[Structure], int], config: Config, product: Product, call: LinearCall, scratch: Tensor | None
 ) -> None:
     """Calls an entry; silu_mul and the residual after it follow in torch."""
     args = ARGS.new(product.device)  # pointers that are not set are null

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from gristmill.kernels.linear.wv_splitk_hip.spec import (
 )
 
 if TYPE_CHECKING:
+    from ctypes import Structure
+
     from gristmill.kernels.calls import LinearCall
 
 
@@ -76,7 +78,7 @@ def launch(config: Config, call: LinearCall) -> None:
     check(hip_entry("gm_linear_wv_splitk", ARGS)(args), "linear by wvSplitK")
 
 
-def _scales(args: Any, config: Config, weight: list[Tensor], rows: int, k: int) -> None:
+def _scales(args: Structure, config: Config, weight: list[Tensor], rows: int, k: int) -> None:
     """Sets what the columns of integer weights share."""
     _, scales, zeros, _, _, perm = weight
     group = int(config["group"])
