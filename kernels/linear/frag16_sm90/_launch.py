@@ -41,7 +41,11 @@ class Product(NamedTuple):
 
 
 def run(
-    entry: Callable[[Structure], int], config: Config, product: Product, call: LinearCall, scratch: Tensor | None
+    entry: Callable[[Structure], int],
+    config: Config,
+    product: Product,
+    call: LinearCall,
+    scratch: Tensor | None,
 ) -> None:
     """Calls an entry; silu_mul and the residual after it follow in torch."""
     args = ARGS.new(product.device)  # pointers that are not set are null
