@@ -204,18 +204,8 @@ class BoundPlan:
         size, problem = bucket_sizes()[index], self.problem(index)
         find = self.resolver.verified if self.sealed else self.resolver.resolve
         candidate = find(self.op, problem, self.layouts).require()
-        reads = [name for name in candidate.kernel.layouts if self.layouts is None or name in self.layouts]
-        return self._load(
-            index,
-            PlanEntry(
-                m_max=size if size in BUCKETS else None,
-                kernel=candidate.kernel.name,
-                layout=reads[0] if reads else None,
-                config=dict(candidate.config or {}),
-                source=candidate.source or "priority",
-                expected_us=candidate.expected_us,
-            ),
-        )
+        readable = candidate.kernel.layouts if self.layouts is None else self.layouts
+        return self._load(index, PlanEntry.of(size, candidate, readable))
 
     def _load(self, index: int, entry: PlanEntry) -> Runner:
         kernel = self.resolver.kernel(self.op, entry.kernel)

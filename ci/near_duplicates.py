@@ -5,8 +5,7 @@
 Tokens are compared, so that neither line breaks nor comments hide a copy. Runs of short lines (lists, arguments by name: fewer than
 TOKENS tokens) count from MANY lines on. Left out are docstrings, imports and preprocessor lines, and in `kernels/` declarations and the
 parameters of a ``def``: launchers and references take the arguments that their operation declares.
-ACCEPTED and TO_REMOVE list the known ones: patterns of two files, each with its reason. An entry that matches nothing is an error, so
-that TO_REMOVE only shrinks.
+ACCEPTED lists the known ones: patterns of two files, each with its reason. An entry that matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ ACCEPTED = {
         "what both hosts prescribe; neither host can import the other's classes"
     ),
 }
-TO_REMOVE = {
-    ("autotune/bound.py", "kernel_registry/plan.py"): "one function that makes an entry of a plan",
-}
-"""Patterns of two files, in this order, and why their duplication is accepted, or what removes it."""
+"""Patterns of two files, in this order, and why their duplication is accepted."""
 
 TOKEN = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|\w+|[^\w\s]")
 COMMENT = re.compile(
@@ -129,10 +125,9 @@ def main() -> int:
         for path in paths:
             if path.suffix in (".py", *NATIVE) and path.parent != GENERATED and path.name != "args.h":
                 files[str(path.relative_to(ROOT))] = path.read_text(encoding="utf-8")
-    wrong, unused = 0, {**ACCEPTED, **TO_REMOVE}
-    known = [*unused]
+    wrong, unused = 0, dict(ACCEPTED)
     for (left, i), (right, j), lines in runs(dict(sorted(files.items()))):
-        listed = [pair for pair in known if fnmatchcase(left, pair[0]) and fnmatchcase(right, pair[1])]
+        listed = [pair for pair in ACCEPTED if fnmatchcase(left, pair[0]) and fnmatchcase(right, pair[1])]
         for pair in listed:
             unused.pop(pair, None)
         if not listed:

@@ -69,6 +69,18 @@ class PlanEntry:
             "source": self.source,
         }
 
+    @classmethod
+    def of(cls, size: int, candidate: Candidate, layouts: Collection[str]) -> PlanEntry:
+        """The entry of the bucket of `size`: a candidate, with the first layout that it reads among `layouts`."""
+        return cls(
+            m_max=size if size in BUCKETS else None,
+            kernel=candidate.kernel.name,
+            layout=next((name for name in candidate.kernel.layouts if name in layouts), None),
+            config=dict(candidate.config or {}),
+            source=candidate.source or "priority",
+            expected_us=candidate.expected_us,
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -252,16 +264,7 @@ def _entries(
     chosen = []
     for size in sizes:
         candidate = select_at(op.at_bucket(static, size), choice).require()
-        reads = [name for name in candidate.kernel.layouts if choice is not None and name in choice]
-        entry = PlanEntry(
-            m_max=size if size in BUCKETS else None,
-            kernel=candidate.kernel.name,
-            layout=reads[0] if reads else None,
-            config=dict(candidate.config or {}),
-            source=candidate.source or "priority",
-            expected_us=candidate.expected_us,
-        )
-        chosen.append((entry, candidate))
+        chosen.append((PlanEntry.of(size, candidate, choice or ()), candidate))
     return chosen
 
 

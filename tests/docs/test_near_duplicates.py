@@ -39,7 +39,6 @@ STATEMENTS = "\n".join(f"  total[{n}] = value * {n} + step;" for n in range(near
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(near_duplicates, "ROOT", tmp_path)
     monkeypatch.setattr(near_duplicates, "ACCEPTED", {})
-    monkeypatch.setattr(near_duplicates, "TO_REMOVE", {})
     (tmp_path / "kernels").mkdir()
     (tmp_path / "runtime").mkdir()
     return tmp_path / "kernels"
@@ -93,11 +92,10 @@ def test_short_runs_and_declarations_are_left_out(tree: Path) -> None:
     assert near_duplicates.main() == 0
 
 
-@pytest.mark.parametrize("entries", ["ACCEPTED", "TO_REMOVE"])
 def test_an_entry_that_is_no_longer_needed_is_named(
-    tree: Path, entries: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(near_duplicates, entries, {("kernels/on*.py", "kernels/two.py"): "a reason"})
+    monkeypatch.setattr(near_duplicates, "ACCEPTED", {("kernels/on*.py", "kernels/two.py"): "a reason"})
     assert near_duplicates.main() == 1
     assert "kernels/on*.py and kernels/two.py no longer repeat each other" in capsys.readouterr().out
     (tree / "one.py").write_text(FILE.format(name="one", body=BODY))
@@ -106,4 +104,4 @@ def test_an_entry_that_is_no_longer_needed_is_named(
 
 
 def test_every_entry_has_a_reason() -> None:
-    assert all({**near_duplicates.ACCEPTED, **near_duplicates.TO_REMOVE}.values())
+    assert all(near_duplicates.ACCEPTED.values())
