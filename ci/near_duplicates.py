@@ -36,23 +36,27 @@ FOLDERS = (
 GENERATED = ROOT / "kernels" / "_native" / "calls"  # and every args.h
 NATIVE = (".c", ".cpp", ".cu", ".cuh", ".h", ".hip")
 LINES, MANY, TOKENS, WINDOW = 8, 12, 50, 24
-_FORMAT = "readers of one format: each has the same parameters"
-_FAMILY = "a model family is one file, which states its layers and what their calls take"
 ACCEPTED = {
-    ("kernels/linear/triton.py", "kernels/moe/*triton.py"): (
+    ("kernels/linear/triton.py", "kernels/moe/grouped_linear/triton.py"): (
         "the call of the tile product: the arguments of a jitted function are passed one by one"
     ),
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),
-    ("kernels/kv_cache/*triton.py", "kernels/rope/*triton.py"): "the configurations of one tile of heads",
-    ("kernels/*_cpu.cpp", "kernels/*_cpu.cpp"): (
-        "entries that fill a job from their arguments, and loops that differ in the layout of x"
+    ("kernels/kv_cache/qk_norm_rope_cache_triton.py", "kernels/rope/rotary_embedding_triton.py"): (
+        "the configurations of one tile of heads: neither operation imports the other"
     ),
-    ("quant/formats/_compressed_tensors.py", "quant/formats/_compressed_tensors.py"): _FORMAT,
-    ("quant/formats/contract.py", "quant/formats/gguf.py"): _FORMAT,
-    ("runtime/models/*.py", "runtime/models/*.py"): _FAMILY,
-    ("integrations/sglang/*.py", "integrations/vllm/*.py"): (
+    ("kernels/activation/_silu_and_mul_quant_cpu.cpp", "kernels/norm/_rms_norm_quant_cpu.cpp"): (
+        "an entry that fills a job from its arguments"
+    ),
+    ("kernels/linear/_linear_cpu.cpp", "kernels/linear/a8_cpu/_linear_a8_cpu.cpp"): (
+        "an entry that fills a job from its arguments"
+    ),
+    ("kernels/linear/a8_cpu/_linear_a8_cpu.cpp", "kernels/linear/a8_cpu/_linear_a8_cpu.cpp"): (
+        "loops that differ in the layout of x"
+    ),
+    ("quant/formats/contract.py", "quant/formats/gguf.py"): "the parameters of Source.read",
+    ("integrations/sglang/quantization.py", "integrations/vllm/quantization.py"): (
         "what both hosts prescribe; neither host can import the other's classes"
     ),
 }

@@ -144,7 +144,8 @@ class CompressedTensors(Format):
             raise FormatError(
                 f"{module}: config group {group.name} has actorder by groups, and there is no {module}.weight_g_idx"
             )
-        return READERS[group.form](source, module, shape, group.scheme, group.activation, group.static, place)
+        read = READERS[group.form]
+        return read(stored.Module(source, module, shape, group.scheme, group.activation, group.static, place))
 
 
 def _cache_format(fields: Fields) -> str:

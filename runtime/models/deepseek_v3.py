@@ -17,19 +17,13 @@ from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.models import Family, llama
-from gristmill.runtime.models.llama import Decoder, mlp, vocabulary
+from gristmill.runtime.models.llama import Decoder, mlp, outside_layers
 from gristmill.runtime.models.qwen import experts
 
 
 def table(c: ModelConfig) -> WeightTable:
     """Checkpoint tensors -> parameters. The two projections down to latents are one matrix, gate and up another."""
-    hidden = c.hidden_size
-    weights = [
-        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)),
-        Weight("norm", ("model.norm.weight",), (hidden,)),
-    ]
-    if not c.tie_embeddings:
-        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)))
+    weights = outside_layers(c)
     for i in range(c.num_layers):
         weights += _layer(c, i)
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.extra["nextn_layers"])]

@@ -33,13 +33,7 @@ def table(c: ModelConfig) -> WeightTable:
 
 def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterable[Weight]]) -> WeightTable:
     """The table of such a decoder; feed_forward(name, source, layer) yields the weights of the feed-forward block."""
-    hidden = c.hidden_size
-    weights = [
-        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)),
-        Weight("norm", ("model.norm.weight",), (hidden,)),
-    ]
-    if not c.tie_embeddings:
-        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, shard=vocabulary(c)))
+    hidden, weights = c.hidden_size, outside_layers(c)
     for i in range(c.num_layers):
         name, source = f"layers.{i}", f"model.layers.{i}"
         weights += [
@@ -50,6 +44,18 @@ def decoder_table(c: ModelConfig, feed_forward: Callable[[str, str, int], Iterab
         ]
     ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
     return WeightTable(tuple(weights), ignored, (TIED,) if c.tie_embeddings else ())
+
+
+def outside_layers(c: ModelConfig) -> list[Weight]:
+    """Embedding, last norm, and the logits head where it is not the embedding."""
+    hidden, shard = c.hidden_size, vocabulary(c)
+    weights = [
+        Weight("embedding", ("model.embed_tokens.weight",), (c.vocab_size,), hidden, shard=shard),
+        Weight("norm", ("model.norm.weight",), (hidden,)),
+    ]
+    if not c.tie_embeddings:
+        weights.append(Weight("head", ("lm_head.weight",), (c.vocab_size,), hidden, shard=shard))
+    return weights
 
 
 def vocabulary(c: ModelConfig) -> ShardSpec:
