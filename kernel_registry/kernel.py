@@ -43,7 +43,7 @@ from typing import Any
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.closure import installed_sources
-from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 
@@ -66,6 +66,14 @@ class Workspace:
 def accept_all(problem: Problem) -> str | None:
     """The `accepts` of a kernel that supports every problem of its operation."""
     return None
+
+
+def accept_defaults(
+    accepts: Callable[[Problem], str | None], defaults: Mapping[str, AxisValue], problem: Problem
+) -> str | None:
+    """The `accepts` of a kernel that does not support opt-in axes: `defaults` has their default values."""
+    changed = [name for name, default in defaults.items() if problem[name] != default]
+    return f"does not support {' and '.join(changed)}" if changed else accepts(problem)
 
 
 def fits_every_problem(problem: Problem, config: Config) -> str | None:
@@ -96,6 +104,7 @@ class Kernel:
         launches on the caller's current stream, allocates nothing that outlives the call, and does not synchronise.
     requires: requirements on the device and the installation.
     accepts: ``accepts(problem)`` -> None, or the reason why not. Called with any value of the dynamic axes.
+    supports: the opt-in axes of the operation (`Axis.opt_in`) whose every value it supports, as far as it accepts the problem.
     config: the default configuration, a pure function; it includes what the launcher needs of the static part of the problem
         (scheme, code level). space: the configurations that tuning tries.
     misfit: ``misfit(problem, config)`` -> None, or why the launcher refuses `config` for `problem`, which it accepts with another
@@ -121,6 +130,7 @@ class Kernel:
     requires: Requirement
     summary: str = ""
     accepts: Callable[[Problem], str | None] = accept_all
+    supports: tuple[str, ...] = ()
     config: Callable[[Problem, Target], Config] = no_config
     space: Callable[[Problem, Target], Iterable[Config]] | None = None
     misfit: Callable[[Problem, Config], str | None] = fits_every_problem

@@ -22,6 +22,8 @@ class Axis:
     ``choices``) or ``flags`` (a ``+``-joined subset of ``choices``, kept in their order; ``none`` = empty). A choice of a dtype
     axis may be the name of an earlier dtype axis; it means the dtype of that axis.
     dynamic: changes from call to call (M, token counts); everything else is fixed when a layer is built.
+    opt_in: kernels that do not name it in ``supports`` refuse problems with another value than the default. So an argument that
+        is added to an operation does not change what existing kernels, and those of plugins, must know.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Axis:
     dynamic: bool = False
     choices: tuple[str, ...] = ()
     minimum: int = 0
+    opt_in: bool = False
 
     def parse(self, text: str, op: str) -> AxisValue:
         """The value that `text` spells on this axis; ValueError names the axis, the expected and the actual value."""

@@ -7,10 +7,10 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
-from gristmill.kernel_registry.kernel import Kernel
+from gristmill.kernel_registry.kernel import Kernel, accept_defaults
 from gristmill.kernel_registry.layout import Layout
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plugins import Plugin, PluginFailure, load_plugins
@@ -39,16 +39,17 @@ class Registry:
     plugins: dict[str, Plugin] = field(default_factory=dict)
 
     def add(self, spec: Op | Kernel | Layout) -> None:
-        """Register a spec; ValueError if its name is taken."""
+        """Register a spec; ValueError if its name is taken, or a kernel supports what is no opt-in axis of its operation."""
         if isinstance(spec, Op):
             if spec.name in self.ops:
                 raise ValueError(f"operation {spec.name} is defined twice")
             self.ops[spec.name] = spec
+            self.kernels[spec.name] = [_limited(kernel, spec) for kernel in self.kernels.get(spec.name, ())]
         elif isinstance(spec, Kernel):
             known = self.kernels.setdefault(spec.op, [])
             if any(kernel.name == spec.name for kernel in known):
                 raise ValueError(f"kernel {spec.name} of {spec.op} is registered twice")
-            known.append(spec)
+            known.append(_limited(spec, self.ops[spec.op]) if spec.op in self.ops else spec)
         elif isinstance(spec, Layout):
             if spec.name in self.layouts:
                 raise ValueError(f"layout {spec.name} is registered twice")
@@ -89,6 +90,15 @@ class Registry:
         """Every kernel, by operation name and then priority."""
         for op in sorted(self.ops):
             yield from self.kernels_of(op)
+
+
+def _limited(kernel: Kernel, op: Op) -> Kernel:
+    """`kernel`, refusing problems with values of opt-in axes of `op` that it does not support."""
+    defaults = {axis.name: axis.default for axis in op.axes if axis.opt_in and axis.default is not None}
+    if unknown := [name for name in kernel.supports if name not in defaults]:
+        raise ValueError(f"kernel {kernel.name} supports {', '.join(unknown)}: no opt-in axis of {op.name}")
+    missing = {name: default for name, default in defaults.items() if name not in kernel.supports}
+    return replace(kernel, accepts=partial(accept_defaults, kernel.accepts, missing)) if missing else kernel
 
 
 def _find(table: dict[str, Spec], name: str, kind: str) -> Spec:
