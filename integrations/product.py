@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,21 @@ from gristmill.integrations.layouts import choose_layout
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.linear.weight import LinearWeight, problem_of
 from gristmill.quant import QuantTensor, Tensors, concat
-from gristmill.quant.formats.contract import owned
+from gristmill.quant.formats.contract import Format, FormatError, owned
 
 Reader = Callable[[Tensors, str, tuple[int, ...]], tuple[QuantTensor, Tensor | None]]
 """The tensors of a module, its name and its shape -> its weight, and what its input is multiplied by, float32 [K], or None."""
+
+
+def stored_scheme(checkpoint: Format, modules: Iterable[str]) -> str | None:
+    """The scheme of modules that a layer joins: "" if all are stored in floats, None if they differ or only their tensors say."""
+    try:
+        schemes = {checkpoint.scheme_of(module) for module in modules}
+    except FormatError:
+        return None
+    if len(schemes) != 1:
+        return None
+    return str(schemes.pop() or "")
 
 
 @dataclass(frozen=True)

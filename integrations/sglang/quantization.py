@@ -14,10 +14,11 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.runtime_context import get_lora
 from torch import Tensor
 
+from gristmill.integrations.product import stored_scheme
 from gristmill.integrations.report import Report
 from gristmill.integrations.sglang.linear import GristmillLinearMethod
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import FormatError, QuantTensor, Tensors, open_format, quantize
+from gristmill.quant import QuantTensor, Tensors, open_format, quantize
 from gristmill.runtime.errors import UsageError
 
 NAME = "gristmill"
@@ -106,31 +107,22 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # SGLang is re
             return None
         modules = self._modules(prefix)
         scheme: str | None
-        if self.scheme is not None:
+        if self.format is None:
             if prefix.rpartition(".")[2] in ROUTERS:
                 REPORT.leave(prefix, "", "it is a router, which keeps its floats")
                 return UnquantizedLinearMethod()
             scheme = str(self.scheme)
         else:
-            schemes = {self._stored_scheme(module) for module in modules}
-            if schemes == {""}:
+            scheme = stored_scheme(self.format, modules)
+            if scheme == "":
                 REPORT.leave(prefix, "", "it is stored in floats")
                 return UnquantizedLinearMethod()
-            scheme = schemes.pop() if len(schemes) == 1 else None
         return GristmillLinearMethod(prefix, modules, self._read, scheme, REPORT, self.scheme is not None)
 
     def _modules(self, prefix: str) -> Sequence[str]:
         """The modules of the checkpoint that a layer of SGLang's model is made of."""
         parent, dot, name = prefix.rpartition(".")
         return [f"{parent}{dot}{part}" for part in self.packed_modules_mapping.get(name, [name])]
-
-    def _stored_scheme(self, module: str) -> str | None:
-        """The scheme of a module, "" if it is stored in floats, None if only its tensors say."""
-        try:
-            scheme = None if self.format is None else self.format.scheme_of(module)
-        except FormatError:
-            return None
-        return "" if scheme is None else str(scheme)
 
     def _read(
         self, source: Tensors, module: str, shape: tuple[int, ...]

@@ -15,12 +15,13 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_qu
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
+from gristmill.integrations.product import stored_scheme
 from gristmill.integrations.vllm.experts import GristmillExpertsMethod, unserved_experts
 from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import FormatError, QuantTensor, Tensors, open_format, quantize
+from gristmill.quant import QuantTensor, Tensors, open_format, quantize
 from gristmill.runtime.errors import UsageError
 
 NAME = "gristmill"
@@ -118,11 +119,10 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
                 return UnquantizedLinearMethod()
             scheme = str(self._scheme())
         else:
-            schemes = {self._stored_scheme(module) for module in modules}
-            if schemes == {""}:
+            scheme = stored_scheme(open_format(self.stored), modules)
+            if scheme == "":
                 REPORT.leave(prefix, "", "it is stored in floats")
                 return UnquantizedLinearMethod()
-            scheme = schemes.pop() if len(schemes) == 1 else None
         names = [module.rpartition(".")[2] for module in modules]
         return GristmillLinearMethod(
             prefix,
@@ -138,7 +138,7 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
         if self.stored is None:
             scheme = str(self._scheme())
         else:
-            scheme = self._stored_scheme(f"{prefix}.0.{layer.ckpt_gate_proj_name}")
+            scheme = stored_scheme(open_format(self.stored), [f"{prefix}.0.{layer.ckpt_gate_proj_name}"])
         if scheme == "":
             reason: str | None = "they are stored in floats"
         else:
@@ -181,14 +181,6 @@ class GristmillConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is read
                 """--additional-config '{"gristmill": {"quant": "int4_g128"}}'"""
             )
         return QuantScheme.parse(named)
-
-    def _stored_scheme(self, module: str) -> str | None:
-        """The scheme of a module, "" if it is stored in floats, None if only its tensors say."""
-        try:
-            scheme = open_format(self.stored or {}).scheme_of(module)
-        except FormatError:
-            return None
-        return "" if scheme is None else str(scheme)
 
     def _read(
         self, source: Tensors, module: str, shape: tuple[int, ...]
