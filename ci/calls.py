@@ -13,9 +13,10 @@ from gristmill.kernel_registry.call import call_name
 from gristmill.kernel_registry.call_struct import header
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry
-from gristmill.kernels import native_args
+from gristmill.quant import argument_struct
 
-STUB = Path(__file__).resolve().parents[1] / "kernels" / "calls.pyi"
+ROOT = Path(__file__).resolve().parents[1]
+STUB = ROOT / "kernels" / "calls.pyi"
 HEADERS = STUB.parent / "_native" / "calls"
 TYPES = {"Tensor": "Tensor", "Tensor?": "Tensor | None", "Tensor[]": "list[Tensor]"}
 """Type of a torch schema -> the annotation; of other types their name."""
@@ -39,14 +40,16 @@ def headers(registry: Registry) -> dict[Path, Callable[[], str]]:
 
 def argument_headers() -> dict[Path, Callable[[], str]]:
     """The headers of the structs that launchers fill, each beside the module ``args.py`` that declares them -> their texts."""
-    modules = sorted(STUB.parent.rglob("args.py"))
+    modules = sorted(path for folder in ("kernels", "quant") for path in (ROOT / folder).rglob("args.py"))
     return {path.with_suffix(".h"): partial(_argument_header, path) for path in modules}
 
 
 def _argument_header(path: Path) -> str:
-    name = ".".join(path.relative_to(STUB.parents[1]).with_suffix("").parts)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     values = vars(import_module(f"gristmill.{name}")).values()
-    return native_args.header([value for value in values if isinstance(value, native_args.ArgumentStruct)])
+    return argument_struct.header(
+        [value for value in values if isinstance(value, argument_struct.ArgumentStruct)]
+    )
 
 
 def _class(op: Op) -> str:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gristmill.kernels.lazy_triton import tl as tl
     from gristmill.kernels.linear.weight import LinearWeight as LinearWeight
     from gristmill.kernels.native import check as check
-    from gristmill.kernels.native import cpu_function as cpu_function
-    from gristmill.kernels.native import cuda_function as cuda_function
+    from gristmill.kernels.native_call import CallEntry as CallEntry
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

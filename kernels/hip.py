@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gristmill.kernels.native_args import ArgumentStruct, check_struct
+from gristmill.quant.argument_struct import ArgumentStruct, check_struct
 from gristmill.quant.native import NativeLibraryError, library_dir, load_library
 
 if TYPE_CHECKING:

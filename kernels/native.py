@@ -2,10 +2,11 @@
 
 The libraries have a plain C interface and no Python ABI. CPU entries are named ``<function>__<level>``, one per ISA
 level (kernels/_native/gm_cpu.h); CUDA entries keep their name in a library per architecture (kernels/_native/gm_cuda.h).
-A caller declares argument types once and keeps the returned function::
+An entry takes the struct of a call (`native_call`), or one that its launcher fills (`quant.argument_struct`)::
 
-    fn = cpu_function("gm_rms_norm", "avx512", (c_void_p, c_int64, ...))
-    check(fn(x.data_ptr(), x.stride(0), ...), "gm_rms_norm")
+    args = ARGS.new(device=0, n=7)
+    args.x = x.data_ptr()
+    check(cuda_entry("gm_scale", ARGS)(args), "scale")
 
 ctypes releases the interpreter lock during a call. An entry returns 0 or a negative code; `check` turns a code into an
 exception.
@@ -21,6 +22,7 @@ from typing import Any
 
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.target import Target
+from gristmill.quant.argument_struct import ArgumentStruct, check_struct
 from gristmill.quant.native import CPU_LIBRARY, NativeLibraryError, load_library
 from gristmill.quant.native import library_dir as library_dir
 
@@ -100,6 +102,14 @@ def cpu_function(name: str, level: str, argtypes: tuple[Any, ...]) -> Callable[.
 def cuda_function(name: str, arch: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:
     """The host entry ``name`` of the CUDA library for ``arch``, returning int."""
     return _declare(cuda_library(arch), name, argtypes)
+
+
+@functools.cache
+def cuda_entry(name: str, struct: ArgumentStruct) -> Callable[[ctypes.Structure], int]:
+    """The host entry ``name`` of the library for sm_90a, which takes a struct. NativeLibraryError if it was compiled with another one."""
+    function = cuda_function(name, "sm_90a", (ctypes.POINTER(struct.new),))
+    check_struct(cuda_library("sm_90a"), name, struct)
+    return function
 
 
 def _declare(library: ctypes.CDLL, symbol: str, argtypes: tuple[Any, ...]) -> Callable[..., int]:

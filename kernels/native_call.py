@@ -120,7 +120,8 @@ class CallEntry:
         import torch
 
         function, options = self._cuda
-        stream = torch.cuda.current_stream(device).cuda_stream
+        # A device below 0, where a tensor is on a CPU, has no stream; the entry refuses it.
+        stream = None if device < 0 else torch.cuda.current_stream(device).cuda_stream
         check(function(self.pack(call), options.pack(config), device, stream), self._shown)
 
     def ask(self, config: Config, call: Call) -> int:

@@ -10,17 +10,14 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gristmill
+from gristmill.quant.argument_struct import ArgumentStruct, check_struct
+from gristmill.quant.argument_struct import NativeLibraryError as NativeLibraryError
 
 CPU_LIBRARY = "libgristmill_cpu.so"
 _LOWEST_LEVELS = ("base", "neon")
 """Of x86-64 and others, and of AArch64."""
-
-
-class NativeLibraryError(RuntimeError):
-    """A native library, or a function in it, is not in this installation."""
 
 
 def library_dir() -> Path:
@@ -41,19 +38,27 @@ def load_library(path: Path, content: str, remedy: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def packing_function(name: str, argtypes: tuple[Any, ...]) -> Callable[..., None] | None:
-    """The function ``name`` of the CPU library, None in an installation without it. It raises ValueError for arguments out of range."""
+def packing_function(name: str, struct: ArgumentStruct) -> Callable[..., None] | None:
+    """The function ``name`` of the CPU library, which takes all fields of its struct by name; None in an installation without it.
+
+    Raises NativeLibraryError if it was compiled with another struct. The function raises ValueError for fields out of range.
+    """
     path = library_dir() / CPU_LIBRARY
     library = load_library(path, "C++ kernels", "run `make build`") if path.is_file() else None
     entries = [f"{name}__{level}" for level in _LOWEST_LEVELS if hasattr(library, f"{name}__{level}")]
     if not entries:
         return None
     function = library[entries[0]]  # type: ignore[index]  # it has an entry
-    function.argtypes, function.restype = argtypes, ctypes.c_int
+    check_struct(library, entries[0], struct)  # type: ignore[arg-type]
+    function.argtypes, function.restype = (ctypes.POINTER(struct.new),), ctypes.c_int
 
-    def call(*arguments: Any) -> None:
-        code = function(*arguments)
+    names = [field for _, field in struct.fields]
+
+    def call(**fields: int | None) -> None:
+        if fields.keys() != set(names):
+            raise TypeError(f"{name} takes {', '.join(names)}, got {', '.join(fields)}")
+        code = function(struct.new(**fields))
         if code:
-            raise ValueError(f"{name}: code {code}, from arguments {arguments}")
+            raise ValueError(f"{name}: code {code}, from {fields}")
 
     return call

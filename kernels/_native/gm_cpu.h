@@ -118,6 +118,14 @@
   }                                                                                                     \
   GM_KERNEL(name)
 
+// GM_CPU_ARGS(gm_my_op, GmMyArgs)(const GmMyArgs& args): an entry that takes the struct of an args.h, which `make
+// generate` writes from args.py (quant/argument_struct.py); checked like that of a call.
+#define GM_CPU_ARGS(name, Struct)                                                                 \
+  extern "C" __attribute__((visibility("default"))) uint64_t GM_CAT(args_of_##name, GM_LEVEL)() { \
+    return Struct::kDigest;                                                                       \
+  }                                                                                               \
+  GM_KERNEL(name)
+
 // Codes shared with kernels/native.py.
 enum : int {
   GM_F32 = 0,

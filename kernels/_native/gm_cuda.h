@@ -18,21 +18,22 @@
 //     if (i < p.n) p.y[i] = 2 * p.x[i];
 //   }
 //   #else
+//   #include "calls/my_op.h"  // the struct of its calls, which `make generate` writes
 //   static gm::CudaKernel my_kernel{GM_CUBIN, "my_kernel"};
-//   GM_CUDA_ENTRY(gm_my_op)(const void* x, void* y, int n, int device, void* stream) {  // int gm_my_op(...)
-//     if (n < 1) return n < 0 ? GM_E_SHAPE : GM_OK;
-//     Params p{static_cast<const float*>(x), static_cast<float*>(y), n};
+//   GM_CUDA_CALL(gm_my_op, MyOp)  // int gm_my_op(...)
+//   (const GmMyOpCall& call, const gm_my_op_options&, int device, void* stream) {
+//     if (call.n < 1 || call.n > INT32_MAX) return call.n == 0 ? GM_OK : GM_E_SHAPE;
+//     Params p{static_cast<const float*>(call.x), static_cast<float*>(call.y), int(call.n)};
 //     void* args[] = {&p};
-//     return my_kernel.launch(device, stream, {.grid_x = unsigned(n + 255) / 256, .block = 256}, args);
+//     return my_kernel.launch(device, stream, {.grid_x = unsigned(p.n + 255) / 256, .block = 256}, args);
 //   }
 //   #endif
 //
 // launch() also takes .smem (bytes of dynamic shared memory), .cluster (CTAs of a cluster) and .pdl.
 //
-// In Python: native.cuda_function("gm_my_op", "sm_90a", (c_void_p, c_void_p, c_int, c_int, c_void_p)), called
-// with x.get_device() and torch.cuda.current_stream(device).cuda_stream. The launch is asynchronous on that
-// stream, may be captured into a CUDA graph once the kernel has been launched or prepared on the device, and
-// returns 0, GM_E_DRIVER, or -1000 - CUresult.
+// In Python: CallEntry("gm_my_op", "my_op").cuda(config, call, device) (kernels/native_call.py). The launch is
+// asynchronous on `stream`, may be captured into a CUDA graph once the kernel has been launched or prepared on the
+// device, and returns 0, GM_E_DRIVER, or -1000 - CUresult.
 //
 // Driver: CUDA 12.0 or newer (r525), for cuLibraryLoadData;
 // and it must accept the cubin of the toolkit that built it.
@@ -59,7 +60,7 @@
   extern "C" __attribute__((visibility("default"))) const char* options_of_##name() { return #__VA_ARGS__; } \
   GM_CUDA_ENTRY(name)
 // GM_CUDA_ARGS(gm_my_op, GmMyArgs)(const GmMyArgs* args): an entry that takes the struct of an args.h, which
-// `make generate` writes from args.py (kernels/native_args.py); checked like that of a call.
+// `make generate` writes from args.py (quant/argument_struct.py); checked like that of a call.
 #define GM_ARGS_OF(name) args_of_##name
 #define GM_CUDA_ARGS(name, Struct)                                                                          \
   extern "C" __attribute__((visibility("default"))) uint64_t GM_ARGS_OF(name)() { return Struct::kDigest; } \

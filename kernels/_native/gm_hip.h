@@ -18,13 +18,14 @@
 //   }
 //   #endif
 //   #if GM_HIP_HOST
+//   #include "args.h"  // GmMyOpArgs, which `make generate` writes from args.py
 //   static gm::HipKernel my_kernel_of_host = GM_HIP_KERNEL(my_kernel);
-//   GM_HIP_ENTRY(gm_my_op)(const void* x, void* y, int n, int device, const char* arch, void* stream) {
-//     if (n < 1) return n < 0 ? GM_E_SHAPE : GM_OK;
-//     Params p{static_cast<const float*>(x), static_cast<float*>(y), n};
+//   GM_HIP_ARGS(gm_my_op, GmMyOpArgs)(const GmMyOpArgs* args) {
+//     if (args->n < 1) return args->n < 0 ? GM_E_SHAPE : GM_OK;
+//     Params p{args->x, args->y, args->n};
 //     void* arguments[] = {&p};
-//     const gm::HipLaunch shape{.grid_x = unsigned(n + 255) / 256, .block = 256};
-//     return my_kernel_of_host.launch(device, arch, stream, shape, arguments);
+//     const gm::HipLaunch shape{.grid_x = unsigned(p.n + 255) / 256, .block = 256};
+//     return my_kernel_of_host.launch(args->device, args->arch, args->stream, shape, arguments);
 //   }
 //   #endif
 //
@@ -49,7 +50,7 @@
 
 #define GM_HIP_ENTRY(name) extern "C" __attribute__((visibility("default"))) int name
 // GM_HIP_ARGS(gm_my_op, GmMyArgs)(const GmMyArgs* args): an entry that takes the struct of an args.h, which `make
-// generate` writes from args.py; its digest is compared when the entry is first looked up (kernels/native_args.py).
+// generate` writes from args.py; its digest is compared when the entry is first looked up (quant/argument_struct.py).
 #define GM_HIP_ARGS(name, Struct)                                                                         \
   extern "C" __attribute__((visibility("default"))) uint64_t args_of_##name() { return Struct::kDigest; } \
   GM_HIP_ENTRY(name)

@@ -1,6 +1,6 @@
 """What `steps_sm90` passes to native entries beside the calls of operations."""
 
-from gristmill.kernels.native_args import ArgumentStruct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 ROWS = ArgumentStruct(
     "GmMoeRowsArgs",

@@ -8,8 +8,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.moe.args import ROWS
-from gristmill.kernels.native import check
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import check, cuda_entry
 from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:

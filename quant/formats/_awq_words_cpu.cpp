@@ -1,6 +1,7 @@
 // AWQ's words to a bit stream along K: each 32-bit word has the codes of one k for eight rows, so that 8
 // words are transposed by nibbles.
 // gm-levels: base neon
+#include "args.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -46,16 +47,16 @@ void tile(const uint32_t* from, int64_t row_words, int64_t columns, int64_t word
 }  // namespace
 
 // Words [k, columns], contiguous, -> codes [8 * columns, k / 2 bytes], contiguous. k is a multiple of 8.
-GM_KERNEL(gm_awq_rows)(const void* words, int64_t k, int64_t columns, void* codes) {
-  if (k < 8 || k % 8 || columns < 1) return GM_E_SHAPE;
-  const int64_t tiles = (columns + kColumns - 1) / kColumns, row_bytes = k / 2;
-  return gm::parallel_for(tiles, 1, [=](int64_t begin, int64_t end) {
+GM_CPU_ARGS(gm_awq_rows, GmAwqRowsArgs)(const GmAwqRowsArgs& a) {
+  if (a.k < 8 || a.k % 8 || a.columns < 1) return GM_E_SHAPE;
+  const int64_t tiles = (a.columns + kColumns - 1) / kColumns, row_bytes = a.k / 2;
+  return gm::parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t first = t * kColumns, width = columns - first < kColumns ? columns - first : kColumns;
-      for (int64_t w = 0; w < k / 8; w += kWords) {
-        const int64_t count = k / 8 - w < kWords ? k / 8 - w : kWords;
-        tile(static_cast<const uint32_t*>(words) + 8 * w * columns + first, columns, width, count,
-             static_cast<uint8_t*>(codes) + 8 * first * row_bytes + 4 * w, row_bytes);
+      const int64_t first = t * kColumns, width = a.columns - first < kColumns ? a.columns - first : kColumns;
+      for (int64_t w = 0; w < a.k / 8; w += kWords) {
+        const int64_t count = a.k / 8 - w < kWords ? a.k / 8 - w : kWords;
+        tile(static_cast<const uint32_t*>(a.words) + 8 * w * a.columns + first, a.columns, width, count,
+             static_cast<uint8_t*>(a.codes) + 8 * first * row_bytes + 4 * w, row_bytes);
       }
     }
   });

@@ -1,6 +1,7 @@
 // ggml's blocks of 32 values to codes and scales (gguf_blocks.py has the table): the types that carry most
 // files. It is limited by memory, so one level serves every machine of an architecture.
 // gm-levels: base neon
+#include "args.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -44,17 +45,17 @@ int split(const uint8_t* from, int64_t blocks, uint8_t* codes, uint8_t* scales) 
 
 // Blocks of a type, by ggml's number of it, -> codes as a bit stream and scales,
 // both contiguous. GM_E_DTYPE: another type.
-GM_KERNEL(gm_gguf_blocks)(const void* from, int64_t blocks, int type, void* codes, void* scales) {
-  const uint8_t* in = static_cast<const uint8_t*>(from);
-  uint8_t *out = static_cast<uint8_t*>(codes), *factors = static_cast<uint8_t*>(scales);
-  if (blocks < 1) return GM_E_SHAPE;
-  switch (type) {
+GM_CPU_ARGS(gm_gguf_blocks, GmGgufBlocksArgs)(const GmGgufBlocksArgs& a) {
+  const uint8_t* in = static_cast<const uint8_t*>(a.data);
+  uint8_t *out = static_cast<uint8_t*>(a.codes), *factors = static_cast<uint8_t*>(a.scales);
+  if (a.blocks < 1) return GM_E_SHAPE;
+  switch (a.type) {
     case 2:  // Q4_0
-      return split<2, 16, nibbles>(in, blocks, out, factors);
+      return split<2, 16, nibbles>(in, a.blocks, out, factors);
     case 8:  // Q8_0
-      return split<2, 32, flipped>(in, blocks, out, factors);
+      return split<2, 32, flipped>(in, a.blocks, out, factors);
     case 39:  // MXFP4
-      return split<1, 16, nibbles>(in, blocks, out, factors);
+      return split<1, 16, nibbles>(in, a.blocks, out, factors);
     default:
       return GM_E_DTYPE;
   }

@@ -9,7 +9,6 @@ words otherwise and are refused by name.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.quant.formats import words
+from gristmill.quant.formats.args import AWQ
 from gristmill.quant.formats.contract import (
     FLOATS,
     Fields,
@@ -109,10 +109,10 @@ def rows(packed: Tensor, place: Place = new_codes) -> Tensor:
     """
     k, columns = packed.shape
     codes = place((columns * 8, cdiv(k, 2)))
-    native = packing_function("gm_awq_rows", (c_void_p, c_int64, c_int64, c_void_p)) if k % 8 == 0 else None
+    native = packing_function("gm_awq_rows", AWQ) if k % 8 == 0 else None
     if native is not None and packed.device.type == "cpu" and codes.is_contiguous():
         packed = packed.contiguous()
-        native(packed.data_ptr(), k, columns, codes.data_ptr())
+        native(words=packed.data_ptr(), k=k, columns=columns, codes=codes.data_ptr())
         return codes
     out: Tensor = codes.unflatten(0, (columns, 8))
     for start in range(0, k, _CHUNK):

@@ -23,7 +23,6 @@ Source: the block structures of ggml (ggml-common.h, ggml-quants.c), MIT.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import numeric
+from gristmill.quant.formats.args import BLOCKS
 from gristmill.quant.formats.contract import FormatError, Place, make, new_codes
 from gristmill.quant.native import packing_function
 from gristmill.quant.tensor import QuantTensor
@@ -41,7 +41,6 @@ Fields = tuple[Tensor, Tensor, Tensor | None]
 
 _NATIVE = {"Q4_0": 2, "Q8_0": 8, "MXFP4": 39}
 """The types that `_gguf_blocks_cpu.cpp` splits, and ggml's numbers of them."""
-_ARGUMENTS = (c_void_p, c_int64, c_int, c_void_p, c_void_p)
 
 _CHUNK = 1 << 18
 """Bytes of blocks decoded at a time, such that the result stays in the cache of a core."""
@@ -76,11 +75,17 @@ def read_blocks(
         raise FormatError(f"{name}: {kind} {list(shape)} has rows of {row} bytes, got {list(blocks.shape)}")
     scheme, rows = QuantScheme.parse(block_type.scheme), blocks.reshape(-1, row)
     packed = place((*shape[:-1], scheme.code_bytes(k)))
-    native = packing_function("gm_gguf_blocks", _ARGUMENTS) if kind in _NATIVE else None
+    native = packing_function("gm_gguf_blocks", BLOCKS) if kind in _NATIVE else None
     if native is not None and rows.device.type == "cpu" and packed.is_contiguous():
         rows, scale_dtype = rows.contiguous(), torch.uint8 if scheme.scale_dtype == "e8m0" else torch.float16
         scales = torch.empty((*shape[:-1], k // block_type.values), dtype=scale_dtype)
-        native(rows.data_ptr(), scales.numel(), _NATIVE[kind], packed.data_ptr(), scales.data_ptr())
+        native(
+            data=rows.data_ptr(),
+            blocks=scales.numel(),
+            type=_NATIVE[kind],
+            codes=packed.data_ptr(),
+            scales=scales.data_ptr(),
+        )
         return make(name, packed, scales, shape, scheme)
     pieces, step = [], max(1, _CHUNK // row)
     out = packed.view(-1, packed.shape[-1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from ctypes import POINTER, byref, c_char, c_int64, c_void_p
+from ctypes import addressof, c_char, c_int64
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.quant.formats.args import STRINGS
 from gristmill.quant.formats.contract import FormatError
 from gristmill.quant.native import packing_function
 
@@ -86,8 +87,6 @@ MAX_TENSORS: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 21
 """The most elements of an array: vocabularies and merges have some hundred thousand."""
 MAX_DIMENSIONS: Final = 4
-_STRINGS: Final = (c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64))
-"""Arguments of `_gguf_strings_cpu.cpp`."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,18 @@ class GgufHeader:
 
     def _strings(self, entry: _ArrayEntry) -> list[str]:
         """The strings of an array: decoded as one text with a 0 between them, or singly if one of them has a 0."""
-        walk = packing_function("gm_gguf_strings", _STRINGS)
+        walk = packing_function("gm_gguf_strings", STRINGS)
         if walk is not None and entry.length:
             text = bytearray(entry.size - 7 * entry.length)
             out, end = (c_char * len(text)).from_buffer(text), c_int64()
-            walk(self._address(), len(self.data), entry.start, entry.length, out, byref(end))
+            walk(
+                data=self._address(),
+                size=len(self.data),
+                start=entry.start,
+                count=entry.length,
+                out=addressof(out),
+                end=addressof(end),
+            )
             values = text[:-1].decode().split("\0")
             if len(values) == entry.length:
                 return values
@@ -225,11 +231,13 @@ class GgufHeader:
 
     def _skip_strings(self, key: str, count: int) -> None:
         data, position, size = self.data, self._position, len(self.data)
-        walk = packing_function("gm_gguf_strings", _STRINGS)
+        walk = packing_function("gm_gguf_strings", STRINGS)
         if walk is not None:
             end = c_int64()
             try:
-                walk(self._address(), size, position, count, None, byref(end))
+                walk(
+                    data=self._address(), size=size, start=position, count=count, out=None, end=addressof(end)
+                )
             except ValueError as error:
                 raise self._corrupt(f"it ends inside the strings of {key!r}") from error
             self._position = end.value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,13 +14,13 @@ from gristmill.quant.layouts._cpu_rows16 import _by_row as by_row
 from gristmill.quant.layouts._cpu_rows16 import _deinterleave as deinterleave
 from gristmill.quant.layouts._cpu_rows16 import _interleave as interleave
 from gristmill.quant.layouts._cpu_rows16 import pack as pack_rows16
+from gristmill.quant.layouts.args import FACTORS
 from gristmill.quant.layouts.cpu_groups16_v1 import ROWS, RUN, holds
 from gristmill.quant.native import packing_function
 from gristmill.quant.packed import LayoutError, Packed
 from gristmill.quant.tensor import QuantTensor
 
 NAME = "cpu_groups16_v1"
-_FACTORS = (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)
 _HIGH = {5: (4, 32), 6: (2, 16)}
 """Lines of low bits, and columns, that share a line of high bits."""
 _CHUNK = 1 << 20
@@ -95,12 +93,19 @@ def _factored(values: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     if values.dtype != torch.float32 or not per or RUN % (scheme.group_size or 1) or values.shape[-1] % per:
         return values, none
     runs = values.contiguous().view(-1, per)
-    native = packing_function("gm_group_factors", _FACTORS) if values.device.type == "cpu" else None
+    native = packing_function("gm_group_factors", FACTORS) if values.device.type == "cpu" else None
     factors = torch.empty(runs.shape[0], dtype=torch.float32)
     integers = torch.empty(runs.shape, dtype=torch.int8)
     exact = torch.zeros(1, dtype=torch.int32)
     if native is not None:
-        native(runs.data_ptr(), runs.shape[0], per, factors.data_ptr(), integers.data_ptr(), exact.data_ptr())
+        native(
+            values=runs.data_ptr(),
+            runs=runs.shape[0],
+            per=per,
+            factors=factors.data_ptr(),
+            integers=integers.data_ptr(),
+            exact=exact.data_ptr(),
+        )
         if not int(exact):
             return values, none
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_uint32, c_void_p
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from gristmill.quant.layouts._common import (
     unsort_columns,
     zero_codes,
 )
+from gristmill.quant.layouts.args import CODES, VALUES
 from gristmill.quant.layouts.cpu_rows16_v1 import ROWS, padded_k
 from gristmill.quant.native import packing_function
 from gristmill.quant.packed import Packed
@@ -31,10 +31,6 @@ NAME = "cpu_rows16_v1"
 _UNIT_SCALE = {torch.uint8: 127, torch.float8_e4m3fn: 1.0}  # E8M0 127 = 2**0
 
 
-_CODES = (c_void_p, c_int64, c_int64, c_int64, c_int, c_uint32, c_void_p)
-_VALUES = (c_void_p, c_int64, c_int64, c_int64, c_int, c_uint32, c_void_p)
-"""Arguments of `_cpu_rows16_cpu.cpp`, which packs what needs neither sorting nor padding of columns; torch packs the rest."""
-
 _CHUNK = 1 << 20
 """Weights reordered at a time, so that scratch memory is small compared to the weight."""
 
@@ -43,7 +39,7 @@ def pack(weight: QuantTensor) -> Packed:
     """A copy in the interleaved order."""
     device, scheme = weight.device, weight.scheme
     if device.type == "cpu" and weight.g_idx is None and padded_k(scheme, weight.k) == weight.k:
-        native = packing_function("gm_rows16_codes", _CODES)
+        native = packing_function("gm_rows16_codes", CODES)
         if native is not None:
             return _pack_native(weight, native)
     if scheme.is_dense:
@@ -87,7 +83,15 @@ def _pack_native(weight: QuantTensor, pack_codes: Callable[..., None]) -> Packed
         0 if scheme.is_dense else scheme.implicit_zero * (0x11111111 if scheme.bits == 4 else 0x01010101)
     )
     for rows, lines in zip(source.view(-1, n, 4 * words), codes.view(-1, *codes.shape[-3:]), strict=True):
-        pack_codes(rows.data_ptr(), 4 * words, n, words, scheme.bits == 4, padding, lines.data_ptr())
+        pack_codes(
+            rows=rows.data_ptr(),
+            row_bytes=4 * words,
+            n=n,
+            words=words,
+            nibbles=scheme.bits == 4,
+            padding=padding,
+            packed=lines.data_ptr(),
+        )
     slots = {"codes": codes, **_unused(weight.device)}
     if not scheme.is_dense:
         slots |= _scale_slots(weight, weight.scales, weight.zero)
@@ -236,14 +240,22 @@ def _by_block(per_row: Tensor, fill: float) -> Tensor:
     """[..., N, G] -> [..., blocks, G, 16]."""
     dtype = per_row.dtype
     missing = -per_row.shape[-2] % ROWS
-    native = packing_function("gm_rows16_values", _VALUES) if per_row.device.type == "cpu" else None
+    native = packing_function("gm_rows16_values", VALUES) if per_row.device.type == "cpu" else None
     if native is not None:
         n, groups = per_row.shape[-2:]
         padding = int.from_bytes(_bytes(torch.tensor([fill]).to(dtype)).numpy().tobytes(), "little")
         packed = memory.parameter((*per_row.shape[:-2], cdiv(n, ROWS), groups, ROWS), dtype)
         values = per_row.contiguous().view(-1, n, groups)
         for rows, lines in zip(values, packed.view(-1, *packed.shape[-3:]), strict=True):
-            native(rows.data_ptr(), groups, n, groups, dtype.itemsize, padding, lines.data_ptr())
+            native(
+                rows=rows.data_ptr(),
+                row_values=groups,
+                n=n,
+                groups=groups,
+                bytes=dtype.itemsize,
+                padding=padding,
+                packed=lines.data_ptr(),
+            )
         return packed
     if missing:
         shape = (*per_row.shape[:-2], missing, per_row.shape[-1])

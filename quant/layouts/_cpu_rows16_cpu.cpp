@@ -2,6 +2,7 @@
 // And the factors of scales for cpu_groups16_v1. It is limited by memory, so one level serves every machine
 // of an architecture.
 // gm-levels: base neon
+#include "args.h"
 #include "gm_cpu.h"
 
 namespace {
@@ -106,54 +107,46 @@ inline bool factor_run(const float* values, int64_t count, float* factor, int8_t
 
 // Runs of `per` float32 values -> a factor and `per` int8 each. *exact: 1, or 0 if some run is no such
 // product, and then what was written does not count.
-GM_KERNEL(gm_group_factors)(const void* values, int64_t runs, int64_t per, void* factors, void* integers,
-                            void* exact) {
-  if (runs < 0 || per < 1) return GM_E_SHAPE;
+GM_CPU_ARGS(gm_group_factors, GmGroupFactorsArgs)(const GmGroupFactorsArgs& a) {
+  if (a.runs < 0 || a.per < 1) return GM_E_SHAPE;
   int failed = 0;
-  const int code = gm::parallel_for(runs, 1 << 13, [&](int64_t begin, int64_t end) {
+  const int code = gm::parallel_for(a.runs, 1 << 13, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      if (!factor_run(static_cast<const float*>(values) + i * per, per, static_cast<float*>(factors) + i,
-                      static_cast<int8_t*>(integers) + i * per)) {
+      if (!factor_run(a.values + i * a.per, a.per, a.factors + i, a.integers + i * a.per)) {
         __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
         return;
       }
   });
-  *static_cast<int32_t*>(exact) = failed ? 0 : 1;
+  *a.exact = failed ? 0 : 1;
   return code;
 }
 
-// Codes [n, 4 * words bytes], rows row_bytes apart, -> [ceil(n / 16), words, 64 bytes]. nibbles: codes have 4
-// bits, columns in order from the low nibble. padding: the word of rows from n on.
-GM_KERNEL(gm_rows16_codes)(const void* from, int64_t row_bytes, int64_t n, int64_t words, int nibbles,
-                           uint32_t padding, void* to) {
-  if (n < 1 || words < 1 || row_bytes < 4 * words) return GM_E_SHAPE;
-  const int64_t blocks = (n + kRows - 1) / kRows, grain = 262144 / (words * 64) + 1;
-  return gm::parallel_for(blocks, grain, [=](int64_t begin, int64_t end) {
+GM_CPU_ARGS(gm_rows16_codes, GmRows16CodesArgs)(const GmRows16CodesArgs& a) {
+  if (a.n < 1 || a.words < 1 || a.row_bytes < 4 * a.words) return GM_E_SHAPE;
+  const int64_t blocks = (a.n + kRows - 1) / kRows, grain = 262144 / (a.words * 64) + 1;
+  return gm::parallel_for(blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t rows = n - b * kRows < kRows ? n - b * kRows : kRows;
-      const uint8_t* block = static_cast<const uint8_t*>(from) + b * kRows * row_bytes;
-      uint32_t* lines = static_cast<uint32_t*>(to) + b * kRows * words;
-      if (nibbles) {
-        interleave_block<true>(block, row_bytes, rows, words, padding, lines);
+      const int64_t rows = a.n - b * kRows < kRows ? a.n - b * kRows : kRows;
+      const uint8_t* block = static_cast<const uint8_t*>(a.rows) + b * kRows * a.row_bytes;
+      uint32_t* lines = static_cast<uint32_t*>(a.packed) + b * kRows * a.words;
+      if (a.nibbles) {
+        interleave_block<true>(block, a.row_bytes, rows, a.words, a.padding, lines);
       } else {
-        interleave_block<false>(block, row_bytes, rows, words, padding, lines);
+        interleave_block<false>(block, a.row_bytes, rows, a.words, a.padding, lines);
       }
     }
   });
 }
 
-// Values [n, groups] of 1, 2 or 4 bytes, rows row_values apart, -> [ceil(n / 16), groups, 16]. padding: the
-// bits of rows from n on.
-GM_KERNEL(gm_rows16_values)(const void* from, int64_t row_values, int64_t n, int64_t groups, int bytes,
-                            uint32_t padding, void* to) {
-  if (n < 1 || groups < 1 || row_values < groups) return GM_E_SHAPE;
-  switch (bytes) {
+GM_CPU_ARGS(gm_rows16_values, GmRows16ValuesArgs)(const GmRows16ValuesArgs& a) {
+  if (a.n < 1 || a.groups < 1 || a.row_values < a.groups) return GM_E_SHAPE;
+  switch (a.bytes) {
     case 1:
-      return pack_values<uint8_t>(from, row_values, n, groups, padding, to);
+      return pack_values<uint8_t>(a.rows, a.row_values, a.n, a.groups, a.padding, a.packed);
     case 2:
-      return pack_values<uint16_t>(from, row_values, n, groups, padding, to);
+      return pack_values<uint16_t>(a.rows, a.row_values, a.n, a.groups, a.padding, a.packed);
     case 4:
-      return pack_values<uint32_t>(from, row_values, n, groups, padding, to);
+      return pack_values<uint32_t>(a.rows, a.row_values, a.n, a.groups, a.padding, a.packed);
     default:
       return GM_E_DTYPE;
   }

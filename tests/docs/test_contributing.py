@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,12 @@ def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
     assert set(paths) == {"scale_rows_sm90.py", "_scale_rows_sm90.cu"}
     folder = write(tmp_path / "worked", {**paths, "scale_rows.py": files()["scale_rows.py"]})
     source = folder / "_scale_rows_sm90.cu"
+    code = "from scale_rows import OP; from gristmill.kernel_registry.call_struct import header; print(header(OP))"
+    written = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    (folder / "calls").mkdir()
+    (folder / "calls" / "scale_rows.h").write_text(written.stdout)
     result = configure(tmp_path / "build", "-DGRISTMILL_CUDA=on", f"-DGRISTMILL_SM90_SOURCES={source}")
     assert result.returncode == 0, result.stderr
     build = ["cmake", "--build", str(tmp_path / "build"), "--target", "gristmill_cuda_sm90a"]
@@ -143,4 +150,4 @@ def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     spec = folder / "scale_rows_sm90.py"
     spec.write_text(spec.read_text().replace('"gm_scale_rows_sm90"', '"gm_scale_row_sm90"'))
-    assert "has no function gm_scale_row_sm90" in checked().stderr
+    assert "gm_scale_row_sm90 of" in checked().stderr

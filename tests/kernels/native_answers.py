@@ -14,8 +14,7 @@ from gristmill.kernels.linear.frag16_sm90 import _launch as frag16
 from gristmill.kernels.linear.w8a8_sm90 import _launch as w8a8
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch as grouped
 from gristmill.kernels.moe.moe.w8a8_sm90 import _launch as grouped_w8a8
-from gristmill.kernels.native import library_dir
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry, library_dir
 from tests.calls import positional
 from tests.kernels.built_formats import built
 

@@ -13,8 +13,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm90 import decode, decode_ws
 from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.instances import Format, formats, limits
-from gristmill.kernels.native import library_dir
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry, library_dir
 from tests.kernels.built_formats import built
 
 OP = default_registry().op("linear")

@@ -12,8 +12,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.w8a8_sm90 import _launch, shapes
 from gristmill.kernels.linear.w8a8_sm90.args import ARGS
 from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES, Choice, Operands, Shape
-from gristmill.kernels.native import library_dir
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry, library_dir
 from gristmill.quant import pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.calls import make_call

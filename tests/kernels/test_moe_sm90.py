@@ -15,8 +15,7 @@ from gristmill.kernels.linear.frag16_sm90.instances import formats
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import _launch, shapes
 from gristmill.kernels.moe.grouped_linear.frag16_sm90.args import ARGS
 from gristmill.kernels.moe.moe import sm90 as moe_sm90
-from gristmill.kernels.native import library_dir
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry, library_dir
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
 

@@ -15,8 +15,7 @@ from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
 from gristmill.kernels.moe.moe.w8a8_sm90 import _launch, shapes
 from gristmill.kernels.moe.moe.w8a8_sm90 import spec as moe_w8a8_sm90
 from gristmill.kernels.moe.moe.w8a8_sm90.args import ARGS
-from gristmill.kernels.native import library_dir
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry, library_dir
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
 

@@ -16,6 +16,8 @@ import pytest
 from gristmill.kernel_registry import call_struct
 from gristmill.kernel_registry.arguments import Tensor
 from gristmill.kernel_registry.problem import Axis
+from gristmill.quant import argument_struct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 from .test_hip_isa import FLAGS, TARGETS, clang
 
@@ -31,6 +33,11 @@ MY_OP: Any = SimpleNamespace(
     bucket=None,
 )
 """The operation of the example: y = 2 x."""
+MY_ARGS = ArgumentStruct(
+    "GmMyOpArgs",
+    "The same as a struct of arguments.",
+    "int32_t device;\nconst char* arch;\nvoid* stream;\nconst float* x;\nfloat* y;\nint32_t n;",
+)
 
 gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
@@ -43,6 +50,9 @@ def example(header: str, folder: Path, suffix: str) -> Path:
     assert len(found) == 1, f"{header}: its comment has {len(found)} examples"
     path = folder / f"example{suffix}"
     path.write_text(re.sub(r"(?m)^//   ", "", found[0]), encoding="utf-8")
+    (folder / "calls").mkdir()
+    (folder / "calls" / "my_op.h").write_text(call_struct.header(MY_OP))
+    (folder / "args.h").write_text(argument_struct.header([MY_ARGS]))
     return path
 
 
@@ -55,8 +65,6 @@ def compile_with(*command: str | Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_cpu(tmp_path: Path, dtype: type[np.floating]) -> None:
     source = example("gm_cpu.h", tmp_path, ".cpp")
-    (tmp_path / "calls").mkdir()
-    (tmp_path / "calls" / "my_op.h").write_text(call_struct.header(MY_OP))
     threads = tmp_path / "threads.cpp"  # in place of threads.cpp, which is linked with torch
     threads.write_text(
         "#include <cstdint>\n"
@@ -104,9 +112,10 @@ def test_hip_executed_by_fibers(tmp_path: Path) -> None:
     compile_with("g++", "-x", "c++", *WARNINGS, *flags, source, "-o", tmp_path / "fibers.so")
     x = np.arange(300, dtype=np.float32)
     y = np.zeros(301, dtype=np.float32)
-    function = ctypes.CDLL(str(tmp_path / "fibers.so"))["gm_my_op"]
-    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (x, y)]
-    assert function(*pointers, 300, 0, b"gfx1100", None) == 0
+    library = ctypes.CDLL(str(tmp_path / "fibers.so"))
+    argument_struct.check_struct(library, "gm_my_op", MY_ARGS)
+    args = MY_ARGS.new(arch=b"gfx1100", x=x.ctypes.data, y=y.ctypes.data, n=300)
+    assert library.gm_my_op(ctypes.byref(args)) == 0
     assert (y == [*(2 * x), 0]).all()
 
 

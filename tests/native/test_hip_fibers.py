@@ -21,7 +21,7 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.op import OP, error, pack, reference
 from gristmill.kernels.linear.wv_splitk_hip import _launch
 from gristmill.kernels.linear.wv_splitk_hip.spec import COUNTERS, KERNELS
-from gristmill.kernels.native_args import ArgumentStruct, check_struct
+from gristmill.quant.argument_struct import ArgumentStruct, check_struct
 from tests.calls import make_call
 
 ROOT = Path(__file__).resolve().parents[2]

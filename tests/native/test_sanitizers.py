@@ -22,7 +22,7 @@ needs_tools = pytest.mark.skipif(
 
 
 def entries(source: Path) -> set[str]:
-    return set(re.findall(r"^GM_(?:KERNEL|CPU_CALL)\((\w+)", source.read_text(), re.MULTILINE))
+    return set(re.findall(r"^GM_(?:KERNEL|CPU_CALL|CPU_ARGS)\((\w+)", source.read_text(), re.MULTILINE))
 
 
 def test_every_core_has_a_program() -> None:

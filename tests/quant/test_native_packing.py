@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,18 @@ import torch
 
 from gristmill.kernel_registry.scheme import ALL_WEIGHT_SCHEMES
 from gristmill.quant import QuantTensor, native, pack, unpack
+from gristmill.quant.formats import args as format_args
 from gristmill.quant.formats import awq, gguf_blocks
 from gristmill.quant.formats.gguf_blocks import read_blocks
 from gristmill.quant.layouts import _cpu_rows16
+from gristmill.quant.layouts import args as layout_args
 from gristmill.quant.tensor import same_bits
 from tests.quant.formats.test_gguf import random_blocks
 from tests.quant.oracle import variants
 
-CODES = native.packing_function("gm_rows16_codes", _cpu_rows16._CODES)
-AWQ = native.packing_function("gm_awq_rows", (c_void_p, c_int64, c_int64, c_void_p))
-BLOCKS = native.packing_function("gm_gguf_blocks", gguf_blocks._ARGUMENTS)
+CODES = native.packing_function("gm_rows16_codes", layout_args.CODES)
+AWQ = native.packing_function("gm_awq_rows", format_args.AWQ)
+BLOCKS = native.packing_function("gm_gguf_blocks", format_args.BLOCKS)
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +78,17 @@ def test_the_c_function_writes_its_lines_only() -> None:
     n, words = 19, 21
     source = torch.randint(0, 256, (n, 4 * words), dtype=torch.uint8)
     lines = torch.full((64 + 2 * words * 64 + 64,), 0xA5, dtype=torch.uint8)
-    CODES(source.data_ptr(), 4 * words, n, words, 0, 0x80808080, lines[64:].data_ptr())
+    valid = {"rows": source.data_ptr(), "row_bytes": 4 * words, "n": n, "words": words, "nibbles": 0}
+    valid |= {"padding": 0x80808080, "packed": lines[64:].data_ptr()}
+    CODES(**valid)
     assert bool((lines[:64] == 0xA5).all()) and bool((lines[-64:] == 0xA5).all())
     blocks = lines[64:-64].view(2, words, 16, 4)
     rows = blocks.transpose(1, 2).reshape(32, 4 * words)
     assert torch.equal(rows[:n], source) and bool((rows[n:] == 0x80).all())
     with pytest.raises(ValueError, match="gm_rows16_codes: code -2"):
-        CODES(source.data_ptr(), 4 * words - 4, n, words, 0, 0, lines.data_ptr())
+        CODES(**valid | {"row_bytes": 4 * words - 4})
+    with pytest.raises(TypeError, match="takes rows, row_bytes, n, words, nibbles, padding, packed, got n"):
+        CODES(n=n)
 
 
 @pytest.mark.parametrize("kind", gguf_blocks._NATIVE)
@@ -129,6 +134,6 @@ def test_awq_is_what_torch_reads(k: int, columns: int, monkeypatch: pytest.Monke
 
 def test_an_installation_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library_dir", lambda: tmp_path)
-    assert native.packing_function.__wrapped__("gm_rows16_codes", ()) is None
+    assert native.packing_function.__wrapped__("gm_rows16_codes", layout_args.CODES) is None
     monkeypatch.undo()
-    assert native.packing_function.__wrapped__("gm_no_such_function", ()) is None
+    assert native.packing_function.__wrapped__("gm_no_such_function", layout_args.CODES) is None

@@ -167,9 +167,7 @@ def called(name: str) -> frozenset[str]:
     return frozenset(
         literal(n.args[0])
         for n in calls
-        if n.func.id in CALLS
-        and n.func.id not in defined_here
-        and name not in ("kernels/native_call.py", "kernels/native_args.py")
+        if n.func.id in CALLS and n.func.id not in defined_here and name != "kernels/native_call.py"
     )
 
 
@@ -184,7 +182,8 @@ def native_reach(entries: frozenset[str]) -> frozenset[str]:
         text = (PACKAGE / name).read_text().replace("@", "_")  # any text may replace a placeholder
         if any(
             re.search(
-                rf"(GM_KERNEL\(|GM_C\w+_CALL\(|GM_(?:CUDA|HIP)_(?:ENTRY|ARGS)\(|#define GM_ENTRY ){e}\b", text
+                rf"(GM_KERNEL\(|GM_C\w+_CALL\(|GM_(?:CPU|CUDA|HIP)_(?:ENTRY|ARGS)\(|#define GM_ENTRY ){e}\b",
+                text,
             )
             for e in entries
         ):

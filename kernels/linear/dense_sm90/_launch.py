@@ -9,8 +9,7 @@ import torch
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.linear.dense_sm90.args import ARGS
-from gristmill.kernels.native import check
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import check, cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall

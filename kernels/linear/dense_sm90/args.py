@@ -1,6 +1,6 @@
 """What the launcher of skinny dense products passes to its native entry."""
 
-from gristmill.kernels.native_args import ArgumentStruct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 ARGS = ArgumentStruct(
     "GmLinearDenseArgs",

@@ -12,8 +12,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
 from gristmill.kernels.linear.frag16_sm90.args import ARGS, GATHER
-from gristmill.kernels.native import check
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import check, cuda_entry
 
 if TYPE_CHECKING:
     from ctypes import Structure

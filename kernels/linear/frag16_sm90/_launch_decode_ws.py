@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.linear.frag16_sm90._launch import checked, copyable, run
 from gristmill.kernels.linear.frag16_sm90.args import ARGS
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall

@@ -12,7 +12,7 @@ from gristmill.kernels.common import need_workspace
 from gristmill.kernels.linear.frag16_sm90._launch import checked, copyable, run
 from gristmill.kernels.linear.frag16_sm90.args import ARGS
 from gristmill.kernels.linear.frag16_sm90.gemm_ws import FLAG_BYTES, scratch_bytes
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall

@@ -1,6 +1,6 @@
 """What the launchers of linear over frag16 tiles pass to native entries."""
 
-from gristmill.kernels.native_args import ArgumentStruct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 ARGS = ArgumentStruct(
     "GmLinearFrag16Args",

@@ -13,8 +13,7 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace, ro
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.kernels.linear.w8a8_sm90.args import ARGS, QUANTIZE
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands, operands_of, workspace_bytes
-from gristmill.kernels.native import check
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import check, cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall

@@ -1,6 +1,6 @@
 """What the launchers of linear with 8-bit activations pass to native entries."""
 
-from gristmill.kernels.native_args import ArgumentStruct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 ARGS = ArgumentStruct(
     "GmLinearW8a8Args",

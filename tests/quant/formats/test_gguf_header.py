@@ -161,7 +161,7 @@ def strings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "Python":
         monkeypatch.setattr(gguf_header, "packing_function", lambda *_: None)
     else:
-        assert gguf_header.packing_function("gm_gguf_strings", gguf_header._STRINGS) is not None
+        assert gguf_header.packing_function("gm_gguf_strings", gguf_header.STRINGS) is not None
 
 
 @pytest.mark.usefixtures("strings")

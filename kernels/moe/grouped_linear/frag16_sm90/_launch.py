@@ -12,8 +12,7 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
 from gristmill.kernels.moe.grouped_linear.frag16_sm90.args import ARGS
 from gristmill.kernels.moe.grouped_linear.frag16_sm90.shapes import misfit
-from gristmill.kernels.native import check
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import check, cuda_entry
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import GroupedLinearCall

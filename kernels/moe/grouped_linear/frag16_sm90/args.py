@@ -1,6 +1,6 @@
 """What the launcher of grouped linear over frag16 tiles passes to native entries."""
 
-from gristmill.kernels.native_args import ArgumentStruct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 ARGS = ArgumentStruct(
     "GmGroupedFrag16Args",

@@ -13,8 +13,7 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
 from gristmill.kernels.moe.moe.w8a8_sm90.args import ARGS, QUANTIZE
 from gristmill.kernels.moe.moe.w8a8_sm90.shapes import scale_pitch
-from gristmill.kernels.native import check
-from gristmill.kernels.native_args import cuda_entry
+from gristmill.kernels.native import check, cuda_entry
 
 SHAPE = ("tile_a", "tile_b", "plain", "slots", "ctas", "grid")
 """Entries of a configuration that are fields of `ARGS`."""

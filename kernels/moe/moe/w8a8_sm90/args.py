@@ -1,6 +1,6 @@
 """What the launchers of experts with 8-bit activations pass to native entries."""
 
-from gristmill.kernels.native_args import ArgumentStruct
+from gristmill.quant.argument_struct import ArgumentStruct
 
 ARGS = ArgumentStruct(
     "GmGroupedW8a8Args",

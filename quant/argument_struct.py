@@ -1,19 +1,16 @@
-"""Structs of arguments that a launcher computes, for native entries that take more than a call (`native_call`).
+"""Structs of arguments that the callers of native entries compute (the calls of operations are `kernel_registry.call_struct`).
 
 A struct is declared once, as the text of its fields in C, in a module ``args.py``; `make generate` writes the header ``args.h`` beside it:
 
     ARGS = ArgumentStruct("GmScaleArgs", "The arguments of gm_scale.", '''
         int32_t device;   // ordinal
-        void* stream;     // a CUstream of the device
         const float* x;   // [n]
         int32_t n;
     ''')
-    args = ARGS.new(device=0, n=7)
-    args.x = x.data_ptr()
-    check(cuda_entry("gm_scale", ARGS)(args), "scale")
+    args = ARGS.new(device=0, x=x.data_ptr(), n=7)
 
-The header has a digest of the fields. `GM_CUDA_ARGS` and `GM_HIP_ARGS` (`hip.hip_entry`) compile it into the library, and it is compared with the
-declaration when the entry is first looked up.
+The header has a digest of the fields. `GM_CPU_ARGS`, `GM_CUDA_ARGS` and `GM_HIP_ARGS` compile it into the library, and it is compared with
+the declaration when an entry is first looked up.
 """
 
 from __future__ import annotations
@@ -22,16 +19,13 @@ import ctypes
 import hashlib
 import re
 import textwrap
-from collections.abc import Callable
-from ctypes import POINTER, Structure, c_uint64
-from functools import cache, cached_property
-
-from gristmill.kernels.native import cuda_function, cuda_library
-from gristmill.quant.native import NativeLibraryError
+from ctypes import Structure, c_uint64
+from functools import cached_property
 
 _TYPES = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
     "float": ctypes.c_float,
     "const char*": ctypes.c_char_p,
 }
@@ -39,10 +33,14 @@ _TYPES = {
 _FIELDS = re.compile(r"(?P<type>(?:const )?\w+\*?)\s+(?P<names>\w+(?:,\s*\w+)*);")
 
 
+class NativeLibraryError(RuntimeError):
+    """A native library, or a function in it, is not in this installation."""
+
+
 class ArgumentStruct:
     """A struct: the name of its type in C, what it is, and the declarations of its fields, with comments.
 
-    Types are int32_t, int64_t, float and pointers. Pointers that are not set are null, numbers 0.
+    Types are int32_t, int64_t, uint32_t, float and pointers. Pointers that are not set are null, numbers 0.
     """
 
     def __init__(self, name: str, summary: str, declarations: str) -> None:
@@ -98,14 +96,6 @@ def header(structs: list[ArgumentStruct]) -> str:
         "#pragma once",
     ]
     return "\n".join([*lines, "#include <cstdint>", "", *(f"{struct.definition()}\n" for struct in structs)])
-
-
-@cache
-def cuda_entry(name: str, struct: ArgumentStruct) -> Callable[[Structure], int]:
-    """The entry of the library for sm_90a that takes a struct. NativeLibraryError if it was compiled with another one."""
-    function = cuda_function(name, "sm_90a", (POINTER(struct.new),))
-    check_struct(cuda_library("sm_90a"), name, struct)
-    return function
 
 
 def check_struct(library: ctypes.CDLL, name: str, struct: ArgumentStruct) -> None:

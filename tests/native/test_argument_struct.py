@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.kernels import native_args
+from gristmill.kernels import native
 from gristmill.kernels.linear.dense_sm90.args import ARGS
-from gristmill.kernels.native_args import ArgumentStruct, check_struct, header
+from gristmill.quant.argument_struct import ArgumentStruct, check_struct, header
 from gristmill.quant.native import NativeLibraryError
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = sorted((ROOT / "kernels").rglob("args.py"))
+MODULES = sorted(path for folder in ("kernels", "quant") for path in (ROOT / folder).rglob("args.py"))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
@@ -50,7 +50,7 @@ def of_python(struct: ArgumentStruct) -> list[int]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.parent.relative_to(ROOT / "kernels")))
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.parent.relative_to(ROOT)))
 def test_c_lays_out_the_fields_as_python_does(module: Path, tmp_path: Path) -> None:
     assert structs(module), "declares no struct"
     text = module.with_suffix(".h").read_text()
@@ -86,11 +86,11 @@ def test_a_library_of_another_declaration_is_refused(tmp_path: Path) -> None:
 
 def test_an_entry_is_checked_when_it_is_first_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(native_args, "cuda_function", lambda name, arch, types: len)
-    monkeypatch.setattr(native_args, "cuda_library", lambda arch: None)
-    monkeypatch.setattr(native_args, "check_struct", lambda library, name, struct: seen.append(name))
+    monkeypatch.setattr(native, "cuda_function", lambda name, arch, types: len)
+    monkeypatch.setattr(native, "cuda_library", lambda arch: None)
+    monkeypatch.setattr(native, "check_struct", lambda library, name, struct: seen.append(name))
     struct = ArgumentStruct("GmScaleArgs", "", "int32_t rows;")
-    assert native_args.cuda_entry("gm_scale", struct) is native_args.cuda_entry("gm_scale", struct) is len
+    assert native.cuda_entry("gm_scale", struct) is native.cuda_entry("gm_scale", struct) is len
     assert seen == ["gm_scale"]
 
 
