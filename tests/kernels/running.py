@@ -37,9 +37,9 @@ class Runnable:
     def __str__(self) -> str:
         return self.kernel.name if self.kernel.language != "cpp" else f"{self.kernel.name}-{self.target.name}"
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any, **named: Any) -> None:
         """Launch on the arguments and outputs as they are, strides included, after the operation's own checks."""
-        call = self.op.Call(*arguments)
+        call = self.op.Call(*arguments, **named)
         problem = self.op.describe(*call.arguments())
         assert self.kernel.accepts(problem) is None
         if self.op.guard(self.op.static(problem))(call):

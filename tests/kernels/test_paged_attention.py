@@ -13,6 +13,7 @@ import torch
 from gristmill.autotune.metrics import error_of
 from gristmill.autotune.verify import run_reference
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.lengths import lengths
 from gristmill.kernels.attention.paged_attention.cpu import KERNEL as CPP
 from gristmill.kernels.attention.paged_attention.op import OP
@@ -257,7 +258,12 @@ def test_planted_fault_is_caught(
 ) -> None:
     """With the fault, every example that it concerns, and the problem that verifies a plan, are far over the
     tolerance."""
-    texts = [t for t in OP.examples if OP.problem(t).integer("q_tokens") and applies(OP.problem(t))]
+    torch_kernel = default_registry().kernel("paged_attention", TORCH.name)
+    texts = [
+        t
+        for t in OP.test_problems(torch_kernel)
+        if OP.problem(t).integer("q_tokens") and applies(OP.problem(t))
+    ]
     assert texts
     for text in texts:
         problem, right = arguments_of(text)

@@ -383,8 +383,7 @@ def test_hard_values(implementation: Runnable, name: str) -> None:
         None,
         None,
         *scales_of_tokens,
-        0.0,
-        out,
+        out=out,
     )
     rms = expected.square().mean(-1, keepdim=True).sqrt()
     assert float(((out.double() - expected).abs() / torch.maximum(expected.abs(), rms)).max()) <= 1.3e-2
