@@ -1,9 +1,9 @@
 """Instructions of C++ CPU kernels, counted by valgrind's callgrind. Counts repeat to one part in ten thousand, however busy
 the machine is.
 
-A kernel is launched on the operation's inputs, and each of its calls into the native library is recorded with the memory that
-its structs point to. `bench/replay.c` repeats these calls under callgrind, which counts from the first instruction of a call
-to its last, on one thread. It compares the memory after each call with the recorded one.
+A kernel is launched on the operation's inputs, and each of its calls into the native library is recorded: the struct of the call, its
+options, and the memory of its tensors. `bench/replay.c` repeats these calls under callgrind, which counts from the first instruction of
+a call to its last, on one thread. It compares the memory after each call with the recorded one.
 
 Counts belong to a compiler and a code level, not to a machine: a file has a part for each. Callgrind does not support AVX-512.
 """
@@ -11,7 +11,6 @@ Counts belong to a compiler and a code level, not to a machine: a file has a par
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import platform
 import re
@@ -19,13 +18,15 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.autotune.place import Place
-from gristmill.kernel_registry.kernel import ConfigValue, Kernel
+from gristmill.kernel_registry.call import Call
+from gristmill.kernel_registry.call_struct import fields
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
 
@@ -50,13 +51,14 @@ class CountError(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call into the native library. structs: the words of each, a number, or (buffer, offset) for an address.
-    before, after: the content of the buffers, as bytes.
+class NativeCall:
+    """A call of an entry. words: of its struct, each a number, or (buffer, offset) for an address.
+    before, after: the content of the buffers.
     """
 
     symbol: str
-    structs: tuple[tuple[int | tuple[int, int], ...], ...]
+    words: tuple[int | tuple[int, int], ...]
+    options: tuple[int, ...]
     before: tuple[bytes, ...]
     after: tuple[bytes, ...]
 
@@ -92,7 +94,7 @@ def missing(here: Place) -> str:
 class Recording:
     """One launch: its calls into the native library, and what was wrong with its result ("" if nothing)."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[NativeCall, ...]
     wrong: str
 
 
@@ -106,7 +108,7 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
     from gristmill.autotune.metrics import error_of
     from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
 
-    calls: list[Call] = []
+    calls: list[NativeCall] = []
     neutral, threads = op.inputs(problem, 0, "cpu"), torch.get_num_threads()
     references = run_reference(op, neutral)
     arguments = kernel_arguments(op, kernel, neutral)
@@ -127,130 +129,94 @@ def record(op: Op, kernel: Kernel, problem: Problem, here: Place) -> Recording:
 
 
 @contextmanager
-def _recording(calls: list[Call]) -> Iterator[None]:
+def _recording(calls: list[NativeCall]) -> Iterator[None]:
     """Record the calls of every entry of the native library."""
-    from gristmill.kernels.native_call import CallEntry, Options
+    from gristmill.kernels.native_call import CallEntry
 
-    original = CallEntry.at
+    original = CallEntry.cpu
 
-    def recorded(entry: CallEntry, level: ConfigValue) -> tuple[Callable[..., int], Options]:
-        function, options = original(entry, level)
+    def recorded(entry: CallEntry, config: Config, call: Call) -> None:
+        buffers, options = _buffers(call), entry.at(config["level"])[1]
+        words = _words(entry.op, entry.pack(call), buffers)
+        values = struct.unpack(f"{len(options.names)}Q", options.pack(config))
+        before = tuple(ctypes.string_at(*buffer) for buffer in buffers)
+        original(entry, config, call)
+        after = tuple(ctypes.string_at(*buffer) for buffer in buffers)
+        calls.append(NativeCall(f"{entry.name}__{config['level']}", words, values, before, after))
 
-        def call(*structs: bytes) -> int:
-            return _keep(calls, f"{entry.name}__{level}", function, structs)
-
-        return call, options
-
-    CallEntry.at = recorded  # type: ignore[assignment, method-assign]
+    CallEntry.cpu = recorded  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        CallEntry.at = original  # type: ignore[method-assign]
+        CallEntry.cpu = original  # type: ignore[method-assign]
 
 
-def _keep(calls: list[Call], symbol: str, function: Callable[..., int], structs: tuple[bytes, ...]) -> int:
-    """Call `function`. Words of its structs that are addresses within a tensor are recorded as such."""
-    regions = _tensors()
-    used: list[tuple[int, int]] = []
-    words = [struct.unpack(f"{len(given) // 8}q", given) for given in structs]
-    recorded = tuple(tuple(_place(word, regions, used) or word for word in given) for given in words)
-    before = tuple(ctypes.string_at(*region) for region in used)
-    code = function(*structs)
-    calls.append(Call(symbol, recorded, before, tuple(ctypes.string_at(*region) for region in used)))
-    return code
+def _buffers(call: Call) -> list[tuple[int, int]]:
+    """Address and size in bytes of the memory of the call's tensors."""
+    from gristmill.autotune.guard import tensors
+
+    storages = (tensor.untyped_storage() for value in call.values() for tensor in tensors(value))
+    return list(
+        dict.fromkeys((storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes())
+    )
 
 
-def _place(
-    address: int, regions: list[tuple[int, int]], used: list[tuple[int, int]]
-) -> tuple[int, int] | None:
-    """Where an address is: the number of its region among those in use, to which it is added, and the offset; None: in no region."""
-    region = next((region for region in regions if region[0] <= address < region[0] + region[1]), None)
-    if region is None:
-        return None
-    if region not in used:
-        used.append(region)
-    return used.index(region), address - region[0]
+def _words(op: Op, packed: bytes, buffers: Sequence[tuple[int, int]]) -> tuple[int | tuple[int, int], ...]:
+    """The words of a struct, addresses within `buffers` as (buffer, offset)."""
+    words: list[int | tuple[int, int]] = []
+    codes = "".join(field.code for field in fields(op))
+    for code, word in zip(codes, struct.unpack(f"{len(codes)}Q", packed), strict=True):
+        places = [(i, word - start) for i, (start, size) in enumerate(buffers) if 0 <= word - start < size]
+        words.append(places[0] if places and code == "P" else word)
+    return tuple(words)
 
 
-def _tensors() -> list[tuple[int, int]]:
-    """Address and size in bytes of the memory of every live tensor."""
-    import torch
-
-    # type() instead of isinstance: some objects warn when their __class__ is read. Other subclasses, such as the FakeTensors that
-    # torch.compile keeps, and functional tensors may have no memory of their own.
-    tensors = [
-        t
-        for t in gc.get_objects()
-        if type(t) in (torch.Tensor, torch.nn.Parameter)
-        and t.device.type == "cpu"
-        and t.numel()
-        and not torch._is_functional_tensor(t)
-    ]
-    return sorted({(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors)})
-
-
-def replayed(launches: Sequence[Sequence[Call]]) -> list[int]:
+def replayed(launches: Sequence[Sequence[NativeCall]]) -> list[int]:
     """Instructions of each launch, all counted in one process under callgrind."""
     from gristmill.kernels.native import library_dir
 
+    calls = [call for launch in launches for call in launch]
     with tempfile.TemporaryDirectory(prefix="kernelbench-") as name:
         folder = Path(name)
         (folder / "torch.c").write_text(_TORCH)
-        _run(
-            [
-                "cc",
-                "-O1",
-                "-shared",
-                "-fPIC",
-                "-Wl,-soname,libtorch_cpu.so",
-                "-o",
-                f"{name}/libtorch_cpu.so",
-                f"{name}/torch.c",
-            ],
-            folder,
-        )
-        _run(["cc", "-O1", "-o", f"{name}/replay", str(Path(__file__).with_name("replay.c")), "-ldl"], folder)
-        calls = [call for launch in launches for call in launch]
-        (folder / "script").write_text(
-            "".join(_script(call, folder / str(number)) for number, call in enumerate(calls))
-        )
-        _run(
-            [
-                "valgrind",
-                "--tool=callgrind",
-                f"--callgrind-out-file={name}/count",
-                "--toggle-collect=counted",
-                "--dump-after=counted",
-                f"{name}/replay",
-                str(library_dir() / "libgristmill_cpu.so"),
-                f"{name}/script",
-            ],
-            folder,
-        )
+        (folder / "calls.h").write_text("".join(_source(call, i, folder) for i, call in enumerate(calls)))
+        replay = str(Path(__file__).with_name("replay.c"))
+        stub = ["-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", "-o", "libtorch_cpu.so", "torch.c"]
+        _run(["cc", "-O1", *stub], folder)
+        _run(["cc", "-O1", "-I.", "-o", "replay", replay, "-ldl"], folder)
+        counting = ["--callgrind-out-file=count", "--toggle-collect=counted", "--dump-after=counted"]
+        library = str(library_dir() / "libgristmill_cpu.so")
+        _run(["valgrind", "--tool=callgrind", *counting, "./replay", library], folder)
         counts = iter([_total(folder / f"count.{n + 1}") for n in range(len(calls))])
     return [sum(next(counts) for _ in launch) for launch in launches]
 
 
-def _script(call: Call, stem: Path) -> str:
-    """A call in the format of `replay.c`; the content of its buffers is written to files next to `stem`."""
-    lines = [f"call {call.symbol}"]
-    for number, (before, after) in enumerate(zip(call.before, call.after, strict=True)):
-        paths = (Path(f"{stem}.{number}.before"), Path(f"{stem}.{number}.after"))
-        for path, content in zip(paths, (before, after), strict=True):
-            path.write_bytes(content)
-        lines.append(f"buffer {len(before)} {paths[0]} {paths[1]}")
-    for words in call.structs:
-        lines.append(f"struct {len(words)}")
-        lines += [
-            f"pointer {word[0]} {word[1]}" if isinstance(word, tuple) else f"int {word}" for word in words
-        ]
-    return "\n".join([*lines, "go", ""])
+def _source(call: NativeCall, number: int, folder: Path) -> str:
+    """A call as a statement in C, for `replay.c`; the content of its buffers is written to files."""
+    buffers, after = [], []
+    for i, contents in enumerate(zip(call.before, call.after, strict=True)):
+        for kind, content in zip(("before", "after"), contents, strict=True):
+            (folder / f"{number}.{i}.{kind}").write_bytes(content)
+        buffers.append(f'load({len(contents[0])}, "{number}.{i}.before")')
+        after.append(f'compare(b[{i}], {len(contents[1])}, "{number}.{i}.after", "{call.symbol}");')
+    words = [
+        f"(uint64_t)(b[{word[0]}] + {word[1]})" if isinstance(word, tuple) else f"{word:#x}"
+        for word in call.words
+    ]
+    options = [f"{option:#x}" for option in call.options] or ["0"]
+    return f"""{{
+  char* b[] = {{{", ".join(buffers)}}};
+  const uint64_t call[] = {{{", ".join(words)}}}, options[] = {{{", ".join(options)}}};
+  replay(library, "{call.symbol}", call, options);
+  {" ".join(after)}
+}}
+"""
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
     environment = {"PATH": os.environ.get("PATH", os.defpath), "LD_LIBRARY_PATH": str(folder)}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+        command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
     )
     if done.returncode != 0:
         raise CountError(
