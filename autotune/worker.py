@@ -6,17 +6,14 @@ arguments RANK, WORLD, cpu or cuda, and a file for the rendezvous it is one rank
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import IO, Any
+from typing import Any
 
+from gristmill.autotune.child import Child, serve
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
@@ -29,14 +26,11 @@ COLLECTIVE_SECONDS = 60.0
 """Seconds that a rank of a worker group waits for the others in one collective call."""
 
 
-class Worker:
-    """A child process that verifies. Started at the first task, replaced when it dies. arguments: of its command line."""
+class Worker(Child):
+    """A child process that verifies. arguments: of its command line."""
 
     def __init__(self, timeout: float = TIMEOUT, arguments: Sequence[str] = ()) -> None:
-        self.timeout = timeout
-        self.arguments = tuple(arguments)
-        self._process: subprocess.Popen[str] | None = None
-        self._outcomes: queue.Queue[str | None] = queue.Queue()
+        super().__init__(("-m", "gristmill.autotune.worker", *arguments), timeout)
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
         """The outcome as a table (ok, error, tolerance, reason, judged); a dead or silent child is an outcome too.
@@ -53,69 +47,26 @@ class Worker:
         self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str, rounds: int = 0
     ) -> None:
         """Start a verification; with rounds, in a rank of a worker group, its timing too. `receive` returns the outcome."""
-        process = self._alive()
-        task = {
-            "op": op.name,
-            "kernel": kernel.name,
-            "config": dict(config),
-            "problem": str(problem),
-            "device": device,
-            "rounds": rounds,
-        }
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died; the end of its output says so
-        except BaseException:
-            self.close()
-            raise
+        self.write(
+            {
+                "op": op.name,
+                "kernel": kernel.name,
+                "config": dict(config),
+                "problem": str(problem),
+                "device": device,
+                "rounds": rounds,
+            }
+        )
 
     def receive(self) -> dict[str, Any]:
         """The outcome of the verification that was started last."""
-        process = self._process
-        assert process is not None
         try:
-            line = self._outcomes.get(timeout=self.timeout)
-        except queue.Empty:
-            self.close()
-            return _failure(f"verification: no answer in {self.timeout:.0f} s")
-        except BaseException:
-            self.close()  # a late outcome must not be attributed to the next task
-            raise
-        if line is None:
-            code = process.wait()
-            self._process = None
-            return _failure(f"killed its process (exit status {code})")
-        outcome: dict[str, Any] = json.loads(line)
+            outcome: dict[str, Any] = self.read()
+        except TimeoutError as error:
+            return _failure(f"verification: {error}")
+        except ChildProcessError as error:
+            return _failure(f"killed its process ({error})")
         return outcome
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its child runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def close(self) -> None:
-        """End the child."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _alive(self) -> subprocess.Popen[str]:
-        if self._process is None or not self.is_alive:
-            self._outcomes = queue.Queue()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gristmill.autotune.worker", *self.arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                process_group=0,  # an interrupt from the keyboard is for the parent, which ends its children
-            )
-            threading.Thread(target=_pump, args=(self._process.stdout, self._outcomes), daemon=True).start()
-        return self._process
 
 
 class Workers:
@@ -177,20 +128,10 @@ def _failure(reason: str, judged: bool = True) -> dict[str, Any]:
     return {"ok": False, "error": None, "tolerance": None, "reason": reason, "judged": judged}
 
 
-def _pump(stream: IO[str], outcomes: queue.Queue[str | None]) -> None:
-    for line in stream:
-        outcomes.put(line)
-    outcomes.put(None)
-
-
-def main() -> None:
-    """Answer tasks from standard input until it closes."""
+def _prepare() -> Callable[[dict[str, Any]], dict[str, Any]]:
     from gristmill.autotune.group_timing import time_together
     from gristmill.autotune.verify import Verifier, verify
 
-    # Kernels and libraries may print; the pipe to the parent carries outcomes only.
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     registry, check = default_registry(), Verifier().verify
     if len(sys.argv) > 1:
         import torch
@@ -201,36 +142,32 @@ def main() -> None:
         torch.set_num_threads(1)
         rendezvous("workers", int(rank), int(world), kind, file, COLLECTIVE_SECONDS)
         check = verify  # without retries: all ranks must make the same calls
-    for line in sys.stdin:
-        task = json.loads(line)
+
+    def answer(task: dict[str, Any]) -> dict[str, Any]:
         op = registry.op(task["op"])
         kernel = registry.kernel(op.name, task["kernel"])
+        arguments = (op, kernel, task["config"], op.problem(task["problem"]), task["device"])
+        if task["rounds"]:
+            try:
+                times = time_together(*arguments, task["rounds"])
+            except Exception as fault:
+                return _failure(f"{type(fault).__name__}: {fault}")
+            return {"ok": True, "judged": True, "reason": "", "times": times}
         try:
-            if task["rounds"]:
-                times = time_together(
-                    op, kernel, task["config"], op.problem(task["problem"]), task["device"], task["rounds"]
-                )
-                output.write(json.dumps({"ok": True, "judged": True, "reason": "", "times": times}) + "\n")
-                output.flush()
-                continue
-            outcome = check(op, kernel, task["config"], op.problem(task["problem"]), task["device"])
-            error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
-            message = {
-                "ok": outcome.ok,
-                "error": error,
-                "tolerance": outcome.tolerance,
-                "reason": outcome.reason,
-                "judged": True,
-            }
+            outcome = check(*arguments)
         except UnverifiableError as fault:
-            message = _failure(str(fault), judged=False)
-        except Exception as fault:
-            if not task["rounds"]:
-                raise
-            message = _failure(f"{type(fault).__name__}: {fault}")
-        output.write(json.dumps(message) + "\n")
-        output.flush()
+            return _failure(str(fault), judged=False)
+        error = outcome.error if outcome.error is None or outcome.error < float("inf") else None
+        return {
+            "ok": outcome.ok,
+            "error": error,
+            "tolerance": outcome.tolerance,
+            "reason": outcome.reason,
+            "judged": True,
+        }
+
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare)

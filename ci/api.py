@@ -54,6 +54,7 @@ SECTIONS = {
         "TransferStatus",
         "RequestOutput",
         "FinishReason",
+        "ErrorInfo",
         "BlockStored",
         "BlockRemoved",
         "AllBlocksCleared",
@@ -61,25 +62,8 @@ SECTIONS = {
         "Evaluation",
         "read_tokens",
     ),
-    "Errors": (
-        "UsageError",
-        "ConfigError",
-        "CheckpointError",
-        "RequestTooLarge",
-        "QueueFull",
-        "EngineDraining",
-        "EngineDeadError",
-        "ErrorInfo",
-        "RankError",
-        "ReplicaError",
-        "PolicyError",
-        "AxisError",
-        "UnknownError",
-        "NoKernelError",
-        "UnpreparedError",
-    ),
 }
-"""Every public name, in the order of the page."""
+"""Public names in the order of the page; errors follow, in that of the alphabet."""
 
 MADE_BY_USERS = ("SamplingParams", "Speculation", "KVTransfer", "Policy")
 """Dataclasses that users construct: their constructor is shown. Of other dataclasses, which functions return, the fields are shown."""
@@ -109,24 +93,36 @@ class _Text:
         return self.text
 
 
-def signature_text(name: str, signature: inspect.Signature) -> str:
-    """``name(...) -> ...``, with one parameter per line if it exceeds a line."""
-
-    def bare(annotation: Any) -> Any:
-        return _Text(annotation) if isinstance(annotation, str) else annotation
-
-    parameters = [p.replace(annotation=bare(p.annotation)) for p in signature.parameters.values()]
-    signature = signature.replace(parameters=parameters, return_annotation=bare(signature.return_annotation))
-    text = _short(f"{name}{signature}")
-    if len(text) <= WIDTH:
-        return text
+def parameter_lines(signature: inspect.Signature) -> list[str]:
+    """The parameters, each as a line of a definition."""
     lines = []
-    for p in parameters:
+    for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and "    *," not in lines:
             lines.append("    *,")
-        lines.append(f"    {_short(str(p))},")
-    returned = text[text.rindex(") -> ") :] if ") -> " in text else ")"
-    return "\n".join([f"{name}(", *lines, returned])
+        lines.append(f"    {_short(str(_as_written(p)))},")
+    return lines
+
+
+def _as_written(of: Any) -> Any:
+    """A parameter with its annotation as the source has it, not as a quoted string."""
+    return of.replace(annotation=_Text(of.annotation)) if isinstance(of.annotation, str) else of
+
+
+def returned(signature: inspect.Signature) -> str:
+    """`` -> ...``, or nothing."""
+    annotation = signature.return_annotation
+    if annotation is signature.empty:
+        return ""
+    return " -> " + _short(
+        annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    )
+
+
+def signature_text(name: str, signature: inspect.Signature) -> str:
+    """``name(...) -> ...``, with one parameter per line if it exceeds a line."""
+    lines = parameter_lines(signature)
+    text = f"{name}({', '.join(line.strip(' ,') for line in lines)}){returned(signature)}"
+    return text if len(text) <= WIDTH else "\n".join([f"{name}(", *lines, f"){returned(signature)}"])
 
 
 def _short(text: str) -> str:
@@ -241,18 +237,21 @@ def ops_section() -> list[str]:
 
 def page() -> str:
     """docs/api.md."""
-    listed = [name for names in SECTIONS.values() for name in names]
-    public = vars(gristmill)["__all__"]
-    if sorted(listed) != public:
-        raise ValueError(f"SECTIONS of ci/api.py and gristmill.__all__ differ in {set(listed) ^ set(public)}")
+    values = {name: getattr(gristmill, name) for name in vars(gristmill)["__all__"]}
+    errors = [
+        name for name, value in values.items() if inspect.isclass(value) and issubclass(value, Exception)
+    ]
+    listed = {name for names in SECTIONS.values() for name in names} | {*errors}
+    if listed != values.keys():
+        raise ValueError(f"SECTIONS of ci/api.py and gristmill.__all__ differ in {listed ^ values.keys()}")
     lines = [HEAD, "| stored and printed | also |", "|---|---|"]
     for dtype in DTYPES:
         aliases = [name for name, short in ALIASES.items() if short == dtype and name != dtype]
         lines.append(f"| `{dtype}` | {', '.join(f'`{name}`' for name in aliases)} |")
-    for title, names in SECTIONS.items():
+    for title, names in {**SECTIONS, "Errors": errors}.items():
         lines += ["", f"## {title}", ""]
         for name in names:
-            value = getattr(gristmill, name)
+            value = values[name]
             if name == "ops":
                 lines += ops_section()
             elif name == "nn":
@@ -268,18 +267,8 @@ def page() -> str:
 
 def stub_function(name: str, signature: inspect.Signature, doc: str | None) -> str:
     """One function of the stub in the layout of the formatter: one parameter per line."""
-    lines = [f"def {name}("]
-    keyword = False
-    for p in signature.parameters.values():
-        if p.kind is p.KEYWORD_ONLY and not keyword:
-            lines.append("    *,")
-            keyword = True
-        annotation = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
-        default = "" if p.default is p.empty else f" = {p.default!r}".replace("'", '"')
-        lines.append(f"    {p.name}: {_short(annotation)}{default},")
-    returned = signature.return_annotation
-    text = returned if isinstance(returned, str) else inspect.formatannotation(returned)
-    lines.append(f") -> {_short(text)}:")
+    parameters = [line.replace("'", '"') for line in parameter_lines(signature)]
+    lines = [f"def {name}(", *parameters, f"){returned(signature)}:"]
     body = []
     for line in inspect.cleandoc(doc or "").splitlines():
         indent = len(line) - len(line.lstrip())
@@ -303,12 +292,8 @@ def stub() -> str:
         "from gristmill.kernel_registry.policy import Policy\n"
         "from gristmill.kernel_registry.problem import Problem\n"
     )
-    parts = [
-        stub_function(
-            name, inspect.signature(getattr(gristmill.ops, name)), getattr(gristmill.ops, name).__doc__
-        )
-        for name in OPS_HELPERS
-    ]
+    functions = [(name, getattr(gristmill.ops, name)) for name in OPS_HELPERS]
+    parts = [stub_function(name, inspect.signature(made), made.__doc__) for name, made in functions]
     for name, op in sorted(default_registry().ops.items()):
         parts.append(stub_function(name, signature(op), documentation(op)))
     return head + "\n" + "\n\n".join(parts) + "\n"

@@ -14,8 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-DEFAULT = ROOT / "src" / "gristmill" / "_lib" / "libgristmill_cpu.so"
+import repository
+
+DEFAULT = repository.ROOT / "src" / "gristmill" / "_lib" / "libgristmill_cpu.so"
 GLIBC_LIMIT = (2, 34)
 NEEDED = re.compile(r"^(libtorch_cpu\.so|libc\.so\.6|libm\.so\.6|libgcc_s\.so\.1|ld-linux.*)$")
 WEAK_BY_COMPILER = {
@@ -28,7 +29,7 @@ WEAK_BY_COMPILER = {
 
 def torch_symbols() -> set[str]:
     """The committed list."""
-    lines = (ROOT / "ci" / "torch-2.11-symbols.txt").read_text(encoding="utf-8").splitlines()
+    lines = (repository.ROOT / "ci" / "torch-2.11-symbols.txt").read_text(encoding="utf-8").splitlines()
     return {line for line in lines if line and not line.startswith("#")}
 
 
@@ -62,12 +63,8 @@ def main() -> int:
     if not library.is_file():
         print(f"{library} does not exist; run `make build`", file=sys.stderr)
         return 2
-    lines = problems(library, torch_symbols())
-    for line in lines:
-        print(f"{library.name}: {line}", file=sys.stderr)
-    if not lines:
-        print(f"{library.name}: every torch symbol is in torch 2.11's stable C ABI")
-    return 1 if lines else 0
+    lines = [f"{library.name}: {line}" for line in problems(library, torch_symbols())]
+    return repository.report(lines, f"{library.name}: every torch symbol is in torch 2.11's stable C ABI")
 
 
 if __name__ == "__main__":

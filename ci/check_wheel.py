@@ -6,41 +6,31 @@ Every Python file of the tree's packages, and what they read, must be in both.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path, PurePosixPath
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "tools", "bench", "integrations")
-NATIVE = {".cpp", ".cu", ".cuh", ".h", ".hip"}
-RUN = (
-    ".py",
-    ".css",
-    ".js",
-    ".c",
-)  # what Python runs, what its report page is made of, what it compiles on the spot
+import repository
+
+RUN = (".py", ".css", ".js", ".c")
+"""What Python runs, what its report page is made of, what it compiles on the spot."""
 MODEL_FILES = {".safetensors", ".u16"}
 SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
 
 
 def tracked() -> list[str]:
     """The tree's files, by git where there is git."""
-    answer = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if answer.returncode == 0:
-        return [name for name in answer.stdout.splitlines() if (ROOT / name).exists()]
-    return [
-        str(path.relative_to(ROOT))
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file()
-    ]
+    listed = repository.git(repository.ROOT, "ls-files")
+    if listed is not None:
+        return [name for name in listed.splitlines() if (repository.ROOT / name).exists()]
+    paths = (path for folder in repository.PACKAGE for path in (repository.ROOT / folder).rglob("*"))
+    return [str(path.relative_to(repository.ROOT)) for path in paths if path.is_file()]
 
 
 def carried(name: str) -> bool:
     """Whether a file of the tree belongs in a wheel: what Python runs, and the tables that kernels read."""
-    return name.startswith(FOLDERS) and (
+    return name.startswith(repository.LINKED) and (
         name.endswith(RUN)
         or (name.startswith("kernels/") and name.endswith(".json"))
         or name == "kernel_registry/grades.json"
@@ -55,14 +45,13 @@ def problems(dist: Path) -> list[str]:
         expected = {f"gristmill/{name}" for name in tracked() if carried(name)}
         expected |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
         expected |= {
-            "gristmill/__init__.py",
-            "gristmill/_lazy.py",
-            "gristmill/nn.py",
-            "gristmill/ops.py",
-            "gristmill/ops.pyi",
-            "gristmill/py.typed",
+            name.removeprefix("src/")
+            for name in tracked()
+            if name.startswith("src/gristmill/") and name.endswith((".py", ".pyi", "py.typed"))
         }
-        lines += [f"has native source {name}" for name in names if PurePosixPath(name).suffix in NATIVE]
+        lines += [
+            f"has native source {name}" for name in names if PurePosixPath(name).suffix in repository.NATIVE
+        ]
         lines += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
         lines += [
             f"has {name}: not part of the package" for name in names if name.startswith("gristmill/lab/")
@@ -75,7 +64,8 @@ def problems(dist: Path) -> list[str]:
         expected = {
             name
             for name in tracked()
-            if carried(name) or (name.startswith(FOLDERS) and Path(name).suffix in NATIVE)
+            if carried(name)
+            or (name.startswith(repository.LINKED) and Path(name).suffix in repository.NATIVE)
         }
         expected |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
         lines += [
@@ -96,15 +86,12 @@ def problems(dist: Path) -> list[str]:
 
 
 def main() -> int:
-    failed = False
+    failed = 0
     for dist in map(Path, sys.argv[1:]):
-        lines = problems(dist)
-        for line in lines:
-            print(f"{dist.name} {line}", file=sys.stderr)
-        failed |= bool(lines)
-        if not lines:
-            print(f"{dist.name}: {dist.stat().st_size / 1024:.0f} KiB, contents as they should be")
-    return int(failed)
+        lines = [f"{dist.name} {line}" for line in problems(dist)]
+        size = f"{dist.stat().st_size / 1024:.0f} KiB"
+        failed |= repository.report(lines, f"{dist.name}: {size}, contents as they should be")
+    return failed
 
 
 if __name__ == "__main__":

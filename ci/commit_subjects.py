@@ -7,9 +7,10 @@ Commits up to SINCE keep theirs. A checkout without SINCE (a shallow clone, an u
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+import repository
 
 LIMIT = 72
 SINCE = "4fde04cbfb21b538a552e5d617896ffcb9372426"
@@ -17,14 +18,10 @@ SINCE = "4fde04cbfb21b538a552e5d617896ffcb9372426"
 
 def too_long(folder: Path, since: str) -> list[str] | None:
     """Commits after `since` with longer subjects, as hash and subject; None if the history does not go back that far."""
-    command = ["git", "-C", str(folder), "log", "--format=%h %s", f"{since}..HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git
+    log = repository.git(folder, "log", "--format=%h %s", f"{since}..HEAD")
+    if log is None:
         return None
-    if done.returncode:
-        return None
-    return [line for line in done.stdout.splitlines() if len(line.partition(" ")[2]) > LIMIT]
+    return [line for line in log.splitlines() if len(line.partition(" ")[2]) > LIMIT]
 
 
 def main(argv: list[str]) -> int:
@@ -32,11 +29,10 @@ def main(argv: list[str]) -> int:
     found = too_long(Path(argv[0] if argv else "."), SINCE)
     if found is None:
         print(f"commit subjects: not checked, this checkout has no history back to {SINCE}")
-    for line in found or ():
-        print(
-            f"{line}: {len(line.partition(' ')[2])} characters, at most {LIMIT} are allowed: git commit --amend or git rebase -i"
-        )
-    return 1 if found else 0
+    return repository.report(
+        f"{line}: {len(line.partition(' ')[2])} characters, at most {LIMIT} are allowed: git commit --amend or git rebase -i"
+        for line in found or ()
+    )
 
 
 if __name__ == "__main__":

@@ -23,16 +23,19 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # only as a program: an import must not change the interpreter setting
     os.environ.pop("TRITON_INTERPRET", None)
 
+import repository
+
+from gristmill.autotune.child import Child, serve
 from gristmill.kernel_registry.kernel import Kernel, load_attribute
 from gristmill.kernel_registry.policy import default_cache
 from gristmill.kernel_registry.registry import default_registry
@@ -65,6 +68,14 @@ class Pair:
     @property
     def key(self) -> str:
         return f"{self.kernel.name}/{self.case}@{self.target}"
+
+    def stamp(self, triton: str) -> str:
+        """What its code and compiler are known by."""
+        return f"{self.kernel.code_hash()},{triton}"
+
+    def is_due(self, day: int) -> bool:
+        """Whether it is compiled on this day even if it has not changed."""
+        return int(hashlib.sha256(self.key.encode()).hexdigest(), 16) % ROTATION == day % ROTATION
 
 
 def pairs(only: str | None, target: str | None) -> list[Pair]:
@@ -105,29 +116,22 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
     built = triton.compile(source, target=GPUTarget(*triple), options=dict(case.options))
     usage = _amd(built.asm["amdgcn"]) if target.vendor == "amd" else _nvidia(built.asm["cubin"])
     usage["shared"] = built.metadata.shared
-    text = built.asm["amdgcn"] if target.vendor == "amd" else _sass(built.asm["cubin"])
+    text = built.asm["amdgcn"] if target.vendor == "amd" else _tool("cuobjdump", "-sass", built.asm["cubin"])
     missing = [p for p in case.promises if p in PROMISES and not re.search(PROMISES[p], text)]
     return {**usage, "missing": missing}
 
 
 def _amd(text: str) -> dict[str, int]:
-    counts = {
-        name: int(value)
-        for name, value in re.findall(
-            r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text
-        )
+    counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text))
+    return {
+        "registers": int(counts.get("vgpr_count", 0)),
+        "spills": int(counts.get("private_segment_fixed_size", 0)),
     }
-    return {"registers": counts.get("vgpr_count", 0), "spills": counts.get("private_segment_fixed_size", 0)}
 
 
 def _nvidia(cubin: bytes) -> dict[str, int]:
-    text = _tool("cuobjdump", "-res-usage", cubin)
-    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
-    return {"registers": usage.get("REG", 0), "spills": usage.get("STACK", 0)}
-
-
-def _sass(cubin: bytes) -> str:
-    return _tool("cuobjdump", "-sass", cubin)
+    counts = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "-res-usage", cubin)))
+    return {"registers": int(counts.get("REG", 0)), "spills": int(counts.get("STACK", 0))}
 
 
 def _tool(name: str, option: str, cubin: bytes) -> str:
@@ -142,64 +146,24 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
         ).stdout
 
 
-class Compiler:
-    """A child process that compiles one pair after another, killed and replaced when one takes too long."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
-        self.answers: queue.Queue[str | None] = queue.Queue()
-
-    def run(self, pair: Pair) -> dict[str, Any]:
-        if self.process is None or self.process.poll() is not None:
-            self.answers = queue.Queue()
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, "--worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            threading.Thread(target=self._pump, args=(self.process, self.answers), daemon=True).start()
-        assert self.process.stdin is not None
-        self.process.stdin.write(
-            json.dumps([pair.kernel.name, pair.kernel.op, pair.case, pair.target]) + "\n"
-        )
-        self.process.stdin.flush()
-        try:
-            line = self.answers.get(timeout=TIMEOUT)
-        except queue.Empty:
-            self.process.kill()
-            self.process.wait()
-            return {"cannot": f"did not finish in {TIMEOUT:.0f} s"}
-        return (
-            json.loads(line)
-            if line is not None
-            else {"cannot": f"the compiler died (status {self.process.wait()})"}
-        )
-
-    @staticmethod
-    def _pump(process: subprocess.Popen[str], answers: queue.Queue[str | None]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answers.put(line)
-        answers.put(None)
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
+def answer(task: list[str]) -> dict[str, Any]:
+    """What `compile_one` returns, or the reason why a pair cannot be compiled; in a child process."""
+    try:
+        return compile_one(*task)
+    except Exception as error:  # noqa: BLE001  (whatever a compiler raises is the finding)
+        return {"cannot": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"}
 
 
-def worker() -> None:
-    """Answer pairs from standard input."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            answer = compile_one(*json.loads(line))
-        except Exception as error:  # noqa: BLE001  (whatever a compiler raises is the finding)
-            answer = {"cannot": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+def compile_in(child: Child, pair: Pair) -> dict[str, Any]:
+    """The answer of a child process; a compiler that hangs or dies is one too."""
+    child.write([pair.kernel.name, pair.kernel.op, pair.case, pair.target])
+    try:
+        result: dict[str, Any] = child.read()
+    except TimeoutError as error:
+        return {"cannot": str(error)}
+    except ChildProcessError as error:
+        return {"cannot": f"the compiler died ({error})"}
+    return result
 
 
 def judge(pair: Pair, usage: dict[str, Any], baseline: dict[str, Any] | None) -> str | None:
@@ -218,10 +182,41 @@ def judge(pair: Pair, usage: dict[str, Any], baseline: dict[str, Any] | None) ->
     return None
 
 
-def lines(entries: dict[str, Any]) -> str:
-    """A baseline as JSON, one line per pair."""
-    rows = (f"{json.dumps(key)}: {json.dumps(entries[key], sort_keys=True)}" for key in sorted(entries))
-    return "{\n" + ",\n".join(rows) + "\n}\n"
+def compile_all(work: list[Pair], jobs: int, deadline: float) -> dict[str, dict[str, Any]]:
+    """Key -> what the compilation gave; pairs whose turn comes after the deadline (`time.monotonic`) are left out."""
+    children = [Child((__file__, "--worker"), TIMEOUT, subprocess.DEVNULL) for _ in range(jobs)]
+    idle: queue.Queue[Child] = queue.Queue()
+    results: dict[str, dict[str, Any]] = {}
+    for child in children:
+        idle.put(child)
+
+    def task(pair: Pair) -> None:
+        if time.monotonic() > deadline:
+            return
+        child = idle.get()
+        try:
+            results[pair.key] = compile_in(child, pair)
+        finally:
+            idle.put(child)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            list(pool.map(task, work))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.close()
+    return results
+
+
+def _stored(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sorted(result.items()) if name != "missing"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table in a file; empty where there is none."""
+    table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return table
 
 
 def main() -> int:
@@ -234,77 +229,49 @@ def main() -> int:
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="another baseline")
     parser.add_argument("--only", metavar="KERNEL|OP")
     parser.add_argument("--target", metavar="T")
-    parser.add_argument("--verbose", action="store_true", help="a line for each compilation")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--seconds", type=float, default=40.0, help="how long a sample keeps starting compilations"
+        "--seconds", type=float, default=40.0, help="for how long a sample starts compilations"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker()
+        serve(lambda: answer)
         return 0
-    import importlib.metadata
-
-    version = importlib.metadata.version("triton")
-    baseline = json.loads(options.baseline.read_text()) if options.baseline.exists() else {}
+    triton = version("triton")
     stamps_path = default_cache() / "compile_matrix.json"
-    stamps = json.loads(stamps_path.read_text()) if stamps_path.exists() else {}
+    baseline, stamps = read_json(options.baseline), read_json(stamps_path)
     today = datetime.date.today().toordinal()
-    work = []
-    for pair in pairs(options.only, options.target):
-        stamp = f"{pair.kernel.code_hash()},{version}"
-        is_due = int(hashlib.sha256(pair.key.encode()).hexdigest(), 16) % ROTATION == today % ROTATION
-        if options.full or options.only or options.target or stamps.get(pair.key) != stamp or is_due:
-            work.append(pair)
+    work, deadline = pairs(options.only, options.target), float("inf")
+    if not (options.full or options.only or options.target):
+        work = [pair for pair in work if pair.is_due(today) or stamps.get(pair.key) != pair.stamp(triton)]
+        deadline = time.monotonic() + options.seconds
     # A new order every day, so that truncated samples differ from day to day.
     work.sort(key=lambda pair: hashlib.sha256(f"{today}{pair.key}".encode()).hexdigest())
-    chosen = options.full or options.only or options.target
-    deadline = float("inf") if chosen else time.monotonic() + options.seconds
-    results: dict[str, dict[str, Any]] = {}
-    compilers: queue.Queue[Compiler] = queue.Queue()
-    for _ in range(options.jobs):
-        compilers.put(Compiler())
-
-    def task(pair: Pair) -> None:
-        if time.monotonic() > deadline:
-            return
-        compiler = compilers.get()
-        try:
-            start = time.monotonic()
-            results[pair.key] = compiler.run(pair)
-            if options.verbose:
-                print(f"{time.monotonic() - start:6.1f} s {pair.key} {results[pair.key]}", flush=True)
-        finally:
-            compilers.put(compiler)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(task, work))
-    while not compilers.empty():
-        compilers.get().close()
-    failures, left = 0, sum(pair.key not in results for pair in work)
-    work = [pair for pair in work if pair.key in results]
-    for pair in work:
+    results = compile_all(work, options.jobs, deadline)
+    failures = []
+    for pair in (pair for pair in work if pair.key in results):
         usage = results[pair.key]
         failure = judge(pair, usage, usage if options.update else baseline.get(pair.key))
         if failure:
-            failures += 1
-            print(f"FAILED {pair.key}: {failure}")
+            failures.append(f"FAILED {pair.key}: {failure}")
         else:
-            stamps[pair.key] = f"{pair.kernel.code_hash()},{version}"
+            stamps[pair.key] = pair.stamp(triton)
     if options.update:
         existing = {pair.key for pair in pairs(None, None)}
         retained = {key: value for key, value in baseline.items() if key in existing}
-        shown = {key: {k: v for k, v in result.items() if k != "missing"} for key, result in results.items()}
-        options.baseline.write_text(lines(retained | shown))
+        shown = {key: _stored(result) for key, result in results.items()}
+        everything = dict(sorted((retained | shown).items()))
+        options.baseline.write_text(repository.in_lines(everything, 1) + "\n")
     stamps_path.parent.mkdir(parents=True, exist_ok=True)
     stamps_path.write_text(json.dumps(stamps, sort_keys=True))
-    cannot = sum("cannot" in results[pair.key] for pair in work)
+    status = repository.report(failures)
+    cannot, left = sum("cannot" in result for result in results.values()), len(work) - len(results)
     print(
-        f"compile matrix (triton {version}): {len(work)} compiled, {cannot} known not to, {failures} worse than the baseline"
+        f"compile matrix (triton {triton}): {len(results)} compiled, {cannot} known not to, {len(failures)} worse than the baseline"
         + (f", {left} left for another day" if left else "")
     )
-    return 1 if failures else 0
+    return status
 
 
 if __name__ == "__main__":

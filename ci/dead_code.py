@@ -16,21 +16,9 @@ from collections.abc import Iterator
 from keyword import iskeyword
 from pathlib import Path
 
+import repository
 from vulture import Vulture
 
-ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = (
-    "kernel_registry",
-    "quant",
-    "kernels",
-    "autotune",
-    "runtime",
-    "tools",
-    "integrations",
-    "bench",
-    "src/gristmill",
-)
-SCRIPTS = ("lab", "ci", "examples")
 PRESCRIBED = (
     "pytestmark",
     "pytest_*",
@@ -46,15 +34,6 @@ PRESCRIBED = (
 )
 """Names that pytest, html.parser, hypothesis or Python itself look up; methods and arguments of torch.nn.Module."""
 DECORATED = ("@pytest.fixture*", "@invariant*", "@initialize*", "@rule*")
-
-
-def sources(*folders: str) -> list[Path]:
-    """The Python files below these folders; src/gristmill without the links to the others."""
-    paths: list[Path] = []
-    for name in folders:
-        folder = ROOT / name
-        paths += sorted(folder.glob("*.py") if name.startswith("src/") else folder.rglob("*.py"))
-    return paths
 
 
 def named(files: list[Path], anything: bool) -> Iterator[str]:
@@ -77,7 +56,7 @@ def named(files: list[Path], anything: bool) -> Iterator[str]:
 
 def columns() -> Iterator[str]:
     """Fields that the tables of compiled kernels name."""
-    for table in sorted((ROOT / "kernels").rglob("*.json")):
+    for table in sorted((repository.ROOT / "kernels").rglob("*.json")):
         yield from re.findall(r'"(\w+)"', table.read_text(encoding="utf-8"))
 
 
@@ -108,7 +87,7 @@ def unused(files: list[Path], names: list[str]) -> list[str]:
     search.scavenge([str(file) for file in files])
     search.scan("\n".join(sorted({name for name in names if name.isidentifier() and not iskeyword(name)})))
     return [
-        f"{item.filename.relative_to(ROOT)}:{item.first_lineno}: unused {item.typ} {item.name}"
+        f"{item.filename.relative_to(repository.ROOT)}:{item.first_lineno}: unused {item.typ} {item.name}"
         for item in search.get_unused_code(min_confidence=60)
         if item.typ != "attribute" or _own(item.filename, item.first_lineno, item.name)
     ]
@@ -121,13 +100,11 @@ def _own(file: Path, line: int, attribute: str) -> bool:
 
 def main() -> int:
     """Print what nothing uses; 1 if there is any."""
-    product, tests = sources(*PRODUCT, *SCRIPTS), sources("tests")
+    product = repository.files((*repository.PACKAGE, "lab", "ci", "examples"))
+    tests = repository.files(("tests",))
     names = [*named(product, anything=False), *named(tests, anything=True), *columns()]
-    names += prescribed_by_hosts(sources("integrations"))
-    lines = unused([*product, *tests], names)
-    for line in lines:
-        print(line)
-    return 1 if lines else 0
+    names += prescribed_by_hosts(repository.files(("integrations",)))
+    return repository.report(unused([*product, *tests], names))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ compiled     the baseline of the compile matrix; the tests of machine code of HI
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,10 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import Registry, default_registry
 from gristmill.kernel_registry.target import Target
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+import repository  # noqa: E402
+
+ROOT = repository.ROOT
 RESULTS = ROOT / "bench" / "results"
 PROOFS = RESULTS / "proofs"
 BASELINE = ROOT / "ci" / "compile_baseline.json"
@@ -144,14 +148,5 @@ def records(registry: Registry) -> str:
     for state, name, _, kind, record in sorted(_judged()):
         if state in COUNTING and name in by_name:
             table[COUNTING[state]].setdefault(record, {})[name] = {kind: by_name[name].code_hash()}
-    lines = []
-    for grade, of in table.items():
-        parts = []
-        for record, kernels in sorted(of.items()):
-            entries = ",\n".join(
-                f"{json.dumps(name)}: {json.dumps(archs)}" for name, archs in kernels.items()
-            )
-            parts.append(f"{json.dumps(record)}: {{\n{entries}\n}}")
-        body = ",\n".join(parts)
-        lines.append(f"{json.dumps(grade)}: {{{body}}}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    ordered = {grade: dict(sorted(of.items())) for grade, of in table.items()}
+    return repository.in_lines(ordered, 3) + "\n"

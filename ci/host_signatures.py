@@ -11,12 +11,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OUT = Path(__file__).resolve().parents[1] / "tests" / "kernels" / "host_signatures.json"
+import repository
+
+OUT = repository.ROOT / "tests" / "kernels" / "host_signatures.json"
 RELEASE = r"v?(\d+)\.(\d+)\.(\d+)(\.post\d+)?"
 PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
 LATENT = "BatchMLAPagedAttentionWrapper"
@@ -60,16 +61,10 @@ PROJECTS = {
 }
 
 
-def git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails."""
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else None
-
-
 def releases(folder: Path, first: tuple[int, int, int]) -> list[str]:
     """Release tags from `first` on, oldest first."""
     found = []
-    for tag in (git(folder, "tag") or "").split():
+    for tag in (repository.git(folder, "tag") or "").split():
         match = re.fullmatch(RELEASE, tag)
         if match is not None:
             version = tuple(int(part) for part in match.groups()[:3])
@@ -90,15 +85,12 @@ def of_python(source: str, name: str) -> list[str] | None:
         body = node.body
     if not isinstance(node, ast.FunctionDef):
         return None
-    given = node.args
-    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-    required = len(names) - len(given.defaults)
-    result = [name if i < required else f"{name}=" for i, name in enumerate(names) if name != "self"]
-    if given.vararg is not None or given.kwonlyargs:
-        result.append("*" + (given.vararg.arg if given.vararg is not None else ""))
-    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        result.append(argument.arg if default is None else f"{argument.arg}=")
-    return result if given.kwarg is None else [*result, f"**{given.kwarg.arg}"]
+    for argument in (a for a in ast.walk(node.args) if isinstance(a, ast.arg)):
+        argument.annotation = None
+    blank = ast.Name("")
+    node.args.defaults = [blank for _ in node.args.defaults]
+    node.args.kw_defaults = [default and blank for default in node.args.kw_defaults]
+    return [name for name in ast.unparse(node.args).split(", ") if name not in ("self", "/")]
 
 
 def of_pybind(source: str, name: str) -> list[str] | None:
@@ -123,7 +115,7 @@ def history(folder: Path, project: Project, function: str) -> list[dict[str, Any
     for release in (*releases(folder, project.first), "HEAD"):
         found = None
         for file in files:
-            source = git(folder, "show", f"{release}:{file}")
+            source = repository.git(folder, "show", f"{release}:{file}")
             if source is not None and found is None:
                 found = of_pybind(source, name) if file.endswith(".hpp") else of_python(source, name)
         if not rows or rows[-1]["parameters"] != found:
@@ -142,11 +134,10 @@ def main(argv: list[str]) -> int:
         table[name] = {
             "origin": project.origin,
             "newest release": releases(folder, project.first)[-1],
-            "commit": (git(folder, "log", "-1", "--format=%H %cs") or "").strip(),
+            "commit": (repository.git(folder, "log", "-1", "--format=%H %cs") or "").strip(),
             "functions": {function: history(folder, project, function) for function in project.functions},
         }
-    one_line_a_row = re.sub(r"\n {5,}|\n {4}(?=})", " ", json.dumps(table, indent=1))
-    OUT.write_text(one_line_a_row + "\n")
+    OUT.write_text(repository.in_lines(table, 4) + "\n")
     return 0
 
 

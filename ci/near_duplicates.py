@@ -17,24 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import combinations
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (
-    "kernel_registry",
-    "quant",
-    "kernels",
-    "autotune",
-    "runtime",
-    "integrations",
-    "tools",
-    "bench",
-    "lab",
-    "ci",
-    "src/gristmill",
-)
-GENERATED = ROOT / "kernels" / "_native" / "calls"  # and every args.h
-NATIVE = (".c", ".cpp", ".cu", ".cuh", ".h", ".hip")
+import repository
+
+GENERATED = ("kernels/_native/calls/*", "*/args.h")
 LINES, MANY, TOKENS, WINDOW = 8, 12, 50, 24
 ACCEPTED = {
     ("kernels/linear/triton.py", "kernels/moe/grouped_linear/triton.py"): (
@@ -123,23 +109,22 @@ def runs(files: dict[str, str]) -> Iterator[tuple[Place, Place, int]]:
 
 def main() -> int:
     """Print the runs that no entry lists, and the entries that list none; 1 if there are any."""
-    files: dict[str, str] = {}
-    for folder in FOLDERS:
-        paths = (ROOT / folder).glob("*.py") if folder.startswith("src/") else (ROOT / folder).rglob("*")
-        for path in paths:
-            if path.suffix in (".py", *NATIVE) and path.parent != GENERATED and path.name != "args.h":
-                files[str(path.relative_to(ROOT))] = path.read_text(encoding="utf-8")
-    wrong, unused = 0, dict(ACCEPTED)
-    for (left, i), (right, j), lines in runs(dict(sorted(files.items()))):
+    paths = repository.files((*repository.PACKAGE, "lab", "ci"), (".py", *repository.NATIVE))
+    texts = {str(path.relative_to(repository.ROOT)): path for path in paths}
+    files = {
+        name: path.read_text(encoding="utf-8")
+        for name, path in sorted(texts.items())
+        if not any(fnmatchcase(name, pattern) for pattern in GENERATED)
+    }
+    found, unused = [], dict(ACCEPTED)
+    for (left, i), (right, j), lines in runs(files):
         listed = [pair for pair in ACCEPTED if fnmatchcase(left, pair[0]) and fnmatchcase(right, pair[1])]
         for pair in listed:
             unused.pop(pair, None)
         if not listed:
-            wrong += 1
-            print(f"{left}:{i} and {right}:{j}: {lines} equal lines")
-    for pair in unused:
-        print(f"{' and '.join(pair)} no longer repeat each other: delete the entry")
-    return 1 if wrong or unused else 0
+            found.append(f"{left}:{i} and {right}:{j}: {lines} equal lines")
+    found += [f"{' and '.join(pair)} no longer repeat each other: delete the entry" for pair in unused]
+    return repository.report(found)
 
 
 if __name__ == "__main__":

@@ -5,35 +5,25 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-from gristmill.kernel_registry.build import Build, normal_name
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.grades import FAILED, best
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.native import LEVEL_CHAINS
 
 sys.path.insert(0, str(Path(__file__).parent))
+from compile_matrix import TARGETS  # noqa: E402
 from grades import proved, reported, tested  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 
-COLUMNS = (
-    ("sm_80", "sm_80"),
-    ("sm_90", "sm_90"),
-    ("sm_100", "sm_100"),
-    ("sm_120", "sm_120"),
-    ("gfx90a", "gfx90a"),
-    ("gfx942", "gfx942"),
-    ("gfx950", "gfx950"),
-    ("gfx1100", "gfx1100"),
-    ("gfx1201", "gfx1201"),
-    ("x86-64", "cpu:avx2"),
-)
+COLUMNS = (*((name, name) for name in TARGETS), ("x86-64", "cpu:avx2"))
 """Heading and target of each column: the targets of the compile matrix, and the CPU that the tests run on."""
 
 LETTERS = {
@@ -53,51 +43,23 @@ LETTERS = {
 
 def letter(kernel: Kernel) -> str:
     """The letter of a kernel in the table."""
-    if kernel.provider == "gristmill":
-        mark, _ = LETTERS[kernel.language]
-    else:
-        mark, _ = LETTERS[kernel.provider]
+    mark, _ = LETTERS[kernel.language if kernel.provider == "gristmill" else kernel.provider]
     return mark if kernel.auto else f"({mark})"
 
 
 def serves(kernel: Kernel, target: Target) -> bool:
     """Whether the kernel would run on the target with everything that it needs installed and compiled."""
     requires = kernel.requires
-    packages = dict(EVERYTHING.packages) | {normal_name(name): "99" for name, _ in requires.packages}
-    build = replace(EVERYTHING, packages=tuple(sorted(packages.items())), offers=frozenset(requires.offers))
+    build = Build.of(
+        {"torch": "99", "triton": "99", "nvidia-cutlass-dsl": "99"}
+        | {name: "99" for name, _ in requires.packages},
+        offers=frozenset(requires.offers),
+        triton_backends=("cuda", "hip", "xpu"),
+        cpu_levels=tuple(LEVEL_CHAINS),
+        cuda_archs=("sm_90a",),
+        hip_archs=requires.brings,
+    )
     return not requires.check_hardware(target) and not requires.check_build(target, build)
-
-
-EVERYTHING = Build.of(
-    {"torch": "99", "triton": "99", "nvidia-cutlass-dsl": "99"},
-    triton_backends=("cuda", "hip", "xpu"),
-    cpu_levels=(
-        "base",
-        "avx2",
-        "avx512",
-        "avx512_vnni",
-        "avx512_bf16",
-        "amx",
-        "neon",
-        "neon_dotprod",
-        "neon_i8mm",
-        "sve",
-    ),
-    cuda_archs=("sm_90a",),
-    hip_archs=(
-        "gfx90a",
-        "gfx942",
-        "gfx950",
-        "gfx1100",
-        "gfx1101",
-        "gfx1102",
-        "gfx1150",
-        "gfx1151",
-        "gfx1200",
-        "gfx1201",
-    ),
-)
-"""Everything that the build of this repository can produce, for all processors."""
 
 
 def runs(kernel: Kernel) -> list[str]:
@@ -113,20 +75,16 @@ def runs(kernel: Kernel) -> list[str]:
     return places
 
 
-def cell(kernels: Iterable[Kernel], heading: str, target: Target) -> str:
+def cell(kernels: Iterable[Kernel], target: Target) -> str:
     """The letters of the kernels that claim a target and have evidence for it; bold those that ran on a device of it."""
     marks: dict[str, bool] = {}
     for kernel in kernels:
         proof = best(kernel, target) if serves(kernel, target) else None
         if proof is not None and proof.grade != FAILED:
             marks[letter(kernel)] = marks.get(letter(kernel), False) or proof.grade == "elsewhere"
-    order = [mark for mark, _ in LETTERS.values()]
-    printed = [
-        f"**{mark}**" if ran else mark
-        for mark, ran in sorted(marks.items(), key=lambda item: (order.index(item[0].strip("()")), item[0]))
-        if mark.strip("()") == mark or mark.strip("()") not in marks
-    ]
-    return " ".join(printed) or "-"
+    order = [mark for letter, _ in LETTERS.values() for mark in (f"({letter})", letter)]
+    shown = [mark for mark in order if mark in marks and (mark[0] != "(" or mark[1] not in marks)]
+    return " ".join(f"**{mark}**" if marks[mark] else mark for mark in shown) or "-"
 
 
 def ops_table(registry: Registry) -> str:
@@ -137,7 +95,7 @@ def ops_table(registry: Registry) -> str:
     ]
     for name in sorted(registry.ops):
         kernels = registry.kernels_of(name)
-        cells = [cell(kernels, heading, Target.parse(target)) for heading, target in COLUMNS]
+        cells = [cell(kernels, Target.parse(target)) for _, target in COLUMNS]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + f"\n\n{legend(lines[2:])}\n"
 
@@ -181,16 +139,13 @@ def needs(requires: Requirement) -> str:
 
 def promises(kernel: Kernel) -> str:
     """The guarantees of a kernel, in words."""
-    notes = [
-        name
-        for name, on in (
-            ("deterministic", kernel.deterministic),
-            ("batch invariant", kernel.batch_invariant),
-            ("dequantizes the weight in each call", kernel.dequantizes),
-        )
-        if on
-    ]
-    return ", ".join([*notes, *([] if kernel.auto else ["runs only when pinned"])]) or "-"
+    notes = {
+        "deterministic": kernel.deterministic,
+        "batch invariant": kernel.batch_invariant,
+        "dequantizes the weight in each call": kernel.dequantizes,
+        "runs only when pinned": not kernel.auto,
+    }
+    return ", ".join(note for note, holds in notes.items() if holds) or "-"
 
 
 def op_section(registry: Registry, op: Op) -> str:

@@ -438,15 +438,15 @@ def test_an_interrupted_or_faulted_worker_is_replaced(monkeypatch: pytest.Monkey
     def interrupt(timeout: float) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker._outcomes, "get", interrupt)
+    monkeypatch.setattr(worker._answers, "get", interrupt)
     with pytest.raises(KeyboardInterrupt):
         worker.verify(OP, kernel, {}, PROBLEM, "cpu")
     assert worker._process is None and first is not None and first.poll() is not None
     process = Fake()
     monkeypatch.setattr(worker, "_alive", lambda: process)
     worker._process = process  # type: ignore[assignment]
-    worker._outcomes = queue.Queue()
-    worker._outcomes.put(
+    worker._answers = queue.Queue()
+    worker._answers.put(
         json.dumps({"ok": False, "error": None, "tolerance": 1.0, "reason": "illegal memory access"})
     )
     assert worker.verify(OP, kernel, {}, PROBLEM, "cuda:0")["reason"] == "illegal memory access"

@@ -54,7 +54,7 @@ def helper(): ...
 def test_unused_definitions_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dead_code, "ROOT", tmp_path)
+    monkeypatch.setattr(dead_code.repository, "ROOT", tmp_path)
     (tmp_path / "kernels").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "kernels" / "example.py").write_text(SOURCE)

@@ -37,7 +37,7 @@ STATEMENTS = "\n".join(f"  total[{n}] = value * {n} + step;" for n in range(near
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(near_duplicates, "ROOT", tmp_path)
+    monkeypatch.setattr(near_duplicates.repository, "ROOT", tmp_path)
     monkeypatch.setattr(near_duplicates, "ACCEPTED", {})
     (tmp_path / "kernels").mkdir()
     (tmp_path / "runtime").mkdir()
