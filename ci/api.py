@@ -24,46 +24,13 @@ PROSE_WIDTH = 140
 """Line length of docstrings in the stub; shorter lines are not rewrapped."""
 
 SECTIONS = {
-    "Kernels": (
-        "ops",
-        "explain",
-        "Explanation",
-        "Policy",
-        "Target",
-        "Problem",
-        "BoundPlan",
-    ),
-    "Quantized weights": ("quantize", "QuantTensor", "QuantScheme", "LinearWeight"),
-    "Modules": ("nn", "quantize_module"),
-    "Runtime": (
-        "LLM",
-        "Completion",
-        "Chunk",
-        "TokenLogprobs",
-        "SamplingParams",
-        "StructuredOutput",
-        "Speculation",
-        "KVTransfer",
-        "Replicas",
-        "PrefillDecode",
-        "AsyncEngine",
-        "Metrics",
-        "Engine",
-        "EngineStatus",
-        "SpeculationStatus",
-        "TransferStatus",
-        "RequestOutput",
-        "FinishReason",
-        "ErrorInfo",
-        "BlockStored",
-        "BlockRemoved",
-        "AllBlocksCleared",
-        "evaluate",
-        "Evaluation",
-        "read_tokens",
-    ),
+    "Kernels": ("gristmill.ops", "gristmill.autotune", "gristmill.kernel_registry"),
+    "Quantized weights": ("gristmill.quant", "gristmill.kernels", "gristmill.kernel_registry.scheme"),
+    "Modules": ("gristmill.nn",),
+    "Runtime": ("gristmill.runtime", "gristmill.tools"),
+    "Errors": (),
 }
-"""Public names in the order of the page; errors follow, in that of the alphabet."""
+"""Sections of the page -> packages and modules whose public names they have; the last one has the exceptions of all."""
 
 MADE_BY_USERS = ("SamplingParams", "Speculation", "KVTransfer", "Policy")
 """Dataclasses that users construct: their constructor is shown. Of other dataclasses, which functions return, the fields are shown."""
@@ -83,14 +50,9 @@ A dtype goes by any of these names, in upper or lower case, with or without `tor
 """
 
 
-class _Text:
-    """An annotation that is printed as it is written in the source."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
+def _annotation(annotation: Any) -> str:
+    """An annotation as the source has it, without the modules of common types."""
+    return _short(annotation if isinstance(annotation, str) else inspect.formatannotation(annotation))
 
 
 def parameter_lines(signature: inspect.Signature) -> list[str]:
@@ -99,23 +61,16 @@ def parameter_lines(signature: inspect.Signature) -> list[str]:
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and "    *," not in lines:
             lines.append("    *,")
-        lines.append(f"    {_short(str(_as_written(p)))},")
+        stars = "*" * ((p.kind is p.VAR_POSITIONAL) + 2 * (p.kind is p.VAR_KEYWORD))
+        default = "" if p.default is p.empty else f" = {_short(repr(p.default))}"
+        lines.append(f"    {stars}{p.name}: {_annotation(p.annotation)}{default},")
     return lines
-
-
-def _as_written(of: Any) -> Any:
-    """A parameter with its annotation as the source has it, not as a quoted string."""
-    return of.replace(annotation=_Text(of.annotation)) if isinstance(of.annotation, str) else of
 
 
 def returned(signature: inspect.Signature) -> str:
     """`` -> ...``, or nothing."""
     annotation = signature.return_annotation
-    if annotation is signature.empty:
-        return ""
-    return " -> " + _short(
-        annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    )
+    return "" if annotation is signature.empty else f" -> {_annotation(annotation)}"
 
 
 def signature_text(name: str, signature: inspect.Signature) -> str:
@@ -154,28 +109,23 @@ def markdown(text: str | None) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).replace("``", "`").strip()
 
 
-def members(cls: type) -> Iterator[tuple[str, str, str | None]]:
-    """(name, signature, docstring) of the public methods and properties of a class and its bases here, in their order."""
+def members(cls: type) -> Iterator[tuple[str, str | None]]:
+    """(signature, docstring) of the public methods and properties of a class and its bases here, in their order."""
     bases = [base for base in cls.__mro__ if base.__module__.startswith("gristmill.")]
     for name, value in (item for base in bases for item in vars(base).items()):
         if name.startswith("_") and name != "__call__":
             continue
         if isinstance(value, property):
-            returned = inspect.signature(value.fget).return_annotation if value.fget else ""
-            yield name, f"{name}: {_short(str(returned))}", value.__doc__
+            of = inspect.signature(value.fget).return_annotation if value.fget else ""
+            yield f"{name}: {_annotation(of)}", value.__doc__
         elif isinstance(value, staticmethod | classmethod):
             # Of a class method the signature as it is called, without the class.
-            yield (
-                name,
-                signature_text(f"{cls.__name__}.{name}", inspect.signature(getattr(cls, name))),
-                value.__doc__,
-            )
+            signature = inspect.signature(getattr(cls, name))
+            yield signature_text(f"{cls.__name__}.{name}", signature), value.__doc__
         elif inspect.isfunction(value):
             signature = inspect.signature(value)
-            signature = signature.replace(
-                parameters=[p for p in signature.parameters.values() if p.name != "self"]
-            )
-            yield name, signature_text(name, signature), value.__doc__
+            own = [p for p in signature.parameters.values() if p.name != "self"]
+            yield signature_text(name, signature.replace(parameters=own)), value.__doc__
 
 
 def fenced(text: str) -> str:
@@ -200,58 +150,57 @@ def class_section(name: str, cls: type) -> list[str]:
     if shown is not None:
         fields = "\n".join(f"{f.name}: {_short(str(f.type))}" for f in shown if f.name[0] != "_")
         lines += ["Fields:", "", fenced(fields), ""]
-    for _, text, doc in members(cls):
+    for text, doc in members(cls):
         lines += [fenced(text), "", markdown(doc), ""]
     return lines
 
 
-def function_section(name: str, function: Callable[..., Any], level: str = "###") -> list[str]:
+def function_section(
+    name: str, signature: inspect.Signature, doc: str | None, level: str = "###"
+) -> list[str]:
     """A function: signature and docstring."""
-    return [
-        f"{level} {name}",
-        "",
-        fenced(signature_text(name, inspect.signature(function))),
-        "",
-        markdown(function.__doc__),
-        "",
-    ]
+    return [f"{level} {name}", "", fenced(signature_text(name, signature)), "", markdown(doc), ""]
+
+
+def helpers() -> dict[str, Callable[..., Any]]:
+    """The functions of gristmill.ops that are no operations."""
+    return {name: getattr(gristmill.ops, name) for name in OPS_HELPERS}
 
 
 def ops_section() -> list[str]:
     """gristmill.ops: its docstring, its helpers, its operations."""
     lines = ["### ops", "", markdown(gristmill.ops.__doc__), ""]
-    for name in OPS_HELPERS:
-        lines += function_section(f"ops.{name}", getattr(gristmill.ops, name), "####")
+    for name, helper in helpers().items():
+        lines += function_section(f"ops.{name}", inspect.signature(helper), helper.__doc__, "####")
     lines += ["#### Operations", "", markdown(EVERY_OPERATION), ""]
     for name, op in sorted(default_registry().ops.items()):
-        lines += [
-            f"#### ops.{name}",
-            "",
-            fenced(signature_text(f"ops.{name}", signature(op))),
-            "",
-            markdown(meaning(op)),
-            "",
-        ]
+        lines += function_section(f"ops.{name}", signature(op), meaning(op), "####")
     return lines
+
+
+def section(value: Any) -> str:
+    """The section of a public name: that of the innermost package in SECTIONS that defines it."""
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return "Errors"
+    module = value.__name__ if inspect.ismodule(value) else value.__module__
+    homes = {
+        home: title for title, of in SECTIONS.items() for home in of if f"{module}.".startswith(f"{home}.")
+    }
+    return homes[max(homes, key=len)]
 
 
 def page() -> str:
     """docs/api.md."""
     values = {name: getattr(gristmill, name) for name in vars(gristmill)["__all__"]}
-    errors = [
-        name for name, value in values.items() if inspect.isclass(value) and issubclass(value, Exception)
-    ]
-    listed = {name for names in SECTIONS.values() for name in names} | {*errors}
-    if listed != values.keys():
-        raise ValueError(f"SECTIONS of ci/api.py and gristmill.__all__ differ in {listed ^ values.keys()}")
     lines = [HEAD, "| stored and printed | also |", "|---|---|"]
     for dtype in DTYPES:
         aliases = [name for name, short in ALIASES.items() if short == dtype and name != dtype]
         lines.append(f"| `{dtype}` | {', '.join(f'`{name}`' for name in aliases)} |")
-    for title, names in {**SECTIONS, "Errors": errors}.items():
+    for title in SECTIONS:
         lines += ["", f"## {title}", ""]
-        for name in names:
-            value = values[name]
+        for name, value in values.items():
+            if section(value) != title:
+                continue
             if name == "ops":
                 lines += ops_section()
             elif name == "nn":
@@ -261,7 +210,7 @@ def page() -> str:
             elif inspect.isclass(value):
                 lines += class_section(name, value)
             else:
-                lines += function_section(name, value)
+                lines += function_section(name, inspect.signature(value), value.__doc__)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
 
@@ -292,8 +241,7 @@ def stub() -> str:
         "from gristmill.kernel_registry.policy import Policy\n"
         "from gristmill.kernel_registry.problem import Problem\n"
     )
-    functions = [(name, getattr(gristmill.ops, name)) for name in OPS_HELPERS]
-    parts = [stub_function(name, inspect.signature(made), made.__doc__) for name, made in functions]
+    parts = [stub_function(name, inspect.signature(made), made.__doc__) for name, made in helpers().items()]
     for name, op in sorted(default_registry().ops.items()):
         parts.append(stub_function(name, signature(op), documentation(op)))
     return head + "\n" + "\n\n".join(parts) + "\n"

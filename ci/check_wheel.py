@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 import tarfile
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import repository
 
 RUN = (".py", ".css", ".js", ".c")
 """What Python runs, what its report page is made of, what it compiles on the spot."""
-MODEL_FILES = {".safetensors", ".u16"}
+MODEL_FILES = (".safetensors", ".u16")
 SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
 
 
@@ -30,6 +30,8 @@ def tracked() -> list[str]:
 
 def carried(name: str) -> bool:
     """Whether a file of the tree belongs in a wheel: what Python runs, and the tables that kernels read."""
+    if name.startswith("src/gristmill/"):
+        return name.endswith((".py", ".pyi", "py.typed"))
     return name.startswith(repository.LINKED) and (
         name.endswith(RUN)
         or (name.startswith("kernels/") and name.endswith(".json"))
@@ -42,16 +44,10 @@ def problems(dist: Path) -> list[str]:
     lines = []
     if dist.suffix == ".whl":
         names = set(zipfile.ZipFile(dist).namelist())
-        expected = {f"gristmill/{name}" for name in tracked() if carried(name)}
+        expected = {f"gristmill/{name.removeprefix('src/gristmill/')}" for name in tracked() if carried(name)}
         expected |= {f"gristmill/_lib/{name}" for name in ("libgristmill_cpu.so", "manifest.json")}
-        expected |= {
-            name.removeprefix("src/")
-            for name in tracked()
-            if name.startswith("src/gristmill/") and name.endswith((".py", ".pyi", "py.typed"))
-        }
-        lines += [
-            f"has native source {name}" for name in names if PurePosixPath(name).suffix in repository.NATIVE
-        ]
+        native = [name for name in names - expected if name.endswith(repository.NATIVE)]
+        lines += [f"has native source {name}" for name in native]
         lines += [f"has {name} outside gristmill/" for name in names if not name.startswith("gristmill")]
         lines += [
             f"has {name}: not part of the package" for name in names if name.startswith("gristmill/lab/")
@@ -61,25 +57,19 @@ def problems(dist: Path) -> list[str]:
     else:
         with tarfile.open(dist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
-        expected = {
+        native = [
             name
             for name in tracked()
-            if carried(name)
-            or (name.startswith(repository.LINKED) and Path(name).suffix in repository.NATIVE)
-        }
-        expected |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
-        lines += [
-            f"has {name}: generated"
-            for name in names
-            if name.startswith(("build/", "src/gristmill/_lib", ".venv"))
+            if name.startswith(repository.LINKED) and name.endswith(repository.NATIVE)
         ]
+        expected = {*filter(carried, tracked()), *native}
+        expected |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "src/gristmill/kernels"}
+        generated = ("build/", "src/gristmill/_lib", ".venv")
+        lines += [f"has {name}: generated" for name in names if name.startswith(generated)]
     lines += [f"has result file {name}" for name in names if "bench/results/" in name]
     lines += [f"lacks {name}" for name in sorted(expected - names)]
-    lines += [
-        f"has model data {name}"
-        for name in names
-        if PurePosixPath(name).suffix in MODEL_FILES or "examples/models/" in name
-    ]
+    models = [name for name in names if name.endswith(MODEL_FILES) or "examples/models/" in name]
+    lines += [f"has model data {name}" for name in models]
     if dist.stat().st_size > SIZE_LIMIT:
         lines.append(f"is {dist.stat().st_size >> 20} MiB, over {SIZE_LIMIT >> 20}")
     return lines

@@ -114,36 +114,30 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
     if triple is None:
         raise ValueError(f"Triton emits no code for {target_name}")
     built = triton.compile(source, target=GPUTarget(*triple), options=dict(case.options))
-    usage = _amd(built.asm["amdgcn"]) if target.vendor == "amd" else _nvidia(built.asm["cubin"])
-    usage["shared"] = built.metadata.shared
-    text = built.asm["amdgcn"] if target.vendor == "amd" else _tool("cuobjdump", "-sass", built.asm["cubin"])
-    missing = [p for p in case.promises if p in PROMISES and not re.search(PROMISES[p], text)]
-    return {**usage, "missing": missing}
-
-
-def _amd(text: str) -> dict[str, int]:
-    counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text))
+    if target.vendor == "amd":
+        code = usage = built.asm["amdgcn"]
+        names = ("vgpr_count", "private_segment_fixed_size")
+    else:
+        code, usage = (_cuobjdump(option, built.asm["cubin"]) for option in ("-sass", "-res-usage"))
+        names = ("REG", "STACK")
+    registers, spills = (re.search(rf"\b{name}:\s*(\d+)", usage) for name in names)
     return {
-        "registers": int(counts.get("vgpr_count", 0)),
-        "spills": int(counts.get("private_segment_fixed_size", 0)),
+        "registers": int(registers[1]) if registers else 0,
+        "spills": int(spills[1]) if spills else 0,
+        "shared": built.metadata.shared,
+        "missing": [p for p in case.promises if p in PROMISES and not re.search(PROMISES[p], code)],
     }
 
 
-def _nvidia(cubin: bytes) -> dict[str, int]:
-    counts = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "-res-usage", cubin)))
-    return {"registers": int(counts.get("REG", 0)), "spills": int(counts.get("STACK", 0))}
-
-
-def _tool(name: str, option: str, cubin: bytes) -> str:
+def _cuobjdump(option: str, cubin: bytes) -> str:
     import triton.backends
 
-    binary = Path(next(iter(triton.backends.__path__))) / "nvidia" / "bin" / name
+    binary = Path(next(iter(triton.backends.__path__))) / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run(
-            [str(binary), option, file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [str(binary), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def answer(task: list[str]) -> dict[str, Any]:

@@ -46,13 +46,15 @@ CHAINS = {
 @cache
 def compiled() -> dict[str, frozenset[str]]:
     """Kernel -> targets for which all of its cases compile, by the baseline of the compile matrix."""
-    good: set[tuple[str, str]] = set()
-    bad: set[tuple[str, str]] = set()
+    compiles: dict[tuple[str, str], bool] = {}
     for key, entry in json.loads(BASELINE.read_text(encoding="utf-8")).items():
         case, _, target = key.partition("@")
-        (bad if "cannot" in entry else good).add((case.partition("/")[0], target))
-    kernels = {kernel for kernel, _ in good}
-    of = {kernel: frozenset(t for k, t in good - bad if k == kernel) for kernel in kernels}
+        pair = case.partition("/")[0], target
+        compiles[pair] = compiles.get(pair, True) and "cannot" not in entry
+    of = {
+        kernel: frozenset(t for (k, t), good in compiles.items() if good and k == kernel)
+        for kernel, _ in compiles
+    }
     for chain, parts in CHAINS.items():
         of[chain] = frozenset.intersection(*(of.get(part, frozenset()) for part in parts))
     return of
@@ -84,19 +86,13 @@ def _judged() -> tuple[tuple[str, str, str, str, str], ...]:
     found = []
     for path in sorted(PROOFS.glob("*.json")):
         data = proofs.read(path)
-        environment = data["environment"]
-        target = Target.parse(environment["target"])
-        where, kind = (
-            f"{target.name}: {environment['device']}",
-            target.base if target.vendor == "cpu" else target.arch,
-        )
+        target = Target.parse(data["environment"]["target"])
+        where = f"{target.name}: {data['environment']['device']}"
+        kind = target.base if target.vendor == "cpu" else target.arch
+        record = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
         for kernel, finding in proofs.judged(data, default_registry()).items():
-            found.append((finding.state, kernel, where, kind, _named(path)))
+            found.append((finding.state, kernel, where, kind, record))
     return tuple(found)
-
-
-def _named(path: Path) -> str:
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def proved() -> dict[str, list[tuple[str, str]]]:

@@ -20,7 +20,9 @@ import repository
 OUT = repository.ROOT / "tests" / "kernels" / "host_signatures.json"
 RELEASE = r"v?(\d+)\.(\d+)\.(\d+)(\.post\d+)?"
 PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
-LATENT = "BatchMLAPagedAttentionWrapper"
+LATENT = "mla.BatchMLAPagedAttentionWrapper"
+METHODS = ("__init__", "plan", "run")
+LATENT_FILES = ("flashinfer/mla/_core.py", "flashinfer/mla.py")
 
 
 class Project(NamedTuple):
@@ -31,34 +33,28 @@ class Project(NamedTuple):
     functions: dict[str, tuple[str, ...]]
 
 
-PROJECTS = {
-    "FlashInfer": Project(
-        "https://github.com/flashinfer-ai/flashinfer",
-        (0, 2, 5),
-        {
-            "flashinfer.norm.rmsnorm": ("flashinfer/norm/__init__.py", "flashinfer/norm.py"),
-            **{f"flashinfer.{DECODE}.{m}": ("flashinfer/decode.py",) for m in ("__init__", "plan", "run")},
-            **{f"flashinfer.{PREFILL}.{m}": ("flashinfer/prefill.py",) for m in ("__init__", "plan", "run")},
-            **{
-                f"flashinfer.mla.{LATENT}.{m}": ("flashinfer/mla/_core.py", "flashinfer/mla.py")
-                for m in ("__init__", "plan", "run")
-            },
-        },
-    ),
-    "AITER": Project(
-        "https://github.com/ROCm/aiter",
-        (0, 1, 1),
-        {
-            "aiter.gemm_a8w8": ("aiter/ops/gemm_op_a8w8.py",),
-            "aiter.ops.rmsnorm.rmsnorm2d_fwd": ("aiter/ops/rmsnorm.py",),
-        },
-    ),
-    "DeepGEMM": Project(
-        "https://github.com/deepseek-ai/DeepGEMM",
-        (2, 1, 0),
-        {"deep_gemm.fp8_gemm_nt": ("csrc/apis/gemm.hpp",)},
-    ),
-}
+FLASHINFER = Project(
+    "https://github.com/flashinfer-ai/flashinfer",
+    (0, 2, 5),
+    {
+        "flashinfer.norm.rmsnorm": ("flashinfer/norm/__init__.py", "flashinfer/norm.py"),
+        **{f"flashinfer.{DECODE}.{method}": ("flashinfer/decode.py",) for method in METHODS},
+        **{f"flashinfer.{PREFILL}.{method}": ("flashinfer/prefill.py",) for method in METHODS},
+        **{f"flashinfer.{LATENT}.{method}": LATENT_FILES for method in METHODS},
+    },
+)
+AITER = Project(
+    "https://github.com/ROCm/aiter",
+    (0, 1, 1),
+    {
+        "aiter.gemm_a8w8": ("aiter/ops/gemm_op_a8w8.py",),
+        "aiter.ops.rmsnorm.rmsnorm2d_fwd": ("aiter/ops/rmsnorm.py",),
+    },
+)
+DEEPGEMM = Project(
+    "https://github.com/deepseek-ai/DeepGEMM", (2, 1, 0), {"deep_gemm.fp8_gemm_nt": ("csrc/apis/gemm.hpp",)}
+)
+PROJECTS = {"FlashInfer": FLASHINFER, "AITER": AITER, "DeepGEMM": DEEPGEMM}
 
 
 def releases(folder: Path, first: tuple[int, int, int]) -> list[str]:
@@ -109,7 +105,7 @@ def history(folder: Path, project: Project, function: str) -> list[dict[str, Any
     """A row for each release since which the parameters are others: `since`, and `parameters` (None: not there)."""
     files = project.functions[function]
     name = function.rsplit(".", 1)[1]
-    if name in ("__init__", "plan", "run"):
+    if name in METHODS:
         name = ".".join(function.rsplit(".", 2)[1:])
     rows: list[dict[str, Any]] = []
     for release in (*releases(folder, project.first), "HEAD"):

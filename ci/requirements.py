@@ -9,28 +9,21 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 
-def requirements(project: dict[str, object], extras: list[str]) -> list[str]:
+def requirements(project: dict[str, Any], extras: list[str]) -> list[str]:
     """Everything that ``pip install gristmill[extras]`` would ask for, gristmill itself left out."""
-    requirements: list[str] = list(project["dependencies"])  # type: ignore[call-overload]
-    optional: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
-    seen: set[str] = set()
-    todo = list(extras)
-    while todo:
-        extra = todo.pop(0)
-        if extra in seen:
-            continue
-        seen.add(extra)
+    found, todo = dict.fromkeys(project["dependencies"]), [*extras]
+    optional = project["optional-dependencies"]
+    for extra in todo:  # which grows meanwhile
         if extra not in optional:
             raise SystemExit(f"unknown extra {extra!r}; expected one of {', '.join(optional)}")
         for line in optional[extra]:
             own = re.fullmatch(r"gristmill\[(.*)\]", line)
-            if own:
-                todo += own[1].split(",")
-            elif line not in requirements:
-                requirements.append(line)
-    return requirements
+            todo += [name for name in own[1].split(",") if name not in todo] if own else []
+            found |= {} if own else {line: None}
+    return [*found]
 
 
 if __name__ == "__main__":

@@ -29,18 +29,10 @@ def test_tests_import_this_tree() -> None:
 
 
 def good_wheel_names() -> list[str]:
-    names = [f"gristmill/{name}" for name in check_wheel.tracked() if check_wheel.carried(name)]
-    names += [
-        "gristmill/__init__.py",
-        "gristmill/_lazy.py",
-        "gristmill/nn.py",
-        "gristmill/ops.py",
-        "gristmill/ops.pyi",
-        "gristmill/py.typed",
-        "gristmill/_lib/manifest.json",
-        "gristmill/_lib/libgristmill_cpu.so",
-    ]
-    return names
+    names = [name for name in check_wheel.tracked() if check_wheel.carried(name)]
+    assert {"src/gristmill/console.py", "src/gristmill/ops.pyi", "src/gristmill/py.typed"} <= {*names}
+    names += ["_lib/manifest.json", "_lib/libgristmill_cpu.so"]
+    return [f"gristmill/{name.removeprefix('src/gristmill/')}" for name in names]
 
 
 def wheel(folder: Path, names: list[str], file: str = "gristmill-0.1.0-py3-none-linux_x86_64.whl") -> Path:
