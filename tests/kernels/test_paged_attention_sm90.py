@@ -181,12 +181,12 @@ def test_entries_refuse_what_they_were_not_built_for(decode: bool) -> None:
 
 @pytest.mark.skipif(not LIBRARY.is_file(), reason="needs the CUDA library")
 def test_the_kernel_for_wide_heads_says_what_it_takes() -> None:
-    """Its shared memory fits, and other heads, pages and dtypes are refused."""
+    """Its shared memory fits, and other heads, pages, codes and dtypes are refused."""
 
     def wide(head_dim: int = 256, **changes: Any) -> int:
-        return asked(launchers.WIDE, head_dim, **changes)
+        return asked(launchers.ENTRY, head_dim, **changes)
 
     dtype, shape, argument = -1, -2, -5
     assert all(0 < wide(head_dim) <= 232_448 for head_dim in (136, 192, 256))
-    assert wide(128) == wide(264) == wide(252) == wide(page=7) == shape
+    assert wide(264) == wide(252) == wide(page=7) == wide(codes=True) == shape
     assert wide(group=129) == argument and wide(dtype=torch.float32) == dtype

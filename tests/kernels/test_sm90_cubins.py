@@ -30,9 +30,9 @@ STACK_ON_RECORD = {
     "paged_attention_codes_d128_any_cap": 112,
     "paged_attention_codes_d64_any_cap": 80,
     "paged_decode_codes_d256": 16,
+    **{f"paged_attention_{x}_d256": 192 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d128_rows16": 24 for x in ("bf16", "fp16")},
     **{f"paged_decode_{x}_d{d}_rows16_cap": 8 for x in ("bf16", "fp16") for d in (80, 96)},
-    "paged_wide_": 192,
     "sample_again_": 64,
     "linear_decode_ws_int4_g128_bf16_bf16_2x8x2x4": 8,
     "linear_decode_ws_int4_g128_bf16_fp16_2x8x2x4": 8,
@@ -223,7 +223,12 @@ def test_8_bit_products() -> None:
 def test_attention() -> None:
     """Every instance is present and without spills; products wait neither for each other nor for the
     exponentials of the previous tile."""
-    usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_attention_")]
+    usage = [
+        row
+        for rows in resources().values()
+        for row in rows
+        if row[0].startswith("paged_attention_") and "_d256" not in row[0]
+    ]
     names = {
         f"paged_attention_{x}_d{d}_{by}"
         for x in ("bf16", "fp16")
@@ -295,8 +300,10 @@ def test_decode_attention() -> None:
 
 def test_wide_attention() -> None:
     """Every instance is present; three words at most are spilled between products, which do not wait for the exponentials of the previous tile."""
-    usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_wide_")]
-    names = {f"paged_wide_{x}_d256{cap}" for x in ("bf16", "fp16") for cap in ("", "_cap")}
+    usage = [
+        row for rows in resources().values() for row in rows if re.match("paged_attention_.*_d256", row[0])
+    ]
+    names = {f"paged_attention_{x}_d256_boxes{cap}" for x in ("bf16", "fp16") for cap in ("", "_cap")}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name in names:

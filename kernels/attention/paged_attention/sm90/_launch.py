@@ -1,5 +1,5 @@
-"""Launching the Hopper kernels of paged attention: for any batch with heads of up to 128 elements (`_paged_attention_sm90.cu`) and of more
-(`_paged_wide_sm90.cu`), for few rows of each sequence (`_paged_decode_sm90.cu`), and whichever is the right one for a batch."""
+"""Launching the Hopper kernels of paged attention: for any batch (`_paged_attention_sm90.cu`), for few rows of each sequence
+(`_paged_decode_sm90.cu`), and whichever is the right one for a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.attention.paged_attention.sm90.spec import (
     COUNTER_BYTES,
     DECODE_COUNTERS_AT,
-    LARGEST_HEAD,
     UNITS,
     parts_bytes,
     route,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from gristmill.kernels.calls import PagedAttentionCall
 
 ENTRY = CallEntry("gm_paged_attention_sm90", "paged_attention")
-WIDE = CallEntry("gm_paged_wide_sm90", "paged_attention")
 DECODE = CallEntry("gm_paged_decode_sm90", "paged_attention")
 PLACES = {"units": UNITS, "counters_at": 0, "parts_at": COUNTER_BYTES}
 DECODE_PLACES = {"counters_at": DECODE_COUNTERS_AT, "parts_at": COUNTER_BYTES}
@@ -42,8 +40,6 @@ def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> No
     device = q.get_device()
     if decode:
         DECODE.cuda({"ctas": config["ctas"], **DECODE_PLACES}, call, device)
-    elif dim > LARGEST_HEAD:  # its tiles have half as many keys
-        WIDE.cuda({**config, **PLACES, "part_tiles": 2 * int(config["part_tiles"])}, call, device)
     else:
         ENTRY.cuda({**config, **PLACES}, call, device)
 

@@ -14,6 +14,8 @@
   K(bf16, 2, __nv_bfloat16, 64, rows, gm::kRowCopies)   \
   K(fp16, 1, __half, 64, boxes, gm::kBoxCopies)         \
   K(fp16, 1, __half, 64, rows, gm::kRowCopies)          \
+  K(bf16, 2, __nv_bfloat16, 256, boxes, gm::kBoxCopies) \
+  K(fp16, 1, __half, 256, boxes, gm::kBoxCopies)        \
   K(codes, 0, __half, 128, any, gm::kCodeCopies)        \
   K(codes, 0, __half, 64, any, gm::kCodeCopies)
 
@@ -42,6 +44,7 @@ namespace {
 struct Instance {
   int dtype, head_dim;  // dtype: of q, out and the caches; 0 where the caches hold codes
   gm::Copies copies;
+  int keys;  // of a tile
   unsigned smem;
   gm::CudaKernel plain, capped;
 };
@@ -50,39 +53,43 @@ struct Instance {
   {code,                                                    \
    d,                                                       \
    COPIES,                                                  \
+   gm::AttentionShape<d>::kKeys,                            \
    gm::AttentionShape<d>::kBytes,                           \
    {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label}, \
    {GM_CUBIN, "paged_attention_" #type "_d" #d "_" #label "_cap"}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
+// The kernel for a call, null if there is none.
+Instance* find_instance(const gm::PagedSizes& s) {
+  const int head_dim = s.head_dim <= 64 ? 64 : s.head_dim <= 128 ? 128 : 256;
+  const gm::Copies copies = s.codes ? gm::kCodeCopies : s.page % 8 == 0 ? gm::kBoxCopies : gm::kRowCopies;
+  if (s.head_dim < 8 || s.head_dim > 256 || s.head_dim * s.bytes % 16 != 0) return nullptr;
+  for (Instance& i : g_instances)
+    if (i.dtype == (s.codes ? 0 : s.dtype) && i.head_dim == head_dim && i.copies == copies) return &i;
+  return nullptr;
+}
+
 }  // namespace
 
-// A call of heads of up to 128 elements, a multiple of 8, of 16 for codes. scale > 0. workspace: at counters_at
-// 32 + `units` integers that are zero, and are zero again after the launch; at parts_at (units + 4 ctas) (dim /
-// 8 + 1) 512 bytes, dim: 64 or 128. part_tiles: tiles of 128 keys of a part of a context; 0: one warpgroup adds
-// all keys of a row, in one order whatever the batch is. reading: weight of a tile of decode against one of
-// prefill, in eighths. GM_E_SHAPE unless rows are whole 16-byte chunks. device < 0 asks for the bytes of shared
-// memory.
+// head_dim: a multiple of 8, of 16 for codes, up to 128; over pages of a multiple of 8 tokens that hold no codes up
+// to 256. scale > 0. workspace: at counters_at 32 + `units` integers that are zero, and are zero again after the
+// launch; at parts_at (units + 4 ctas) (dim / 8 + 1) 512 bytes, dim: 64, 128 or 256. part_tiles: tiles of 128 keys
+// of a part of a context; 0: one warpgroup adds all keys of a row, in one order whatever the batch is. reading:
+// weight of a tile of decode against one of prefill, in eighths. GM_E_SHAPE unless rows are whole 16-byte chunks.
+// device < 0 asks for the bytes of shared memory.
 GM_CUDA_CALL(gm_paged_attention_sm90, PagedAttention, ctas, part_tiles, reading, units, counters_at, parts_at)
 (const GmPagedAttentionCall& call, const gm_paged_attention_sm90_options& o, int device, void* stream) {
   gm::PagedSizes s;
   if (const int refused = gm::paged_sizes(call, &s)) return refused;
   if (!gm::takes_options(s, o)) return GM_E_ARG;
-  const int page = s.page, head_dim = s.head_dim;
-  const int box = page % 8 == 0 && !s.codes ? (page & -page) < 128 ? page & -page : 128 : 0;
-  const gm::Copies copies = s.codes ? gm::kCodeCopies : box > 0 ? gm::kBoxCopies : gm::kRowCopies;
-  Instance* instance = nullptr;
-  for (Instance& i : g_instances)
-    if (i.dtype == (s.codes ? 0 : s.dtype) && i.head_dim == (head_dim <= 64 ? 64 : 128) && i.copies == copies)
-      instance = &i;
-  if (instance == nullptr || head_dim < 8 || head_dim > 128 || head_dim * s.bytes % 16 != 0)
-    return GM_E_SHAPE;
+  Instance* instance = find_instance(s);
+  if (instance == nullptr) return GM_E_SHAPE;
   if (device < 0) return int(instance->smem);
   if (s.tokens == 0) return GM_OK;
   if (!gm::paged_rows_copyable(call, s.bytes)) return GM_E_SHAPE;
 
   gm::AttentionParams p =
-      gm::attention_params<gm::AttentionParams>(call, s, o, gm::AttentionShape<128>::kRows);
+      gm::attention_params<gm::AttentionParams>(call, s, o, gm::AttentionShape<128>::kRows, instance->keys);
   p.k = call.k_cache, p.v = call.v_cache;
   p.k_block = call.k_cache_stride[0], p.k_slot = call.k_cache_stride[1], p.k_head = call.k_cache_stride[2];
   p.v_block = call.v_cache_stride[0], p.v_slot = call.v_cache_stride[1], p.v_head = call.v_cache_stride[2];
@@ -94,8 +101,9 @@ GM_CUDA_CALL(gm_paged_attention_sm90, PagedAttention, ctas, part_tiles, reading,
   const int64_t q_strides[] = {call.q_stride[1], call.q_stride[0]};
   const cuuint32_t q_box[] = {64, cuuint32_t(s.group), cuuint32_t(p.tile_q)};
   int status = gm::heads_map(&maps[0], call.q, s.dtype == 2, 3, q_sizes, q_strides, q_box);
-  if (box > 0) {
-    p.box = box, p.log_boxes = __builtin_ctz(unsigned(128 / box));
+  if (instance->copies == gm::kBoxCopies) {
+    const int box = (s.page & -s.page) < instance->keys ? s.page & -s.page : instance->keys;
+    p.box = box, p.log_boxes = __builtin_ctz(unsigned(instance->keys / box));
     const cuuint64_t sizes[] = {cuuint64_t(s.head_dim), cuuint64_t(s.page), cuuint64_t(s.kv_heads),
                                 cuuint64_t(s.blocks > 0 ? s.blocks : 1)};
     const cuuint32_t kv_box[] = {64, cuuint32_t(box), 1, 1};
@@ -107,7 +115,7 @@ GM_CUDA_CALL(gm_paged_attention_sm90, PagedAttention, ctas, part_tiles, reading,
       status = gm::heads_map(&maps[2], call.v_cache, s.dtype == 2, 4, sizes, v_strides, kv_box);
   }
   if (status != GM_OK) return status;
-  // No batch of as many tokens has more pieces of work.
+  // An upper bound of the work tiles of a batch of as many tokens.
   const int64_t most =
       (int64_t(s.tokens) / p.tile_q + int64_t(s.seqs) * (o.units > 0 ? gm::kMostParts : 1)) * s.kv_heads;
   gm::SoftCap<true> cap = gm::soft_cap(s.softcap, s.codes ? 0.f : s.scale);

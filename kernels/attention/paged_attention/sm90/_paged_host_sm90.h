@@ -52,10 +52,11 @@ T* at(void* workspace, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
 }
 
-// The parameters of the kernels for any batch, without what depends on how keys are copied. rows: of a tile.
-// o: options of the entry.
+// The parameters of the kernels for any batch, without what depends on how keys are copied. rows, keys: of a
+// tile. o: options of the entry, whose part_tiles has 128 keys each.
 template <typename Params, typename Options>
-Params attention_params(const GmPagedAttentionCall& call, const PagedSizes& s, const Options& o, int rows) {
+Params attention_params(const GmPagedAttentionCall& call, const PagedSizes& s, const Options& o, int rows,
+                        int keys) {
   Params p{};
   p.out = call.out, p.lse = static_cast<float*>(call.lse), p.sinks = static_cast<const float*>(call.sinks);
   p.table = static_cast<const int*>(call.block_table);
@@ -67,7 +68,8 @@ Params attention_params(const GmPagedAttentionCall& call, const PagedSizes& s, c
   p.table_row = call.block_table_stride[0];
   p.seqs = s.seqs, p.heads = s.heads, p.kv_heads = s.kv_heads, p.head_dim = s.head_dim, p.group = s.group;
   p.tile_q = rows / s.group, p.window = s.window, p.blocks = s.blocks, p.page = s.page;
-  p.part_tiles = o.part_tiles > 0 ? int(o.part_tiles) : INT_MAX, p.shared_rows = o.part_tiles > 0 ? 64 : 0;
+  p.part_tiles = o.part_tiles > 0 ? int(o.part_tiles * 128 / keys) : INT_MAX;
+  p.shared_rows = o.part_tiles > 0 ? 64 : 0;
   p.reading = int(o.reading), p.by_page = 0xffffffffu / unsigned(s.page),
   p.by_group = (65536 + s.group - 1) / s.group;
   p.scale = s.scale, p.score_scale = s.scale * 1.4426950408889634f;
@@ -91,7 +93,7 @@ void set_scales(const GmPagedAttentionCall& call, const PagedSizes& s, Params* p
 template <typename Options>
 bool takes_options(const PagedSizes& s, const Options& o) {
   return s.group <= 128 && o.ctas >= 1 && o.ctas <= INT_MAX && o.reading >= 1 && o.reading <= INT_MAX &&
-         o.units >= 0 && o.units <= INT_MAX && o.part_tiles >= 0 && o.part_tiles <= INT_MAX;
+         o.units >= 0 && o.units <= INT_MAX && o.part_tiles >= 0 && o.part_tiles <= INT_MAX / 2;
 }
 
 }  // namespace gm
