@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from gristmill.kernel_registry.arguments import ROWS as ROWS
     from gristmill.kernel_registry.arguments import VECTORS as VECTORS
     from gristmill.kernel_registry.arguments import Scalar as Scalar
-    from gristmill.kernel_registry.arguments import Scratch as Scratch
     from gristmill.kernel_registry.arguments import Tensor as Tensor
     from gristmill.kernel_registry.arguments import Weight as Weight
+    from gristmill.kernel_registry.arguments import WorkspaceArgument as WorkspaceArgument
     from gristmill.kernel_registry.build import Build as Build
     from gristmill.kernel_registry.dtypes import DTYPES as DTYPES
     from gristmill.kernel_registry.dtypes import canonical_dtype as canonical_dtype

@@ -86,13 +86,13 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Scratch memory of the kernel that will run. The kernel checks its size, which only it knows."""
+class WorkspaceArgument:
+    """The workspace of the kernel that will run. The kernel checks its size, which only it knows."""
 
     name: ClassVar[str] = "workspace"
 
 
-Argument = Tensor | Scalar | Weight | Scratch
+Argument = Tensor | Scalar | Weight | WorkspaceArgument
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def parameters(arguments: tuple[Argument, ...]) -> tuple[Parameter, ...]:
     """The arguments in torch schema syntax; those written in place are ``(a!)``, ``(b!)``, ..., a workspace ``(w!)``."""
     collected, letters = [], iter("abcdefgh")
     for argument in arguments:
-        if isinstance(argument, Scratch):
+        if isinstance(argument, WorkspaceArgument):
             collected.append(Parameter("Tensor(w!)?", argument.name, "None", True))
         elif isinstance(argument, Weight):
             collected.append(Parameter("Tensor[]", argument.name, None, False))

@@ -35,9 +35,9 @@ from gristmill.kernel_registry.arguments import (
     VECTORS,
     Declared,
     Scalar,
-    Scratch,
     Tensor,
     Weight,
+    WorkspaceArgument,
 )
 from gristmill.kernel_registry.call import call_name
 
@@ -82,7 +82,7 @@ def fields(op: Declared) -> tuple[Field, ...]:
             found += _tensor(op, item)
         elif isinstance(item, Weight):
             found += _weight(item)
-        elif isinstance(item, Scratch):
+        elif isinstance(item, WorkspaceArgument):
             found.append(
                 Field("void*", item.name, 1, "0 if call.workspace is None else call.workspace.data_ptr()")
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import MATRIX, Scalar, Scratch, Tensor, Weight
+from gristmill.kernel_registry.arguments import MATRIX, Scalar, Tensor, Weight, WorkspaceArgument
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
@@ -236,7 +236,7 @@ OP = Op(
         Tensor("residual", "... n//(1+silu_mul)", optional=True),
         Scalar("silu_mul", "bool", False),
         Scalar("n", "int", 0, states="n"),
-        Scratch(),
+        WorkspaceArgument(),
     ),
     returns=(Tensor("out", "... n//(1+silu_mul)"),),
     reference=reference,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import VECTORS, Scratch, Tensor
+from gristmill.kernel_registry.arguments import VECTORS, Tensor, WorkspaceArgument
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.common import ITEM_BYTES
@@ -144,7 +144,7 @@ OP = Op(
         Tensor("min_p", "m", dtype="fp32"),
         Tensor("seed", "m", dtype="int64"),
         Tensor("index", "m", dtype="int64"),
-        Scratch(),
+        WorkspaceArgument(),
     ),
     returns=(Tensor("ids", "m", dtype="int64"),),
     rules=(vocabulary_fits_int32,),

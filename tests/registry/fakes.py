@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gristmill.kernel_registry.arguments import Scratch, Tensor, Weight
+from gristmill.kernel_registry.arguments import Tensor, Weight, WorkspaceArgument
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.layout import Layout
@@ -29,7 +29,7 @@ OP = Op(
         Tensor("x", "... k"),
         Weight("weight", "n k"),
         Tensor("bias", "n", optional=True),
-        Scratch(),
+        WorkspaceArgument(),
     ),
     returns=(Tensor("out", "... n"),),
     reference=lambda *arguments: None,

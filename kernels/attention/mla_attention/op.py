@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
+from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor, WorkspaceArgument
 from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention import lengths as ragged
@@ -96,7 +96,7 @@ OP = Op(
         *ragged.BOUNDS,
         Scalar("latent_dim", "int", 512),
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
-        Scratch(),
+        WorkspaceArgument(),
     ),
     returns=(Tensor("out", "q_tokens heads latent_dim", strides=VECTORS),),
     rules=(ragged.queries_fit, ragged.table_fits),

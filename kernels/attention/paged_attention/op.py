@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import VECTORS, Scalar, Scratch, Tensor
+from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor, WorkspaceArgument
 from gristmill.kernel_registry.op import Cost, Op
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernels.attention import lengths as ragged
@@ -136,7 +136,7 @@ OP = Op(
         Scalar("window", "int", 0),
         Tensor("sinks", "heads", dtype="fp32", optional=True),
         Tensor("lse", "q_tokens heads", dtype="fp32", optional=True, mutable=True),
-        Scratch(),
+        WorkspaceArgument(),
         *quantized.scale_arguments(mutable=False),
         Scalar("softcap", "float", 0.0, minimum=0.0, finite=True),
     ),

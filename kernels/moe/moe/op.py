@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import Scalar, Scratch, Tensor, Weight
+from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight, WorkspaceArgument
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -218,7 +218,7 @@ OP = Op(
         Weight("w13", "e 2*i h"),
         Weight("w2", "e h i"),
         Scalar("inter", "int", 0, states="i"),
-        Scratch(),
+        WorkspaceArgument(),
         Tensor("w13_bias", "e 2*i", optional=True),
         Tensor("w2_bias", "e h", optional=True),
         Scalar("clamp", "bool", False),
