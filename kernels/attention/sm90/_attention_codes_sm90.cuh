@@ -1,5 +1,5 @@
-// Pages of any size, copied by cp.async, and caches of e4m3 for attention on Hopper: keys, values and queries are
-// converted to fp16 in shared memory; the scales are applied to scores and sums.
+// Producer of attention on Hopper for pages of any size, by cp.async, and for caches of e4m3 codes: keys, values
+// and queries are converted to fp16 in shared memory; scales are applied to scores and accumulators.
 #pragma once
 #include "_attention_copy_sm90.cuh"
 #include "_attention_types_sm90.cuh"
@@ -8,9 +8,8 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Copies 32 rows of a tile of keys or values, 16 bytes per lane at a time; e4m3 codes (CODES) to where their
-// second halves as fp16 will be. id, slot: page and slot of the row of this lane, id < 0 for zeros. By one warp,
-// whose rows begin at row0.
+// Copies 32 rows of a tile of keys or values from row0 on, 16 bytes per lane; e4m3 codes (CODES) to their staging
+// place (S::kCodes). id, slot: page and slot of this lane's row, id < 0 for zeros. By one warp.
 template <int D, bool CODES>
 __device__ __forceinline__ void copy_rows(int dim, const char* cache, int64_t block, int64_t slot_bytes,
                                           int id, int slot, int row0, uint32_t to) {
@@ -41,19 +40,19 @@ __device__ __forceinline__ void convert_codes(int row0, uint32_t tile) {
   for (int i = 0; i < 32; i += kStep) {
     const int row = row0 + i + lane / kChunks;
     const uint4 codes = ld_shared<uint4>(tile + S::kCodes + row * 128 + chunk * 16);
-    __syncwarp();  // what follows writes to where other lanes have read
+    __syncwarp();  // the stores below overwrite what other lanes read
     const uint2 a = e4m3_to_f16(codes.x), b = e4m3_to_f16(codes.y), c = e4m3_to_f16(codes.z),
                 d = e4m3_to_f16(codes.w);
     const uint4 low = make_uint4(a.x, a.y, b.x, b.y), high = make_uint4(c.x, c.y, d.x, d.y);
     const uint32_t at = tile + half * (S::kKeys * 128) + row * 128, place = ((chunk * 2) ^ row) & 7;
-    // Lanes of the second half begin with the other vector, so that eight lanes write without bank conflicts.
+    // Lanes of the second half store the other vector first, so that eight lanes have no bank conflicts.
     st_shared(at + (place ^ half) * 16, half ? high : low);
     st_shared(at + (place ^ half ^ 1) * 16, half ? low : high);
   }
 }
 
-// Of a key with scales of its own, by its lane: the scale, log2 of that of its values, and the reciprocal of
-// the latter. tile: counted over all work.
+// Stores the scales of a key that has its own: of the key, log2 of that of its values, and the reciprocal of the
+// latter. tile: counted over all work tiles.
 template <int D>
 __device__ __forceinline__ void put_scales(const AttentionParams& p, uint8_t* smem, int tile, int key, int id,
                                            int slot, int head) {
@@ -69,8 +68,8 @@ __device__ __forceinline__ void put_scales(const AttentionParams& p, uint8_t* sm
   reinterpret_cast<float*>(smem + S::kKeyScales + 4 * S::kKeys * 8)[at] = exp2_approx(-raised);
 }
 
-// As produce_boxes, for page sizes that TMA boxes do not fit, and, if CODES, for caches of e4m3 codes, which are
-// converted to fp16. By the whole warpgroup, a quarter of a tile per warp; the first warp fetches the work.
+// As produce_boxes, for page sizes that are no multiple of a TMA box, and, if CODES, for caches of e4m3 codes, which
+// are converted to fp16. By the whole warpgroup, a quarter of a tile per warp; the first one is the scheduler warp.
 template <int D, bool CODES>
 __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUtensorMap& q_map,
                                              uint8_t* smem, uint32_t base) {
@@ -78,12 +77,12 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
   constexpr int kItem = CODES ? 1 : 2;
   const Bars<D> bars{base + S::kBars};
   const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
-  Taker<D> taker(p, smem, warp == 0);
+  TileScheduler<D> scheduler(p, smem, warp == 0);
   int tile = 0;
   Work work{};
   for (uint32_t q_parity = 1;; q_parity ^= 1) {
     if (warp == 0) {
-      taker.take(p, smem, work);
+      scheduler.next(p, smem, work);
       if (lane == 0) put_work(smem + S::kWork + 48, work);
     }
     bar_sync(kBarCopying, 128);
@@ -149,8 +148,8 @@ __device__ __forceinline__ void produce_rows(const AttentionParams& p, const CUt
   }
 }
 
-// Converts 64 rows of Q to fp16 in place, and stores the factor of each row that makes its scores
-// log2-scaled. By a warpgroup.
+// Converts 64 rows of Q to fp16 in place, and stores the factor of each row that log2-scales its scores. By a
+// warpgroup.
 template <int D>
 __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_t* smem, int row0,
                                                 float k_scale) {
@@ -159,7 +158,7 @@ __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_
   const int tid = threadIdx.x & 127, row = row0 + tid / 2, side = tid & 1;
   uint8_t* const half = smem + row * 128 + (kChunks == 8 ? side * (S::kRows * 128) : side * (kChunks * 16));
   uint4 raw[kChunks];
-  float most = 0.f;
+  float largest = 0.f;
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
     raw[j] = reinterpret_cast<const uint4*>(half)[j ^ (row & (kChunks - 1))];
@@ -167,12 +166,13 @@ __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_
 #pragma unroll
     for (const uint32_t word : words) {
       const float2 pair = unpacked(word, p.bf16);
-      most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
     }
   }
-  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-  const RowPower power(most);
-  const float by = copysignf(power.factor, k_scale);  // the largest score stays the largest one
+  largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+  const RowScale row_scale(largest);
+  const float by =
+      copysignf(row_scale.factor, k_scale);  // a negative scale must not reverse the order of scores
 #pragma unroll
   for (int j = 0; j < kChunks; ++j) {
     uint32_t words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
@@ -185,12 +185,12 @@ __device__ __forceinline__ void convert_queries(const AttentionParams& p, uint8_
         make_uint4(words[0], words[1], words[2], words[3]);
   }
   if (side == 0)
-    reinterpret_cast<float*>(smem + S::kRowScales)[row] = power.back * p.score_scale * fabsf(k_scale);
+    reinterpret_cast<float*>(smem + S::kRowScales)[row] = row_scale.inverse * p.score_scale * fabsf(k_scale);
   fence_proxy_async();
 }
 
-// Log2-scaled scores of keys with scales of their own. The log2 of the scale of a key's values is added to
-// the score, so that the largest weight times scale is 1 in fp16.
+// Log2-scales the scores of keys with scales of their own. The log2 of the scale of a key's values is added to the
+// score: weights come out multiplied by it, and the largest product is 1 in fp16.
 template <int D, bool CAP>
 __device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem, int tile, int row,
                                              const SoftCap<CAP>& cap) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void scale_scores(float (&s)[64], const uint8_t* smem
       reinterpret_cast<const float4*>(smem + S::kKeyScales) + (tile & 3) * (S::kKeys / 2) + (threadIdx.x & 3);
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
-    const float4 two = keys[j * 4];  // scale and summand of two keys
+    const float4 two = keys[j * 4];  // scale and log2 of the values' scale, of two keys
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float &first = s[j * 4 + r * 2], &second = s[j * 4 + r * 2 + 1];

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, const CUtensorM
 }
 
 // Loads pages as TMA boxes, one per lane. By S::kCopying warps: half of them load keys, the others values, in
-// columns of 64 elements; the first one also loads Q, and fetches the work for all.
+// columns of 64 elements; the first one also loads Q, and is the scheduler warp.
 template <int D>
 __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CUtensorMap& q_map,
                                               const CUtensorMap& k_map, const CUtensorMap& v_map,
@@ -41,13 +41,13 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
   const uint32_t slots = base + (values ? S::kV : S::kK) + lane * p.box * 128;
   const uint32_t fulls = values ? bars.v_full(0) : bars.k_full(0),
                  empties = values ? bars.v_empty(0) : bars.k_empty(0);
-  Taker<D> taker(p, smem, warp == 0);
+  TileScheduler<D> scheduler(p, smem, warp == 0);
   int tile = 0;
   Work work{};
   for (int round = 0;; ++round) {
     uint8_t* const place = smem + S::kWork + 48 + (round & 1) * 48;
     if (warp == 0) {
-      taker.take(p, smem, work);
+      scheduler.next(p, smem, work);
       mbar_wait(bars.work_empty(round), (round >> 1 & 1) ^ 1);
       if (lane == 0) {
         put_work(place, work);
@@ -62,8 +62,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
     }
     const int* row = p.table + work.seq * p.table_row;
     const int low = p.window > 0 ? work.position - p.window + 1 : 0;
-    // The page that this lane loads of a tile of keys; past the last page where none of its keys is seen: TMA
-    // fills zeros.
+    // The page that this lane loads of tile n; p.blocks, for which TMA fills zeros, if none of its keys is visible.
     int slot, next_slot = 0;
     const auto page_of = [&](int n) {
       const int key = n * S::kKeys + lane * p.box, page = quotient(key, p.page, p.by_page);
@@ -80,7 +79,7 @@ __device__ __forceinline__ void produce_boxes(const AttentionParams& p, const CU
         const uint32_t at = tile % S::kStages, full = fulls + at * 8;
         mbar_wait(empties + at * 8, Bars<D>::parity(tile) ^ 1);
         if (first == 0 && lane == 0)
-          mbar_arrive_expect_tx(full, S::kTile);  // of all columns; a count below 0 is no harm
+          mbar_arrive_expect_tx(full, S::kTile);  // of all columns; other warps' copies may complete before
         __syncwarp();
         if (copies) {
 #pragma unroll

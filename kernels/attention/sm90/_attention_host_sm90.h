@@ -11,7 +11,7 @@ inline bool rows_aligned(const void* base, const int64_t* strides, int count, in
   for (int i = 0; i < count; ++i) fits = fits && strides[i] * item % 16 == 0;
   return fits;
 }
-// The same, and no stride is negative, which TMA does not know.
+// The same, and no stride is negative: TMA supports none.
 inline bool rows_copyable(const void* base, const int64_t* strides, int count, int item) {
   bool fits = rows_aligned(base, strides, count, item);
   for (int i = 0; i < count; ++i) fits = fits && strides[i] >= 0;

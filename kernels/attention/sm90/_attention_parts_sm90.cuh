@@ -9,32 +9,32 @@ namespace gm {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// top: the reference of the sum of weights, log2-scaled.
+// top: the maximum that the sum of weights refers to, log2-scaled.
 __device__ __forceinline__ float log_sum_exp(float top, float sum) {
   return sum > 0.f ? (top + __log2f(sum)) * kLn2 : -INFINITY;
 }
 
-// The end of a row of a whole context, from the maximum of its raw scores and its sum of weights.
-struct RowEnd {
-  float top, sum, factor = 1.f;  // reference, log2-scaled, and sum of the weights
-  __device__ __forceinline__ RowEnd(float m, float l, float scale_log2)
+// Epilogue of a row: log-sum-exp and normalization, from the maximum of its raw scores and its sum of weights.
+struct RowEpilogue {
+  float top, sum, factor = 1.f;  // maximum, log2-scaled; sum of weights; factor of both sums after add_sink
+  __device__ __forceinline__ RowEpilogue(float m, float l, float scale_log2)
       : top(m == -INFINITY ? -INFINITY : m * scale_log2), sum(l) {}
-  // A score that has a weight and no value.
+  // Attention sink: a score that has a weight and no value.
   __device__ __forceinline__ void add_sink(float score) {
-    const float sink = score * kLog2e, most = fmaxf(top, sink);
-    if (most > -INFINITY) {
-      factor = exp2_approx(top - most);
-      sum = sum * factor + exp2_approx(sink - most);
-      top = most;
+    const float sink = score * kLog2e, largest = fmaxf(top, sink);
+    if (largest > -INFINITY) {
+      factor = exp2_approx(top - largest);
+      sum = sum * factor + exp2_approx(sink - largest);
+      top = largest;
     }
   }
-  // What the sums of values are multiplied by.
+  // Factor that normalizes the sums of values.
   __device__ __forceinline__ float inverse() const { return sum > 0.f ? factor / sum : 0.f; }
   __device__ __forceinline__ float lse() const { return log_sum_exp(top, sum); }
 };
 
-// Row lane / 4 + 8 r of 16 rows of accumulators, times `by`, to memory, in 16-byte chunks that four
-// neighbouring lanes put together. columns: those that exist.
+// Stores row lane / 4 + 8 r of 16 rows of accumulators, times `by`, in 16-byte chunks that a quad transposes
+// among its lanes. columns: of the tensor.
 template <typename T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&o)[N], int r, float by, bool exists,
                                           int columns) {
@@ -54,13 +54,13 @@ __device__ __forceinline__ void store_row(T* to, const float (&o)[N], int r, flo
   }
 }
 
-// Four elements of a row over some keys, the row's maximum of the raw scores and its sum of weights.
+// Partial result of a row over some keys: four elements, maximum of the raw scores and sum of weights.
 struct RowPart {
   float4 o;
   float m, l;
 };
 
-// Factors of two parts of a row, the earlier one first; m becomes the maximum of both.
+// Rescaling factors of two parts of a row, the earlier one first; m becomes the maximum of both.
 __device__ __forceinline__ float2 part_factors(float before, float& m, float scale_log2) {
   const float mine = m;
   m = fmaxf(before, m);
@@ -80,17 +80,17 @@ __device__ __forceinline__ void add_before(RowPart& part, const RowPart& before,
   part.l = add_scaled(before.l, part.l, by);
 }
 
-// Elements `element` .. + 3 of a row of a KV head to the output, and the row's log-sum-exp. token: of row 0.
+// Writes elements `element` .. + 3 of a row of a KV head, and the row's log-sum-exp. token: of row 0.
 template <typename T, typename P>
 __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_head, int row, int element,
                                            const RowPart& part) {
-  if (element >= p.head_dim) return;  // of heads that are padded
+  if (element >= p.head_dim) return;  // padding of the head
   const int in = row * p.by_group >> 16, head = kv_head * p.group + row - in * p.group;
   token += in;
-  RowEnd end(part.m, part.l, p.scale_log2);
-  if (p.sinks != nullptr) end.add_sink(p.sinks[head]);
-  const float by = end.inverse();
-  if (p.lse != nullptr && element == 0) p.lse[token * p.heads + head] = end.lse();
+  RowEpilogue epilogue(part.m, part.l, p.scale_log2);
+  if (p.sinks != nullptr) epilogue.add_sink(p.sinks[head]);
+  const float by = epilogue.inverse();
+  if (p.lse != nullptr && element == 0) p.lse[token * p.heads + head] = epilogue.lse();
   using Element = typename Stored<T>::type;
   *reinterpret_cast<uint2*>(static_cast<Element*>(p.out) + token * p.out_token + head * p.out_head +
                             element) = make_uint2(packed_as<T>(p, part.o.x * by, part.o.y * by),
@@ -99,10 +99,10 @@ __device__ __forceinline__ void write_part(const P& p, int64_t token, int kv_hea
 
 // Reduces `count` parts of the rows of a KV head and writes them. By `threads` threads, of which this is
 // `thread`. AHEAD: parts that are loaded at a time. place(part, row): addresses of the D sums of a row, and
-// of its maximum and sum of weights.
-struct PartPlace {
+// of its statistics (maximum and sum of weights).
+struct PartAddress {
   const float* o;
-  const float2* ends;
+  const float2* stats;
 };
 template <typename T, int D, int AHEAD, typename P, typename Place>
 __device__ __forceinline__ void write_parts(const P& p, int64_t token, int kv_head, int rows, int count,
@@ -117,10 +117,10 @@ __device__ __forceinline__ void write_parts(const P& p, int64_t token, int kv_he
 #pragma unroll
       for (int a = 0; a < AHEAD; ++a) {
         if (c + a >= count) break;
-        const PartPlace at = place(c + a, row);
+        const PartAddress at = place(c + a, row);
         read[a].o = __ldcg(reinterpret_cast<const float4*>(at.o + element));
-        const float2 ends = __ldcg(at.ends);
-        read[a].m = ends.x, read[a].l = ends.y;
+        const float2 stats = __ldcg(at.stats);
+        read[a].m = stats.x, read[a].l = stats.y;
       }
 #pragma unroll
       for (int a = 0; a < AHEAD; ++a) {

@@ -1,5 +1,5 @@
-// Accumulator epilogue and merge of attention on Hopper: sums of two warpgroups to one, of the parts of a
-// context to one, and to memory.
+// Epilogue of attention on Hopper: merges the accumulators of two warpgroups and of the parts of a context, and
+// stores them.
 #pragma once
 #include "_attention_parts_sm90.cuh"
 #include "_attention_work_sm90.cuh"
@@ -8,81 +8,81 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Adds the second warpgroup's sums over its keys to the first one's, through the staging buffer. Called by
-// both warpgroups; the first barrier waits until nothing reads the staging buffer any more. After that only
-// the first warpgroup writes to it, until it has passed the second one a turn.
+// Merges the second warpgroup's accumulators into the first one's, through the staging buffer. By both
+// warpgroups; the first barrier waits until nobody reads the staging buffer any more. Until the next work tile
+// only the first warpgroup writes to it.
 template <int D>
-__device__ __forceinline__ void join(Rows<D>& rows, uint8_t* smem, int group, bool some, float scale_log2) {
+__device__ __forceinline__ void merge_warpgroups(Accumulators<D>& acc, uint8_t* smem, int group, bool some,
+                                                 float scale_log2) {
   using S = AttentionShape<D>;
   const int tid = threadIdx.x & 127, row = (tid >> 5) * 16 + (tid & 31) / 4;
   float4* sums = reinterpret_cast<float4*>(smem + S::kOut) + tid;
-  float2* ends = reinterpret_cast<float2*>(smem + S::kSums);
+  float2* stats = reinterpret_cast<float2*>(smem + S::kSums);
   bar_sync(kBarBoth, 256);
   if (group == 1 && some) {
 #pragma unroll
     for (int i = 0; i < D / 8; ++i)
-      sums[i * 128] = make_float4(rows.o[i * 4], rows.o[i * 4 + 1], rows.o[i * 4 + 2], rows.o[i * 4 + 3]);
+      sums[i * 128] = make_float4(acc.o[i * 4], acc.o[i * 4 + 1], acc.o[i * 4 + 2], acc.o[i * 4 + 3]);
     if ((tid & 3) == 0)
-      ends[row] = make_float2(rows.m[0], rows.l[0]), ends[row + 8] = make_float2(rows.m[1], rows.l[1]);
+      stats[row] = make_float2(acc.m[0], acc.l[0]), stats[row + 8] = make_float2(acc.m[1], acc.l[1]);
   }
   bar_sync(kBarBoth, 256);
   if (group == 0 && some) {
     float mine[2], theirs[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float2 other = ends[row + r * 8];
-      const float m = fmaxf(rows.m[r], other.x), base = m == -INFINITY ? 0.f : m * scale_log2;
-      mine[r] = exp2_approx(fmaf(rows.m[r], scale_log2, -base)),
+      const float2 other = stats[row + r * 8];
+      const float m = fmaxf(acc.m[r], other.x), base = m == -INFINITY ? 0.f : m * scale_log2;
+      mine[r] = exp2_approx(fmaf(acc.m[r], scale_log2, -base)),
       theirs[r] = exp2_approx(fmaf(other.x, scale_log2, -base));
-      rows.m[r] = m, rows.l[r] = rows.l[r] * mine[r] + other.y * theirs[r];
+      acc.m[r] = m, acc.l[r] = acc.l[r] * mine[r] + other.y * theirs[r];
     }
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
       const float4 other = sums[i * 128];
-      rows.o[i * 4] = rows.o[i * 4] * mine[0] + other.x * theirs[0];
-      rows.o[i * 4 + 1] = rows.o[i * 4 + 1] * mine[0] + other.y * theirs[0];
-      rows.o[i * 4 + 2] = rows.o[i * 4 + 2] * mine[1] + other.z * theirs[1];
-      rows.o[i * 4 + 3] = rows.o[i * 4 + 3] * mine[1] + other.w * theirs[1];
+      acc.o[i * 4] = acc.o[i * 4] * mine[0] + other.x * theirs[0];
+      acc.o[i * 4 + 1] = acc.o[i * 4 + 1] * mine[0] + other.y * theirs[0];
+      acc.o[i * 4 + 2] = acc.o[i * 4 + 2] * mine[1] + other.z * theirs[1];
+      acc.o[i * 4 + 3] = acc.o[i * 4 + 3] * mine[1] + other.w * theirs[1];
     }
   }
-  if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read all
+  if (group == 0) bar_sync(kBarGroup, 128);  // its warps have read everything
 }
 
-// After a part of a context whose parts this CTA processes one after the other, by a warp: adds the parts
-// before. True if that was the last one.
+// For contexts whose parts this CTA processes one after the other: adds the earlier parts, by a warp. True after
+// the last part; otherwise the sum is kept in this CTA's units of the workspace.
 template <int D>
-__device__ __forceinline__ bool add_in_turn(const AttentionParams& p, const Work& work, Rows<D>& rows,
-                                            int warp) {
+__device__ __forceinline__ bool accumulate_part(const AttentionParams& p, const Work& work,
+                                                Accumulators<D>& acc, int warp) {
   const int64_t own = p.unit_count + static_cast<int>(blockIdx.x) * 4 + warp;
   float4* unit = reinterpret_cast<float4*>(p.units + own * AttentionShape<D>::kUnit) + (threadIdx.x & 31);
   if (work.part() > 0) {
-    const float4 ends = __ldcg(unit + D / 8 * 32);
-    const float2 by[2] = {part_factors(ends.x, rows.m[0], p.scale_log2),
-                          part_factors(ends.y, rows.m[1], p.scale_log2)};
-    rows.l[0] = add_scaled(ends.z, rows.l[0], by[0]), rows.l[1] = add_scaled(ends.w, rows.l[1], by[1]);
+    const float4 stats = __ldcg(unit + D / 8 * 32);
+    const float2 by[2] = {part_factors(stats.x, acc.m[0], p.scale_log2),
+                          part_factors(stats.y, acc.m[1], p.scale_log2)};
+    acc.l[0] = add_scaled(stats.z, acc.l[0], by[0]), acc.l[1] = add_scaled(stats.w, acc.l[1], by[1]);
 #pragma unroll
     for (int i = 0; i < D / 8; ++i) {
       const float4 o = __ldcg(unit + i * 32);
-      rows.o[i * 4] = add_scaled(o.x, rows.o[i * 4], by[0]);
-      rows.o[i * 4 + 1] = add_scaled(o.y, rows.o[i * 4 + 1], by[0]);
-      rows.o[i * 4 + 2] = add_scaled(o.z, rows.o[i * 4 + 2], by[1]);
-      rows.o[i * 4 + 3] = add_scaled(o.w, rows.o[i * 4 + 3], by[1]);
+      acc.o[i * 4] = add_scaled(o.x, acc.o[i * 4], by[0]);
+      acc.o[i * 4 + 1] = add_scaled(o.y, acc.o[i * 4 + 1], by[0]);
+      acc.o[i * 4 + 2] = add_scaled(o.z, acc.o[i * 4 + 2], by[1]);
+      acc.o[i * 4 + 3] = add_scaled(o.w, acc.o[i * 4 + 3], by[1]);
     }
   }
   if (work.last_part()) return true;
 #pragma unroll
   for (int i = 0; i < D / 8; ++i)
-    __stcg(unit + i * 32,
-           make_float4(rows.o[i * 4], rows.o[i * 4 + 1], rows.o[i * 4 + 2], rows.o[i * 4 + 3]));
-  __stcg(unit + D / 8 * 32, make_float4(rows.m[0], rows.m[1], rows.l[0], rows.l[1]));
+    __stcg(unit + i * 32, make_float4(acc.o[i * 4], acc.o[i * 4 + 1], acc.o[i * 4 + 2], acc.o[i * 4 + 3]));
+  __stcg(unit + D / 8 * 32, make_float4(acc.m[0], acc.m[1], acc.l[0], acc.l[1]));
   return false;
 }
 
-// After a part of a context whose parts several CTAs process: writes it to the workspace; the CTA that
+// For contexts whose parts several CTAs process: writes this part to the workspace; the CTA that
 // finishes last reduces all parts and writes the rows. By both consumer warpgroups, after join.
 template <typename T, int D>
-__device__ __forceinline__ void add_shared(const AttentionParams& p, const Work& work, const Rows<D>& rows,
-                                           uint8_t* smem, int group, int warp) {
+__device__ __forceinline__ void reduce_parts(const AttentionParams& p, const Work& work,
+                                             const Accumulators<D>& acc, uint8_t* smem, int group, int warp) {
   constexpr int kUnit = AttentionShape<D>::kUnit;
   const int lane = threadIdx.x & 31, step = cdiv(work.rows, 16);
   if (group == 0) {
@@ -94,12 +94,12 @@ __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work&
 #pragma unroll
       for (int i = 0; i < D / 8; ++i)
         __stcg(reinterpret_cast<float2*>(unit + row * D + i * 8) + (lane & 3),
-               make_float2(rows.o[i * 4 + r * 2], rows.o[i * 4 + r * 2 + 1]));
+               make_float2(acc.o[i * 4 + r * 2], acc.o[i * 4 + r * 2 + 1]));
       if ((lane & 3) == 0)
-        __stcg(reinterpret_cast<float2*>(unit + 16 * D) + row, make_float2(rows.m[r], rows.l[r]));
+        __stcg(reinterpret_cast<float2*>(unit + 16 * D) + row, make_float2(acc.m[r], acc.l[r]));
     }
   }
-  int* last = reinterpret_cast<int*>(smem + AttentionShape<D>::kShare) + kLast;
+  int* last = reinterpret_cast<int*>(smem + AttentionShape<D>::kTotals) + kLast;
   bar_sync(kBarBoth, 256);
   if (threadIdx.x == 0) {
     unsigned* counter = p.counters + kArrivals + work.unit;
@@ -111,14 +111,14 @@ __device__ __forceinline__ void add_shared(const AttentionParams& p, const Work&
   write_parts<T, D, 3>(
       p, work.token, work.head, work.rows, work.parts(), threadIdx.x, 256, [&](int part, int row) {
         const float* unit = p.units + int64_t(work.unit + part * step + row / 16) * kUnit;
-        return PartPlace{unit + row % 16 * D, reinterpret_cast<const float2*>(unit + 16 * D) + row % 16};
+        return PartAddress{unit + row % 16 * D, reinterpret_cast<const float2*>(unit + 16 * D) + row % 16};
       });
 }
 
 // Writes the rows of a warp, divided by their sums, through shared memory, so that global stores are
 // coalesced.
 template <typename T, int D>
-__device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Rows<D>& rows,
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const Work& work, Accumulators<D>& acc,
                                            uint8_t* smem, uint32_t base, int row0) {
   using S = AttentionShape<D>;
   const int lane = threadIdx.x & 31;
@@ -127,11 +127,11 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
   for (int r = 0; r < 2; ++r) {
     const int row = row0 + (lane >> 2) + r * 8;
     const int token = row * p.by_group >> 16, head = work.head * p.group + row - token * p.group;
-    RowEnd end(rows.m[r], rows.l[r], p.scale_log2);
-    if (p.sinks != nullptr && row < work.rows) end.add_sink(p.sinks[head]);
-    by[r] = end.inverse();
+    RowEpilogue epilogue(acc.m[r], acc.l[r], p.scale_log2);
+    if (p.sinks != nullptr && row < work.rows) epilogue.add_sink(p.sinks[head]);
+    by[r] = epilogue.inverse();
     if (p.lse != nullptr && (lane & 3) == 0 && row < work.rows)
-      p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] = end.lse();
+      p.lse[static_cast<int64_t>(work.token + token) * p.heads + head] = epilogue.lse();
   }
   const uint32_t staging = base + S::kOut + (threadIdx.x >> 5) * (16 * D * 2);
   const uint32_t mine = staging + (lane & 15) * (D * 2);
@@ -139,10 +139,10 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Work&
 #pragma unroll
   for (int i = 0; i < D / 16; ++i)
     stmatrix_x4(mine + (((i * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
-                {packed_as<T>(p, rows.o[i * 8] * by[0], rows.o[i * 8 + 1] * by[0]),
-                 packed_as<T>(p, rows.o[i * 8 + 2] * by[1], rows.o[i * 8 + 3] * by[1]),
-                 packed_as<T>(p, rows.o[i * 8 + 4] * by[0], rows.o[i * 8 + 5] * by[0]),
-                 packed_as<T>(p, rows.o[i * 8 + 6] * by[1], rows.o[i * 8 + 7] * by[1])});
+                {packed_as<T>(p, acc.o[i * 8] * by[0], acc.o[i * 8 + 1] * by[0]),
+                 packed_as<T>(p, acc.o[i * 8 + 2] * by[1], acc.o[i * 8 + 3] * by[1]),
+                 packed_as<T>(p, acc.o[i * 8 + 4] * by[0], acc.o[i * 8 + 5] * by[0]),
+                 packed_as<T>(p, acc.o[i * 8 + 6] * by[1], acc.o[i * 8 + 7] * by[1])});
   __syncwarp();
   constexpr int kChunks = D / 8, kStep = 32 / kChunks;  // 16-byte chunks of a row; rows at a time
   const int chunk = lane % kChunks;

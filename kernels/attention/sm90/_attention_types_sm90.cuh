@@ -4,9 +4,9 @@
 
 namespace gm {
 
-// kBarTurn: of a warpgroup and the other one, which lets it multiply; kBarGroup: of a warpgroup; the first of
-// two each. kBarBoth: of both; kBarCopying: of the producer warpgroup.
-enum : int { kBarTurn = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6 };
+// kBarOrder: order of the warpgroups' matrix products; kBarGroup: of a warpgroup; each is the first of two, by
+// consumer warpgroup. kBarBoth: of both; kBarCopying: of the producer warpgroup.
+enum : int { kBarOrder = 1, kBarGroup = 3, kBarBoth = 5, kBarCopying = 6 };
 
 }  // namespace gm
 
@@ -17,11 +17,11 @@ namespace gm {
 
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 
-// Two floats rounded to the dtype of the output, which may be known only at run time: fp16 or bf16, by p.bf16.
-struct EitherHalf {};
+// fp16 or bf16, by p.bf16: the dtype of the output is known only at run time.
+struct RuntimeHalf {};
 template <typename T, typename P>
 __device__ __forceinline__ uint32_t packed_as(const P& p, float low, float high) {
-  if constexpr (std::is_same_v<T, EitherHalf>)
+  if constexpr (std::is_same_v<T, RuntimeHalf>)
     return p.bf16 ? packed<__nv_bfloat16>(low, high) : packed<__half>(low, high);
   else
     return packed<T>(low, high);
@@ -31,7 +31,7 @@ struct Stored {
   using type = T;
 };
 template <>
-struct Stored<EitherHalf> {
+struct Stored<RuntimeHalf> {
   using type = uint16_t;
 };
 
@@ -40,15 +40,14 @@ __device__ __forceinline__ float2 unpacked(uint32_t pair, bool bf16) {
   return bf16 ? make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u))
               : __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
-// Queries over codes are converted to fp16. A row is first multiplied by a power of two that brings its
-// largest element to 2^14 .. 2^15, as far as float32 has one, so that the part of bf16's range that matters
-// is kept.
-struct RowPower {
-  float factor, back;
-  explicit __device__ __forceinline__ RowPower(float largest) {
+// Scale of a row of queries before its conversion to fp16: a power of two that brings its largest element to
+// 2^14 .. 2^15 (within float32's range of exponents), so that bf16's range is kept where it matters.
+struct RowScale {
+  float factor, inverse;
+  explicit __device__ __forceinline__ RowScale(float largest) {
     const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
     const uint32_t field = static_cast<uint32_t>(min(127 + 14 - exponent, 253));
-    factor = __uint_as_float(field << 23), back = __uint_as_float((254 - field) << 23);
+    factor = __uint_as_float(field << 23), inverse = __uint_as_float((254 - field) << 23);
   }
 };
 

@@ -1,21 +1,21 @@
 // FlashAttention-3's kernel (Shah et al., 2024) as a template: two consumer warpgroups of 64 rows each and a
-// producer warpgroup. The scores of a tile of keys are computed while the values of the tile before are
-// multiplied, and the consumers take turns, so that one multiplies while the other takes exponentials.
+// producer warpgroup. Q K^T of a tile of keys overlaps with P V of the tile before, and an order barrier alternates
+// the consumers, so that one multiplies while the other computes softmax.
 //
 // Traits K of a kernel:
 //   Type, Params, Cap      element type of the products, kernel parameters, soft cap
 //   Shape                  layout of shared memory: kRows, kKeys, kStages (rows of Q, keys of a tile, slots of a
 //                          ring), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile (offsets of the rings, bytes
 //                          of a slot), kBars, kWorkBars (work barriers), kKeepsQ (results reuse the memory of Q)
-//   kFills, kFence         arrivals that fill a slot; whether ordinary stores fill it
+//   kFills, kFence         arrivals that fill a slot; whether the generic proxy writes it
 //   kWindow                whether there may be a sliding window
 //   kProducerRegisters, kConsumerRegisters
 //   prepare, produce       set-up by all threads; the producer warpgroup
 //   Work, get_work         a work tile: rows (0: no more), position, end, first, count (tiles of keys)
-//   shares                 whether both consumers take the same rows, and alternate tiles of keys
-//   seen, seen_whole       keys that a row sees; tiles that all rows see whole
-//   ends_within, unused    whether, and how many, keys are copied past the end of the context
-//   Scores                 scales and soft cap of the scores
+//   shares                 whether both consumers have the same rows, and alternate tiles of keys
+//   seen, seen_whole       keys visible to a row; tiles that need no causal mask
+//   ends_within, unused    whether keys past the end of the context are copied, and how many
+//   Scores                 transformation of the scores: scales and soft cap
 //   finish                 the epilogue
 #pragma once
 #include <climits>
@@ -46,34 +46,34 @@ struct FlashBars {
 
 // Accumulators of a warpgroup's 64 rows; a thread has the rows lane / 4 and lane / 4 + 8 of its warp's 16.
 template <int D>
-struct Rows {
-  float o[D / 2], m[2], l[2];  // sums of values; reference of the exponents, in units of the raw scores; sums
+struct Accumulators {
+  float o[D / 2], m[2], l[2];  // sums of values; row maxima of the raw scores; row sums of weights
   __device__ __forceinline__ void clear() { m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f; }
 };
 
-// One scale of the scores for all rows, where there may be one for each.
-struct SameScale {
+// The same scale for all rows, with the interface of one per row.
+struct UniformScale {
   float value;
   __device__ __forceinline__ float operator[](int) const { return value; }
 };
 
-// Online softmax: tile of scores -> weights 2^(scale_log2 (s - m)), in place; factor: what the sums so far are
-// multiplied by. It is exactly 1 where a row's maximum stays. scale_log2: by row.
+// Online softmax: tile of scores -> weights 2^(scale_log2 (s - m)), in place. factor: rescales the sums so far;
+// exactly 1 where a row's maximum stays. scale_log2: by row.
 template <int N, int D, typename Scale>
-__device__ __forceinline__ void softmax(float (&s)[N], Rows<D>& rows, float (&factor)[2],
+__device__ __forceinline__ void softmax(float (&s)[N], Accumulators<D>& acc, float (&factor)[2],
                                         const Scale& scale_log2) {
-  float most[2] = {-INFINITY, -INFINITY};
+  float row_max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-  for (int i = 0; i < N; ++i) most[i >> 1 & 1] = fmaxf(most[i >> 1 & 1], s[i]);
+  for (int i = 0; i < N; ++i) row_max[i >> 1 & 1] = fmaxf(row_max[i >> 1 & 1], s[i]);
   float base[2], sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
-    most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
-    const float m = fmaxf(most[r], rows.m[r]);
+    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 1));
+    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 2));
+    const float m = fmaxf(row_max[r], acc.m[r]);
     base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2[r]);
-    factor[r] = most[r] > rows.m[r] ? exp2_approx(__fmul_rn(rows.m[r], scale_log2[r]) - base[r]) : 1.f;
-    rows.m[r] = m;
+    factor[r] = row_max[r] > acc.m[r] ? exp2_approx(__fmul_rn(acc.m[r], scale_log2[r]) - base[r]) : 1.f;
+    acc.m[r] = m;
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -81,11 +81,10 @@ __device__ __forceinline__ void softmax(float (&s)[N], Rows<D>& rows, float (&fa
     sum[i >> 1 & 1] += s[i];
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) rows.l[r] = fmaf(rows.l[r], factor[r], sum[r]);
+  for (int r = 0; r < 2; ++r) acc.l[r] = fmaf(acc.l[r], factor[r], sum[r]);
 }
 
-// Scores of keys that a row does not see become -inf: of those before begins[r] and from ends[r] on, counted
-// from this thread's first key.
+// Masks the scores of keys before begins[r] and from ends[r] on, counted from this thread's first key, with -inf.
 template <int N>
 __device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2], const int (&ends)[2]) {
 #pragma unroll
@@ -95,8 +94,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const int (&begins)[2
   }
 }
 
-// Zeros the values of `count` keys from `from` on: those past the last key may be NaN, which a weight of 0
-// would not remove. By a warpgroup.
+// Zeros the values of `count` keys from `from` on, past the end of the context: they may be NaN, which a weight of
+// 0 would not remove. By a warpgroup.
 template <class S>
 __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count, int group) {
   slot += from * 128;
@@ -108,7 +107,7 @@ __device__ __forceinline__ void clear_values(uint32_t slot, int from, int count,
   bar_sync(kBarGroup + group, 128);
 }
 
-// A consumer warpgroup, 0 or 1: its share of every work tile.
+// Consumer warpgroup 0 or 1: its rows, or its tiles of keys, of every work tile.
 template <class K>
 __device__ __forceinline__ void consume(const typename K::Params& p, const typename K::Cap& cap,
                                         uint8_t* smem, uint32_t base, int group) {
@@ -117,7 +116,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
   constexpr int kKeys = S::kKeys, D = S::kValueDim;
   const FlashBars<S> bars{base + S::kBars};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-  if (group == 1) bar_arrive(kBarTurn, 256);  // the first one begins
+  if (group == 1) bar_arrive(kBarOrder, 256);  // warpgroup 0 goes first
   int tile = 0;
 #pragma unroll 1
   for (uint32_t q_parity = 0;; q_parity ^= 1) {
@@ -129,23 +128,23 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
     typename K::Scores scores(p, cap, smem, work, row0, mine, shared, group);
-    int limit[2];  // of the keys that the thread's rows see, less its first column
+    int limit[2];  // end of the keys visible to the thread's rows, less its first column
 #pragma unroll
     for (int r = 0; r < 2; ++r) limit[r] = min(K::seen(p, work, mine + r * 8), work.end) - (lane & 3) * 2;
     int window = 0;
     if constexpr (K::kWindow) window = p.window;
     const int reach = window > 0 ? window : none;
-    // Tiles seen_from .. seen_to are seen whole by every row.
+    // Tiles seen_from .. seen_to need no mask.
     const int seen_to = K::seen_whole(p, work, group),
               seen_from = window > 0 ? cdiv(max(0, work.end - window), kKeys) : 0;
     const int top = work.first + work.count - 1;
 
-    Rows<D> rows;
-    rows.clear();
+    Accumulators<D> acc;
+    acc.clear();
     float s[kKeys / 2], factor[2];
     uint32_t weights[kKeys / 16][4];
-    // Scores of a tile to weights.
-    const auto weigh = [&](int i) {
+    // Turns the scores of a tile into weights.
+    const auto softmax_tile = [&](int i) {
       scores.adjust(p, cap, smem, mine, s, tile + i);
       const int n = top - i;
       if (n >= seen_to || (K::kWindow && n < seen_from)) {
@@ -154,9 +153,9 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
                                K::kWindow ? ends[1] - reach : INT_MIN};
         mask_scores(s, begins, ends);
       }
-      const float2 before = make_float2(rows.l[0], rows.l[1]);
-      softmax(s, rows, factor, scores.scale_log2);
-      scores.adjust_sums(p, smem, s, rows, before, factor, tile + i);
+      const float2 before = make_float2(acc.l[0], acc.l[1]);
+      softmax(s, acc, factor, scores.scale_log2);
+      scores.adjust_sums(p, smem, s, acc, before, factor, tile + i);
     };
     const auto values_landed = [&](int i) {
       if (i == 0 && K::ends_within(p, work))
@@ -166,7 +165,7 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const auto release = [&](uint32_t bar) {
       if (lane < kArrivingLanes) mbar_arrive(bar);
     };
-    const auto start_scores = [&](int i) {
+    const auto issue_qk = [&](int i) {
       const uint64_t k =
           swizzle128_descriptor(warp_uniform(base + S::kK + ((tile + i) % S::kStages) * S::kKeyTile));
 #pragma unroll
@@ -175,8 +174,8 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
                             k + (j >> 2) * (kKeys * 128 >> 4) + (j & 3) * 2, j > 0);
       wgmma_commit();
     };
-    // 128 elements of the values at most in one instruction.
-    const auto start_values = [&](int i, int add) {
+    // At most 128 elements of the values per instruction.
+    const auto issue_pv = [&](int i, int add) {
       const uint64_t v = swizzle128_descriptor(
           warp_uniform(base + S::kV + ((tile + i) % S::kStages) * S::kValueTile), 1024, kKeys * 128);
       constexpr int kWide = D < 128 ? D : 128;
@@ -185,11 +184,11 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
 #pragma unroll
         for (int h = 0; h < D / kWide; ++h)
           Wgmma<T, kWide>::template rs<kMajorMN>(
-              *reinterpret_cast<float (*)[kWide / 2]>(&rows.o[h * kWide / 2]), weights[j],
+              *reinterpret_cast<float (*)[kWide / 2]>(&acc.o[h * kWide / 2]), weights[j],
               v + h * (kWide / 64 * kKeys * 128 >> 4) + j * (2048 >> 4), j > 0 ? 1 : add);
       wgmma_commit();
     };
-    const auto round_weights = [&] {
+    const auto convert_weights = [&] {
 #pragma unroll
       for (int j = 0; j < kKeys / 4; ++j) weights[j >> 2][j & 3] = packed<T>(s[2 * j], s[2 * j + 1]);
     };
@@ -202,13 +201,13 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       if constexpr (K::kFence) fence_proxy_async();
       values_landed(i);
     };
-    const auto take_turn = [&] {
-      if (!shared) bar_sync(kBarTurn + group, 256);
+    const auto order_wait = [&] {
+      if (!shared) bar_sync(kBarOrder + group, 256);
     };
-    const auto pass_turn = [&] {
-      if (!shared) bar_arrive(kBarTurn + (group ^ 1), 256);
+    const auto order_arrive = [&] {
+      if (!shared) bar_arrive(kBarOrder + (group ^ 1), 256);
     };
-    // A tile of the other warpgroup: released, but not before it is there.
+    // Releases a tile of the other warpgroup, once it has landed.
     const auto skip_keys = [&](int i) {
       mbar_wait(bars.k_full(tile + i), bars.parity(tile + i));
       release(bars.k_empty(tile + i));
@@ -222,76 +221,76 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     if (shared && group == 1 && work.count > 0) skip_keys(0);
     if (i < work.count) {
       wait_keys(i);
-      take_turn();
+      order_wait();
       wgmma_fence();
-      start_scores(i);
-      pass_turn();
+      issue_qk(i);
+      order_arrive();
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       release(bars.k_empty(tile + i));
-      weigh(i);
-      round_weights();
+      softmax_tile(i);
+      convert_weights();
       int add = 0;
       if (shared && group == 1) skip_values(0);
 #pragma unroll 1
       for (i += step; i < work.count; i += step) {
         if (shared) skip_keys(i - 1);
         wait_keys(i);
-        take_turn();
+        order_wait();
         wgmma_fence();
-        start_scores(i);
+        issue_qk(i);
         wait_values(i - step);
-        wgmma_fence_operand(rows.o);
+        wgmma_fence_operand(acc.o);
         wgmma_fence();
-        start_values(i - step, add);
-        pass_turn();
+        issue_pv(i - step, add);
+        order_arrive();
         wgmma_wait<1>();
         wgmma_fence_operand(s);
         release(bars.k_empty(tile + i));
-        weigh(i);
+        softmax_tile(i);
         wgmma_fence_operand(s);
-        // Never true, since sums of weights are not negative. ptxas would put the wait before the exponentials, but
-        // moves it across no such branch. tests/kernels/test_sm90_cubins.py checks the order.
-        if (rows.l[0] + rows.l[1] < 0.f) mbar_arrive(bars.q_full());
+        // Never true, since sums of weights are not negative. ptxas would hoist the wait above the exponentials, but
+        // not across such a branch. tests/kernels/test_sm90_cubins.py checks the order.
+        if (acc.l[0] + acc.l[1] < 0.f) mbar_arrive(bars.q_full());
         wgmma_wait<0>();
-        wgmma_fence_operand(rows.o);
+        wgmma_fence_operand(acc.o);
         release(bars.v_empty(tile + i - step));
         if (shared) skip_values(i - 1);
         if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
-          for (int j = 0; j < D / 2; ++j) rows.o[j] *= factor[j >> 1 & 1];
+          for (int j = 0; j < D / 2; ++j) acc.o[j] *= factor[j >> 1 & 1];
         }
-        round_weights();
+        convert_weights();
         add = 1;
       }
       if constexpr (!S::kKeepsQ) release(bars.q_empty());
       if (shared && i - step + 1 < work.count) skip_keys(i - step + 1);
       wait_values(i - step);
-      take_turn();
+      order_wait();
       wgmma_fence();
-      start_values(i - step, add);
-      pass_turn();
+      issue_pv(i - step, add);
+      order_arrive();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
-        rows.l[r] += __shfl_xor_sync(0xffffffffu, rows.l[r], 2);
+        acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 1);
+        acc.l[r] += __shfl_xor_sync(0xffffffffu, acc.l[r], 2);
       }
       wgmma_wait<0>();
-      wgmma_fence_operand(rows.o);
+      wgmma_fence_operand(acc.o);
       release(bars.v_empty(tile + i - step));
       if (shared && i - step + 1 < work.count) skip_values(i - step + 1);
     } else {
       if constexpr (!S::kKeepsQ) release(bars.q_empty());
       if (work.count > 0) skip_values(0);
 #pragma unroll
-      for (int j = 0; j < D / 2; ++j) rows.o[j] = 0.f;
+      for (int j = 0; j < D / 2; ++j) acc.o[j] = 0.f;
     }
     tile += work.count;
-    scores.finish(p, work, rows);
-    if constexpr (S::kKeepsQ) work = K::get_work(smem);  // again: the loop has no registers for it
-    K::finish(p, work, rows, smem, base, group, warp, shared);
+    scores.finish(p, work, acc);
+    if constexpr (S::kKeepsQ) work = K::get_work(smem);  // reloaded, since the loop has no registers for it
+    K::finish(p, work, acc, smem, base, group, warp, shared);
     if constexpr (S::kKeepsQ) {
-      fence_proxy_async();  // Q of the next piece comes where results were
+      fence_proxy_async();  // Q of the next work tile overwrites the staged results
       __syncwarp();
       release(bars.q_empty());
     }

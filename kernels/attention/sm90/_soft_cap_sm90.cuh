@@ -4,8 +4,8 @@
 
 namespace gm {
 
-// Without a cap nothing is computed. Capped scores are log2-scaled. in: factor of a score that makes it the
-// argument of tanh; out: cap log2(e).
+// SoftCap<false> is the identity. Capped scores are log2-scaled. in: factor from a score to the argument of tanh;
+// out: cap log2(e).
 template <bool CAP>
 struct SoftCap;
 
@@ -21,9 +21,9 @@ template <>
 struct SoftCap<true> {
   float in, out;
 #ifdef __CUDACC__
-  // tanh is 1 - 2 / (1 + 2^(2 log2(e) x)) or, near 0, where that loses digits, the first terms of its series.
-  // Both are within 2e-6 of it, relatively. tanh.approx.f32 is one instruction, but within 5e-4 only: with a
-  // cap of 50 that is 2.5 % of a weight.
+  // tanh x = 1 - 2 / (1 + 2^(2 log2(e) x)) or, near 0, where that cancels, the first terms of its series. The
+  // relative error of both is below 2e-6. tanh.approx.f32 is one instruction, but its error of 5e-4 is 2.5 % of a
+  // weight at a cap of 50.
   __device__ __forceinline__ float operator()(float score, float by) const {
     const float x = score * by, square = x * x;
     float series = fmaf(square, -17.f / 315, 2.f / 15);

@@ -48,7 +48,7 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
       call.max_ctx > INT32_MAX || tokens > INT32_MAX / heads)
     return GM_E_SHAPE;
   const float scale = float(call.scale);
-  if (!(scale > 0.f) || o.ctas < 1 || o.ctas > gm::mla::kMostCtas || o.least < 1 || o.least > INT32_MAX)
+  if (!(scale > 0.f) || o.ctas < 1 || o.ctas > gm::mla::kMaxCtas || o.least < 1 || o.least > INT32_MAX)
     return GM_E_ARG;
   if (tokens == 0) return GM_OK;
   if ((tokens * heads / S::kRows + call.seqs) * (call.max_ctx / S::kKeys + 1) > INT32_MAX) return GM_E_SHAPE;
@@ -60,7 +60,7 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
 
   const int page = int(call.block_size), ctas = int(o.ctas);
   const bool boxes = page % 8 == 0;
-  const int64_t most_rows = (call.max_q < tokens ? call.max_q : tokens) * heads;
+  const int64_t max_rows = (call.max_q < tokens ? call.max_q : tokens) * heads;
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
     if (i.dtype == call.x_type && i.boxes == boxes) instance = &i;
@@ -78,7 +78,7 @@ GM_CUDA_CALL(gm_mla_attention_sm90, MlaAttention, ctas, least, slack)
   p.cache_block = call.cache_stride[0], p.cache_slot = call.cache_stride[1];
   p.table_row = call.block_table_stride[0];
   p.seqs = int(call.seqs), p.heads = int(heads), p.blocks = int(blocks), p.page = page;
-  p.q_rows = most_rows < S::kRows ? int(most_rows + 7) / 8 * 8 : S::kRows;
+  p.q_rows = max_rows < S::kRows ? int(max_rows + 7) / 8 * 8 : S::kRows;
   p.least = int(o.least), p.slack = int(o.slack);
   p.by_page = gm::reciprocal(page), p.by_heads = gm::reciprocal(p.heads);
   p.scale_log2 = scale * 1.4426950408889634f;

@@ -1,12 +1,12 @@
 // Absorbed latent attention over a paged cache for Hopper: decodes, speculative tokens and chunks.
 //
-// FlashMLA's form (DeepSeek, 2025): the sums of 64 rows take the registers of two warpgroups, half of the
-// columns each. The warpgroups take turns at tiles of keys: one computes the weights of a tile, multiplies
-// its half of the values by them, and hands them to the other one through shared memory. Beyond it:
-//  - a third warpgroup copies half of the latents of a tile at a time: a half is free again when its values
-//    are multiplied, and the scores of the next tile begin when the first half is there;
+// FlashMLA's schedule (DeepSeek, 2025): the accumulators of 64 rows are split by columns over two warpgroups, which
+// alternate tiles of keys: one computes the weights of a tile, multiplies its half of the values by them, and passes
+// them to the other one through shared memory. Beyond it:
+//  - a producer warpgroup copies half of the latents of a tile at a time: a half is released once its values are
+//    multiplied, and the scores of the next tile start when the first half has landed;
 //  - pages of any size, in groups of eight keys, so that one layout serves both products;
-//  - work is found on the device, contexts are cut evenly and merged in the launch (_mla_work_sm90.cuh).
+//  - scheduling on the device, with contexts cut evenly and merged in the same launch (_mla_work_sm90.cuh).
 #pragma once
 #include "_mla_copy_sm90.cuh"
 #include "_mla_merge_sm90.cuh"
@@ -16,10 +16,10 @@
 namespace gm::mla {
 
 enum : int {
-  kBarWeights = kBarCopying + 1,  // those of the first warpgroup are there; those of the second
+  kBarWeights = kBarCopying + 1,  // weights of the first warpgroup are published; those of the second
 };
 
-// A consumer warpgroup: GROUP 0 has tiles 0, 2, .. of each work tile and columns 0 .. 255.
+// A consumer warpgroup: GROUP 0 has tiles of keys 0, 2, .. of each work tile, and columns 0 .. 255.
 template <typename T, bool BOXES, int GROUP>
 class MlaConsumer {
  public:
@@ -34,14 +34,14 @@ class MlaConsumer {
         row_((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4),
         q_(swizzle128_descriptor(warp_uniform(base + S::kQ), 1024, 16)) {}
 
-  // Until the first work of another kind, which is returned; turn: the parity of its barrier.
-  __device__ __forceinline__ MlaWork run(uint32_t& turn) {
-    for (turn = 0;; turn ^= 1) {
-      mbar_wait(bars_.q_full(), turn);
+  // Attends until work of another kind comes, which is returned. phase: parity of its barrier.
+  __device__ __forceinline__ MlaWork run(uint32_t& phase) {
+    for (phase = 0;; phase ^= 1) {
+      mbar_wait(bars_.q_full(), phase);
       work_ = get_mla_work(smem_ + S::kWork);
       if (work_.kind != kAttend) return work_;
       attend();
-      finish(turn);
+      finish(phase);
     }
   }
 
@@ -53,27 +53,27 @@ class MlaConsumer {
   const int lane_, tid_, row_;  // row_: the first of this thread's two rows
   const uint64_t q_;
   MlaWork work_;
-  Turns used_;
-  float o_[128], m_[2], l_[2];  // sums of values; maxima of the raw scores so far; sums of own weights
+  PhaseBits read_phase_;
+  float o_[128], m_[2], l_[2];  // sums of values; row maxima of the raw scores; row sums of own weights
   float s_[32];
-  int unmasked_tiles_;  // tiles that all rows see
+  int unmasked_tiles_;  // tiles that need no mask
 
   __device__ __forceinline__ void arrive(uint32_t bar) const {
     if (lane_ < kArrivingLanes) mbar_arrive(bar);
   }
-  // Releases a slot: this warpgroup has read its half of the values, and the weights.
+  // Releases a slot: its half of the values, and the weights, have been read.
   __device__ __forceinline__ void release(int slot) {
     arrive(bars_.empty(slot, GROUP)), arrive(bars_.empty(slot, S::kRotated));
-    used_.pass(slot);
+    read_phase_.flip(slot);
   }
   __device__ __forceinline__ uint32_t tile_at(int slot) const { return base_ + S::kTiles + slot * S::kTile; }
   __device__ __forceinline__ void wait_full(int slot, int part) const {
-    mbar_wait(bars_.full(slot, part), used_.parity(slot));
+    mbar_wait(bars_.full(slot, part), read_phase_.parity(slot));
     if constexpr (!BOXES) fence_proxy_async();
   }
 
-  // Starts the scores of the tile in this warpgroup's slot, part after part as they land.
-  __device__ __forceinline__ void start_scores() {
+  // Issues Q K^T of the tile in this warpgroup's slot, part by part as they land.
+  __device__ __forceinline__ void issue_qk() {
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
       wait_full(GROUP, part);
@@ -92,8 +92,8 @@ class MlaConsumer {
   __device__ __forceinline__ uint64_t values_at(int slot) const {
     return swizzle128_descriptor(warp_uniform(tile_at(slot) + GROUP * S::kHalfBytes), 4096, 1024);
   }
-  // Own weights, in registers, times this warpgroup's columns.
-  __device__ __forceinline__ void start_own(const uint32_t (&weights)[4][4]) {
+  // Issues P V of this warpgroup's tile, with weights in registers, for its columns.
+  __device__ __forceinline__ void issue_pv_own(const uint32_t (&weights)[4][4]) {
     wgmma_fence_operand(o_);
     wgmma_fence();
     const uint64_t v = values_at(GROUP);
@@ -101,8 +101,8 @@ class MlaConsumer {
     for (int i = 0; i < 4; ++i) Wgmma<T, 256>::template rs<kMajorMN>(o_, weights[i], v + i * (8192 >> 4), 1);
     wgmma_commit();
   }
-  // The other warpgroup's weights, in the place of its tile's rotated keys.
-  __device__ __forceinline__ void start_other() {
+  // The same of the other warpgroup's tile, whose weights have replaced its rotated keys.
+  __device__ __forceinline__ void issue_pv_other() {
     constexpr int kSlot = GROUP ^ 1;
     const uint64_t w =
         swizzle128_descriptor(warp_uniform(tile_at(kSlot) + S::kRotated * S::kHalfBytes), 1024, 16);
@@ -119,7 +119,7 @@ class MlaConsumer {
     release(slot);
   }
 
-  // Scores of keys that a row does not see become -inf. tile: from the start of the context.
+  // Causal mask. tile: from the start of the context.
   __device__ __forceinline__ void mask(int tile) {
     if (tile < unmasked_tiles_) return;
 #pragma unroll
@@ -134,28 +134,28 @@ class MlaConsumer {
     }
   }
 
-  // Scores -> weights 2^(scale_log2 (s - m)), in place; factor: what the sums so far are multiplied by.
+  // Online softmax: scores -> weights 2^(scale_log2 (s - m)), in place. factor: rescales the sums so far.
   __device__ __forceinline__ void softmax(float (&factor)[2]) {
     const float scale = p_.scale_log2;
-    float most[2][4], base[2], sum[2][2] = {};
+    float row_max[2][4], base[2], sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      float& m = most[i >> 1 & 1][i >> 2 & 3];
+      float& m = row_max[i >> 1 & 1][i >> 2 & 3];
       m = i >= 16 || (i & 1) ? fmaxf(m, s_[i]) : s_[i];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      most[r][0] = fmaxf(fmaxf(most[r][0], most[r][1]), fmaxf(most[r][2], most[r][3]));
+      row_max[r][0] = fmaxf(fmaxf(row_max[r][0], row_max[r][1]), fmaxf(row_max[r][2], row_max[r][3]));
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        most[r][0] = fmaxf(most[r][0], __shfl_xor_sync(0xffffffffu, most[r][0], step));
+        row_max[r][0] = fmaxf(row_max[r][0], __shfl_xor_sync(0xffffffffu, row_max[r][0], step));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float m = fmaxf(most[r][0], m_[r]);
+      const float m = fmaxf(row_max[r][0], m_[r]);
       base[r] = m == -INFINITY ? 0.f : __fmul_rn(m, scale);
-      factor[r] = most[r][0] > m_[r] ? exp2_approx(__fmul_rn(m_[r], scale) - base[r]) : 1.f;
+      factor[r] = row_max[r][0] > m_[r] ? exp2_approx(__fmul_rn(m_[r], scale) - base[r]) : 1.f;
       m_[r] = m;
     }
 #pragma unroll
@@ -167,7 +167,7 @@ class MlaConsumer {
     for (int r = 0; r < 2; ++r) l_[r] = fmaf(l_[r], factor[r], sum[r][0] + sum[r][1]);
   }
 
-  // Sends the maxima and weights of this warpgroup's tile to the other one.
+  // Publishes the row maxima and weights of this warpgroup's tile to the other one.
   __device__ __forceinline__ void publish_weights(uint32_t (&weights)[4][4]) {
     float* const maxima = reinterpret_cast<float*>(smem_ + S::kMaxima) + GROUP * S::kRows;
     if ((lane_ & 3) == 0) maxima[row_] = m_[0], maxima[row_ + 8] = m_[1];
@@ -180,7 +180,7 @@ class MlaConsumer {
     fence_proxy_async();
     bar_arrive(kBarWeights + GROUP, 256);
   }
-  // Waits for those of the other one; factor as in softmax.
+  // Waits for those of the other one. factor: as in softmax.
   __device__ __forceinline__ void receive_weights(float (&factor)[2]) {
     bar_sync(kBarWeights + (GROUP ^ 1), 256);
     const float* const maxima = reinterpret_cast<const float*>(smem_ + S::kMaxima) + (GROUP ^ 1) * S::kRows;
@@ -190,7 +190,7 @@ class MlaConsumer {
       factor[r] = m > m_[r] ? exp2_approx(__fmul_rn(m_[r], p_.scale_log2) - base) : 1.f;
       l_[r] *= factor[r], m_[r] = m;
     }
-    if constexpr (!BOXES) wait_full(GROUP ^ 1, GROUP);  // written by ordinary copies, and read by wgmma here
+    if constexpr (!BOXES) wait_full(GROUP ^ 1, GROUP);  // written by the generic proxy, read by wgmma
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -200,7 +200,7 @@ class MlaConsumer {
     }
   }
 
-  // Zeros the values past the last key of its box: they may be NaN, which a weight of 0 would not remove.
+  // Zeros values past the end of the context: they may be NaN, which a weight of 0 would not remove.
   __device__ __forceinline__ void clear_end(int slot, int i) {
     if (!BOXES || i + 1 < work_.count || (work_.end & (p_.box - 1)) == 0) return;
     if ((work_.first + i + 1) * S::kKeys <= work_.end) return;
@@ -228,7 +228,7 @@ class MlaConsumer {
     if constexpr (GROUP == 0) {
 #pragma unroll 1
       for (int i = 0; i < n; i += 2) {
-        start_scores();
+        issue_qk();
         wgmma_wait<0>();
         wgmma_fence_operand(s_);
         if (i + 2 >= n) arrive(bars_.q_empty());
@@ -237,13 +237,13 @@ class MlaConsumer {
         publish_weights(weights);
         rescale(factor);
         clear_end(0, i);
-        start_own(weights);
+        issue_pv_own(weights);
         if (i + 1 < n) receive_weights(factor);
         wait_values(0);
         if (i + 1 < n) {
           rescale(factor);
           clear_end(1, i + 1);
-          start_other();
+          issue_pv_other();
           wait_values(1);
         }
       }
@@ -251,36 +251,36 @@ class MlaConsumer {
       int i = 0;
 #pragma unroll 1
       for (; i + 1 < n; i += 2) {
-        start_scores();
-        wgmma_wait<0>();  // ptxas would put it before the sums are scaled anyway
+        issue_qk();
+        wgmma_wait<0>();  // ptxas would place it before rescale() anyway
         wgmma_fence_operand(s_);
         if (i + 3 >= n) arrive(bars_.q_empty());
         receive_weights(factor);
         rescale(factor);
-        start_other();
+        issue_pv_other();
         mask(work_.first + i + 1);
         softmax(factor);
         publish_weights(weights);
         wait_values(0);
         rescale(factor);
         clear_end(1, i + 1);
-        start_own(weights);
+        issue_pv_own(weights);
         wait_values(1);
       }
       if (i < n) {
         receive_weights(factor);
         rescale(factor);
         clear_end(0, i);
-        start_other();
+        issue_pv_other();
         wait_values(0);
       }
     }
   }
 
-  // Adds the sums of the weights of both warpgroups and writes the rows.
-  // turn: which of two places in shared memory.
-  __device__ __forceinline__ void finish(uint32_t turn) {
-    float* const sums = reinterpret_cast<float*>(smem_ + S::kSums) + turn * (2 * S::kRows);
+  // Epilogue: adds the sums of weights of both warpgroups and writes the rows. phase: which of two buffers in shared
+  // memory.
+  __device__ __forceinline__ void finish(uint32_t phase) {
+    float* const sums = reinterpret_cast<float*>(smem_ + S::kSums) + phase * (2 * S::kRows);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       l_[r] += __shfl_xor_sync(0xffffffffu, l_[r], 1);
@@ -337,21 +337,21 @@ __device__ __forceinline__ void mla_attention(const MlaParams& p, const CUtensor
     } else {
       MlaProducer<BOXES>(p, q_map, half_map, rotated_map, smem, base).run();
       if (threadIdx.x == 256 && atomicAdd(p.counters + kDone, 1u) == gridDim.x - 1)
-        p.counters[kTicket] = 0, p.counters[kDone] = 0;  // every CTA has taken its last range
+        p.counters[kTicket] = 0, p.counters[kDone] = 0;  // every CTA has fetched its last range
     }
   } else {
     setmaxnreg_inc<216>();
     bar_sync(0, S::kThreads);
-    uint32_t turn;
+    uint32_t phase;
     MlaWork work;
     if (warp < 4)
-      work = MlaConsumer<T, BOXES, 0>(p, smem, base).run(turn);
+      work = MlaConsumer<T, BOXES, 0>(p, smem, base).run(phase);
     else
-      work = MlaConsumer<T, BOXES, 1>(p, smem, base).run(turn);
+      work = MlaConsumer<T, BOXES, 1>(p, smem, base).run(phase);
     while (work.kind == kMerge) {
       if ((threadIdx.x & 31) < kArrivingLanes) mbar_arrive(bars.q_empty());
       merge<T>(p, work, smem);
-      mbar_wait(bars.q_full(), turn ^= 1);
+      mbar_wait(bars.q_full(), phase ^= 1);
       work = get_mla_work(smem + S::kWork);
     }
   }

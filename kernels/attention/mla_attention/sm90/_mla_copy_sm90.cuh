@@ -18,15 +18,15 @@ struct MlaBars {
   }
 };
 
-// Phase parity of each slot: whether it was filled, or emptied, an odd number of times.
-struct Turns {
-  uint32_t odd = 0;
-  __device__ __forceinline__ uint32_t parity(int slot) const { return odd >> slot & 1; }
-  __device__ __forceinline__ void pass(int slot) { odd ^= 1u << slot; }
+// Phase parity of the barrier of each slot.
+struct PhaseBits {
+  uint32_t bits = 0;
+  __device__ __forceinline__ uint32_t parity(int slot) const { return bits >> slot & 1; }
+  __device__ __forceinline__ void flip(int slot) { bits ^= 1u << slot; }
 };
 
-// A producer warp: fetches ranges of work until none is left, then requests the merges that they need. BOXES:
-// it is the only one; otherwise one of four.
+// A producer warp: fetches ranges until none is left, then publishes the merges that they need. BOXES: the only one;
+// otherwise one of four.
 template <bool BOXES>
 class MlaProducer {
  public:
@@ -46,18 +46,18 @@ class MlaProducer {
 
   __device__ __forceinline__ void run() {
     request_range();
-    MlaPlan plan(p_);
+    MlaScheduler scheduler(p_);
     bar_sync(0, S::kThreads);  // barriers are initialized
-    uint16_t* const taken = reinterpret_cast<uint16_t*>(smem_ + S::kTaken);
+    uint16_t* const processed = reinterpret_cast<uint16_t*>(smem_ + S::kTaken);
     MlaWork work;
     int seq, ranges = 0;
     while (true) {
       const int range = next_range(ranges);
-      if (range >= plan.ranges()) break;
-      if (warp_ == 0 && lane_ == 0) taken[ranges] = range;
+      if (range >= scheduler.ranges()) break;
+      if (warp_ == 0 && lane_ == 0) processed[ranges] = range;
       ++ranges;
-      plan.start(range);
-      while (plan.next(work, seq)) {
+      scheduler.start(range);
+      while (scheduler.next(work, seq)) {
         const int* const pages = p_.table + seq * p_.table_row;
         if constexpr (BOXES)
           copy_boxes(work, pages);
@@ -69,8 +69,8 @@ class MlaProducer {
     if (warp_ != 0) return;
     __syncwarp();
     for (int i = 0; i < ranges; ++i) {
-      plan.start(taken[i]);
-      while (plan.next(work, seq)) {
+      scheduler.start(processed[i]);
+      while (scheduler.next(work, seq)) {
         if (work.parts == 1) continue;
         work.kind = kMerge;
         publish(work);
@@ -88,10 +88,10 @@ class MlaProducer {
   const MlaBars bars_;
   const int lane_, warp_;
   uint32_t ticket_ = 0, published_ = 0;
-  Turns filled_;
+  PhaseBits write_phase_;
 
-  // Fetches a range by the atomic counter, once the copies of the range before are issued: earlier, CTAs that
-  // start first would take the ranges of those that start later.
+  // Fetches a range by the atomic counter, not before the copies of the previous range are issued: otherwise CTAs
+  // that start early would take the ranges of those that start late.
   __device__ __forceinline__ void request_range() {
     if (warp_ == 0 && lane_ == 0) ticket_ = atomicAdd(p_.counters + kTicket, 1u);
   }
@@ -119,8 +119,7 @@ class MlaProducer {
         mbar_arrive(bars_.q_full());
     }
     __syncwarp();
-    // Rows past those of the sequence belong to another one,
-    // or are zeros past q; their results are not written.
+    // Rows past the end of the sequence are of the next one, or zeros; their results are not written.
     if (reads && lane_ < 9)
       tma_load(base_ + S::kQ + lane_ * S::kColumns, &q_map_, lane_ * 64, work.token * p_.heads + work.row0,
                bars_.q_full());
@@ -129,7 +128,7 @@ class MlaProducer {
 
   // One box per lane.
   __device__ __forceinline__ void copy_boxes(const MlaWork& work, const int* pages) {
-    const int first_key = lane_ * p_.box;  // of the tile: the first that this lane copies
+    const int first_key = lane_ * p_.box;  // of this lane's box, within the tile
     struct Box {
       int page, group;
     };
@@ -150,7 +149,7 @@ class MlaProducer {
 #pragma unroll
       for (int part = 0; part < S::kParts; ++part) {
         const int width = part == S::kRotated ? 1 : 4;  // times 64 elements
-        mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
+        mbar_wait(bars_.empty(slot, part), write_phase_.parity(slot) ^ 1);
         if (lane_ == 0) mbar_arrive_expect_tx(bars_.full(slot, part), width * S::kColumns);
         __syncwarp();
         if (first_key < S::kKeys)
@@ -159,7 +158,7 @@ class MlaProducer {
                    bars_.full(slot, part));
         __syncwarp();
       }
-      filled_.pass(slot);
+      write_phase_.flip(slot);
     }
   }
 
@@ -181,7 +180,7 @@ class MlaProducer {
       next = row_of(i + 1);
 #pragma unroll
       for (int part = 0; part < S::kParts; ++part)
-        mbar_wait(bars_.empty(slot, part), filled_.parity(slot) ^ 1);
+        mbar_wait(bars_.empty(slot, part), write_phase_.parity(slot) ^ 1);
       const uint32_t tile = base_ + S::kTiles + slot * S::kTile;
 #pragma unroll 2
       for (int j = lane_; j < 16 * 72; j += 32) {  // a row has 72 16-byte chunks
@@ -194,7 +193,7 @@ class MlaProducer {
       }
 #pragma unroll
       for (int part = 0; part < S::kParts; ++part) cp_async_mbar_arrive(bars_.full(slot, part));
-      filled_.pass(slot);
+      write_phase_.flip(slot);
     }
   }
 };

@@ -1,5 +1,5 @@
-// Epilogue of latent attention on Hopper: rows of whole contexts are written to the output; parts of contexts
-// to the workspace, from where they are merged once all have arrived.
+// Epilogue of latent attention on Hopper: rows of whole contexts are written to the output, parts of contexts to the
+// workspace, where they are merged once all have arrived.
 #pragma once
 #include "attention/sm90/_attention_parts_sm90.cuh"
 #include "_mla_work_sm90.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void write_lse(const MlaParams& p, const MlaWork& w, 
   if (p.lse != nullptr) p.lse[at.token * p.heads + at.head] = log_sum_exp(top, sum);
 }
 
-// 16 rows of a warp, 256 columns from `column`, of a whole context. by: 1 / sum of the weights.
+// Writes 16 rows of a warp, 256 columns from `column` on, of a whole context. by: 1 / sum of the weights.
 template <typename T>
 __device__ __forceinline__ void write_rows(const MlaParams& p, const MlaWork& w, const float (&o)[128],
                                            const float (&by)[2], int row0, int column) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_rows(const MlaParams& p, const MlaWork& w,
   }
 }
 
-// The same rows of a part of a context, undivided, to the workspace.
+// Writes the same rows of a part of a context, not normalized, to the workspace.
 __device__ __forceinline__ void write_part(const MlaParams& p, const MlaWork& w, const float (&o)[128],
                                            int row0, int column) {
   const int lane = threadIdx.x & 31;
@@ -53,27 +53,26 @@ __device__ __forceinline__ void write_part(const MlaParams& p, const MlaWork& w,
   }
 }
 
-// Row of the workspace with part `s` of a context: the first part ends a range, the others begin one.
+// Row of part `s` of a context in the workspace: the first part is the last of its range, the others the first.
 __device__ __forceinline__ int64_t part_row(const MlaWork& w, int s, int row) {
   return int64_t((w.first_range + s) * 2 + (s == 0)) * MlaShape::kRows + row;
 }
 
-// Merges this CTA's share of the rows, COLUMNS times 128 elements at a time. One warp adds the parts of a
-// row, or `together` all eight add an eighth of them each; the order is always the same. By both warpgroups.
+// Merges this CTA's share of the rows, COLUMNS times 128 elements at a time. One warp adds the parts of a row, or with
+// `split` each of the eight adds an eighth of them; the order is fixed. By both warpgroups.
 template <typename T, int COLUMNS>
-__device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w, uint8_t* smem,
-                                           bool together) {
+__device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w, uint8_t* smem, bool split) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kPieces = 4 / COLUMNS, kBatch = 8 / COLUMNS;
   float2* const sums = reinterpret_cast<float2*>(smem) + warp * w.parts;
-  float4* const partial = reinterpret_cast<float4*>(smem + 8 * kMostCtas * sizeof(float2));
+  float4* const partial = reinterpret_cast<float4*>(smem + 8 * kMaxCtas * sizeof(float2));
   const int units = w.rows * kPieces, end = units * (w.part + 1) / w.parts;
-  const int s0 = together ? w.parts * warp / 8 : 0, s1 = together ? w.parts * (warp + 1) / 8 : w.parts;
-  int turn = 0;
+  const int s0 = split ? w.parts * warp / 8 : 0, s1 = split ? w.parts * (warp + 1) / 8 : w.parts;
+  int buffer_index = 0;
 #pragma unroll 1
-  for (int unit = units * w.part / w.parts + (together ? 0 : warp); unit < end; unit += together ? 1 : 8) {
+  for (int unit = units * w.part / w.parts + (split ? 0 : warp); unit < end; unit += split ? 1 : 8) {
     const int row = unit / kPieces, column = unit % kPieces * 128 + lane * 4;
-    // The loads of the sums do not wait for the weights.
+    // Loads of the sums are issued before the weights are known.
     float4 v[kBatch][COLUMNS];
     const auto load = [&](int s) {
 #pragma unroll
@@ -108,7 +107,7 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const float weight = s + b < s1 ? sums[s + b].x : 0.f;
-        if (weight > 0.f) {  // nothing was written where no key counts
+        if (weight > 0.f) {  // a part without visible keys was not written
 #pragma unroll
           for (int c = 0; c < COLUMNS; ++c) {
             acc[c].x = fmaf(weight, v[b][c].x, acc[c].x), acc[c].y = fmaf(weight, v[b][c].y, acc[c].y);
@@ -126,8 +125,8 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
           make_uint2(packed<T>(v.x * by, v.y * by), packed<T>(v.z * by, v.w * by));
       if (column + c * 128 == 0) write_lse(p, w, row, top, sum);
     };
-    if (together) {
-      float4* const buffer = partial + turn * (8 * 4 * 32);
+    if (split) {
+      float4* const buffer = partial + buffer_index * (8 * 4 * 32);
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) buffer[(warp * 4 + c) * 32 + lane] = acc[c];
       bar_sync(kBarBoth, 256);
@@ -140,7 +139,7 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
         }
         store(v, warp);
       }
-      turn ^= 1;
+      buffer_index ^= 1;
     } else {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) store(acc[c], c);
@@ -148,8 +147,8 @@ __device__ __forceinline__ void merge_rows(const MlaParams& p, const MlaWork& w,
   }
 }
 
-// Waits until all parts of a context are in the workspace and merges this CTA's share of them. The last CTA
-// resets the counter to zero.
+// Waits until all parts of a context are in the workspace, and merges this CTA's share of the rows. The last CTA
+// resets the counter.
 template <typename T>
 __device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint8_t* smem) {
   unsigned* const arrivals = p.counters + kArrivals + w.first_range;
@@ -165,7 +164,7 @@ __device__ __forceinline__ void merge(const MlaParams& p, const MlaWork& w, uint
   if (threadIdx.x == 0 && atomicAdd(arrivals, 1u) == 2 * w.parts - 1) *arrivals = 0;
 }
 
-// Signals that this CTA's part is in the workspace. By both warpgroups.
+// Signals that this CTA's part is in the workspace (release). By both warpgroups.
 __device__ __forceinline__ void arrive_part(const MlaParams& p, const MlaWork& w) {
   bar_sync(kBarBoth, 256);
   if (threadIdx.x == 0) red_inc_release(p.counters + kArrivals + w.first_range);

@@ -116,13 +116,13 @@ GM_CUDA_CALL(gm_paged_attention_sm90, PagedAttention, ctas, part_tiles, reading,
   }
   if (status != GM_OK) return status;
   // An upper bound of the work tiles of a batch of as many tokens.
-  const int64_t most =
-      (int64_t(s.tokens) / p.tile_q + int64_t(s.seqs) * (o.units > 0 ? gm::kMostParts : 1)) * s.kv_heads;
+  const int64_t max_tiles =
+      (int64_t(s.tokens) / p.tile_q + int64_t(s.seqs) * (o.units > 0 ? gm::kMaxParts : 1)) * s.kv_heads;
   gm::SoftCap<true> cap = gm::soft_cap(s.softcap, s.codes ? 0.f : s.scale);
   void* args[] = {&p, &maps[0], &maps[1], &maps[2], &cap};  // the last one is of capped kernels
   gm::CudaKernel& kernel = s.softcap > 0.f ? instance->capped : instance->plain;
   return kernel.launch(device, stream,
-                       {.grid_x = unsigned(most < o.ctas ? most : o.ctas),
+                       {.grid_x = unsigned(max_tiles < o.ctas ? max_tiles : o.ctas),
                         .block = gm::AttentionShape<128>::kThreads,
                         .smem = instance->smem,
                         .pdl = true},

@@ -1,15 +1,15 @@
 // Causal attention over a paged cache for Hopper: prefill, chunks and decodes of one batch in one launch.
 //
 // FlashAttention-3's loop (_flash_sm90.cuh) with two consumer warpgroups and a producer warpgroup. Beyond it:
-//  - rows are (query, head of the KV group) pairs, and a page is a box of TMA (pages of a multiple of 8 tokens;
-//    others are copied by cp.async);
-//  - nothing is planned on the host: a CTA finds its work from query_start and seq_lens, in an order that all
-//    CTAs agree on, and takes the next piece by a counter. Long and short pieces have a counter each, so that
-//    a mix of prefill, which multiplies, and decode, which reads, runs side by side;
-//  - where a sequence has at most 64 rows, the two warpgroups share its keys and add their results;
-//  - sums are multiplied by exactly 1 where a row's maximum stays, and not at all where those of a warp do;
-//    tiles of keys lie at multiples of their size. So a row's result does not depend on what else is in the
-//    batch; without parts and shared keys, nor on how many queries of its own sequence are in it.
+//  - rows are (query, head of the KV group) pairs, and pages of a multiple of 8 tokens are TMA boxes (others are
+//    copied by cp.async);
+//  - a dynamic persistent scheduler without a plan from the host: CTAs derive the same order of work tiles from
+//    query_start and seq_lens, and fetch the next one by an atomic counter. Long and short sequences have a counter
+//    each, so that prefill, bound by math, and decode, bound by memory, overlap;
+//  - where a sequence has at most 64 rows, the two warpgroups alternate tiles of keys and merge their results;
+//  - sums are rescaled by exactly 1 where a row's maximum stays, and not at all where those of a warp do; tiles of
+//    keys are aligned to their size. So a row's result is batch invariant; without parts and shared keys it does not
+//    depend on the number of queries of its own sequence either.
 #pragma once
 #include "attention/sm90/_attention_codes_sm90.cuh"
 #include "attention/sm90/_attention_copy_sm90.cuh"
@@ -28,7 +28,7 @@ struct Paged {
   using Cap = SoftCap<CAP>;
   using Shape = AttentionShape<D>;
   using Work = gm::Work;
-  using Out = std::conditional_t<COPIES == kCodeCopies, EitherHalf, T>;
+  using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
   static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128;
   static constexpr int kProducerRegisters = kCodes ? 72 : Shape::kProducerRegisters,
@@ -47,7 +47,7 @@ struct Paged {
       produce_rows<D, kCodes>(p, q_map, smem, base);
     }
     if (threadIdx.x == 256 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1)
-      p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has fetched its last piece
+      p.counters[0] = 0, p.counters[1] = 0, p.counters[2] = 0;  // every CTA has fetched its last work tile
   }
 
   static __device__ __forceinline__ Work get_work(const uint8_t* smem) {
@@ -70,7 +70,7 @@ struct Paged {
   }
 
   struct Scores {
-    std::conditional_t<kCodes, float[2], SameScale> scale_log2;  // of the scores, or of the capped ones
+    std::conditional_t<kCodes, float[2], UniformScale> scale_log2;  // of the (capped) scores
     float cap_by[2];
     __device__ __forceinline__ Scores(const Params& p, const Cap& cap, uint8_t* smem, const Work& work,
                                       int row0, int mine, bool shared, int group)
@@ -92,7 +92,7 @@ struct Paged {
         scale_log2.value = p.scale_log2;
       }
     }
-    // Scores of a tile to those that softmax takes.
+    // Applies scales and soft cap to the scores of a tile.
     template <int N>
     __device__ __forceinline__ void adjust(const Params& p, const Cap& cap, const uint8_t* smem, int mine,
                                            float (&s)[N], int tile) const {
@@ -106,44 +106,44 @@ struct Paged {
         }
       }
     }
-    // Sums of weights that have the scales of values in them. before: those without this tile.
+    // Corrects the sums of weights, which include the scales of values. before: the sums without this tile.
     template <int N>
     __device__ __forceinline__ void adjust_sums(const Params& p, const uint8_t* smem, const float (&s)[N],
-                                                Rows<D>& rows, float2 before, const float (&factor)[2],
+                                                Accumulators<D>& acc, float2 before, const float (&factor)[2],
                                                 int tile) const {
       if constexpr (kCodes) {
         if (p.by_token) {
           const float2 sum = sum_unscaled<D>(s, smem, tile);
-          rows.l[0] = fmaf(before.x, factor[0], sum.x), rows.l[1] = fmaf(before.y, factor[1], sum.y);
+          acc.l[0] = fmaf(before.x, factor[0], sum.x), acc.l[1] = fmaf(before.y, factor[1], sum.y);
         }
       }
     }
-    __device__ __forceinline__ void finish(const Params& p, const Work& work, Rows<D>& rows) const {
+    __device__ __forceinline__ void finish(const Params& p, const Work& work, Accumulators<D>& acc) const {
       if constexpr (kCodes) {
         const float by = p.by_token ? 1.f : p.v_scale[work.head * p.v_scale_head];
 #pragma unroll
-        for (int j = 0; j < D / 2; ++j) rows.o[j] *= by;
+        for (int j = 0; j < D / 2; ++j) acc.o[j] *= by;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          if (rows.m[r] > -INFINITY) rows.m[r] = __fmul_rn(rows.m[r], scale_log2[r]);
+          if (acc.m[r] > -INFINITY) acc.m[r] = __fmul_rn(acc.m[r], scale_log2[r]);
       }
     }
   };
 
-  static __device__ __forceinline__ void finish(const Params& p, const Work& work, Rows<D>& rows,
+  static __device__ __forceinline__ void finish(const Params& p, const Work& work, Accumulators<D>& acc,
                                                 uint8_t* smem, uint32_t base, int group, int warp,
                                                 bool shared) {
     const int row0 = (shared ? 0 : group * 64) + warp * 16;
     const bool some = row0 < work.rows;
     if (shared)
-      join<D>(rows, smem, group, some, p.scale_log2);  // begins with a barrier of both
+      merge_warpgroups<D>(acc, smem, group, some, p.scale_log2);  // begins with a barrier of both warpgroups
     else if constexpr (Shape::kKeepsQ)
       bar_sync(kBarBoth, 256);  // both are done with Q
     if (work.parts() > 1 && work.unit >= 0) {
-      add_shared<Out, D>(p, work, rows, smem, group, warp);
+      reduce_parts<Out, D>(p, work, acc, smem, group, warp);
     } else if (some && !(shared && group == 1)) {
-      if (work.parts() == 1 || add_in_turn<D>(p, work, rows, warp))
-        write_rows<Out, D>(p, work, rows, smem, base, row0);
+      if (work.parts() == 1 || accumulate_part<D>(p, work, acc, warp))
+        write_rows<Out, D>(p, work, acc, smem, base, row0);
     }
   }
 };

@@ -14,7 +14,7 @@ struct DecodeParams {
   const int* table;
   const int* query_start;
   const int* seq_lens;
-  // Arrivals at contexts that are split over CTAs, by the first of these; zero between launches.
+  // Arrivals at contexts that are split over CTAs, by their first CTA; zero between launches.
   unsigned* counters;
   float* parts;  // two for each CTA: [rows, D], then maximum and sum of each row
   const void *q, *k, *v;
@@ -22,48 +22,48 @@ struct DecodeParams {
   int64_t table_row, out_token, out_head;                     // in elements
   int k_slot, v_slot;                                         // in bytes
   int seqs, heads, kv_heads, head_dim, group, window, page, pieces;
-  int beginning;  // of a context, in the time of steps
+  int sequence_cost;  // fixed cost of a sequence, in steps
   uint32_t by_page, by_group;
   float scale_log2;
-  // Of caches of e4m3 codes, whose scores are log2-scaled (scale_log2 is 1):
+  // For caches of e4m3 codes, whose scores are log2-scaled already (scale_log2 is 1):
   const float *k_scale, *v_scale;
-  // Strides of the scales in elements, 0 for a scale in common.
+  // Strides of the scales in elements, 0 along dimensions that share a scale.
   int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
   float score_scale;
   int by_token, bf16;  // a scale per token and head; q and out are bf16, else fp16
 };
 
-// Fixed cost of a context for a CTA, in steps: 3 to 4 us, in which a CTA reads 8 steps of 8 KB. A multiple of
-// the warps, so that the pieces of one context are whole turns of theirs.
-constexpr int kBeginning = 8;
+// Fixed cost of a sequence for a CTA, in steps: 3 to 4 us, in which a CTA reads 8 steps of 8 KB. A multiple of the
+// number of warps, so that each warp has as many steps of a context's piece.
+constexpr int kSequenceCost = 8;
 
 // D: elements of a head. N: rows, query-head pairs of a KV head, at most. BYTES: of an element of the caches.
 template <int D, int N, int BYTES = 2>
 struct DecodeShape {
   static constexpr int kThreads = 128, kWarps = kThreads / 32;
   static constexpr int kStep = BYTES == 1 && D <= 128 ? 32 : 16;  // keys of a step
-  static constexpr int kResident = D > 128 ? 1 : 2;               // CTAs of a multiprocessor
-  static constexpr int kPieces = D * BYTES / 16;                  // 16-byte chunks of a row
+  static constexpr int kResident = D > 128 ? 1 : 2;               // CTAs per multiprocessor
+  static constexpr int kChunks = D * BYTES / 16;                  // 16-byte chunks of a row
   static constexpr int kQRow = D * 2 + 16;                        // bytes of a row of Q in shared memory
   static constexpr int kRow = BYTES == 2 ? kQRow : D;             // of a key or its values
   static constexpr int kTile = kStep * kRow;                      // keys of a step, or their values
   static constexpr int kScales = BYTES == 1 ? kStep * 8 : 0;      // of its keys, then of its values
   static constexpr int kStage = 2 * kTile + kScales;
   static constexpr int kPitch = D + 4;  // of rows of sums, in floats
-  static constexpr int kQ = 0, kRing = N * kQRow, kEndBytes = kWarps * N * 8;
-  // Shared memory of a CTA, less what is reserved and declared in functions. Codes take little of it: two
-  // steps ahead are enough.
+  static constexpr int kQ = 0, kRing = N * kQRow, kStatsBytes = kWarps * N * 8;
+  // Dynamic shared memory of a CTA at most. For codes less: two steps ahead are enough.
   static constexpr int kLimit = (kResident == 2 ? 115200 : 231424) * (BYTES == 1 ? 5 : 8) / 8;
-  static constexpr int kFits = (kLimit - kRing - kEndBytes) / (kWarps * kStage), kMost = D > 192 ? 3 : 5,
-                       kStages = kFits < kMost ? kFits : kMost;
+  static constexpr int kFittingStages = (kLimit - kRing - kStatsBytes) / (kWarps * kStage),
+                       kMaxStages = D > 192 ? 3 : 5,
+                       kStages = kFittingStages < kMaxStages ? kFittingStages : kMaxStages;
   static constexpr int kRingBytes = kWarps * kStages * kStage;
-  // The warps' sums reuse the memory of the rings.
-  static constexpr int kSums = kRing, kEnds = kRing + kRingBytes, kBytes = kEnds + kEndBytes;
+  // The warps' sums alias the rings.
+  static constexpr int kSums = kRing, kStats = kRing + kRingBytes, kBytes = kStats + kStatsBytes;
   static_assert(kStages >= 2 && kWarps * N * kPitch * 4 <= kRingBytes);
 
-  // Free of bank conflicts over eight rows: rows of 16-bit elements by 16 bytes of padding, rows of codes by
-  // a swizzle (place_of).
-  static constexpr int kTwos = kPieces % 8 == 0 ? 3 : kPieces % 4 == 0 ? 2 : kPieces % 2 == 0 ? 1 : 0;
+  // Eight rows have no bank conflicts: rows of 16-bit elements by 16 bytes of padding, rows of codes by a swizzle
+  // (chunk_offset).
+  static constexpr int kSwizzleBits = kChunks % 8 == 0 ? 3 : kChunks % 4 == 0 ? 2 : kChunks % 2 == 0 ? 1 : 0;
 };
 
 }  // namespace gm
@@ -72,16 +72,16 @@ struct DecodeShape {
 namespace gm {
 
 template <typename S>
-__device__ __forceinline__ uint32_t order_of(uint32_t row) {
-  return S::kScales == 0 ? 0 : row >> (3 - S::kTwos) & ((1u << S::kTwos) - 1);
+__device__ __forceinline__ uint32_t swizzle_of(uint32_t row) {
+  return S::kScales == 0 ? 0 : row >> (3 - S::kSwizzleBits) & ((1u << S::kSwizzleBits) - 1);
 }
 // Offset of a 16-byte chunk of a row in a tile.
 template <typename S>
-__device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t piece) {
-  return row * S::kRow + (piece ^ order_of<S>(row)) * 16;
+__device__ __forceinline__ uint32_t chunk_offset(uint32_t row, uint32_t piece) {
+  return row * S::kRow + (piece ^ swizzle_of<S>(row)) * 16;
 }
 
-// A sequence as decode sees it: keys low .. end, in `steps` steps from step `first`.
+// A sequence of decode: keys low .. context, in `steps` steps from step `first`.
 struct DecodeSequence {
   int token, queries, context, low, first, steps;
 };
@@ -98,78 +98,82 @@ __device__ __forceinline__ DecodeSequence decode_sequence(const DecodeParams& p,
   return s;
 }
 
-// Pages and slots of a step of STEP keys. Pages of a multiple of 16 tokens: for each 16 keys, their page and
-// the slot of the first. Others: for the keys lane / 4 + 8 h; page < 0 where there is no key.
+// Pages and slots of a step of STEP keys. With pages of a multiple of 16 tokens: of every 16 keys, their page and
+// the slot of the first one. Otherwise of the keys lane / 4 + 8 h, page < 0 where there is no key.
 template <int STEP>
-struct KeyPlaces {
+struct KeyLocations {
   int page[STEP / 8], slot[STEP / 8];
 };
 
 template <int STEP>
-__device__ __forceinline__ KeyPlaces<STEP> find_keys(const DecodeParams& p, const int* row,
-                                                     const DecodeSequence& seq, int step, bool exists) {
-  KeyPlaces<STEP> places{};
-  if (!exists) return places;
-  const bool even = p.page % 16 == 0;
+__device__ __forceinline__ KeyLocations<STEP> locate_keys(const DecodeParams& p, const int* row,
+                                                          const DecodeSequence& seq, int step, bool exists) {
+  KeyLocations<STEP> locations{};
+  if (!exists) return locations;
+  const bool aligned = p.page % 16 == 0;
 #pragma unroll
   for (int h = 0; h < STEP / 8; ++h) {
-    const int key = step * STEP + (even ? h * 16 : h * 8 + static_cast<int>(threadIdx.x >> 2 & 7));
+    const int key = step * STEP + (aligned ? h * 16 : h * 8 + static_cast<int>(threadIdx.x >> 2 & 7));
     int page = __umulhi(key, p.by_page);
     page += key - page * p.page >= p.page;
-    places.slot[h] = key - page * p.page;
-    places.page[h] = even                                  ? key < seq.context ? row[page] : 0
-                     : key >= seq.low && key < seq.context ? row[page]
-                                                           : -1;
-    if (even && h + 1 == STEP / 16) break;
+    locations.slot[h] = key - page * p.page;
+    locations.page[h] = aligned                               ? key < seq.context ? row[page] : 0
+                        : key >= seq.low && key < seq.context ? row[page]
+                                                              : -1;
+    if (aligned && h + 1 == STEP / 16) break;
   }
-  return places;
+  return locations;
 }
 
-// Copies 16 rows of a page, all of them valid.
+// Copies 16 rows of a page, all of them in the context.
 template <typename S>
 __device__ __forceinline__ void copy_whole_rows(const char* from, int64_t slot_bytes, uint32_t to) {
-  constexpr int kRows = 32 / S::kPieces;
-  const int lane = threadIdx.x & 31, in = lane / S::kPieces, c = lane % S::kPieces;
+  constexpr int kRows = 32 / S::kChunks;
+  const int lane = threadIdx.x & 31, in = lane / S::kChunks, c = lane % S::kChunks;
   from += in * slot_bytes + c * 16;
 #pragma unroll S::kResident == 1 && S::kScales == 0 ? 4 : 16
   for (int row = 0; row < 16; row += kRows, from += kRows * slot_bytes)
-    // The L2 cache fetches 256 bytes: the rest of a row of one KV head, or the rows of the next KV heads, which
-    // other CTAs copy.
-    cp_async_16<256>(to + (row + in) * S::kRow + (c ^ order_of<S>(in) ^ order_of<S>(row)) * 16, from);
+    // L2 prefetches 256 bytes: the rest of a row of one KV head, or the rows of the next KV heads, which other CTAs
+    // copy.
+    cp_async_16<256>(to + (row + in) * S::kRow + (c ^ swizzle_of<S>(in) ^ swizzle_of<S>(row)) * 16, from);
 }
 
 // Copies the keys and values of a step, with zeros where there is no key.
 template <typename S>
 __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSequence& seq, int step,
-                                          const char* k, const char* v, const KeyPlaces<S::kStep>& places,
-                                          uint32_t to) {
-  constexpr int kPieces = S::kPieces;
-  constexpr int kAtOnce = S::kResident == 1 ? 2 : 16;  // of large heads, for lack of registers
+                                          const char* k, const char* v,
+                                          const KeyLocations<S::kStep>& locations, uint32_t to) {
+  constexpr int kChunks = S::kChunks;
+  constexpr int kUnroll = S::kResident == 1 ? 2 : 16;  // less for large heads, for lack of registers
   const int lane = threadIdx.x & 31;
-  if constexpr (32 % kPieces == 0) {
+  if constexpr (32 % kChunks == 0) {
     if (p.page % 16 == 0 && step * S::kStep >= seq.low && (step + 1) * S::kStep <= seq.context) {
 #pragma unroll
       for (int h = 0; h < S::kStep / 16; ++h) {
-        copy_whole_rows<S>(k + places.page[h] * p.k_block + static_cast<int64_t>(places.slot[h]) * p.k_slot,
-                           p.k_slot, to + h * 16 * S::kRow);
-        copy_whole_rows<S>(v + places.page[h] * p.v_block + static_cast<int64_t>(places.slot[h]) * p.v_slot,
-                           p.v_slot, to + S::kTile + h * 16 * S::kRow);
+        copy_whole_rows<S>(
+            k + locations.page[h] * p.k_block + static_cast<int64_t>(locations.slot[h]) * p.k_slot, p.k_slot,
+            to + h * 16 * S::kRow);
+        copy_whole_rows<S>(
+            v + locations.page[h] * p.v_block + static_cast<int64_t>(locations.slot[h]) * p.v_slot, p.v_slot,
+            to + S::kTile + h * 16 * S::kRow);
       }
       return;
     }
   }
-  if (p.page % 16 == 0) {  // a row after the other
+  if (p.page % 16 == 0) {  // row by row
 #pragma unroll
     for (int h = 0; h < S::kStep / 16; ++h) {
-      const char* from_k = k + (places.page[h] * p.k_block + static_cast<int64_t>(places.slot[h]) * p.k_slot);
-      const char* from_v = v + (places.page[h] * p.v_block + static_cast<int64_t>(places.slot[h]) * p.v_slot);
-#pragma unroll kAtOnce
-      for (int i = 0; i < (kPieces + 1) / 2; ++i) {
-        const int piece = i * 32 + lane, in = piece / kPieces, c = piece % kPieces;
-        if (kPieces % 2 != 0 && in >= 16) break;
+      const char* from_k =
+          k + (locations.page[h] * p.k_block + static_cast<int64_t>(locations.slot[h]) * p.k_slot);
+      const char* from_v =
+          v + (locations.page[h] * p.v_block + static_cast<int64_t>(locations.slot[h]) * p.v_slot);
+#pragma unroll kUnroll
+      for (int i = 0; i < (kChunks + 1) / 2; ++i) {
+        const int piece = i * 32 + lane, in = piece / kChunks, c = piece % kChunks;
+        if (kChunks % 2 != 0 && in >= 16) break;
         const int row = h * 16 + in, key = step * S::kStep + row;
         const bool there = key >= seq.low && key < seq.context;
-        const uint32_t at = to + place_of<S>(row, c);
+        const uint32_t at = to + chunk_offset<S>(row, c);
         cp_async_16(at, there ? from_k + static_cast<int64_t>(in) * p.k_slot + c * 16 : k, there ? 16 : 0);
         cp_async_16(at + S::kTile, there ? from_v + static_cast<int64_t>(in) * p.v_slot + c * 16 : v,
                     there ? 16 : 0);
@@ -180,33 +184,35 @@ __device__ __forceinline__ void copy_step(const DecodeParams& p, const DecodeSeq
   const int part = lane & 3;  // four lanes copy 64 bytes of a key at a time
 #pragma unroll
   for (int h = 0; h < S::kStep / 8; ++h) {
-    const bool there = places.page[h] >= 0;
-    const char* from_k = k + (places.page[h] * p.k_block + static_cast<int64_t>(places.slot[h]) * p.k_slot);
-    const char* from_v = v + (places.page[h] * p.v_block + static_cast<int64_t>(places.slot[h]) * p.v_slot);
-#pragma unroll kAtOnce
-    for (int n = 0; n < kPieces; n += 4) {
-      if (n + 4 > kPieces && part >= kPieces - n) break;
-      const uint32_t at = to + place_of<S>(lane / 4 + h * 8, n + part);
+    const bool there = locations.page[h] >= 0;
+    const char* from_k =
+        k + (locations.page[h] * p.k_block + static_cast<int64_t>(locations.slot[h]) * p.k_slot);
+    const char* from_v =
+        v + (locations.page[h] * p.v_block + static_cast<int64_t>(locations.slot[h]) * p.v_slot);
+#pragma unroll kUnroll
+    for (int n = 0; n < kChunks; n += 4) {
+      if (n + 4 > kChunks && part >= kChunks - n) break;
+      const uint32_t at = to + chunk_offset<S>(lane / 4 + h * 8, n + part);
       cp_async_16(at, there ? from_k + (n + part) * 16 : k, there ? 16 : 0);
       cp_async_16(at + S::kTile, there ? from_v + (n + part) * 16 : v, there ? 16 : 0);
     }
   }
 }
 
-// Copies the scales of a step's keys and of their values, zeros where no key is. A lane copies those of
-// the key lane / 4 + 8 (lane % 4).
+// Copies the scales of a step's keys and of their values, zeros where there is no key. A lane copies those of key
+// lane / 4 + 8 (lane % 4).
 template <typename S>
 __device__ __forceinline__ void copy_scales(const DecodeParams& p, const DecodeSequence& seq, int step,
-                                            int head, const KeyPlaces<S::kStep>& places, uint32_t to) {
+                                            int head, const KeyLocations<S::kStep>& locations, uint32_t to) {
   const int lane = threadIdx.x & 31, in = lane / 4 + lane % 4 * 8, key = step * S::kStep + in;
   if (in >= S::kStep) return;
-  const bool even = p.page % 16 == 0;
-  const int h = even ? in / 16 : lane % 4;
-  int page = places.page[0], slot = places.slot[0];
+  const bool aligned = p.page % 16 == 0;
+  const int h = aligned ? in / 16 : lane % 4;
+  int page = locations.page[0], slot = locations.slot[0];
 #pragma unroll
   for (int i = 1; i < S::kStep / 8; ++i)
-    if (h == i) page = places.page[i], slot = places.slot[i];
-  if (even) slot += in % 16;
+    if (h == i) page = locations.page[i], slot = locations.slot[i];
+  if (aligned) slot += in % 16;
   const bool there = key >= seq.low && key < seq.context;
   cp_async_4(to + in * 4,
              p.k_scale + (there ? page * p.k_scale_block + slot * p.k_scale_slot + head * p.k_scale_head : 0),
@@ -217,24 +223,24 @@ __device__ __forceinline__ void copy_scales(const DecodeParams& p, const DecodeS
 }
 
 // A segment: consecutive steps of one KV head of one sequence.
-struct Stretch {
+struct Segment {
   DecodeSequence seq;
   int index, head, from, count;  // sequence; KV head; its steps
 };
 
 // Copies Q of a segment to shared memory, with zeros past its rows.
 template <typename S, int D, int N>
-__device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t to, const Stretch& at) {
-  constexpr int kPieces = D / 8;
-  const int rows = min(at.seq.queries * p.group, N);
+__device__ __forceinline__ void copy_queries(const DecodeParams& p, uint32_t to, const Segment& segment) {
+  constexpr int kChunks = D / 8;
+  const int rows = min(segment.seq.queries * p.group, N);
 #pragma unroll
-  for (int i = 0; i < (N * kPieces + 127) / 128; ++i) {
-    const int piece = threadIdx.x + i * 128, row = piece / kPieces, c = piece % kPieces;
+  for (int i = 0; i < (N * kChunks + 127) / 128; ++i) {
+    const int piece = threadIdx.x + i * 128, row = piece / kChunks, c = piece % kChunks;
     if (row >= N) break;
-    const int token = row * p.by_group >> 16, head = at.head * p.group + row - token * p.group;
+    const int token = row * p.by_group >> 16, head = segment.head * p.group + row - token * p.group;
     const char* q = static_cast<const char*>(p.q);
     cp_async_16(to + row * S::kQRow + c * 16,
-                row < rows ? q + (at.seq.token + token) * p.q_token + head * p.q_head + c * 16 : q,
+                row < rows ? q + (segment.seq.token + token) * p.q_token + head * p.q_head + c * 16 : q,
                 row < rows ? 16 : 0);
   }
 }

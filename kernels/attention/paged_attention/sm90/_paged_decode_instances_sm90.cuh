@@ -4,7 +4,7 @@
 #include "_paged_decode_sm90.cuh"
 #include "gm_cuda.h"
 
-// The type of q and out and its code, what the caches hold, elements of a head, rows of a tile, and the end of the name.
+// Name and code of the type of q and out, element type of the caches, elements of a head, rows of a tile, suffix.
 #define GM_EACH(K)                                        \
   K(bf16, 2, gm::Floats<__nv_bfloat16>, 64, 8, )          \
   K(bf16, 2, gm::Floats<__nv_bfloat16>, 80, 8, )          \

@@ -84,10 +84,10 @@ GM_CUDA_CALL(gm_paged_decode_sm90, PagedAttention, ctas, counters_at, parts_at)
   gm::set_scales(call, s, &p);
   // A piece has at least a step of keys for each of four warps.
   const int step = instance->step;
-  p.beginning = s.seqs > 1 ? gm::kBeginning : 0;
-  const int64_t each = (call.max_ctx + 2 * step - 1) / step + p.beginning;
-  const int64_t most = (int64_t(s.seqs) * each + 3) / 4;
-  const gm::Launch shape{.grid_x = unsigned((most < p.pieces ? most : p.pieces) * s.kv_heads),
+  p.sequence_cost = s.seqs > 1 ? gm::kSequenceCost : 0;
+  const int64_t each = (call.max_ctx + 2 * step - 1) / step + p.sequence_cost;
+  const int64_t max_pieces = (int64_t(s.seqs) * each + 3) / 4;
+  const gm::Launch shape{.grid_x = unsigned((max_pieces < p.pieces ? max_pieces : p.pieces) * s.kv_heads),
                          .block = 128,
                          .smem = instance->smem,
                          .pdl = true};

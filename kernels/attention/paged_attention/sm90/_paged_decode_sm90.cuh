@@ -1,16 +1,15 @@
 // Paged attention for few rows of each sequence on Hopper: decode, and speculative verification.
 //
-// Keys are the rows of the products, and the query-head pairs of a KV head their columns, 8 of them, so
-// that a head of a small group wastes little: S^T = K Q^T and O^T = V^T P^T by mma.sync.m16n8k16 (the
-// transposed product of TensorRT-LLM's XQA; ETAP, arXiv:2506.01969). Each warp takes steps of 16 keys through
-// a ring of its own, which cp.async fills ahead, and meets the other warps only at the end of a context.
+// Keys are the M dimension of the products, and the query-head pairs of a KV head the N dimension, of 8, so that
+// small groups waste little: S^T = K Q^T and O^T = V^T P^T by mma.sync.m16n8k16 (the transposed product of
+// TensorRT-LLM's XQA; ETAP, arXiv:2506.01969). Each warp processes steps of 16 keys through a ring of its own, which
+// cp.async fills ahead, and synchronizes with the other warps only at the end of a context.
 //
-// The work of a KV head is one row of steps of 16 keys, sequence after sequence, with a fixed number of steps
-// for the beginning of each. It is cut into equal pieces, and a CTA takes one piece of one KV head (stream-K;
-// LeanAttention, arXiv:2405.10480), which it derives from the lengths; the KV heads of a piece, neighbours in
-// memory, are read at the same time. A context that is cut leaves partial results in the workspace; the CTA
-// that arrives last adds them in the order of the keys. So a launch needs no plan, its result does not depend
-// on timing, and a captured graph stays right when lengths change.
+// Scheduling is stream-K (LeanAttention, arXiv:2405.10480): the steps of all sequences, and a fixed cost for each,
+// are cut into equal pieces, and a CTA processes one piece of one KV head, which it derives from the lengths. The KV
+// heads of a piece, neighbours in memory, are read at the same time. Contexts that are cut leave partial results in
+// the workspace; the CTA that arrives last reduces them in the order of the keys. So a launch needs no plan, its
+// result does not depend on timing, and a captured graph stays right when lengths change.
 #pragma once
 #include "attention/sm90/_attention_parts_sm90.cuh"
 #include "_paged_decode_step_sm90.cuh"
@@ -25,27 +24,27 @@ struct Floats {
   static constexpr int kBytes = 2;
 };
 struct Codes {
-  using Out = EitherHalf;
+  using Out = RuntimeHalf;
   static constexpr int kBytes = 1;
 };
 
-// Reduces the sums of the warps, and writes the result to the output or, where other CTAs have parts of the
-// context, to the workspace; the CTA that finishes last reduces all parts.
+// Epilogue of a segment: reduces the sums of the warps, and writes the result to the output or, if other CTAs have
+// parts of the context, to the workspace; the CTA that finishes last reduces all parts.
 template <typename C, int D, int N>
 __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, DecodeSums<D, N>& sums,
-                                       const Stretch& at, int start, int piece_steps, bool worked) {
+                                       const Segment& segment, int start, int piece_steps, bool worked) {
   using S = DecodeShape<D, N, C::kBytes>;
   using T = typename C::Out;
   constexpr bool kCodes = C::kBytes == 1;
   const int warp = threadIdx.x >> 5, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
   float by = 1.f;
   if constexpr (kCodes) {
-    if (!p.by_token) by = p.v_scale[at.head * p.v_scale_head];
+    if (!p.by_token) by = p.v_scale[segment.head * p.v_scale_head];
   }
   float* o = reinterpret_cast<float*>(smem + S::kSums);
-  float2* ends = reinterpret_cast<float2*>(smem + S::kEnds);
+  float2* stats = reinterpret_cast<float2*>(smem + S::kStats);
   __shared__ bool last;
-  __syncthreads();  // the rings are empty
+  __syncthreads();  // the rings have been read
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -54,7 +53,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
       for (int lanes = 4; lanes < 32; lanes *= 2)
         sums.l[n][r] += __shfl_xor_sync(0xffffffffu, sums.l[n][r], lanes);
       const int row = warp * N + n * 8 + t * 2 + r;
-      if (g == 0) ends[row] = make_float2(sums.m[n][r], sums.l[n][r]);
+      if (g == 0) stats[row] = make_float2(sums.m[n][r], sums.l[n][r]);
       if (worked) {
 #pragma unroll
         for (int i = 0; i < D / 8; ++i) {
@@ -64,29 +63,29 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
       }
     }
   __syncthreads();
-  const int rows = min(at.seq.queries * p.group, N);
-  // The first and the last piece that contain part of the context.
-  const int first = start / piece_steps, final = (start + at.seq.steps - 1) / piece_steps;
+  const int rows = min(segment.seq.queries * p.group, N);
+  // First and last piece that have a part of the context.
+  const int first = start / piece_steps, final = (start + segment.seq.steps - 1) / piece_steps;
   const bool whole = first == final;
   constexpr int kPart = N * (D + 2);     // floats of a part
-  const auto part_at = [&](int piece) {  // of the first piece of a context, the second of its two
-    return p.parts + static_cast<int64_t>((piece * p.kv_heads + at.head) * 2 + (piece == first)) * kPart;
+  const auto part_at = [&](int piece) {  // a context's first piece uses the second of the CTA's two
+    return p.parts + static_cast<int64_t>((piece * p.kv_heads + segment.head) * 2 + (piece == first)) * kPart;
   };
-  float* own = part_at((start + at.from) / piece_steps);
+  float* own = part_at((start + segment.from) / piece_steps);
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * (D / 4); i += S::kThreads) {
     const int row = i / (D / 4), element = i % (D / 4) * 4;
     RowPart sum{make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) {
-      const float2 end = ends[w * N + row];
-      if (end.x == -INFINITY) continue;
-      RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), end.x, end.y};
+      const float2 stat = stats[w * N + row];
+      if (stat.x == -INFINITY) continue;
+      RowPart part{*reinterpret_cast<const float4*>(o + (w * N + row) * S::kPitch + element), stat.x, stat.y};
       add_before(part, sum, p.scale_log2);
       sum = part;
     }
     if (whole) {
-      write_part<T>(p, at.seq.token, at.head, row, element, sum);
+      write_part<T>(p, segment.seq.token, segment.head, row, element, sum);
     } else {
       __stcg(reinterpret_cast<float4*>(own + row * D + element), sum.o);
       if (element == 0) __stcg(reinterpret_cast<float2*>(own + N * D) + row, make_float2(sum.m, sum.l));
@@ -95,51 +94,52 @@ __device__ __forceinline__ void finish(const DecodeParams& p, uint8_t* smem, Dec
   if (whole) return;
   __syncthreads();
   if (threadIdx.x == 0) {
-    unsigned* counter = p.counters + first * p.kv_heads + at.head;
+    unsigned* counter = p.counters + first * p.kv_heads + segment.head;
     last = atomic_inc_acq_rel(counter) == static_cast<unsigned>(final - first);
     if (last) *counter = 0;
   }
   __syncthreads();
   if (!last) return;
-  write_parts<T, D, 16>(
-      p, at.seq.token, at.head, rows, final - first + 1, threadIdx.x, S::kThreads, [&](int part, int row) {
-        const float* from = part_at(first + part);
-        return PartPlace{from + row * D, reinterpret_cast<const float2*>(from + N * D) + row};
-      });
+  write_parts<T, D, 16>(p, segment.seq.token, segment.head, rows, final - first + 1, threadIdx.x, S::kThreads,
+                        [&](int part, int row) {
+                          const float* from = part_at(first + part);
+                          return PartAddress{from + row * D,
+                                             reinterpret_cast<const float2*>(from + N * D) + row};
+                        });
 }
 
 template <typename C, int D, int N, bool CAP>
-__device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap<CAP>& cap, uint8_t* smem,
-                                            const Stretch& at, int start, int piece_steps) {
+__device__ __forceinline__ void process_segment(const DecodeParams& p, const SoftCap<CAP>& cap, uint8_t* smem,
+                                                const Segment& segment, int start, int piece_steps) {
   using S = DecodeShape<D, N, C::kBytes>;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = threadIdx.x >> 2 & 7;
-  const DecodeSequence& seq = at.seq;
-  const int* row = p.table + at.index * p.table_row;
-  const char* k = static_cast<const char*>(p.k) + at.head * p.k_head;
-  const char* v = static_cast<const char*>(p.v) + at.head * p.v_head;
+  const DecodeSequence& seq = segment.seq;
+  const int* row = p.table + segment.index * p.table_row;
+  const char* k = static_cast<const char*>(p.k) + segment.head * p.k_head;
+  const char* v = static_cast<const char*>(p.v) + segment.head * p.v_head;
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t ring = base + S::kRing + warp * (S::kStages * S::kStage);
-  int step = seq.first + at.from + warp;
-  const int stop = seq.context > 0 ? seq.first + at.from + at.count : step;
-  KeyPlaces<S::kStep> places[S::kStages];
-  const auto copy = [&](int of, const KeyPlaces<S::kStep>& from, uint32_t to) {
+  int step = seq.first + segment.from + warp;
+  const int stop = seq.context > 0 ? seq.first + segment.from + segment.count : step;
+  KeyLocations<S::kStep> locations[S::kStages];
+  const auto copy = [&](int of, const KeyLocations<S::kStep>& from, uint32_t to) {
     copy_step<S>(p, seq, of, k, v, from, to);
     if constexpr (S::kScales > 0) {
-      if (p.by_token) copy_scales<S>(p, seq, of, at.head, from, to + 2 * S::kTile);
+      if (p.by_token) copy_scales<S>(p, seq, of, segment.head, from, to + 2 * S::kTile);
     }
   };
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i)
-    places[i] = find_keys<S::kStep>(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
-  __syncthreads();  // what the stretch before left in shared memory has been read
+    locations[i] = locate_keys<S::kStep>(p, row, seq, step + i * S::kWarps, step + i * S::kWarps < stop);
+  __syncthreads();  // the shared memory of the segment before has been read
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i) {
-    if (step + i * S::kWarps < stop) copy(step + i * S::kWarps, places[i], ring + i * S::kStage);
-    if (i == 0) copy_queries<S, D, N>(p, base + S::kQ, at);
+    if (step + i * S::kWarps < stop) copy(step + i * S::kWarps, locations[i], ring + i * S::kStage);
+    if (i == 0) copy_queries<S, D, N>(p, base + S::kQ, segment);
     cp_async_commit();
   }
-  int ahead = step + S::kStages * S::kWarps;  // the next step to be copied
-  KeyPlaces<S::kStep> next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
+  int ahead = step + S::kStages * S::kWarps;  // the next step to copy
+  KeyLocations<S::kStep> next = locate_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
   DecodeSums<D, N> sums;
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
@@ -154,7 +154,7 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
   cp_async_wait<S::kStages - 1>();
   __syncthreads();  // Q has landed
   CodeQueries<D> queries;
-  if constexpr (C::kBytes == 1) queries.load(p, smem + S::kQ, at.head);
+  if constexpr (C::kBytes == 1) queries.load(p, smem + S::kQ, segment.head);
   uint32_t tile = ring;
 #pragma unroll 1
   for (; step < stop; step += S::kWarps) {
@@ -173,25 +173,25 @@ __device__ __forceinline__ void run_stretch(const DecodeParams& p, const SoftCap
     if (ahead < stop) copy(ahead, next, tile);
     cp_async_commit();
     ahead += S::kWarps;
-    next = find_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
+    next = locate_keys<S::kStep>(p, row, seq, ahead, ahead < stop);
     tile = tile + S::kStage == ring + S::kStages * S::kStage ? ring : tile + S::kStage;
   }
   cp_async_wait<0>();
-  finish<C, D, N>(p, smem, sums, at, start, piece_steps, works);
+  finish<C, D, N>(p, smem, sums, segment, start, piece_steps, works);
 }
 
-// The steps of a sequence plus its fixed cost. Without the latter a piece of many short contexts would take
-// several times as long as one of a long context.
-__device__ __forceinline__ int weight_of(const DecodeParams& p, const DecodeSequence& seq) {
-  return seq.steps > 0 ? seq.steps + p.beginning : 0;
+// The steps of a sequence plus its fixed cost, without which a piece of many short contexts would take several
+// times as long as one of a long context.
+__device__ __forceinline__ int cost_of(const DecodeParams& p, const DecodeSequence& seq) {
+  return seq.steps > 0 ? seq.steps + p.sequence_cost : 0;
 }
 
-// The steps of a KV head before, of and in the sequences of this thread, 0 .. seqs by blocks of `chunk`.
+// Steps of the sequences of the threads before this one, and of all sequences.
 struct StepSums {
   int before, all;
 };
 
-// Sums over all threads; totals: of S::kWarps warps. By all threads.
+// Prefix sum over the CTA. totals: shared memory, one per warp. By all threads.
 __device__ __forceinline__ StepSums sum_steps(int mine, int* totals, int warps) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int sum = mine;
@@ -216,28 +216,28 @@ __device__ __forceinline__ void paged_decode(const DecodeParams& p, const SoftCa
   extern __shared__ __align__(16) uint8_t smem[];
   __shared__ int totals[S::kWarps], found[2];
   const int tid = threadIdx.x, piece = blockIdx.x / p.kv_heads;
-  Stretch at;
-  at.head = blockIdx.x - piece * p.kv_heads;
+  Segment segment;
+  segment.head = blockIdx.x - piece * p.kv_heads;
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int chunk = (p.seqs + S::kThreads - 1) / S::kThreads;  // sequences of a thread
   int mine = 0;
   for (int i = tid * chunk; i < min((tid + 1) * chunk, p.seqs); ++i)
-    mine += weight_of(p, decode_sequence<S::kStep>(p, i));
+    mine += cost_of(p, decode_sequence<S::kStep>(p, i));
   const StepSums sums = sum_steps(mine, totals, S::kWarps);
   const int piece_steps = max((sums.all + p.pieces - 1) / p.pieces, S::kWarps);
   const int begin = piece * piece_steps, stop = min(begin + piece_steps, sums.all);
   if (begin >= stop) return;
   if (sums.before <= begin && begin < sums.before + mine) found[0] = tid * chunk, found[1] = sums.before;
   __syncthreads();
-  at.index = found[0];
-  for (int start = found[1]; start < stop; ++at.index) {  // of the sequence
-    at.seq = decode_sequence<S::kStep>(p, at.index);
-    const int steps_at = start + p.beginning;
-    at.from = max(begin - steps_at, 0);
-    at.count = min(stop - steps_at, at.seq.steps) - at.from;
-    if (at.count > 0) run_stretch<C, D, N, CAP>(p, cap, smem, at, steps_at, piece_steps);
-    start += weight_of(p, at.seq);
+  segment.index = found[0];
+  for (int start = found[1]; start < stop; ++segment.index) {  // of the sequence
+    segment.seq = decode_sequence<S::kStep>(p, segment.index);
+    const int steps_at = start + p.sequence_cost;
+    segment.from = max(begin - steps_at, 0);
+    segment.count = min(stop - steps_at, segment.seq.steps) - segment.from;
+    if (segment.count > 0) process_segment<C, D, N, CAP>(p, cap, smem, segment, steps_at, piece_steps);
+    start += cost_of(p, segment.seq);
   }
 }
 

@@ -1,4 +1,4 @@
-// One step of decode on Hopper: the weights of its keys, then their values, by one warp.
+// One step of decode on Hopper by one warp: scores and weights of its keys, then the product with their values.
 #pragma once
 #include "_paged_decode_copy_sm90.cuh"
 #include "attention/sm90/_soft_cap_sm90.cuh"
@@ -7,14 +7,14 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// Sums of a warp over its steps: of rows 8 n + 2 t and the next one, in units of the raw scores.
+// Accumulators of a warp: rows 8 n + 2 t and the next one; maxima in units of the raw scores.
 template <int D, int N>
 struct DecodeSums {
   float o[D / 16][N / 8][4], m[N / 8][2], l[N / 8][2];
 };
 
-// One step: weights of 16 keys, then their values. tile: of this step, keys before values. key: of this
-// lane's first row; limit: keys that the first query sees.
+// One step of 16 keys. tile: of this step, keys before values. key: of this lane's first row; limit: keys visible
+// to the first query.
 template <typename T, int D, int N, bool CAP>
 __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, uint32_t tile,
                                             float scale_log2, bool whole, int key, int limit, int window,
@@ -26,14 +26,14 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
   uint32_t weights[N / 8][2];
   float factor[N / 8][2];
   bool grown = false;
-  float s[N / 8][2][4] = {};  // summed over even and odd pieces of 16 elements, for two chains
+  float s[N / 8][2][4] = {};  // even and odd chunks of 16 elements: two chains of dependent products
 #pragma unroll
   for (int j = 0; j < D / 16; ++j) {
     uint32_t a[4];
     ldmatrix_x4(a, keys + j * 32);
 #pragma unroll
     for (int n = 0; n < N / 8; n += 2) {
-      uint32_t b[4];  // of 8 rows in the first lanes, of the next 8 in the others; N = 8: the same ones
+      uint32_t b[4];  // of rows n * 8 on, and of the next 8; N = 8: of the same rows twice
       ldmatrix_x4(
           b, q + (n * 8 + (lane & 7) + (N > 8 ? lane >> 4 : 0) * 8) * kRow + (lane >> 3 & 1) * 16 + j * 32);
       Num<T>::mma(s[n][j & 1], a, b[0], b[1]);
@@ -59,13 +59,13 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(c[r], c[r + 2]);
+      float row_max = fmaxf(c[r], c[r + 2]);
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-      const float m = fmaxf(most, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
-      factor[n][r] = most > sums.m[n][r] ? exp2_approx(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
-      grown = grown || most > sums.m[n][r];
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, lanes));
+      const float m = fmaxf(row_max, sums.m[n][r]), base = m == -INFINITY ? 0.f : __fmul_rn(m, scale_log2);
+      factor[n][r] = row_max > sums.m[n][r] ? exp2_approx(__fmul_rn(sums.m[n][r], scale_log2) - base) : 1.f;
+      grown = grown || row_max > sums.m[n][r];
       sums.m[n][r] = m;
       c[r] = exp2_approx(fmaf(c[r], scale_log2, -base));
       c[r + 2] = exp2_approx(fmaf(c[r + 2], scale_log2, -base));
@@ -91,8 +91,8 @@ __device__ __forceinline__ void decode_step(DecodeSums<D, N>& sums, uint32_t q, 
   }
 }
 
-// Q of a KV head for decode over codes: fp16 operands in registers, each row scaled by a power of two that
-// keeps the part of bf16's range that matters, and the factors that make its scores log2-scaled.
+// Q of a KV head for decode over codes: fp16 operands in registers, each row scaled by a power of two (RowScale),
+// and the factors that log2-scale its scores.
 template <int D>
 struct CodeQueries {
   uint32_t q[D / 16][2];
@@ -103,33 +103,34 @@ struct CodeQueries {
   __device__ __forceinline__ void load(const DecodeParams& p, const uint8_t* rows, int head) {
     const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
     const uint8_t* row = rows + g * (D * 2 + 16) + t * 8;
-    float most = 0.f;
+    float largest = 0.f;
 #pragma unroll
     for (int j = 0; j < D / 16; ++j) {
       const uint2 raw = *reinterpret_cast<const uint2*>(row + j * 32);
       const float2 a = unpacked(raw.x, p.bf16), b = unpacked(raw.y, p.bf16);
-      most = fmaxf(most, fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))));
+      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))));
       q[j][0] = raw.x, q[j][1] = raw.y;
     }
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    const RowPower power(most);
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const RowScale row_scale(largest);
 #pragma unroll
     for (int j = 0; j < D / 16; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 a = unpacked(q[j][h], p.bf16);
-        q[j][h] = packed<__half>(a.x * power.factor, a.y * power.factor);
+        q[j][h] = packed<__half>(a.x * row_scale.factor, a.y * row_scale.factor);
       }
-    const float back = power.back * p.score_scale * (p.by_token ? 1.f : p.k_scale[head * p.k_scale_head]);
-    scale[0] = __shfl_sync(0xffffffffu, back, t * 8), scale[1] = __shfl_sync(0xffffffffu, back, t * 8 + 4);
+    const float inverse =
+        row_scale.inverse * p.score_scale * (p.by_token ? 1.f : p.k_scale[head * p.k_scale_head]);
+    scale[0] = __shfl_sync(0xffffffffu, inverse, t * 8),
+    scale[1] = __shfl_sync(0xffffffffu, inverse, t * 8 + 4);
   }
 };
 
-// As decode_step, for e4m3 codes, which are converted to fp16 in registers. The running maximum is
-// log2-scaled. Scales of keys multiply scores. The log2 of a value's scale is added to the exponent of its
-// weight, so that the largest weight times scale is 1 in fp16; the sum of the weights, without these scales,
-// is relative to the same maximum.
+// As decode_step, for e4m3 codes, which are converted to fp16 in registers. Scales of keys multiply scores. The log2
+// of a value's scale is added to the exponent of its weight, so that the largest product is 1 in fp16; the sum of
+// the weights, without these scales, is relative to the same maximum. The running maximum is log2-scaled.
 template <int D, bool CAP>
 __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const CodeQueries<D>& q,
                                                   uint32_t tile, const float* scales, bool by_token,
@@ -138,15 +139,16 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
   using S = DecodeShape<D, 8, 1>;
   constexpr int kHalves = S::kStep / 16, kKeys = S::kStep / 8;  // of the step; keys of a lane
   int lane = threadIdx.x & 31;
-  if constexpr (D == 256) asm volatile("" : "+r"(lane));  // no address is kept, for lack of registers
+  if constexpr (D == 256)
+    asm volatile("" : "+r"(lane));  // recompute addresses instead of keeping them in registers
   const int t = lane & 3;
-  float s[kHalves][2][4] = {};  // of 16 keys each, summed over even and odd pieces
+  float s[kHalves][2][4] = {};  // of 16 keys each, of even and odd chunks
 #pragma unroll
   for (int j = 0; j < (D + 31) / 32; ++j)
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       uint32_t a[4];
-      ldmatrix_x4(a, tile + place_of<S>(h * 16 + (lane & 15), 2 * j + (lane >> 4)));
+      ldmatrix_x4(a, tile + chunk_offset<S>(h * 16 + (lane & 15), 2 * j + (lane >> 4)));
 #pragma unroll
       for (int i = 0; i < 2 && 2 * j + i < D / 16; ++i) {
         const uint2 low = e4m3_to_f16(a[2 * i]), high = e4m3_to_f16(a[2 * i + 1]);
@@ -185,14 +187,15 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
   bool grown = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float most = -INFINITY;
+    float row_max = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i) most = fmaxf(most, c[i][r] + raised[i]);
+    for (int i = 0; i < kKeys; ++i) row_max = fmaxf(row_max, c[i][r] + raised[i]);
 #pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-    const float m = fmaxf(most, sums.m[0][r]), base = m == -INFINITY ? 0.f : m;
-    factor[r] = most > sums.m[0][r] ? exp2_approx(sums.m[0][r] - base) : 1.f;
-    grown = grown || most > sums.m[0][r];
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, lanes));
+    const float m = fmaxf(row_max, sums.m[0][r]), base = m == -INFINITY ? 0.f : m;
+    factor[r] = row_max > sums.m[0][r] ? exp2_approx(sums.m[0][r] - base) : 1.f;
+    grown = grown || row_max > sums.m[0][r];
     sums.m[0][r] = m;
     float sum = 0.f;
     if (by_token) {
@@ -222,7 +225,8 @@ __device__ __forceinline__ void decode_step_codes(DecodeSums<D, 8>& sums, const 
     for (int h = 0; h < kHalves; ++h) {
       uint32_t a[4];
       ldmatrix_x4_trans(
-          a, tile + S::kTile + place_of<S>(h * 16 + (lane & 7) + (lane >> 4) * 8, 2 * j + (lane >> 3 & 1)));
+          a,
+          tile + S::kTile + chunk_offset<S>(h * 16 + (lane & 7) + (lane >> 4) * 8, 2 * j + (lane >> 3 & 1)));
 #pragma unroll
       for (int i = 0; i < 2 && 2 * j + i < D / 16; ++i) {
         // A word has two elements of two keys; rows g and g + 8 of the product are elements 2 g and 2 g + 1.

@@ -84,7 +84,7 @@ GM_CUDA_CALL(gm_varlen_attention_sm90, VarlenAttention, ctas)
   CUtensorMap maps[3] = {};
   const bool bf16 = call.x_type == 2;
   int status = tile_map(&maps[0], call.q, bf16, qk_dim, heads, tokens, call.q_stride);
-  // Without keys nothing is copied, but a map has at least one row.
+  // Without keys nothing is copied, but a tensor map has at least one row.
   if (status == GM_OK)
     status = tile_map(&maps[1], rows > 0 ? call.k : call.q, bf16, qk_dim, rows > 0 ? kv_heads : 1,
                       rows > 0 ? rows : 1, call.k_stride);
@@ -92,10 +92,10 @@ GM_CUDA_CALL(gm_varlen_attention_sm90, VarlenAttention, ctas)
     status = tile_map(&maps[2], rows > 0 ? call.v : call.q, bf16, v_dim, rows > 0 ? kv_heads : 1,
                       rows > 0 ? rows : 1, call.v_stride);
   if (status != GM_OK) return status;
-  const int64_t most = (int64_t(tokens) / 128 + seqs) * heads;  // tiles of as many tokens
+  const int64_t max_tiles = (int64_t(tokens) / 128 + seqs) * heads;  // tiles of as many tokens
   void* args[] = {&p, &maps[0], &maps[1], &maps[2]};
   return instance->kernel.launch(device, stream,
-                                 {.grid_x = unsigned(most < o.ctas ? most : o.ctas),
+                                 {.grid_x = unsigned(max_tiles < o.ctas ? max_tiles : o.ctas),
                                   .block = gm::VarlenShape<192, 128>::kThreads,
                                   .smem = instance->smem,
                                   .pdl = true},

@@ -1,13 +1,13 @@
 // Causal attention over dense sequences for Hopper,
 // keys and values of different widths: un-absorbed MLA prefill.
 //
-// FlashAttention-3's loop (_flash_sm90.cuh) with two consumer warpgroups and a producer warp. Work is found on
-// the device without counters and without memory of its own:
-//  - the first and the last tile of queries of a sequence see as many keys together as the second and the
-//    last but one, and so on. Such pairs are the work tiles: those of a sequence take the same time, and
-//    sequences sorted by it give sorted pieces, which are dealt to the CTAs back and forth;
-//  - the pieces of a head are neighbours, so that the CTAs share its keys and values in the L2 cache;
-//  - a batch with less than a pair for each CTA is dealt by single tiles.
+// FlashAttention-3's loop (_flash_sm90.cuh) with two consumer warpgroups and a producer warp. The scheduler is static
+// and persistent, without counters or a workspace:
+//  - the first and the last tile of queries of a sequence see as many keys together as the second and the last but
+//    one, and so on. Such pairs are the unit of work: all pairs of a sequence take the same time, so that pairs of
+//    sorted sequences are sorted too. They are assigned to the CTAs in a serpentine order;
+//  - the pairs of a head are neighbours, so that the CTAs share its keys and values in the L2 cache;
+//  - a batch with less than a pair for each CTA is assigned by single tiles.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +17,7 @@
 
 namespace gm {
 
-constexpr int kSortedSequences = 512;  // up to which sequences are sorted; more are taken as they come
+constexpr int kSortedSequences = 512;  // largest number of sequences that are sorted
 
 struct VarlenParams {
   void* out;
@@ -38,10 +38,10 @@ struct VarlenShape {
   static constexpr int kQ = kRows * DK * 2, kKeyTile = kKeys * DK * 2, kValueTile = kKeys * DV * 2;
   static constexpr int kK = kQ, kV = kK + kStages * kKeyTile;
   static constexpr int kOrder = kV + kStages * kValueTile;  // sequences in the order of work
-  static constexpr int kWeights = kOrder + kSortedSequences * 16;
-  static constexpr int kPiece = kWeights + kSortedSequences * 4;
-  static constexpr int kShare = kPiece + 32;
-  static constexpr int kBars = kShare + 16;
+  static constexpr int kCosts = kOrder + kSortedSequences * 16;
+  static constexpr int kWork = kCosts + kSortedSequences * 4;
+  static constexpr int kTotals = kWork + 32;
+  static constexpr int kBars = kTotals + 16;
   static constexpr int kBytes = kBars + (2 + 4 * kStages) * 8;
 };
 
@@ -50,9 +50,9 @@ struct VarlenShape {
 #ifdef __CUDACC__
 namespace gm {
 
-// Up to 128 queries of a head: the first one in q, how many (0 at the end of all work), its position; the
-// first row of the sequence in k and v, and how many rows are seen.
-struct VarlenPiece {
+// A work tile, up to 128 queries of a head: the first one in q, how many (0: no more work), its position; the first
+// row of the sequence in k and v, and how many rows are visible.
+struct VarlenTile {
   int token, rows, position, key, end, head;
 };
 
@@ -62,31 +62,31 @@ __device__ __forceinline__ int4 varlen_sequence(const VarlenParams& p, int i) {
   return make_int4(token, max(0, p.query_start[i + 1] - token), key, max(0, p.context_start[i + 1] - key));
 }
 
-// Sorts the sequences by the keys that a pair of tiles sees, the most first, and counts pairs and sequences
-// (VarlenPieces). By all threads.
+// Sorts the sequences by the keys that a pair of tiles sees, most keys first, and counts pairs and sequences. By all
+// threads.
 template <typename S>
 __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem) {
   int4* const order = reinterpret_cast<int4*>(smem + S::kOrder);
-  int* const weights = reinterpret_cast<int*>(smem + S::kWeights);
-  int* const share = reinterpret_cast<int*>(smem + S::kShare);
-  if (threadIdx.x < 2) share[threadIdx.x] = 0;
+  int* const costs = reinterpret_cast<int*>(smem + S::kCosts);
+  int* const totals = reinterpret_cast<int*>(smem + S::kTotals);
+  if (threadIdx.x < 2) totals[threadIdx.x] = 0;
   __syncthreads();
   if (p.seqs > kSortedSequences) return;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.seqs; i += S::kThreads) {
     const int4 seq = varlen_sequence(p, i);
-    weights[i] = seq.y > 0 ? cdiv(seq.w, S::kKeys) + cdiv(max(0, seq.w - seq.y), S::kKeys) : -1;
+    costs[i] = seq.y > 0 ? cdiv(seq.w, S::kKeys) + cdiv(max(0, seq.w - seq.y), S::kKeys) : -1;
     if (seq.y > 0) {
-      atomicAdd(share, cdiv(cdiv(seq.y, S::kRows), 2));
-      atomicAdd(share + 1, 1);
+      atomicAdd(totals, cdiv(cdiv(seq.y, S::kRows), 2));
+      atomicAdd(totals + 1, 1);
     }
   }
   __syncthreads();
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.seqs; i += S::kThreads) {
-    const int weight = weights[i];
+    const int cost = costs[i];
     int rank = 0;
-    for (int o = 0; o < p.seqs; ++o) rank += weights[o] > weight || (weights[o] == weight && o < i);
+    for (int o = 0; o < p.seqs; ++o) rank += costs[o] > cost || (costs[o] == cost && o < i);
     order[rank] = varlen_sequence(p, i);
   }
   __syncthreads();
@@ -94,29 +94,29 @@ __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem
 
 // Tile scheduler: the work tiles of this CTA, one after the other. By a whole warp.
 template <typename S>
-struct VarlenPieces {
-  int round = 0, rank = 0, base = 0;  // sequences before `rank` have `base` pieces, or pairs of them
+struct VarlenScheduler {
+  int round = 0, rank = 0, base = 0;  // sequences before `rank` have `base` tiles, or pairs of them
   int4 seq{};
-  int head = 0, then = -1;  // the second tile of a pair, < 0 if there is none
+  int head = 0, second = -1;  // second tile of a pair, < 0 if there is none
   bool paired;
 
-  __device__ __forceinline__ VarlenPieces(const VarlenParams& p, const uint8_t* smem) {
-    const int* share = reinterpret_cast<const int*>(smem + S::kShare);
-    const int64_t pairs = int64_t(share[0]) * p.heads, ctas = gridDim.x;
-    paired = p.seqs > kSortedSequences || (pairs >= ctas && (share[1] > 1 || pairs >= 3 * ctas));
+  __device__ __forceinline__ VarlenScheduler(const VarlenParams& p, const uint8_t* smem) {
+    const int* totals = reinterpret_cast<const int*>(smem + S::kTotals);
+    const int64_t pairs = int64_t(totals[0]) * p.heads, ctas = gridDim.x;
+    paired = p.seqs > kSortedSequences || (pairs >= ctas && (totals[1] > 1 || pairs >= 3 * ctas));
   }
 
-  __device__ __forceinline__ VarlenPiece piece(int tile) const {
+  __device__ __forceinline__ VarlenTile work_tile(int tile) const {
     const int begin = tile * S::kRows, rows = min(S::kRows, seq.y - begin);
     const int position = seq.w - seq.y + begin;
     return {seq.x + begin, rows, position, seq.z, max(0, position + rows), head};
   }
 
-  __device__ __forceinline__ VarlenPiece next(const VarlenParams& p, const uint8_t* smem) {
-    if (then >= 0) {
-      const int tile = then;
-      then = -1;
-      return piece(tile);
+  __device__ __forceinline__ VarlenTile next(const VarlenParams& p, const uint8_t* smem) {
+    if (second >= 0) {
+      const int tile = second;
+      second = -1;
+      return work_tile(tile);
     }
     const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
     const int lane = threadIdx.x & 31, ctas = gridDim.x, cta = blockIdx.x;
@@ -126,8 +126,8 @@ struct VarlenPieces {
       const int at = rank + lane;
       int4 mine = make_int4(0, 0, 0, 0);
       if (at < p.seqs) mine = p.seqs > kSortedSequences ? varlen_sequence(p, at) : order[at];
-      const int tiles = cdiv(mine.y, S::kRows), pieces = (paired ? (tiles + 1) / 2 : tiles) * p.heads;
-      int sum = pieces;
+      const int tiles = cdiv(mine.y, S::kRows), count = (paired ? (tiles + 1) / 2 : tiles) * p.heads;
+      int sum = count;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, sum, step);
@@ -139,7 +139,7 @@ struct VarlenPieces {
         continue;
       }
       const int from = __ffs(past) - 1;
-      base += __shfl_sync(0xffffffffu, sum - pieces, from), rank += from;
+      base += __shfl_sync(0xffffffffu, sum - count, from), rank += from;
       seq.x = __shfl_sync(0xffffffffu, mine.x, from), seq.y = __shfl_sync(0xffffffffu, mine.y, from);
       seq.z = __shfl_sync(0xffffffffu, mine.z, from), seq.w = __shfl_sync(0xffffffffu, mine.w, from);
       const int last = cdiv(seq.y, S::kRows) - 1, within = item - base;
@@ -147,40 +147,40 @@ struct VarlenPieces {
         const int of_head = last / 2 + 1;
         head = within / of_head;
         const int early = within - head * of_head;
-        then = 2 * early < last ? early : -1;
-        return piece(last - early);
+        second = 2 * early < last ? early : -1;
+        return work_tile(last - early);
       }
-      // Heads side by side take the longest tiles first; tiles side by side share keys and values, which
-      // counts where contexts are long.
+      // With the head as the fastest index, tiles with most keys come first; with the tile as the fastest index,
+      // neighbours share keys and values, which matters more where contexts are long.
       if (seq.w >= 2 * seq.y) {
         head = within / (last + 1);
-        return piece(last - (within - head * (last + 1)));
+        return work_tile(last - (within - head * (last + 1)));
       }
       const int early = within / p.heads;
       head = within - early * p.heads;
-      return piece(last - early);
+      return work_tile(last - early);
     }
     return {0, 0, 0, 0, 0, 0};
   }
 };
 
-// Producer: loads the tiles of all work tiles by TMA. By one warp.
+// Producer: loads Q, keys and values of all work tiles by TMA. By one warp.
 template <typename S, int DK, int DV>
 __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtensorMap& q_map,
                                             const CUtensorMap& k_map, const CUtensorMap& v_map, uint8_t* smem,
                                             uint32_t base) {
   const FlashBars<S> bars{base + S::kBars};
-  VarlenPieces<S> pieces(p, smem);
+  VarlenScheduler<S> scheduler(p, smem);
   int tile = 0;
 #pragma unroll 1
   for (uint32_t q_parity = 1;; q_parity ^= 1) {
-    const VarlenPiece piece = pieces.next(p, smem);
-    const int count = cdiv(piece.end, S::kKeys), kv_head = piece.head / p.group;
+    const VarlenTile work = scheduler.next(p, smem);
+    const int count = cdiv(work.end, S::kKeys), kv_head = work.head / p.group;
     if ((threadIdx.x & 31) == 0) {
 #pragma unroll 1
       for (int i = 0; i <= count; ++i) {
         if (i < count) {
-          const int t = tile + i, key = piece.key + (count - 1 - i) * S::kKeys;
+          const int t = tile + i, key = work.key + (count - 1 - i) * S::kKeys;
           mbar_wait(bars.k_empty(t), bars.parity(t) ^ 1);
           mbar_arrive_expect_tx(bars.k_full(t), S::kKeyTile);
 #pragma unroll
@@ -190,19 +190,19 @@ __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtenso
         }
         if (i == 0) {
           mbar_wait(bars.q_empty(), q_parity);
-          int4* const to = reinterpret_cast<int4*>(smem + S::kPiece);
-          to[0] = make_int4(piece.token, piece.rows, piece.position, piece.key);
-          to[1] = make_int4(piece.end, piece.head, 0, 0);
-          if (piece.rows == 0) {
+          int4* const to = reinterpret_cast<int4*>(smem + S::kWork);
+          to[0] = make_int4(work.token, work.rows, work.position, work.key);
+          to[1] = make_int4(work.end, work.head, 0, 0);
+          if (work.rows == 0) {
             mbar_arrive(bars.q_full());
           } else {
             mbar_arrive_expect_tx(bars.q_full(), S::kQ);
 #pragma unroll
             for (int h = 0; h < DK / 64; ++h)
-              tma_load(base + h * (S::kRows * 128), &q_map, h * 64, piece.head, piece.token, bars.q_full());
+              tma_load(base + h * (S::kRows * 128), &q_map, h * 64, work.head, work.token, bars.q_full());
           }
         } else {
-          const int t = tile + i - 1, key = piece.key + (count - i) * S::kKeys;
+          const int t = tile + i - 1, key = work.key + (count - i) * S::kKeys;
           mbar_wait(bars.v_empty(t), bars.parity(t) ^ 1);
           mbar_arrive_expect_tx(bars.v_full(t), S::kValueTile);
 #pragma unroll
@@ -214,25 +214,25 @@ __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtenso
     }
     __syncwarp();
     tile += count;
-    if (piece.rows == 0) break;
+    if (work.rows == 0) break;
   }
 }
 
-// Divides the rows by their sums and writes them, and their log-sum-exp. row0: of this thread, in the piece.
+// Normalizes the rows and writes them, and their log-sum-exp. row0: of this thread, in the work tile.
 template <typename T, int DV>
-__device__ __forceinline__ void write_varlen(const VarlenParams& p, const VarlenPiece& piece,
-                                             const Rows<DV>& rows, int row0) {
+__device__ __forceinline__ void write_varlen(const VarlenParams& p, const VarlenTile& work,
+                                             const Accumulators<DV>& acc, int row0) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = row0 + r * 8;
-    const int64_t token = piece.token + row;
-    const RowEnd end(rows.m[r], rows.l[r], p.scale_log2);
-    const float by = end.inverse();
-    const bool real = row < piece.rows;
-    if (real && p.lse != nullptr && (lane & 3) == 0) p.lse[token * p.heads + piece.head] = end.lse();
-    T* const to = static_cast<T*>(p.out) + token * p.out_token + piece.head * p.out_head;
-    store_row(to, rows.o, r, by, real, p.v_dim);
+    const int64_t token = work.token + row;
+    const RowEpilogue epilogue(acc.m[r], acc.l[r], p.scale_log2);
+    const float by = epilogue.inverse();
+    const bool real = row < work.rows;
+    if (real && p.lse != nullptr && (lane & 3) == 0) p.lse[token * p.heads + work.head] = epilogue.lse();
+    T* const to = static_cast<T*>(p.out) + token * p.out_token + work.head * p.out_head;
+    store_row(to, acc.o, r, by, real, p.v_dim);
   }
 }
 
@@ -246,7 +246,7 @@ struct Varlen {
   static constexpr bool kFence = false, kWindow = false;
   static constexpr int kFills = 1, kProducerRegisters = 40, kConsumerRegisters = 232;
 
-  struct Work : VarlenPiece {
+  struct Work : VarlenTile {
     static constexpr int first = 0;
     int count;
   };
@@ -262,8 +262,8 @@ struct Varlen {
   }
 
   static __device__ __forceinline__ Work get_work(const uint8_t* smem) {
-    const int4 a = reinterpret_cast<const int4*>(smem + Shape::kPiece)[0];
-    const int2 b = reinterpret_cast<const int2*>(smem + Shape::kPiece)[2];
+    const int4 a = reinterpret_cast<const int4*>(smem + Shape::kWork)[0];
+    const int2 b = reinterpret_cast<const int2*>(smem + Shape::kWork)[2];
     return {{a.x, a.y, a.z, a.w, b.x, b.y}, cdiv(b.x, Shape::kKeys)};
   }
   static __device__ __forceinline__ bool shares(const Params&, const Work&) { return false; }
@@ -281,19 +281,20 @@ struct Varlen {
   }
 
   struct Scores {
-    SameScale scale_log2;
+    UniformScale scale_log2;
     __device__ __forceinline__ Scores(const Params& p, const Cap&, uint8_t*, const Work&, int, int, bool, int)
         : scale_log2{p.scale_log2} {}
     template <typename... Args>
     __device__ __forceinline__ void adjust(const Args&...) const {}
     template <typename... Args>
     __device__ __forceinline__ void adjust_sums(const Args&...) const {}
-    __device__ __forceinline__ void finish(const Params&, const Work&, Rows<DV>&) const {}
+    __device__ __forceinline__ void finish(const Params&, const Work&, Accumulators<DV>&) const {}
   };
 
-  static __device__ __forceinline__ void finish(const Params& p, const Work& work, const Rows<DV>& rows,
-                                                uint8_t*, uint32_t, int group, int warp, bool) {
-    write_varlen<T, DV>(p, work, rows, group * 64 + warp * 16 + (threadIdx.x >> 2 & 7));
+  static __device__ __forceinline__ void finish(const Params& p, const Work& work,
+                                                const Accumulators<DV>& acc, uint8_t*, uint32_t, int group,
+                                                int warp, bool) {
+    write_varlen<T, DV>(p, work, acc, group * 64 + warp * 16 + (threadIdx.x >> 2 & 7));
   }
 };
 
