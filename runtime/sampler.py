@@ -79,7 +79,7 @@ class Sampler:
             sampling.seed,
             sampling.index,
             self.plans.workspace(plan, len(ids)),
-            ids,
+            ids=ids,
         )
 
     def _bind(self, dtype: torch.dtype) -> BoundPlan:

@@ -153,12 +153,7 @@ class GristmillAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is r
             float(layer.scaling),
             plans.window,
             None if sinks is None else sinks.float(),
-            None,
-            None,
-            None,
-            None,
-            0.0,
-            out,
+            out=out,
         )
         return out.view(tokens, -1)
 

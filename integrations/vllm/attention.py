@@ -211,12 +211,7 @@ class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read w
             self.scale,
             self.window,
             self.sinks,
-            None,
-            None,
-            None,
-            None,
-            0.0,
-            output[:tokens].view(tokens, self.num_heads, self.head_size),
+            out=output[:tokens].view(tokens, self.num_heads, self.head_size),
         )
         return output
 

@@ -176,8 +176,6 @@ class GristmillMLA(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]  # v
             attn_metadata.max_seq_len,
             self.scale,
             self.kv_lora_rank,
-            None,
-            None,
-            out,
+            out=out,
         )
         return out, None

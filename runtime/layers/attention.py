@@ -98,7 +98,7 @@ class Attention:
             self.rope.interleaved,
             k_scale,
             v_scale,
-            q,
+            q=q,
         )
         out = q.new_empty(q.shape)
         self.attend(
@@ -113,11 +113,9 @@ class Attention:
             self.scale,
             self.window,
             self.sinks,
-            None,
-            self.plans.workspace(self.attend, tokens),
-            k_scale,
-            v_scale,
-            0.0,
-            out,
+            workspace=self.plans.workspace(self.attend, tokens),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
         )
         return self.out(out.view(tokens, -1))

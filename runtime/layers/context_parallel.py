@@ -59,7 +59,7 @@ class ContextParallelAttention:
             rank,
             lse,
             self.plans.workspace(self.attend, tokens),
-            partial,
+            out=partial,
         )
         lse.masked_fill_(shard.empty[:, None], -math.inf)
         mine = torch.cat([partial.flatten(1), lse.view(query.dtype)], 1)

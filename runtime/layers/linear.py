@@ -65,7 +65,7 @@ class Linear:
         out = x.new_empty(rows, self.columns)
         if rows:
             workspace = self.plans.workspace(self.plan, rows)
-            self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, workspace, out)
+            self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, workspace, out=out)
         return out
 
 

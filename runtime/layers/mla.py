@@ -79,7 +79,7 @@ class HeadProducts:
             False,
             self.n,
             *NO_EPILOGUE,
-            out,
+            out=out,
         )
         return out.view(self.heads, tokens, self.n).transpose(0, 1)
 
@@ -222,7 +222,7 @@ class LatentAttention:
             mla.kv_lora_rank,
             None,
             self.plans.workspace(self.attend, tokens),
-            out,
+            out=out,
         )
         return self.to_values(out).contiguous()
 
@@ -247,8 +247,7 @@ class LatentAttention:
                 sequences.max_q,
                 sequences.max_ctx,
                 self.scale,
-                None,
-                out[:, heads],
+                out=out[:, heads],
             )
         return out
 

@@ -130,7 +130,7 @@ class MixtureOfExperts:
             self.is_clamped,
             self.alpha,
             self.limit,
-            out,
+            out=out,
         )
         shared = None if self.shared is None else self.shared(x)
         if isinstance(shared, PartialSum):
