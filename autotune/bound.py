@@ -41,10 +41,13 @@ class BoundPlan:
     """A plan on one device: call it with the operation's arguments and outputs. `gristmill.ops.bind` makes it.
 
     Buckets are resolved on first use, or in advance by `prepare`; during CUDA-graph capture an unprepared bucket raises.
-    `layouts` are the layouts of the packed weights; None for operations without packed weights. Where they are several, a weight
-    is the list of the tensors of all of them, in the order of their names, and each bucket's kernel gets those of its own.
-    `sealed`: nothing is verified any more (see `gristmill.ops.seal`). `is_warm`: a kernel that is selected from now on is reported by a
-    warning. `binds`: how often it was bound.
+
+    Attributes:
+        layouts: the layouts of the packed weights; None for operations without packed weights. Where they are several, a weight is the list of
+            the tensors of all of them, in the order of their names, and each bucket's kernel gets those of its own.
+        sealed: nothing is verified any more (see `gristmill.ops.seal`).
+        is_warm: a kernel that is selected from now on is reported by a warning.
+        binds: how often it was bound.
     """
 
     __slots__ = (

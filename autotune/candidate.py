@@ -46,14 +46,19 @@ minimum in seconds, and the highest rate in Hz of the counter that measures the 
 
 
 class Candidate:
-    """`kernel` with `config` over the argument lists of `rotation`. name: in tables; the kernel's own by default.
+    """`kernel` with `config` over the argument lists of `rotation`; `name` is its name in tables, by default the kernel's.
 
-    eager: on a GPU, launch each call even if a graph could hold it. Kernels that cannot be captured are always launched.
-    isolated: each call's input depends on the previous call's output, so that no call starts before the previous one has
-        ended; the time of the dependencies themselves is subtracted. ValueError if the operation has no such input.
-    audited: audit at construction. Otherwise the caller audits the candidates whose times it uses.
-    error: the largest error of all audits. repeatable: equal inputs gave equal bits in all of them.
     The constructor and `audit` raise WrongResultError, which says what was wrong.
+
+    Args:
+        eager: on a GPU, launch each call even if a graph could hold it. Kernels that cannot be captured are always launched.
+        isolated: each call's input depends on the previous call's output, so that no call starts before the previous one has ended; the time of
+            the dependencies themselves is subtracted. ValueError if the operation has no such input.
+        audited: audit at construction. Otherwise the caller audits the candidates whose times it uses.
+
+    Attributes:
+        error: the largest error of all audits.
+        repeatable: equal inputs gave equal bits in all audits.
     """
 
     def __init__(

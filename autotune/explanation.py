@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns and rows of text to print. right: the columns of numbers."""
+    """A title, columns and rows of text to print; the columns in `right` hold numbers."""
 
     title: str
     columns: tuple[str, ...]

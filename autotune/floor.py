@@ -47,9 +47,13 @@ class CeilingsError(ValueError):
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits. read_gbs, copy_gbs: 1e9 bytes per second, cold; a copy counts what it reads and what it writes.
-    tflops: (dtype, dense matrix rate; multiply-add = 2). launch_us: the minimum time of a call on the device.
-    throttled: disturbances during the measurement, in words; the limits may then be too low.
+    """Measured limits.
+
+    Attributes:
+        read_gbs, copy_gbs: 1e9 bytes per second, cold; a copy counts what it reads and what it writes.
+        tflops: (dtype, dense matrix rate; multiply-add = 2).
+        launch_us: the minimum time of a call on the device.
+        throttled: disturbances during the measurement, in words; the limits may then be too low.
     """
 
     read_gbs: float
@@ -84,8 +88,13 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Floor:
-    """us: microseconds that no implementation of a problem can undercut. bound: what determines them, ``memory``, ``compute`` or
-    ``launch``. source: how they were determined: a read kernel of so many bytes, a bandwidth, ``compute`` or ``launch``."""
+    """The least time of a problem.
+
+    Attributes:
+        us: microseconds that no implementation can undercut.
+        bound: what determines them, ``memory``, ``compute`` or ``launch``.
+        source: how they were determined: a read kernel of so many bytes, a bandwidth, ``compute`` or ``launch``.
+    """
 
     us: float
     bound: str

@@ -16,7 +16,7 @@ GUARD = 256
 
 @dataclass(frozen=True)
 class Guarded:
-    """A tensor in the middle of a longer poisoned one. name: of the argument or output that it is."""
+    """A tensor in the middle of a longer poisoned one, for the argument or output `name`."""
 
     name: str
     tensor: torch.Tensor

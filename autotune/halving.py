@@ -26,7 +26,7 @@ A = TypeVar("A", bound=Timeable)
 
 @dataclass(frozen=True)
 class Placed(Generic[A]):
-    """A finalist. us: median microseconds of its rounds in the final."""
+    """A finalist, with the median time of its rounds in the final, in microseconds."""
 
     candidate: A
     us: float
@@ -44,12 +44,14 @@ def halve(
     mhz: Callable[[], float | None] | None = None,
     kind: Callable[[A], str] | None = None,
 ) -> list[Placed[A]]:
-    """The finalists of `candidates`, fastest first. keep: candidates that are in the final whatever their time (the default).
+    """The finalists of `candidates`, fastest first.
 
-    kind: the group of a candidate (its kernel). The fastest of each kind is in the final too, unless it is KEEP_WITHIN times slower
-    than the best: selection for a similar problem prefers kernels with measured times to all others.
-    deadline: on `clock`. After it no further stage starts, and the final has the least number of rounds that can rank.
-    mhz: reads the device's clock; rounds of the final off its median do not count.
+    Args:
+        keep: candidates that are in the final whatever their time (the default).
+        kind: the group of a candidate (its kernel). The fastest of each kind is in the final too, unless it is KEEP_WITHIN times slower than
+            the best: selection for a similar problem prefers kernels with measured times to all others.
+        deadline: on `clock`. After it no further stage starts, and the final has the least number of rounds that can rank.
+        mhz: reads the device's clock; rounds of the final off its median do not count.
     """
     if not candidates:
         return []

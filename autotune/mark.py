@@ -38,7 +38,9 @@ class Mark:
     def trial(self, record: Verification, patience: float) -> Iterator[tuple[Verification, ...]]:
         """Hold the mark for a trial; yields the records that a process which died had left in it.
 
-        record: the record that the store gets if this process dies. patience: seconds to wait for other processes' trials.
+        Args:
+            record: the record that the store gets if this process dies.
+            patience: seconds to wait for other processes' trials.
 
         Raises:
             OSError: the file cannot be made. TimeoutError: another process holds it for longer than `patience`.

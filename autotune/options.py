@@ -21,7 +21,7 @@ MOST = 48
 
 @dataclass(frozen=True)
 class Job:
-    """One problem to tune. weight: its relative number of calls; the largest is tuned first."""
+    """One problem to tune; `weight` is its relative number of calls, and the largest is tuned first."""
 
     op: Op
     problem: Problem
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Option:
-    """A kernel at a configuration. default: the one that would run untuned."""
+    """A kernel at a configuration; `default` marks the one that would run untuned."""
 
     kernel: Kernel
     config: Config
@@ -43,7 +43,7 @@ class Option:
 
 def options(job: Job, here: Place, *, every: bool = False) -> list[Option]:
     """Every kernel that can run and that the cost models do not rule out, with its configurations; large spaces are
-    sampled. every: no exclusion and no sampling."""
+    sampled. With `every`, nothing is excluded or sampled."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if not here.why_not(k, job.problem)]
     kernels = [
         k

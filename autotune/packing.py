@@ -22,12 +22,15 @@ LAYOUT_SIZES = (1, 16, 256)
 def plan_layouts(
     resolver: Resolver, problem: Problem, without: frozenset[str] = frozenset(), layer: str = ""
 ) -> frozenset[str]:
-    """The layouts in which the weights of a static problem are to be packed. without: those that cannot hold the weight. layer: its
-    name in messages.
+    """The layouts in which the weights of a static problem are to be packed.
 
     Once weights are packed, only kernels that read their layouts can serve them. Calls of every bucket therefore have several such
     kernels, or one that has matched the reference here: where one kernel is left it is verified now, and if it fails, the layouts are
     not used, with a warning.
+
+    Args:
+        without: those that cannot hold the weight.
+        layer: its name in messages.
 
     Raises:
         NoKernelError: no layout has a kernel for every size. The message has the problem, the kernels and their reasons.
@@ -43,7 +46,7 @@ def plan_layouts(
 
 
 def pack_linear(weight: QuantTensor, problem: Problem, resolver: Resolver, layer: str = "") -> LinearWeight:
-    """The weight in the layouts of the plan of its problem. layer: its name in messages.
+    """The weight in the layouts of the plan of its problem; messages call it `layer`.
 
     A layout that supports the scheme may not support this weight. The plan is then made without it, with a warning.
     """

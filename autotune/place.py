@@ -37,7 +37,7 @@ class Place:
 def place(target: str | Target | torch.device | None, policy: Policy | None = None) -> Place:
     """The place that a target's name, a Target or a torch device stands for; None = the first GPU of this machine, else its CPU.
 
-    A CPU level that this CPU runs is here (held to that level). policy: None = the one that GRISTMILL_POLICY names.
+    A CPU level that this CPU runs is here (held to that level). Without a policy, the one that GRISTMILL_POLICY names counts.
 
     Raises:
         ValueError: an unknown target, or a torch device that is not here.

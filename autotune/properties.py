@@ -26,7 +26,7 @@ RUNS = 4
 
 @dataclass(frozen=True)
 class Properties:
-    """Observed properties; None = cannot be tested for this operation. broken: messages on declared properties that do not hold."""
+    """Observed properties, None where the operation cannot be tested; `broken` has a message per declared property that does not hold."""
 
     deterministic: bool | None
     batch_invariant: bool | None

@@ -41,8 +41,13 @@ class ReadError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reading:
-    """us: the least microseconds of reading `size` bytes, one of `copies` in turn; None if they do not fit in memory.
-    how: the fastest kernel, or why there is no time. again: whether it was measured twice."""
+    """The time to read `size` bytes.
+
+    Attributes:
+        us: the minimum in microseconds, of `copies` in turn; None if they do not fit in memory.
+        how: the fastest kernel, or why there is no time.
+        again: whether it was measured twice.
+    """
 
     size: int
     copies: int
@@ -53,7 +58,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """A read kernel. call: reads one copy. total: the sum of the elements that the last call read; called once per call."""
+    """A read kernel.
+
+    Attributes:
+        call: reads one copy.
+        total: the sum of the elements that the last call read; called once per call.
+    """
 
     name: str
     call: Callable[[torch.Tensor], object]
@@ -67,9 +77,14 @@ _memory: dict[str, torch.Tensor] = {}
 def reading(device: str, size: int, *, copies: int, captured: bool, beaten: float = math.inf) -> Reading:
     """The time to read `size` bytes (the whole lines of 64 among them, one at least), measured once per process.
 
-    copies: the number of adjacent copies that are read in turn; 1 = they stay in the cache. captured: on a GPU, as a graph.
-    beaten: the time of a kernel that reads these bytes. If it is less than the reading, the reading may have been disturbed: it is
-    measured once more, and the faster of the two is kept. ReadError if a kernel skips elements.
+    Args:
+        copies: the number of adjacent copies that are read in turn; 1 = they stay in the cache.
+        captured: on a GPU, as a graph.
+        beaten: the time of a kernel that reads these bytes. If it is less than the reading, the reading may have been disturbed: it is measured
+            once more, and the faster of the two is kept.
+
+    Raises:
+        ReadError: a kernel skips elements.
     """
     key = (device, torch.get_num_threads() if device == "cpu" else 0, size, copies, captured)
     best = _readings.get(key)

@@ -49,10 +49,7 @@ class Chooser(Protocol):
 
 
 class Resolver:
-    """Selection on one device of this machine, under one policy, with the store behind it.
-
-    chooser: the process that chooses instead; None = this one.
-    """
+    """Selection on one device of this machine, under one policy, with the store behind it; a `chooser` chooses in its place."""
 
     def __init__(
         self,
@@ -116,7 +113,7 @@ class Resolver:
         workers: int,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Resolve problems with `workers` verifications at a time; records are the result. progress: called with how many are done.
+        """Resolve problems with `workers` verifications at a time; records are the result. `progress` gets the number that are done.
 
         What cannot be verified beside others, for example for want of memory, is left for `resolve` alone.
         """
@@ -213,7 +210,7 @@ class Resolver:
     def plan(
         self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
     ) -> Plan:
-        """The plan of a layer: every bucket resolved. without: layouts that cannot hold its weight."""
+        """The plan of a layer, every bucket resolved; layouts in `without` cannot hold its weight."""
         if self.chooser is not None:
             return self.chooser.plan(op, static, sizes, without)
         layouts = readable(

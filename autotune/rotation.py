@@ -33,7 +33,12 @@ cached by address are detected, not those cached by a fingerprint of the content
 
 @dataclass
 class _Set:
-    """One call, and its arguments and outputs. content: index of its content. guards: of all tensors that it may write."""
+    """One call, and its arguments and outputs.
+
+    Attributes:
+        content: index of its content.
+        guards: the guard bands of all tensors that it may write.
+    """
 
     call: Any
     arguments: list[Any]
@@ -43,8 +48,13 @@ class _Set:
 
 
 class _Dependency(NamedTuple):
-    """Makes a call depend on the one before it. flag: the last byte of this list's result; element: the first number of its
-    input; kept: a copy of that number."""
+    """Makes a call depend on the one before it.
+
+    Attributes:
+        flag: the last byte of this list's result.
+        element: the first number of its input.
+        kept: a copy of that number.
+    """
 
     flag: torch.Tensor
     element: torch.Tensor
@@ -53,8 +63,13 @@ class _Dependency(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. wrong: "" or a sentence. error: the operation's figure, None when nothing was compared.
-    repeatable: equal contents gave equal bits."""
+    """What a check found.
+
+    Attributes:
+        wrong: "" or a sentence.
+        error: the operation's figure, None when nothing was compared.
+        repeatable: equal contents gave equal bits.
+    """
 
     wrong: str
     error: float | None
@@ -65,7 +80,11 @@ class Finding:
 class Contents:
     """Contents of argument lists, before packing for a kernel: CONTENTS lists of arguments, and the outputs of the reference for each.
 
-    base: the arguments of seed 0. seconds: the time to generate them. It is never written, so rotations may share one.
+    Never written, so rotations may share one.
+
+    Attributes:
+        base: the arguments of seed 0.
+        seconds: the time to generate them.
     """
 
     base: Sequence[Any]
@@ -96,9 +115,10 @@ class Contents:
 class Rotation:
     """Argument lists of `problem` as `kernel` takes them, outputs included.
 
-    hot: one list only, so that calls find their arguments in the cache. Otherwise lists amount to several times the
-    last cache, and calls that go around them find their arguments in memory.
-    contents: initial contents, to share them among kernels; None = generated here.
+    Args:
+        hot: one list only, so that calls find their arguments in the cache. Otherwise lists amount to several times the last cache, and calls
+            that go around them find their arguments in memory.
+        contents: initial contents, to share them among kernels; None = generated here.
     """
 
     def __init__(
@@ -194,7 +214,7 @@ class Rotation:
     ) -> Sequence[Sequence[torch.Tensor]]:
         """Copies of the outputs of the first `count` lists, the last one first: it had the least time to finish after its call returned.
 
-        into: an earlier snapshot to write to, so that nothing is allocated, which might wait for the whole device.
+        With `into`, an earlier snapshot is overwritten and nothing is allocated, which might wait for the whole device.
         """
         if into is None:
             into = [

@@ -36,7 +36,9 @@ class Timeable(Protocol):
 class Rounds:
     """The candidates of one problem, the baseline first, and their samples per round (microseconds).
 
-    clock: reads the device's clock (MHz), if that varies; clocks: its value at the end of each round.
+    Attributes:
+        clock: reads the device's clock (MHz), if that varies.
+        clocks: its value at the end of each round.
     """
 
     candidates: Sequence[Timeable]

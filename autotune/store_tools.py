@@ -80,7 +80,7 @@ def diff(before: Store, after: Store) -> list[Difference]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about one record. kind: ``never`` (no lookup returns it), ``stale`` (other code or toolchain),
+    """A finding about one record: ``never`` (no lookup returns it), ``stale`` (other code or toolchain),
     ``slower`` (a tuned configuration that is slower than the default one), ``failed`` (it keeps a kernel out)."""
 
     kind: str
@@ -89,7 +89,7 @@ class Finding:
 
 
 def lint(store: Store, registry: Registry, target: Target, own: str, build: Build) -> list[Finding]:
-    """Records without effect or with a problem. own: the `target_key` of this device: only its records can be called stale."""
+    """Records without effect or with a problem. Only those of this device, whose `target_key` is `own`, can be stale."""
     findings = []
     for record in records(store):
         if reason := _never(record, registry):

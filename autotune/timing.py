@@ -47,7 +47,13 @@ SAMPLE_US = 1000.0
 
 @dataclass(frozen=True)
 class Measured:
-    """us: median microseconds per call. spread: (third quartile - first) / median. samples: every round, microseconds."""
+    """The time per call.
+
+    Attributes:
+        us: the median in microseconds.
+        spread: (third quartile - first) / median.
+        samples: every round, microseconds.
+    """
 
     us: float
     spread: float
@@ -59,10 +65,12 @@ class CaptureError(RuntimeError):
 
 
 class Timed:
-    """`step`, which makes one call on the current stream, called over and over and timed.
+    """`step`, which makes one call on the current stream, called over and over and timed. Nothing runs before queued work is done.
 
-    start: puts `step` at its beginning. calls: how many make a sample; on the CPU None, for about a millisecond's worth.
-    graph: on a GPU, capture them; CaptureError if that cannot be. Nothing runs before work already queued is done.
+    Args:
+        start: puts `step` at its beginning.
+        calls: how many make a sample; on the CPU None, for about a millisecond's worth.
+        graph: on a GPU, capture them; CaptureError if that cannot be.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class Timed:
         return self._graph is not None
 
     def sample(self, calls: int | None = None) -> float:
-        """Microseconds per call. calls: other than usual; a graph always makes all of its own."""
+        """Microseconds per call, over `calls` calls instead of the usual number; a graph always makes all of its own."""
         if self.stream is not None:
             with on_device(self._device):
                 return self._on_gpu(self.stream, calls or self.calls)

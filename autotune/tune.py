@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tuned:
-    """The outcome of one job. reason: why no kernel ran. default_us: of the fastest kernel in its default configuration, in the same final."""
+    """The outcome of one job.
+
+    Attributes:
+        reason: why no kernel ran.
+        default_us: the time of the fastest kernel in its default configuration, in the same final.
+    """
 
     op: str
     problem: str
@@ -200,7 +205,7 @@ def prepared(
 ) -> list[Candidate]:
     """The verified `choices`, ready to be timed, named by `Option.name`; after `deadline` (`now`) no further one but the first.
 
-    wrong: gets a line for every one that failed. UnverifiableError for a problem that is larger than the memory.
+    A line for every one that failed is added to `wrong`. UnverifiableError for a problem that is larger than the memory.
     """
     from gristmill.autotune.candidate import Candidate, WrongResultError, shared_rotations
 

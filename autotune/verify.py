@@ -21,7 +21,7 @@ from gristmill.kernels.load import load
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a verification. error: the operation's figure (None when nothing could be compared)."""
+    """The result of a verification; `error` is None when nothing could be compared."""
 
     ok: bool
     error: float | None
@@ -31,8 +31,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """Random arguments of a problem and the outputs of the reference. packed: the arguments in the form that kernels take, by
-    `packing`; filled on first use."""
+    """Random arguments of a problem and the outputs of the reference; `packed` has the arguments in the form that kernels take, by
+    `packing`, filled on first use."""
 
     arguments: Sequence[Any]
     reference: Sequence[torch.Tensor]
@@ -67,7 +67,7 @@ def verify(
     seed: int = 0,
     trial: Trial | None = None,
 ) -> Outcome:
-    """Run `kernel` on random arguments of `problem` and compare with the reference. trial: arguments to use instead.
+    """Run `kernel` on random arguments of `problem`, or on those of `trial`, and compare with the reference.
 
     Outputs start poisoned (NaN, or the smallest integer) between guard bands that must stay as they were; arguments
     that the operation does not write must come back unchanged. An exception of the kernel is an outcome, not an error

@@ -27,15 +27,15 @@ COLLECTIVE_SECONDS = 60.0
 
 
 class Worker(Child):
-    """A child process that verifies. arguments: of its command line."""
+    """A child process that verifies, started with `arguments` on its command line."""
 
     def __init__(self, timeout: float = TIMEOUT, arguments: Sequence[str] = ()) -> None:
         super().__init__(("-m", "gristmill.autotune.worker", *arguments), timeout)
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
-        """The outcome as a table (ok, error, tolerance, reason, judged); a dead or silent child is an outcome too.
+        """The outcome as a dict (ok, error, tolerance, reason, judged); a dead or silent child is an outcome too.
 
-        judged: False if the fault is not the kernel's, so that there is no verdict on it.
+        If the fault is not the kernel's, `judged` is False and there is no verdict.
         """
         self.send(op, kernel, config, problem, device)
         outcome = self.receive()

@@ -17,7 +17,7 @@ from typing import Any
 from gristmill.autotune.place import Place
 from gristmill.bench.compare import GAP, WRONG, Case, Row
 from gristmill.bench.problems import named
-from gristmill.bench.result_file import ResultError, parsed, replace
+from gristmill.bench.result_file import ResultError, attributes, parsed, replace
 from gristmill.bench.statistics.verdict import SLOWER, UNCLEAR, Rule, judge
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
@@ -41,7 +41,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checked:
-    """A line compared with the present. verdict: of the comparison of both ratios. change: present ratio over the stored one."""
+    """A line compared with the present.
+
+    Attributes:
+        verdict: the verdict on both ratios.
+        change: present ratio over the stored one.
+    """
 
     entry: Entry
     verdict: str
@@ -62,23 +67,17 @@ class Checked:
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
         return {
-            "op": self.entry.op,
-            "problem": self.entry.problem,
-            "kernel": self.entry.kernel,
-            "yardstick": self.entry.yardstick,
-            "verdict": self.verdict,
-            "change": self.change,
-            "ratio": self.row.comparison.ratio if self.row.comparison else None,
+            **attributes(self.entry, "op", "problem", "kernel", "yardstick"),
+            **attributes(self, "verdict", "change"),
+            **attributes(self.row.comparison, "ratio"),
             "baseline_ratio": self.entry.ratio,
-            "us": self.row.us,
-            "noise": self.row.noise,
-            "error": self.row.error,
+            **attributes(self.row, "us", "noise", "error"),
             "reason": self.reason,
         }
 
 
 def environment(here: Place, portable: bool) -> dict[str, Any]:
-    """What must be equal for ratios to be comparable. portable: any device of the same target name."""
+    """What must be equal for ratios to be comparable; if `portable`, any device of the same target name is."""
     import torch
 
     version = ".".join(here.build.torch.split("+")[0].split(".")[:2]) if here.build.torch else None
@@ -226,7 +225,7 @@ def shifts(entries: Sequence[Entry]) -> Callable[[str, str, Sequence[float]], fl
 def against(
     entries: Sequence[Entry], rows: Sequence[Row], rule: Rule, missing: Mapping[Entry, str] | None = None
 ) -> list[Checked]:
-    """Compare measured rows with their entries and judge them together. missing: entries without a row, and why (`gone`)."""
+    """Compare measured rows with their entries and judge them together; `missing` has the reasons of entries without a row (`gone`)."""
     missing = missing or {}
     by_key = {(row.op, row.problem, row.kernel): row for row in rows}
     by_key |= {

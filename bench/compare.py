@@ -11,6 +11,7 @@ from typing import Any, cast
 from gristmill.autotune.gpu_clock import sm_clock
 from gristmill.autotune.place import Place
 from gristmill.autotune.rounds import ROUNDS, Rounds
+from gristmill.bench.result_file import attributes
 from gristmill.bench.statistics.race import SECONDS, race
 from gristmill.bench.statistics.verdict import SAME, UNCLEAR, Rule, Verdict, judge
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -32,8 +33,12 @@ TWIN = "(again)"
 
 @dataclass
 class Row:
-    """One kernel against the baseline on one problem. us: median microseconds. noise: the measured difference of the baseline from itself.
-    floor: the values of FLOOR, None until `add_floors`.
+    """One kernel against the baseline on one problem.
+
+    Attributes:
+        us: median microseconds.
+        noise: the measured difference of the baseline from itself.
+        floor: the values of FLOOR, None until `add_floors`.
     """
 
     op: str
@@ -56,24 +61,12 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON and result files."""
-        verdict = self.comparison
         return {
-            "op": self.op,
-            "problem": self.problem,
-            "kernel": self.kernel,
-            "baseline": self.baseline,
-            "verdict": self.verdict,
-            "ratio": verdict.ratio if verdict else None,
-            "low": verdict.low if verdict else None,
-            "high": verdict.high if verdict else None,
-            "p": verdict.p if verdict else None,
-            "rounds": verdict.rounds if verdict else None,
+            **attributes(self, "op", "problem", "kernel", "baseline", "verdict"),
+            **attributes(self.comparison, "ratio", "low", "high", "p", "rounds"),
             "us": self.us,
             "baseline_us": self.baseline_us,
-            "noise": self.noise,
-            "error": self.error,
-            "tolerance": self.tolerance,
-            "timing": self.timing,
+            **attributes(self, "noise", "error", "tolerance", "timing"),
             "config": dict(self.config) if self.config is not None else None,
             **self.floor,
             "reason": self.reason,
@@ -110,8 +103,8 @@ def compare(
 
     Every kernel is audited before, at random moments during, and after its timing; a kernel that fails is WRONG. A problem
     whose baseline does not agree with itself within the minimum effect stays UNCLEAR: the machine is too noisy for it.
-    Cases are raced in groups that fit in memory together, and judged all together. shift: see `race`; it decides only which
-    cases get more rounds.
+    Cases are raced in groups that fit in memory together, and judged all together. `shift`, as in `race`, decides only which cases get
+    more rounds.
     """
     rows: list[Row] = []
     raced: list[_Raced] = []
@@ -275,7 +268,7 @@ def auditor(candidates: Sequence[Watched], rng: random.Random) -> Callable[[], N
 
 @dataclass
 class _Raced:
-    """A candidate after its race, with its samples and the outcome of its audits. twin: it is the baseline's second candidate."""
+    """A candidate after its race, with its samples and the outcome of its audits; the `twin` is the baseline's second candidate."""
 
     case: Case
     row: Row

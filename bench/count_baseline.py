@@ -14,6 +14,7 @@ from gristmill.autotune.place import Place
 from gristmill.bench import baseline, counts
 from gristmill.bench.compare import GAP, WRONG
 from gristmill.bench.problems import named
+from gristmill.bench.result_file import attributes
 from gristmill.bench.statistics.verdict import FASTER, SAME, SLOWER
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -35,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Counted:
-    """A line compared with the present. change: present count over the stored one."""
+    """A line compared with the present; `change` is the present count over the stored one."""
 
     entry: Entry
     verdict: str
@@ -53,12 +54,8 @@ class Counted:
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
         return {
-            "op": self.entry.op,
-            "problem": self.entry.problem,
-            "kernel": self.entry.kernel,
-            "verdict": self.verdict,
-            "change": self.change,
-            "instructions": self.instructions,
+            **attributes(self.entry, "op", "problem", "kernel"),
+            **attributes(self, "verdict", "change", "instructions"),
             "baseline_instructions": self.entry.instructions,
             "reason": self.reason,
         }

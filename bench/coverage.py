@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gristmill.autotune.place import Place
+from gristmill.bench.result_file import attributes
 from gristmill.bench.shapes import Call
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import select
@@ -35,16 +36,11 @@ class Covered:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
-        call = self.call
         return {
-            "op": call.op,
-            "problem": call.problem,
-            "part": call.part,
-            "step": str(call.step),
-            "count": call.count,
-            "level": self.level,
-            "kernel": self.kernel,
-            "expected_us": self.expected_us,
+            **attributes(self.call, "op", "problem", "part"),
+            "step": str(self.call.step),
+            "count": self.call.count,
+            **attributes(self, "level", "kernel", "expected_us"),
         }
 
 

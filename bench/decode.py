@@ -74,8 +74,10 @@ def measure_decode(
 ) -> Iterator[dict[str, Any]]:
     """A row for each batch: milliseconds per step, with samples, and what they consist of.
 
-    quant: of linear weights; ``bf16`` keeps them. context: tokens of a prompt; `steps` steps follow it and are measured. mesh: of a rank; all
-    ranks of a group measure together.
+    Args:
+        quant: the scheme of linear weights; ``bf16`` keeps them.
+        context: tokens of a prompt; `steps` steps follow it and are measured.
+        mesh: the mesh of this rank; all ranks of a group measure together.
     """
     begin = time.perf_counter()
     with torch.inference_mode():
@@ -98,7 +100,7 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
     engine = Engine.from_parts(
         runner,
         SchedulerConfig(num_blocks=blocks, max_batch_tokens=chunk, max_seqs=batch, prefix_caching=False),
-        async_steps=False,  # a step is measured from its plan to its ids
+        async_steps=False,  # a step is measured from its scheduling to its ids
     )
     draw = random.Random(0)
     for index in range(batch):

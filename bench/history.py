@@ -19,7 +19,7 @@ FEW = 5
 
 @dataclass(frozen=True)
 class Point:
-    """One row in one file. change: its ratio to the samples since the last change, None if it did not change."""
+    """One row in one file; `change` is its ratio to the samples since the last change, None if it did not change."""
 
     when: str
     file: str

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import click
 
-from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Finite(click.FloatRange):
+    """A FloatRange without nan, which passes range checks, and inf."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; a usage error if it is not finite."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
 
 target = click.option(
     "--target", metavar="T", help="A device of this machine, or a CPU level such as cpu:avx2."
@@ -33,7 +45,7 @@ seconds = click.option(
 
 
 def min_effect(default: float | None, what: str, shown: str | bool = True) -> Decorator:
-    """--min-effect, a fraction between 0 and 1. what: its meaning."""
+    """--min-effect, a fraction between 0 and 1, described by `what`."""
     between = Finite(0, 1, min_open=True, max_open=True)
     return click.option("--min-effect", type=between, default=default, show_default=shown, help=what)
 

@@ -15,7 +15,7 @@ from gristmill.kernel_registry.registry import default_registry
 
 @dataclass(frozen=True)
 class Peer:
-    """package: the distribution; ops: operations it also offers; vendors: of its devices; why: the reason that no spec wraps it."""
+    """A distribution, the operations that it offers too, the vendors of its devices, and why no spec wraps it."""
 
     name: str
     package: str

@@ -21,7 +21,7 @@ from gristmill.kernel_registry.targets import VENDORS
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem. weight: its relative number of calls in a model; None for problems from other sources."""
+    """One problem; `weight` is its relative number of calls in a model, None for problems from other sources."""
 
     op: Op
     problem: Problem

@@ -49,7 +49,7 @@ class Finding:
 
 
 def row(example: Example, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a report. ok: None if the outcome says nothing about the kernel."""
+    """A row of a report; its ``ok`` is None if the outcome says nothing about the kernel."""
     return {
         "op": example.op.name,
         "kernel": example.kernel.name,
@@ -64,7 +64,7 @@ def row(example: Example, outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report(here: Place, rows: Sequence[dict[str, Any]], refused: Mapping[str, str]) -> dict[str, Any]:
-    """The content of a report. refused: kernels of which nothing ran, with the reason."""
+    """The content of a report; `refused` has the kernels of which nothing ran, with the reason."""
     content = result_file.record(here, rows, kind=KIND, refused=dict(refused))
     return content | {"digest": digest(content)}
 

@@ -37,8 +37,13 @@ AUDITS = 4
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """The measurement. us: the median of samples, microseconds per call. error: the largest of all audits, in the operation's
-    error metric; tolerance: its limit. timing: the timing mode, such as "graph,cold".
+    """The measurement.
+
+    Attributes:
+        us: the median of samples, microseconds per call.
+        error: the largest of all audits, in the operation's error metric.
+        tolerance: its limit.
+        timing: the timing mode, such as "graph,cold".
     """
 
     kernel: str
@@ -77,10 +82,9 @@ def _kernel_clock(request: pytest.FixtureRequest) -> _Clock:
 def kernel_benchmark(_kernel_clock: _Clock, benchmark: Any) -> Callable[..., KernelTimes]:
     """``kernel_benchmark(op, problem, kernel=None, *, target=None, hot=False, rounds=16)`` -> `KernelTimes`, once a test.
 
-    kernel: a name, a `Kernel`, or None for the selected one. target: as in ``kernelbench --target``;
-    None: the first GPU, else the CPU. hot: arguments stay in the cache. A kernel that cannot run here skips the test and says
-    why; a problem that it does not take is a ValueError; a wrong result is a `WrongResultError`. On a GPU a registered kernel is
-    verified in a child process first.
+    The kernel is a name, a `Kernel`, or None for the selected one; the target as in ``kernelbench --target``, None for the first GPU, else
+    the CPU. If `hot`, arguments stay in the cache. A kernel that cannot run here skips the test and says why; a problem that it does not
+    take is a ValueError; a wrong result is a `WrongResultError`. On a GPU a registered kernel is verified in a child process first.
     """
 
     def run(

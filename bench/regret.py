@@ -55,10 +55,15 @@ enough that at the deadline most verified problems have been timed."""
 
 @dataclass
 class Studied:
-    """One problem. times: of every candidate that ran, by (kernel, configuration): one per round, microseconds.
+    """One problem.
 
-    exact: the store in use has times of this very problem. missing: candidates that were not tried, for lack of time.
-    picks: store -> (kernel, configuration); regrets: store -> regret. seconds: the duration of timing.
+    Attributes:
+        times: microseconds per round of every candidate that ran, by (kernel, configuration).
+        exact: the store in use has times of this very problem.
+        missing: candidates that were not tried, for lack of time.
+        picks: store -> (kernel, configuration).
+        regrets: store -> regret.
+        seconds: the duration of timing.
     """
 
     job: Job
@@ -132,7 +137,7 @@ def study(
 ) -> list[Studied]:
     """Study `jobs` in random order, so that a deadline leaves a fair sample; then evaluate the stores.
 
-    each: called with every problem that has been timed (regrets are set at the end, because stores are made from all problems).
+    `each` gets every problem that has been timed (regrets are set at the end, because stores are made from all problems).
     """
     from gristmill.autotune.worker import Worker
 
@@ -311,7 +316,7 @@ def _with(failed: Sequence[Verification], timings: Sequence[Timing]) -> Store:
 def _pick(
     job: Job, here: Place, store: Store, among: Collection[str] | None = None
 ) -> tuple[Kernel, Config] | None:
-    """The (kernel, configuration) that selection picks with `store`; None if no kernel can run. among: kernels by name."""
+    """The (kernel, configuration) that selection picks with `store`; None if no kernel can run. Only kernels named in `among` count."""
     kernels = [k for k in default_registry().kernels_of(job.op.name) if among is None or k.name in among]
     best = select(job.op, job.problem, kernels, here.target, here.build, store, here.policy).best
     return None if best is None else (best.kernel, dict(best.config or {}))
@@ -319,7 +324,12 @@ def _pick(
 
 @dataclass(frozen=True)
 class Regret:
-    """Regret over several problems. mean: geometric mean of time over best, minus one; worst: the largest, with its problem."""
+    """Regret over several problems.
+
+    Attributes:
+        mean: geometric mean of time over best, minus one.
+        worst: the largest, with its problem.
+    """
 
     problems: int
     mean: float

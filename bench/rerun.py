@@ -12,7 +12,7 @@ from gristmill.autotune.clock import now
 from gristmill.autotune.place import Place, imported
 from gristmill.autotune.rounds import REPEATS
 from gristmill.bench.history import median_error
-from gristmill.bench.result_file import samples
+from gristmill.bench.result_file import attributes, samples
 from gristmill.bench.statistics.verdict import MERGED_ROUNDS, Rule, Verdict, judge, merge
 from gristmill.kernel_registry.registry import UnknownError, default_registry
 
@@ -25,7 +25,12 @@ NEW = "NEW"
 
 @dataclass(frozen=True)
 class Repeated:
-    """One row, then and now. comparison: of the ratio now over then. verdict: its verdict, or GAP or WRONG."""
+    """One row, then and now.
+
+    Attributes:
+        comparison: the verdict on the ratio now over then.
+        verdict: its verdict, or GAP or WRONG.
+    """
 
     row: dict[str, Any]
     verdict: str
@@ -37,17 +42,10 @@ class Repeated:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of JSON."""
-        comparison = self.comparison
         return {
-            "op": self.row["op"],
-            "problem": self.row["problem"],
-            "kernel": self.row["kernel"],
-            "verdict": self.verdict,
-            "then_us": self.then_us,
-            "now_us": self.now_us,
-            "ratio": comparison.ratio if comparison else None,
-            "low": comparison.low if comparison else None,
-            "high": comparison.high if comparison else None,
+            **{name: self.row[name] for name in ("op", "problem", "kernel")},
+            **attributes(self, "verdict", "then_us", "now_us"),
+            **attributes(self.comparison, "ratio", "low", "high"),
             "error": self.error,
             "then_error": self.row.get("error"),
             "reason": self.reason,

@@ -129,6 +129,11 @@ def _tunable(row: dict[str, Any]) -> bool:
     )
 
 
+def attributes(of: object, *names: str) -> dict[str, Any]:
+    """Attributes by their names, for a row of JSON; all None if `of` is None."""
+    return {name: None if of is None else getattr(of, name) for name in names}
+
+
 def device_of(data: dict[str, Any]) -> str:
     """The device of a file, as text."""
     environment = data.get("environment", {})

@@ -18,7 +18,7 @@ _LONGEST = 5
 def text(data: Mapping[str, Any], digits: int | None = DIGITS) -> str:
     """`data` as JSON: a line per entry, and a line per item of entries that are lists of objects.
 
-    digits: significant digits of floats; None writes them exactly, for contents with a digest.
+    Floats have `digits` significant digits; None writes them exactly, for contents with a digest.
     """
     lines = [f"{_line(name)}:{_entry(value, digits)}" for name, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"

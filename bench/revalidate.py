@@ -36,7 +36,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Remeasured:
-    """One record, measured again. us: None if the result is wrong now; `reason` says why."""
+    """One record, measured again; `us` is None if the result is wrong now, and `reason` says why."""
 
     record: Timing
     us: float | None
@@ -52,7 +52,7 @@ class Remeasured:
 
 @dataclass
 class Group:
-    """The records of one kernel from another toolchain. outcome: HOLDS, DIFFERS or WRONG, by the records in `again`."""
+    """The records of one kernel from another toolchain, judged by those in `again`."""
 
     op: str
     kernel: str

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gristmill.bench.stored_scheme import Stored, stored
 from gristmill.kernel_registry.registry import default_registry
 
 MODELS = Path(__file__).parent / "models"
@@ -25,9 +24,38 @@ class ShapeError(ValueError):
     """No shapes can be derived from a model or a mix; the message says what was expected and what was given."""
 
 
+LINEAR, EXPERT = "model.layers.{}.self_attn.o_proj", "model.layers.{}.mlp.experts.0.gate_proj"
+"""Modules that represent the linear layers and the experts of a model. They are of a middle layer, because formats may skip the first ones."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Schemes of the linear layers and of the experts; with `act_order`, the order of columns does not follow the groups."""
+
+    linear: str = "bf16"
+    experts: str = "bf16"
+    act_order: bool = False
+
+
+def stored(config: Mapping[str, Any], layers: int) -> Stored:
+    """The schemes of ``quantization_config``; bf16 if there is none. FormatError (a ValueError) for an unsupported method."""
+    quant = config.get("quantization_config")
+    if not quant:
+        return Stored()
+    from gristmill.quant.formats import FormatError, open_format
+    from gristmill.quant.formats.contract import Fields
+
+    stored = open_format(Fields(quant, "quantization_config").data)
+    try:
+        linear, experts = (stored.scheme_of(name.format(layers // 2)) for name in (LINEAR, EXPERT))
+    except FormatError as error:
+        raise FormatError(f"{error}; name the scheme with --weights") from error
+    return Stored(str(linear or "bf16"), str(experts or "bf16"), stored.ordered)
+
+
 @dataclass(frozen=True)
 class Step:
-    """One kind of step: `seqs` sequences with `new` new tokens each and contexts of `ctx`; `weight`: relative frequency."""
+    """One kind of step: `seqs` sequences with `new` new tokens each and contexts of `ctx`; `weight` is its relative frequency."""
 
     seqs: int
     new: int
@@ -69,7 +97,7 @@ MIX = MIXES["serve"]
 
 @dataclass(frozen=True)
 class Call:
-    """One problem of one step. count: its calls per step; part: its part of the model; step: the step."""
+    """One problem of one step: its calls per step, and its part of the model."""
 
     op: str
     problem: str
@@ -123,9 +151,12 @@ def load_config(name: str) -> dict[str, Any]:
 def calls(
     config: Mapping[str, Any], tp: int = 1, mix: Sequence[Step] = MIX, weights: str | None = None
 ) -> list[Call]:
-    """Every call of every step of `mix`, with problems checked by their operations. weights: the scheme of linear layers,
-    instead of the checkpoint's. ShapeError if `tp` does not divide a size; FormatError if the checkpoint's quantization is
-    not known. Both are ValueErrors.
+    """Every call of every step of `mix`, with problems checked by their operations. Linear layers are in the scheme `weights` if given, else
+    in the checkpoint's.
+
+    Raises:
+        ShapeError: `tp` does not divide a size.
+        FormatError: the checkpoint's quantization is not known.
     """
     shape = _Shape(config, tp, weights)
     registry = default_registry()

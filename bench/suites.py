@@ -22,7 +22,7 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Suite:
-    """name: of its file. what: a one-line description. problems: (operation, problem) pairs."""
+    """A suite: the name of its file, a one-line description, and (operation, problem) pairs."""
 
     name: str
     what: str

@@ -43,10 +43,11 @@ def kernel_rows(
 ) -> list[dict[str, Any]]:
     """A row for each kernel; one that cannot run or is wrong has a reason instead of a time.
 
-    configs: by kernel, if not the default one.
-
-    baseline: the kernel that speedups refer to, timed in the same rounds. seconds: per kernel, for all its timing modes.
-    all_timings: False for the first of TIMINGS only.
+    Args:
+        configs: by kernel, if not the default one.
+        baseline: the kernel that speedups refer to, timed in the same rounds.
+        seconds: per kernel, for all its timing modes.
+        all_timings: False for the first of TIMINGS only.
     """
     rows = {kernel.name: _empty(op, problem, kernel.name) for kernel in kernels}
     candidates: dict[str, dict[str, Watched]] = {}

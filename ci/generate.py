@@ -50,7 +50,7 @@ FILES: dict[Path, Callable[[], str]] = {
 
 
 def stale(write: bool = False) -> list[Path]:
-    """The files that are out of date. write: write them."""
+    """The files that are out of date, which are written if `write`."""
     found = []
     for path, make in FILES.items():
         text = make()

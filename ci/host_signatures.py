@@ -26,7 +26,7 @@ LATENT_FILES = ("flashinfer/mla/_core.py", "flashinfer/mla.py")
 
 
 class Project(NamedTuple):
-    """first: the oldest release that is read. functions: files in which each was defined, the newest first."""
+    """A project: the oldest release that is read, and by function the files in which it was defined, the newest first."""
 
     origin: str
     first: tuple[int, int, int]

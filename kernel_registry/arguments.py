@@ -36,11 +36,12 @@ STRIDES = {
 class Tensor:
     """A tensor argument, or an output.
 
-    dtype: the name of a dtype, or an axis of kind ``dtype``: all tensors of that axis share one of its choices.
-    optional: None is allowed, and is the default unless `required`. An axis of kind ``bool`` with the argument's name says
-        whether it is given; so does a ``flags`` axis that has the name among its choices.
-    mutable: written in place. No two elements of such a tensor may share memory.
-    strides: one of `STRIDES`.
+    Attributes:
+        dtype: the name of a dtype, or an axis of kind ``dtype``: all tensors of that axis share one of its choices.
+        optional: None is allowed, and is the default unless `required`. An axis of kind ``bool`` with the argument's name says whether it
+            is given; so does a ``flags`` axis that has the name among its choices.
+        mutable: written in place. No two elements of such a tensor may share memory.
+        strides: one of `STRIDES`.
     """
 
     name: str
@@ -56,9 +57,11 @@ class Tensor:
 class Scalar:
     """A number, a flag or a string. It is the value of the axis of its name, unless a shape determines that axis.
 
-    kind: ``int``, ``float``, ``bool`` or ``str``. default: None = required.
-    minimum, maximum, finite: checked where a call is described; `maximum` may be an expression of sizes.
-    states: the size that it repeats, 0 = not stated: packed weights may not determine their number of rows.
+    Attributes:
+        kind: ``int``, ``float``, ``bool`` or ``str``.
+        default: None = required.
+        minimum, maximum, finite: checked where a call is described; `maximum` may be an expression of sizes.
+        states: the size that it repeats, 0 = not stated: packed weights may not determine their number of rows.
     """
 
     name: str
@@ -75,8 +78,10 @@ class Weight:
     """A packed weight, ``Tensor[]`` in the schema: a QuantTensor or a list of one dense tensor for `describe`, the
     tensors of a layout for planned calls.
 
-    shape: sizes of the weight itself, ``"n k"``, or ``"e n k"`` of one per expert. scheme: the axis of its scheme.
-    act_order: the axis that says whether the columns of its groups are in any order.
+    Attributes:
+        shape: sizes of the weight itself, ``"n k"``, or ``"e n k"`` of one per expert.
+        scheme: the axis of its scheme.
+        act_order: the axis that says whether the columns of its groups are in any order.
     """
 
     name: str

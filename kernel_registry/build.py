@@ -54,13 +54,18 @@ def version_key(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Build:
-    """packages: (distribution, version), every one installed. offers / lacks: `"module:attr"` confirmed / (offer,
-    why not). cpu_levels (`avx512`), cuda_archs (`sm_90a`), hip_archs: what the native libraries hold.
-    compilers: (name, path). triton_backends: `cuda`, `hip`, `xpu`. triton_interpreter: Triton kernels run on the CPU
-    (TRITON_INTERPRET=1).
-    machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = derived from `cpu_levels`.
-    library: version of the native libraries; driver: of the GPU's driver, "" = unknown or none.
-    left_out: native sources that were not compiled (GRISTMILL_RARE=off), by file name without suffix.
+    """An installation.
+
+    Attributes:
+        packages: (distribution, version) of everything that is installed.
+        offers, lacks: `"module:attr"` confirmed, and (offer, why not).
+        cpu_levels, cuda_archs, hip_archs: what the native libraries hold (`avx512`, `sm_90a`, `gfx942`).
+        compilers: (name, path).
+        triton_backends: `cuda`, `hip`, `xpu`.
+        triton_interpreter: Triton kernels run on the CPU (TRITON_INTERPRET=1).
+        machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = derived from `cpu_levels`.
+        library, driver: versions of the native libraries and of the GPU's driver, "" = unknown or none.
+        left_out: native sources that were not compiled (GRISTMILL_RARE=off), by file name without suffix.
     """
 
     packages: tuple[tuple[str, str], ...] = ()

@@ -17,7 +17,9 @@ from gristmill.kernel_registry.arguments import Declared
 class Call:
     """One call of an operation. ``op.Call(*arguments, *outputs)`` makes it, by position or by name.
 
-    names: of the arguments, then of the outputs. count: of the arguments.
+    Attributes:
+        names: the names of the arguments, then of the outputs.
+        count: the number of arguments.
     """
 
     __slots__ = ()

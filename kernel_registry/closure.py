@@ -71,9 +71,11 @@ def read_file(path: str) -> bytes | None:
 class Module:
     """What the source of a module contains.
 
-    imports: (module as written, names imported from it; none for a plain import). typed: those under ``if TYPE_CHECKING``,
-    where a package with lazy imports states the origin of its names. entries: native entries that it names; files: strings
-    that may be the name of a file.
+    Attributes:
+        imports: (module as written, names imported from it; none for a plain import).
+        typed: those under ``if TYPE_CHECKING``, where a package with lazy imports states the origin of its names.
+        entries: native entries that it names.
+        files: strings that may be the name of a file.
     """
 
     imports: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
@@ -138,7 +140,7 @@ def entry_pattern(entry: Entry, config: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """files: (name, bytes) of every Python file, by name. entries: of every native entry that one of them names."""
+    """The Python files, (name, bytes) by name, and the native entries that they name."""
 
     files: tuple[tuple[str, bytes], ...]
     entries: tuple[Entry, ...]
@@ -154,7 +156,7 @@ class _Step(NamedTuple):
 
 @dataclass
 class Sources:
-    """The sources of this installation, each read once. read: gives the bytes of a path, or None."""
+    """The sources of this installation, each read once; ``read(path)`` returns the bytes, or None."""
 
     read: Read = read_file
     _texts: dict[str, bytes | None] = field(default_factory=dict, repr=False)

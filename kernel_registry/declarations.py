@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Declarations(Generic[T]):
-    """Declarations by each of their names, in alphabetical order. failures: plugins that were left out, and why."""
+    """Declarations by each of their names, in alphabetical order; and the plugins that were left out, with the reason."""
 
     by_name: Mapping[str, T]
     failures: tuple[PluginFailure, ...] = ()

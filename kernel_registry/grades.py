@@ -34,8 +34,7 @@ RECORDS = Path(__file__).with_name("grades.json")
 
 @dataclass(frozen=True)
 class Proof:
-    """A grade, or `FAILED`, and the file that stands behind it, relative to the repository. code: the hash of the code for which it counts;
-    "" = any."""
+    """A grade, or `FAILED`; the file that is the evidence, relative to the repository; the hash of the code that it counts for, "" = any."""
 
     grade: str
     record: str

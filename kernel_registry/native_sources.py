@@ -37,9 +37,12 @@ INCLUDE_FOLDERS = ("kernels/_native", "kernels")
 class Compiled:
     """One compiled source.
 
-    entries: names of the functions that it defines, without code level. links: names of the sources whose functions it calls.
-    closure: the digest of its text and of its includes; files: their names, as far as they exist here. builds: code
-    level or architecture -> digest of closure, flags and compiler; empty for a source that was read, not built.
+    Attributes:
+        entries: names of the functions that it defines, without code level.
+        links: names of the sources whose functions it calls.
+        closure: the digest of its text and of its includes.
+        files: their names, as far as they exist here.
+        builds: code level or architecture -> digest of closure, flags and compiler; empty for a source that was read, not built.
     """
 
     name: str
@@ -74,7 +77,12 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class _Text:
-    """Contents of a native file. entries: of the macros in `_ENTRIES`; names: every ``gm_`` name outside comments."""
+    """Contents of a native file.
+
+    Attributes:
+        entries: the entries that the macros in `_ENTRIES` declare.
+        names: every ``gm_`` name outside comments.
+    """
 
     includes: tuple[str, ...]
     table: str

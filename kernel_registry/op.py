@@ -63,7 +63,7 @@ class Cost:
 class Tolerance:
     """How far an implementation may be from the reference.
 
-    metric: a name of `gristmill.autotune.metrics`: ``exact``, ``relative`` (max |Δ| / max(|ref|, floor)), ``ulp``,
+    Metrics are those of `gristmill.autotune.metrics`: ``exact``, ``relative`` (max |Δ| / max(|ref|, floor)), ``ulp``,
     ``columns`` (RMS over rows of |Δyₙ| / (‖x‖·‖wₙ‖/√K), the worst column), ``statistics``.
     """
 
@@ -87,27 +87,28 @@ GROWTH = 512
 class Op:
     """An operation.
 
-    arguments: the inputs, declared (see `arguments`): shapes, dtypes, storage order. The torch schema, `describe`, `guard`
-        and `like` come from them.
-    returns: the tensors it produces, () for an operation that only writes into its arguments.
-    reference: ``reference(*arguments)`` -> the output, a tuple of them, or None (in place); plain torch, float32 inside.
-    values: axes that are computed from the arguments: axis -> an expression of sizes and arguments.
-    rules: constraints between arguments that declarations cannot express. Each is a function whose parameters name the
-        sizes, axes and arguments that it checks; it returns None or an error message. Rules with a parameter that a plan
-        does not fix run at every planned call.
-    inputs: ``inputs(problem, seed, device)`` -> the arguments, as a list, for tests, verification and benchmarks.
-    check: ``check(problem)`` -> why its values are inconsistent (heads not divisible by KV heads), None if they are not.
-        Open axes have no value.
-    bucket: the axis whose sizes a plan divides into buckets.
-    shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work), its sizes with the
-        remainders of the whole ones by whatever kernels divide them by, 512 at most; None caps the bucket axis at 257.
-    pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed
-        for a layout: `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
-    unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
-    weights: ``weights(problem)`` -> the (N, K) of each packed weight, from which plans compute the bytes of layouts; None: one
-        weight of the axes n and k.
-    ranks: the axis with the number of processes that call it together (a collective operation); None = one.
-    error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
+    Attributes:
+        arguments: the inputs, declared (see `arguments`): shapes, dtypes, storage order. The torch schema, `describe`, `guard` and `like` come
+            from them.
+        returns: the tensors it produces, () for an operation that only writes into its arguments.
+        reference: ``reference(*arguments)`` -> the output, a tuple of them, or None (in place); plain torch, float32 inside.
+        values: axes that are computed from the arguments: axis -> an expression of sizes and arguments.
+        rules: constraints between arguments that declarations cannot express. Each is a function whose parameters name the sizes, axes and
+            arguments that it checks; it returns None or an error message. Rules with a parameter that a plan does not fix run at every planned
+            call.
+        inputs: ``inputs(problem, seed, device)`` -> the arguments, as a list, for tests, verification and benchmarks.
+        check: ``check(problem)`` -> why its values are inconsistent (heads not divisible by KV heads), None if they are not. Open axes have no
+            value.
+        bucket: the axis whose sizes a plan divides into buckets.
+        shrink: ``shrink(problem)`` -> the smaller problem that verification runs for it (same code path, less work), its sizes with the
+            remainders of the whole ones by whatever kernels divide them by, 512 at most; None caps the bucket axis at 257.
+        pack: ``pack(kernel, arguments)`` -> the arguments as that kernel takes them, for operations whose weights are packed for a layout:
+            `inputs` and `reference` hold the neutral QuantTensor, kernels a list of tensors.
+        unplanned: layouts of the weights that a call without a plan passes, for operations with packed weights.
+        weights: ``weights(problem)`` -> the (N, K) of each packed weight, from which plans compute the bytes of layouts; None: one weight of
+            the axes n and k.
+        ranks: the axis with the number of processes that call it together (a collective operation); None = one.
+        error: ``error(problem, arguments, outputs, references)`` -> the figure that `tolerance` limits; None = by metric.
     """
 
     name: str

@@ -49,7 +49,7 @@ def bucket_sizes() -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One bucket of a plan. m_max: its upper bound, None for the last one."""
+    """One bucket of a plan, up to `m_max`, which is None for the last one."""
 
     m_max: int | None
     kernel: str
@@ -132,9 +132,11 @@ def make_plan(
 ) -> Plan:
     """The plan of `op` for the static problem `static`.
 
-    select_at: selection (or resolution, which also verifies) for one concrete problem among kernels of some layouts.
-    sizes: bucket sizes to plan for; None = all. weights: the weight of each bucket size; None = 1 for all.
-    peek: selection without verification, if `select_at` verifies. Layouts that cannot win by its estimate are not tried.
+    Args:
+        select_at: selection (or resolution, which also verifies) for one concrete problem among kernels of some layouts.
+        sizes: bucket sizes to plan for; None = all.
+        weights: the weight of each bucket size; None = 1 for all.
+        peek: selection without verification, if `select_at` verifies. Layouts that cannot win by its estimate are not tried.
     """
     sizes = tuple(sizes) if sizes is not None else bucket_sizes() if op.bucket else (1,)
     if strange := sorted(set(sizes) - set(bucket_sizes())):
@@ -185,8 +187,11 @@ def make_plan(
 class MoreMemory:
     """The gain of a plan without a bound on memory.
 
-    layouts: its layouts. memory: their bytes relative to those of the weight. faster: its speedup over the bounded plan, the
-    geometric mean over all buckets; None if a time is not known and declared priority decides.
+    Attributes:
+        layouts: its layouts.
+        memory: their bytes relative to those of the weight.
+        faster: its speedup over the bounded plan, the geometric mean over all buckets; None if a time is not known and declared priority
+            decides.
     """
 
     layouts: tuple[str, ...]

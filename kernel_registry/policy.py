@@ -29,20 +29,21 @@ def default_cache() -> Path:
 class Policy:
     """The constraints on selection.
 
-    pins: operation name or ``*`` -> kernel name patterns, tried in order before any other kernel.
-    exclude: kernel name patterns that never run.
-    strict: an operation whose pinned kernels cannot serve a problem is an error, never a fallback.
-    deterministic / batch_invariant: only kernels that declare it. Under batch_invariant the kernel of highest priority runs every
-        size, with its default configuration: which one is fastest depends on the size, and the order of additions on the kernel.
-    weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of
-        those with its rows rounded up to 16).
-    activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized
-        to int8 (QuantScheme.with_int8_activation); this changes results. ``float``: all weights are multiplied with activations in
-        their own dtype. None: in the format that the checkpoint declares, where a kernel of the device multiplies it, else in their own.
-    grades: grades of proof by which a kernel runs (`kernel_registry.grades`). With the default, ``here``, the first use verifies it
-        on this device; with ``elsewhere`` too, a kernel that was verified on another device of the same kind runs without that.
-    cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
-    store, cache: paths; None = under the user's cache folder.
+    Attributes:
+        pins: operation name or ``*`` -> kernel name patterns, tried in order before any other kernel.
+        exclude: kernel name patterns that never run.
+        strict: an operation whose pinned kernels cannot serve a problem is an error, never a fallback.
+        deterministic, batch_invariant: only kernels that declare it. Under batch_invariant the kernel of highest priority runs every
+            size, with its default configuration: which one is fastest depends on the size, and the order of additions on the kernel.
+        weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of those with its
+            rows rounded up to 16).
+        activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized to
+            int8 (QuantScheme.with_int8_activation); this changes results. ``float``: all weights are multiplied with activations in their
+            own dtype. None: in the format that the checkpoint declares, where a kernel of the device multiplies it, else in their own.
+        grades: grades of proof by which a kernel runs (`kernel_registry.grades`). With the default, ``here``, the first use verifies it on
+            this device; with ``elsewhere`` too, a kernel that was verified on another device of the same kind runs without that.
+        cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
+        store, cache: paths; None = under the user's cache folder.
     """
 
     pins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -29,7 +29,9 @@ class UnknownError(LookupError):
 class Registry:
     """Operations, kernels and layouts by name. Filled by `default_registry`, or by hand in tests.
 
-    failures: plugins that were left out, each with its reason. plugins: operations that a plugin declares.
+    Attributes:
+        failures: plugins that were left out, each with its reason.
+        plugins: operations that a plugin declares.
     """
 
     ops: dict[str, Op] = field(default_factory=dict)

@@ -18,16 +18,16 @@ CODES = ("python", "torch", "triton", "cpp", "cuda", "hip", "cute")
 class Requirement:
     """Requirements of one kernel; all of them must hold.
 
-    features: alternative sets: the target must have all features of at least one of them; () = no requirement.
-    vendors: `nvidia amd intel cpu`, or those of plugins; () = any.
-    packages: (distribution name, minimal version or "") pairs.
-    offers: `"module:attr"` names that the installed modules must have: the name of a distribution proves nothing.
-    origin: where to get the module of `offers`, for libraries that no package index has under their name; part of the reason.
-    brings: device code (`sm_90a`, `sm_100f`) that a wrapped library contains; one of them must run on
-        the target. () = any.
-    code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU
-        level that the target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`,
-        `hip` or `hip:gfx942` likewise, `cute:sm_90a` (compiled at run time by CuTe DSL).
+    Attributes:
+        features: alternative sets: the target must have all features of at least one of them; () = no requirement.
+        vendors: `nvidia amd intel cpu`, or those of plugins; () = any.
+        packages: (distribution name, minimal version or "") pairs.
+        offers: `"module:attr"` names that the installed modules must have: the name of a distribution proves nothing.
+        origin: where to get the module of `offers`, for libraries that no package index has under their name; part of the reason.
+        brings: device code (`sm_90a`, `sm_100f`) that a wrapped library contains; one of them must run on the target. () = any.
+        code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU level that the
+            target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`, `hip` or `hip:gfx942` likewise,
+            `cute:sm_90a` (compiled at run time by CuTe DSL).
     """
 
     features: tuple[frozenset[str], ...] = ()

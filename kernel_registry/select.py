@@ -83,11 +83,13 @@ def select(
     layouts: frozenset[str] | None = None,
     foreign: bool = False,
 ) -> Selection:
-    """Rank `kernels` for `problem` on `target` and pick the best.
+    """Rank `kernels` for `problem` on `target` and pick the best. Reads no environment, no device, no file.
 
-    layouts: only kernels that read one of these weight layouts (None = any). foreign: `target` is not a device here,
-    so nothing can be verified and survivors stay ``unverified``. The best may be ``unverified``: then the caller
-    verifies it, records the outcome, and selects again. Reads no environment, no device, no file.
+    The best may be ``unverified``: then the caller verifies it, records the outcome, and selects again.
+
+    Args:
+        layouts: only kernels that read one of these weight layouts (None = any).
+        foreign: `target` is not a device here, so nothing can be verified and survivors stay ``unverified``.
     """
     case = _Case(op, problem, target, build, store, policy, layouts)
     judged = [_judge(case, kernel) for kernel in kernels if kernel.op == op.name]

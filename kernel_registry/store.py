@@ -65,7 +65,7 @@ class Verification:
 class Timing:
     """A measured time, with the raw samples it comes from (microseconds) and how they were taken.
 
-    origin: why it counts for `toolchain` although it was measured with another one; "" if it was measured with it.
+    `origin` says why it counts for `toolchain` although it was measured with another one; "" if it was measured with it.
     """
 
     op: str

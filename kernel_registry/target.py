@@ -38,14 +38,17 @@ _INTS = (
 class Target:
     """One device. Only name, vendor, arch and features are needed; None = unknown.
 
-    name: canonical, `sm_90`, `gfx942`, `cpu:avx512_bf16`, `xpu:bmg`, with edits of the features: `sm_90+foo-tma`.
-    arch: `sm_90`, `gfx942`, `bmg`, `x86-64`: the architecture that device code must match.
-    multiprocessors: SMs, compute units, Xe cores; for a CPU the logical processors this process may use.
-    l2_bytes: the last-level cache that all of them share (L3 of a CPU).
-    bandwidth_gbs: ceiling of a device-to-device copy, read plus write, 1e9 bytes per second; bandwidth_source says
-        `datasheet`, `measured copy` or nothing.
-    tflops: (dtype, dense TFLOP/s) pairs. smem_bytes: most shared memory / LDS / SLM of one block.
-    wave_size: lanes of a warp, wave or sub-group; 0 for a CPU. device: the product's name.
+    Attributes:
+        name: canonical, `sm_90`, `gfx942`, `cpu:avx512_bf16`, `xpu:bmg`, with edits of the features: `sm_90+foo-tma`.
+        arch: `sm_90`, `gfx942`, `bmg`, `x86-64`: the architecture that device code must match.
+        multiprocessors: SMs, compute units, Xe cores; for a CPU the logical processors this process may use.
+        l2_bytes: the last-level cache that all of them share (L3 of a CPU).
+        bandwidth_gbs: ceiling of a device-to-device copy, read plus write, 1e9 bytes per second; bandwidth_source says `datasheet`,
+            `measured copy` or nothing.
+        tflops: (dtype, dense TFLOP/s) pairs.
+        smem_bytes: most shared memory / LDS / SLM of one block.
+        wave_size: lanes of a warp, wave or sub-group; 0 for a CPU.
+        device: the product's name.
     """
 
     name: str

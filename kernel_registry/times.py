@@ -16,7 +16,9 @@ from gristmill.kernel_registry.target import Target
 class _Near:
     """A measured time and the distance of its problem from the requested one.
 
-    same: the static problem is the same. sibling: taken on another device.
+    Attributes:
+        same: the static problem is the same.
+        sibling: taken on another device.
     """
 
     timing: Timing
@@ -63,7 +65,7 @@ class Times:
         return None if best is None else dict(best.timing.config)
 
     def expected(self, kernel: Kernel, failed: frozenset[str] = frozenset()) -> tuple[float, str] | None:
-        """Microseconds and their source; None when nothing near was measured. failed: configurations to ignore.
+        """Microseconds and their source; None when nothing near was measured. Configurations in `failed` are ignored.
 
         A time of this exact problem counts as measured if the code and the toolchain are the present ones, else as near.
         Near times are scaled by the ratio of both problems in the kernel's cost model, which accounts for the distribution of

@@ -73,8 +73,13 @@ LONG_GAP = 5.0
 class Trace:
     """Steps on the device, in microseconds per step.
 
-    batch, steps: what was traced. step: from the first kernel of a step to that of the next one. idle: no kernel or copy runs; long_idle:
-    in pieces of more than LONG_GAP. launches: kernels and copies per step. kernels: the largest, by name.
+    Attributes:
+        batch, steps: what was traced.
+        step: from the first kernel of a step to that of the next one.
+        idle: no kernel or copy runs.
+        long_idle: in pieces of more than LONG_GAP.
+        launches: kernels and copies per step.
+        kernels: the largest, by name.
     """
 
     batch: int
@@ -199,7 +204,7 @@ def traced(llm: LLM, batch: int, steps: int) -> Trace:
 
 
 def summary(spans: list[tuple[float, float, str]], batch: int, steps: int) -> Trace:
-    """spans: begin, end and name of each kernel and copy, in the order of their begins."""
+    """The trace of kernels and copies, given by begin, end and name in the order of their begins."""
     idle, long_idle, end = 0.0, 0.0, spans[0][0]
     times: dict[str, float] = {}
     for begin, stop, name in spans:

@@ -41,7 +41,7 @@ CHILD = "from lab.engine_turns_child import main; main()"
 
 
 class Requests(NamedTuple):
-    """prompts: token ids. outputs: number of tokens to generate for each."""
+    """Prompts as token ids, and the number of tokens to generate for each."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -95,10 +95,8 @@ WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
 
 
 class EngineProcess:
-    """An engine in a process of its own.
-
-    name: `engine[:max_seqs:max_batch_tokens]`. Raises RuntimeError if the process ends, or says nothing for `timeout` seconds.
-    """
+    """An engine, by name `engine[:max_seqs:max_batch_tokens]`, in a process of its own; RuntimeError if it ends, or says nothing for `timeout`
+    seconds."""
 
     def __init__(
         self, name: str, model: Path, options: argparse.Namespace, paths: dict[str, str], log: Path
@@ -189,7 +187,7 @@ def play(
     rows: list[dict[str, Any]],
     save: Callable[[], None],
 ) -> None:
-    """All rounds. A first one, which does not count, has short outputs. save: called after each row."""
+    """All rounds. A first one, which does not count, has short outputs; `save` is called after each row."""
     for number in range(-1, options.rounds):
         for workload in options.workloads:
             requests = WORKLOADS[workload](random.Random(f"{workload} {number}"), top, options.scale)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Turns(Protocol):
-    """An engine with a model. generate: greedy, without end tokens, so many tokens for each prompt; the number of tokens it gave."""
+    """An engine with a model. `generate` is greedy and ignores end tokens; it returns the number of tokens."""
 
     version: str
     step: str

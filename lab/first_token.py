@@ -56,7 +56,7 @@ def run(model: Path, env: dict[str, str], options: tuple[str, ...]) -> dict[str,
 
 
 def measure(model: Path, rounds: int, cache: Path, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A row: medians, and the samples. options: of `gristmill generate`."""
+    """A row: medians, and the samples; `options` are those of `gristmill generate`."""
     env = child_environment(cache)
     samples = [run(model, env, options) for _ in range(rounds + 1)][1:]
     medians = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}

@@ -53,7 +53,7 @@ def load(
     dtype: str = "bf16",
     activations: str | None = None,
 ) -> tuple[LLM, list[str]]:
-    """An engine for one request, and what was said when it was loaded. activations: as of the policy."""
+    """An engine for one request, and what was said when it was loaded; `activations` as in a policy."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -71,7 +71,12 @@ def write_model(
     entries: int,
     merges: int,
 ) -> Path:
-    """Write a file. kind: ggml's type of the matrices. embedding: that of the embedding, which is also the logits head; None = kind."""
+    """Write a file.
+
+    Args:
+        kind: ggml's type of the matrices.
+        embedding: that of the embedding, which is also the logits head; None = kind.
+    """
     import gguf
 
     generator = np.random.default_rng(0)

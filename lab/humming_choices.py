@@ -10,7 +10,7 @@ import torch
 
 
 def humming_choices(weights: list[list[torch.Tensor]], x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
-    """Calls by index of a copy of the weight, by name. weights: copies of the five tensors of humming_v1; x [M, K] and out [M, N] in bf16."""
+    """Name -> call, by index of a copy of the weight. Copies have the five tensors of humming_v1; x [M, K] and out [M, N] are in bf16."""
     from humming.ops import humming_gemm
 
     from gristmill.kernels.linear.humming import LOCKS

@@ -45,7 +45,7 @@ class Run:
         return time.monotonic() - self.begin
 
     def save(self, form: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
-        """Write the result file and the store. form: makes the content of the file from that of all rows."""
+        """Write the result file and the store; `form` makes the content of the file from that of all rows."""
         if self.out:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             content = {"command": self.command, "before": self.before, "after": environment()}
@@ -77,8 +77,10 @@ def program(
 ) -> int:
     """The program `lab.NAME`: a row for each of the cases that the command line names, printed and written to --out.
 
-    timed: the row of a case, from its name, the kernels, the sweep, the rounds and the seconds before. shown: keys of a row to print.
-    floors: adds to a row what takes time to measure; makes it an option.
+    Args:
+        timed: the row of a case, from its name, the kernels, the sweep, the rounds and the seconds before.
+        shown: keys of a row to print.
+        floors: adds to a row what takes time to measure; makes it an option.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,7 +153,9 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """ "us", the medians, and "samples", in microseconds, and "difference" of each output from the first kernel's, by label.
 
-    calls_of: the calls of a kernel with changes to its configuration, which write `out`. peers: calls that are timed beside them.
+    Args:
+        calls_of: the calls of a kernel with changes to its configuration, which write `out`.
+        peers: calls that are timed beside them.
     """
     graphs, outputs = Graphs(), {}
     candidates: dict[str, tuple[str, dict[str, int]]] = {kernel: (kernel, {}) for kernel in kernels}

@@ -46,8 +46,10 @@ GGUF_NAMES = dict(
 class Case:
     """A format in a scheme.
 
-    tensors: (rows, columns, generator) -> suffix -> tensor of a matrix, or of all experts. step: the conversion from the file to a
-    QuantTensor. gguf: the ggml block type in which the same bytes are also written to a GGUF file.
+    Attributes:
+        tensors: (rows, columns, generator) -> suffix -> tensor of a matrix, or of all experts.
+        step: the conversion from the file to a QuantTensor.
+        gguf: the ggml block type in which the same bytes are also written to a GGUF file.
     """
 
     tensors: Callable[[int, int, torch.Generator], dict[str, Tensor]]
@@ -59,7 +61,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Made:
-    """A case on disk. path: a folder or a GGUF file, for the loader. folder: of the safetensors files."""
+    """A case on disk.
+
+    Attributes:
+        path: a folder or a GGUF file, for the loader.
+        folder: the folder of the safetensors files.
+    """
 
     folder: Path
     path: Path

@@ -35,7 +35,7 @@ READ_FLOOR, MATRIX_FLOOR, MATRIX_FLOOR_8_BITS = 4.5e6, 785e6, 1430e6
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and the tokens of a call. ranks: they share the experts, of which this one has `experts`; tokens are those of all ranks."""
+    """A layer and the tokens of a call. Each of `ranks` ranks has `experts` of its experts; tokens are those of all ranks."""
 
     experts: int
     top_k: int

@@ -39,7 +39,7 @@ KV_DTYPES = ("fp8", "fp8_token_head")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of all rows. tokens: the file for evaluation, from its first token, and for calibration, from token `first`."""
+    """The settings of all rows. The file `tokens` is for evaluation, from its first token, and for calibration, from token `first`."""
 
     tokens: str
     window: int = 1024

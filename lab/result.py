@@ -24,7 +24,7 @@ def write_result(path: str | Path, data: Mapping[str, Any]) -> None:
 def fastest_per_kernel(data: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a result file with only the fastest configuration of each kernel in its rows, as a list (`CANDIDATES`).
 
-    data: rows with us, errors, configs and samples by candidate, and isolated_us and isolated_samples if measured. A candidate is named
+    Rows of `data` have us, errors, configs and samples by candidate, and isolated_us and isolated_samples if measured. A candidate is named
     ``kernel/place`` or ``library choice``. "configurations" has the names of a configuration's parts by kernel, "refused" the first reason
     why a kernel did not run.
     """

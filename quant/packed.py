@@ -19,7 +19,7 @@ class Packed:
 
     Attributes:
         layout: the layout's name.
-        scheme, shape: of the QuantTensor, shape (..., N, K).
+        scheme, shape: those of the QuantTensor; the shape is (..., N, K).
         slots: the tensors by name, in the layout's order; unused ones are empty.
         segments: the QuantTensor's.
         run_groups: with act-order, the QuantTensor's scale column of each packed group; else None.
@@ -50,7 +50,7 @@ class Packed:
 
 
 class LayoutError(ValueError):
-    """A weight that a layout cannot hold. layout: its name."""
+    """A weight that a layout cannot hold; `layout` is its name."""
 
     def __init__(self, layout: str, reason: str) -> None:
         super().__init__(reason)

@@ -80,8 +80,8 @@ class Completion:
         finish_reason: ``stop`` (an end token or a stop string), ``length``, ``abort``, or ``error`` (no token could be sampled).
         choice: which of the prompt's `SamplingParams.n` completions this is, from 0.
         stop_reason: the stop string, or the id among stop_token_ids, that ended it; None = something else did.
-        logprobs: of each token of the completion; None = not asked for.
-        prompt_logprobs: of each token of the prompt, None for the first; None = not asked for, or choice is not 0.
+        logprobs: one for each token of the completion; None = not asked for.
+        prompt_logprobs: one for each token of the prompt, None for the first; None = not asked for, or choice is not 0.
         error: the cause of finish_reason ``error``; else None.
     """
 
@@ -106,7 +106,7 @@ class Chunk:
         text: new text, of whole characters, without what may be the beginning of a stop string; a step may have none.
         finish_reason: as of `Completion`; None until the last chunk of the completion.
         choice, stop_reason, error: as of `Completion`.
-        logprobs: of the new tokens; None = not asked for.
+        logprobs: one for each new token; None = not asked for.
         prompt_logprobs: as of `Completion`, in the first chunk; None in the others.
     """
 

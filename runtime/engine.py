@@ -82,19 +82,19 @@ class Engine(EngineMemory):
 
     Args:
         model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it.
-        dtype: of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
+        dtype: the dtype of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
             ``bfloat16``, or a torch.dtype.
         quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
         quant_head: a scheme for the embedding and the logits head, tied or not, such as ``int8``: in groups of 128, or by row where 128
             does not divide the hidden size. None = as stored; in floats if `quant` is a float scheme.
-        kv_dtype: of the KV cache. ``auto``: that of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor or per head
-            (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per token
-            and head, which is computed when they are written. MLA models take ``auto`` only.
+        kv_dtype: the format of the KV cache. ``auto``: the dtype of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor
+            or per head (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per
+            token and head, which is computed when they are written. MLA models take ``auto`` only.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:<index>``. ``auto``: the first GPU that kernels run on, else the CPU; a line says which.
         policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
         block_size: tokens per block of the cache.
         num_blocks: number of blocks in the cache; None = as many as fit in `memory`.
-        memory: of the cache: bytes (an int), or a fraction of the device's free memory (a float up to 1). None = 85 % of a GPU's
+        memory: the size of the cache: bytes (an int), or a fraction of the device's free memory (a float up to 1). None = 85 % of a GPU's
             free memory; on a CPU the memory of max_seqs full sequences, at most 1 GiB.
         max_batch_tokens: tokens per step; None = 8192 on a GPU with at least 40 GiB, else 2048, and at least max_seqs.
         max_seqs: requests per step; None = 256 on such a GPU, else 64.

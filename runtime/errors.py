@@ -19,9 +19,9 @@ class ErrorInfo:
     """Why a request failed: the cause of finish_reason ``error``, and of an `EngineDeadError`.
 
     Attributes:
-        code: of a completion: ``invalid_logits`` (the model's logits were NaN or infinite), ``no_token_allowed`` (what the request's
-            parameters allow has nothing in common), ``grammar_failed`` (the parser of structured_output cannot go on). Of an engine:
-            ``out_of_memory``, ``rank_failed`` (a process of tensor_parallel), ``engine_failed`` (anything else).
+        code: of a request, ``invalid_logits`` (the model's logits were NaN or infinite), ``no_token_allowed`` (the request's parameters
+            together allow no token) or ``grammar_failed`` (the parser of structured_output cannot go on). Of an engine,
+            ``out_of_memory``, ``rank_failed`` (a process of tensor_parallel) or ``engine_failed`` (anything else).
         message: what happened.
     """
 

@@ -37,7 +37,7 @@ def explain_plans(plans: Plans) -> list[dict[str, Any]]:
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of `explain_plans` by operation, kernel and reason: {"op", "kernel", "formats", "reason", "plans"}.
 
-    formats: of the operation's weights, [] if it has none. plans: the number of problems and sizes.
+    "formats" are those of the operation's weights, [] if it has none; "plans" is the number of problems and sizes.
     """
     entries: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:

@@ -11,7 +11,6 @@ import click
 from gristmill import console
 from gristmill.autotune.place import Place, imported, place
 from gristmill.bench import options
-from gristmill.bench.finite import Finite
 from gristmill.bench.model_options import ModelOptions, model_options
 from gristmill.bench.out_file import store_to_write
 from gristmill.bench.peers import unwrapped
@@ -54,7 +53,9 @@ from gristmill.kernel_registry.registry import default_registry
     help="Of collective operations: N processes, on a GPU each, or on the CPU. The time is that of the slowest.",
 )
 @options.target
-@click.option("--seconds", type=Finite(0.01), default=0.5, show_default=True, help="Time spent on each row.")
+@click.option(
+    "--seconds", type=options.Finite(0.01), default=0.5, show_default=True, help="Time spent on each row."
+)
 @click.option(
     "--quick",
     is_flag=True,

@@ -13,7 +13,6 @@ import click
 from gristmill import console
 from gristmill.autotune.place import Place, imported, place
 from gristmill.bench import options
-from gristmill.bench.finite import Finite
 from gristmill.bench.out_file import OutFile, unwritable
 from gristmill.bench.problems import concrete, here_or_refuse, named
 from gristmill.bench.result_file import replace
@@ -57,7 +56,7 @@ EFFECT, COUNTED_EFFECT = 0.05, 0.02
 )
 @click.option(
     "--min-effect",
-    type=Finite(0, 1, min_open=True, max_open=True),
+    type=options.Finite(0, 1, min_open=True, max_open=True),
     show_default="0.05; 0.02 of instructions",
     help="The smallest relative slowdown that counts.",
 )

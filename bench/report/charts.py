@@ -30,7 +30,13 @@ LETTERS, LETTER = 19, 6.5
 
 @dataclass(frozen=True)
 class Mark:
-    """A point. row: the row of the page that a click shows; low, high: the ends of its bar; note: text next to its ring."""
+    """A point.
+
+    Attributes:
+        row: the row of the page that a click shows.
+        low, high: the ends of its bar.
+        note: text next to its ring.
+    """
 
     x: float
     y: float
@@ -43,7 +49,13 @@ class Mark:
 
 @dataclass
 class Series:
-    """Marks with the same look. name: as drawn; title: the full name. joined: connected by a line."""
+    """Marks with the same look.
+
+    Attributes:
+        name: as drawn.
+        title: the full name.
+        joined: connected by a line.
+    """
 
     name: str
     title: str
@@ -63,7 +75,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Axis:
-    """name: with its unit. ticks: (position, text), by default chosen from the values. log: logarithmic."""
+    """An axis: its name with the unit, its ticks (position, text), by default chosen from the values, and whether it is logarithmic."""
 
     name: str
     ticks: tuple[tuple[float, str], ...] = ()
@@ -106,7 +118,7 @@ def key(look: Look) -> str:
 
 
 def _frame(x: Axis, y: Axis, across: _Scale, up: _Scale, edge: float) -> str:
-    """Grid, numbers and names of the axes. edge: the right end of the plot."""
+    """Grid, numbers and names of the axes; the plot ends at `edge`."""
     bottom, parts = HEIGHT - BOTTOM, []
     for value, text in across.ticks():
         at = LEFT + across.place(value)

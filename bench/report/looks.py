@@ -26,7 +26,7 @@ VARIANTS = 8
 
 @dataclass(frozen=True)
 class Look:
-    """colour: which of COLOURS; shape: which of SHAPES; variant: which of VARIANTS."""
+    """Indices into COLOURS, SHAPES and VARIANTS."""
 
     colour: int
     shape: int

@@ -17,13 +17,21 @@ Files = Sequence[tuple[str, dict[str, Any]]]
 
 @dataclass
 class PageRow:
-    """A row that has a time. us: median microseconds per call; low, high: the quartiles of its samples, None with fewer
-    than three; margin: uncertainty of the median in microseconds, None with fewer than five.
+    """A row that has a time.
 
-    provider: whose kernel it is. series: the kernel, and its timing mode if that is not the default. static: the problem without
-    its dynamic axes; size: the dynamic axis, if there is one. bytes, flops, unit: the cost of the problem, None if the operation
-    or an axis no longer exists. floor: measured floor over measured time. timing: the timing mode, "" if the file has none;
-    others: microseconds in other timing modes (hot, eager). speedup: the baseline and the speedup over it.
+    Attributes:
+        us: median microseconds per call.
+        low, high: the quartiles of its samples, None with fewer than three.
+        margin: uncertainty of the median in microseconds, None with fewer than five.
+        provider: whose kernel it is.
+        series: the kernel, and its timing mode if that is not the default.
+        static: the problem without its dynamic axes.
+        size: the dynamic axis, if there is one.
+        bytes, flops, unit: the cost of the problem, None if the operation or an axis no longer exists.
+        floor: measured floor over measured time.
+        timing: the timing mode, "" if the file has none.
+        others: microseconds in other timing modes (hot, eager).
+        speedup: the baseline and the speedup over it.
     """
 
     number: int

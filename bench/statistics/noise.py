@@ -17,8 +17,12 @@ class NoiseError(ValueError):
 
 @dataclass(frozen=True)
 class Noise:
-    """The outcome of A/A comparisons. floor: the 95 % quantile of |ratio - 1|. false: the number of FASTER and SLOWER
-    verdicts; undecided: the number of UNCLEAR ones.
+    """The outcome of A/A comparisons.
+
+    Attributes:
+        floor: the 95 % quantile of |ratio - 1|.
+        false: the number of FASTER and SLOWER verdicts.
+        undecided: the number of UNCLEAR ones.
     """
 
     floor: float

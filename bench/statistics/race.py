@@ -27,7 +27,7 @@ def race(
     Returns the verdict of every (problem, candidate) but the baselines'. At most `rule.looks` looks are taken, and none of a
     problem that has taken `seconds`, so it has at most rounds · 2^(looks - 1) rounds; rows that are UNCLEAR then remain so.
 
-    shift: (problem, candidate, log ratios) -> the log that they are judged relative to; 0: relative to the baseline's times.
+    ``shift(problem, candidate, logs)`` returns the log that the log ratios are judged relative to; 0 is the baseline's time.
     """
     rng = random.Random(seed)
     rows = [(key, candidate.name) for key, timed in problems.items() for candidate in timed.candidates[1:]]

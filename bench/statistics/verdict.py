@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 FASTER, SLOWER, SAME, UNCLEAR = "FASTER", "SLOWER", "SAME", "UNCLEAR"
@@ -27,9 +27,12 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of verdicts. min_effect: the smallest relative change that gets one, 0.03 = 3 %. level: false discovery rate.
+    """The rule of verdicts.
 
-    looks: how often rows may be judged, including the last time; each look gets an equal share of the level.
+    Attributes:
+        min_effect: the smallest relative change that gets one, 0.03 = 3 %.
+        level: false discovery rate.
+        looks: how often rows may be judged, including the last time; each look gets an equal share of the level.
     """
 
     min_effect: float = 0.03
@@ -49,9 +52,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one row. ratio: candidate over baseline, the median; low, high: its interval.
+    """The verdict on one row.
 
-    p: of the likelier direction, adjusted for all rows. rounds: the number of samples; independent: after merging.
+    Attributes:
+        ratio: candidate over baseline, the median.
+        low, high: its interval.
+        p: p-value of the likelier direction, adjusted for all rows.
+        rounds, independent: the number of samples, before and after merging.
     """
 
     verdict: str
@@ -65,16 +72,7 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields that tables, JSON and result files share."""
-        return {
-            "verdict": self.verdict,
-            "ratio": self.ratio,
-            "low": self.low,
-            "high": self.high,
-            "p": self.p,
-            "rounds": self.rounds,
-            "independent": self.independent,
-            "reason": self.reason,
-        }
+        return asdict(self)
 
 
 def judge(rows: Sequence[Sequence[float]], rule: Rule | None = None, *, seed: int = 0) -> list[Verdict]:

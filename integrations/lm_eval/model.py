@@ -44,10 +44,10 @@ class GristmillLM(TemplateLM):  # type: ignore[misc]  # the harness carries no t
         max_gen_toks: output tokens of generation requests that do not say.
         add_bos_token: whether the tokenizer adds its special tokens; None = as it is configured.
         prefix_token_id: the token that the first one of a text is conditioned on; None = begin, else end of text.
-        device: of the engine. The harness passes ``cuda:0`` where its user said nothing; on a machine without CUDA devices that is
+        device: the device of the engine. The harness passes ``cuda:0`` where its user said nothing; on a machine without CUDA devices that is
             the CPU, and the log says so.
         batch_size, max_batch_size: passed by the harness and not used: the engine batches.
-        options: of `gristmill.LLM`: dtype, quant, kv_dtype, policy, num_blocks, memory, max_batch_tokens, max_seqs,
+        options: options of `gristmill.LLM`: dtype, quant, kv_dtype, policy, num_blocks, memory, max_batch_tokens, max_seqs,
             max_model_len, seed ...
 
     Raises:

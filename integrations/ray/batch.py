@@ -26,7 +26,7 @@ class Generate:
         prompt: the column of prompts, each a text or a list of token ids.
         on_error: ``raise``: a prompt that is refused (empty, too long) ends the job. ``column``: its outputs are empty and the
             column ``error`` says why, as it does for a completion that failed; it is None in the other rows.
-        options: of `gristmill.LLM`, such as ``{"quant": "int4_g128"}``.
+        options: options of `gristmill.LLM`, such as ``{"quant": "int4_g128"}``.
 
     Columns that are added: ``generated_text``, ``generated_ids``, ``finish_reason``, and ``error`` where it was asked for.
 

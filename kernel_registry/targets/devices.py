@@ -14,7 +14,7 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class Device:
-    """One product. `pattern`: lower-case words, all of which the driver's name of the device contains."""
+    """One product; the driver's name of the device contains all lower-case words of `pattern`."""
 
     alias: str
     title: str

@@ -105,10 +105,12 @@ FEATURES: dict[str, str] = {
 class ArchFacts:
     """Facts of one architecture; sizes in bytes, None = unknown.
 
-    smem_bytes: the limit per block of shared memory (NVIDIA, dynamic, opt-in), LDS (AMD) or SLM (Intel).
-    smem_per_multiprocessor: shared memory of a multiprocessor, for all its blocks.
-    registers: 32-bit registers per multiprocessor; max_registers: the limit per thread.
-    wave_size: lanes of a warp, wave or sub-group as compilers give it by default; 0 for a CPU.
+    Attributes:
+        smem_bytes: the limit per block of shared memory (NVIDIA, dynamic, opt-in), LDS (AMD) or SLM (Intel).
+        smem_per_multiprocessor: shared memory of a multiprocessor, for all its blocks.
+        registers: 32-bit registers per multiprocessor.
+        max_registers: the limit per thread.
+        wave_size: lanes of a warp, wave or sub-group as compilers give it by default; 0 for a CPU.
     """
 
     name: str

@@ -22,10 +22,11 @@ ENTRY_POINTS = "gristmill.targets"
 class Vendor:
     """The devices of one maker.
 
-    name: `ascend`; targets are called `ascend:910b`. arches: the facts of each architecture; features that are not in the common
-    vocabulary begin with the name and a colon, `ascend:cube`.
-    torch: the type of torch's device that has its tensors, `npu`, `mps`, `xla`; `cpu` for a simulator. probe: the devices of this
-    machine as `Target`s, in torch's order; an exception says why there is none.
+    Attributes:
+        name: `ascend`; targets are called `ascend:910b`.
+        arches: the facts of each architecture; features that are not in the common vocabulary begin with the name and a colon, `ascend:cube`.
+        torch: the type of torch's device that has its tensors, `npu`, `mps`, `xla`; `cpu` for a simulator.
+        probe: the devices of this machine as `Target`s, in torch's order; an exception says why there is none.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Vendor:
 
 @dataclass(frozen=True)
 class Plugged:
-    """The vendors that plugins declare, by name. failures: plugins that were left out, and why."""
+    """The vendors that plugins declare, by name; and the plugins that were left out, with the reason."""
 
     vendors: dict[str, Vendor]
     failures: tuple[PluginFailure, ...] = ()

@@ -46,8 +46,7 @@ FAMILIES = {"x86_64": "x86-64", "amd64": "x86-64", "arm64": "aarch64", "aarch64"
 
 @dataclass(frozen=True)
 class Probe:
-    """targets: one for each device, in the driver's order (so the index is the device index of its vendor).
-    reasons: why devices are missing."""
+    """The devices in the driver's order, so that the index is the device index of its vendor; and why some are missing."""
 
     targets: tuple[Target, ...] = ()
     reasons: tuple[str, ...] = ()

@@ -12,8 +12,8 @@ class BlockStored:
 
     Attributes:
         block_hashes: one for each block: the chained hash of the block and everything before it, valid in this process.
-        parent_block_hash: of the block before the first; None = the first block of a prompt.
-        token_ids: of all the blocks in order, block_size for each.
+        parent_block_hash: the hash of the block before the first; None = the first block of a prompt.
+        token_ids: the ids in all the blocks in order, block_size for each.
         block_size: tokens per block.
         cache_key: what separates the caches of requests; None = all share one.
     """

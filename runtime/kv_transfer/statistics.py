@@ -12,10 +12,10 @@ class TransferStatus:
 
     Attributes:
         stores: as in `KVTransfer`.
-        queried_tokens: of requests that were looked up in the stores, those that were not in the prefix cache.
-        loaded_tokens: of these, the ones that were loaded instead of computed.
-        loaded_blocks, saved_blocks: of all groups of layers.
-        loaded_bytes, saved_bytes: of these blocks.
+        queried_tokens: tokens that were looked up in the stores, because they were not in the prefix cache.
+        loaded_tokens: those of them that were loaded instead of computed.
+        loaded_blocks, saved_blocks: the number of blocks, over all groups of layers.
+        loaded_bytes, saved_bytes: the bytes in these blocks.
         loading: requests that wait for blocks now.
         saving: copies that were not saved yet.
         answers: whether the store answers; while it does not, no request waits for it.

@@ -116,8 +116,8 @@ class RequestOutput:
         id: the request's.
         new_ids: token ids of this step, in order; a final end token is among them.
         finish_reason: why the request ended with this output; None = it continues.
-        logprobs: of new_ids; empty where `SamplingParams.logprobs` is None.
-        prompt_logprobs: of the prompt's tokens, None for the first: with the first new id, if requested.
+        logprobs: those of new_ids; empty where `SamplingParams.logprobs` is None.
+        prompt_logprobs: those of the prompt's tokens, None for the first: with the first new id, if requested.
         error: why finish_reason is ERROR; else None.
     """
 

@@ -19,7 +19,7 @@ class Speculation:
     Args:
         method: the proposer, by the name that ``gristmill supported`` lists.
         tokens: the most drafts per request and step, 1 to 64; None = the method's default.
-        model: of methods that take one: a draft model with the same tokenizer, a Hugging Face directory or a GGUF file.
+        model: for methods that take one, a draft model with the same tokenizer, a Hugging Face directory or a GGUF file.
         adaptive: stop drafting where it loses: for requests whose drafts are rejected, and at numbers of sequences where steps with
             drafts were measured to give fewer tokens per second than steps without. False = always draft.
 

@@ -14,7 +14,7 @@ class SpeculationStatus:
     """The drafts of an engine since it was made.
 
     Attributes:
-        method: of the proposer.
+        method: the name of the proposer.
         drafts: verified runs of drafts, one per request and step.
         draft_tokens: drafted tokens that were verified.
         accepted_tokens: those that were the request's own draw.

@@ -95,7 +95,7 @@ class Linear(_Quantized):
     Args:
         weight: QuantTensor [N, K], on the device that the module runs on.
         bias: [N] or None.
-        dtype: of x, the bias and y: float32, float16 or bfloat16.
+        dtype: the dtype of x, the bias and y: float32, float16 or bfloat16.
         policy: None = the one that GRISTMILL_POLICY names.
 
     Raises:
@@ -215,7 +215,8 @@ class Embedding(_Quantized):
     """Rows of a [vocab, hidden] weight, dequantized as they are looked up: what `torch.nn.Embedding` is for floats.
 
     Args:
-        weight: QuantTensor [vocab, hidden]. dtype: of the rows that it answers.
+        weight: QuantTensor [vocab, hidden].
+        dtype: the dtype of the rows that it returns.
     """
 
     def __init__(self, weight: QuantTensor, *, dtype: torch.dtype = torch.bfloat16) -> None:

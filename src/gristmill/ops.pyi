@@ -22,9 +22,11 @@ def bind(
     The same arguments give the same plan, and the same handle in every process. A plan over several layouts takes the tensors of
     all of them, in the order of their names (`LinearWeight.tensors`), and reads those of the kernel for the call's size.
 
-    problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored. device: a torch
-    device of this machine. policy: None = the one that GRISTMILL_POLICY names. layouts: the layouts in which the weights are
-    packed; None for operations without packed weights.
+    Args:
+        problem: text such as ``n=4096,x=bf16``, a dict of axis values, or a Problem; its dynamic axes are ignored.
+        device: a torch device of this machine.
+        policy: None = the one that GRISTMILL_POLICY names.
+        layouts: the layouts in which the weights are packed; None for operations without packed weights.
 
     Raises:
         UnknownError: no such operation.
@@ -42,8 +44,11 @@ def layouts(
     """The layouts in which the weights of a layer are to be packed: those that the fastest kernels read, within the policy's
     bound on memory.
 
-    op, problem, device, policy: as for `bind`. without: layouts that cannot hold the weight. Kernels are verified first where
-    that is not on record, which takes seconds.
+    Kernels without a record are verified first, which takes seconds.
+
+    Args:
+        op, problem, device, policy: as for `bind`.
+        without: layouts that cannot hold the weight.
 
     Raises:
         UnknownError: no such operation.
@@ -79,7 +84,7 @@ def seal(
     """From now on the plans that are bound verify nothing, so that no request waits for it.
 
     A size that `prepare` has not covered gets the best kernel that is verified for it already, with a warning, and where there is
-    none the call raises UnpreparedError. on: False lifts it. Plans that are bound later are free until the next `seal`.
+    none the call raises UnpreparedError. ``seal(False)`` lifts it. It does not hold for plans that are bound later.
     """
 
 def all_gather(
