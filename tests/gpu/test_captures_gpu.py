@@ -83,3 +83,16 @@ def test_the_fault_is_real() -> None:
 def test_capturing_holds_it_off() -> None:
     capture_while_an_owner_goes(capturing).replay()
     torch.cuda.synchronize()
+
+
+def test_a_failed_capture_leaves_random_numbers_and_the_stream_usable() -> None:
+    before, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.zeros(64, device="cuda")
+    with pytest.raises(RuntimeError), capturing(torch.cuda.CUDAGraph()), torch.cuda.stream(side):
+        side.wait_stream(before)
+        x.add_(1)  # on a stream that never joins
+        torch.cuda.synchronize()  # not allowed in a capture
+    assert torch.cuda.current_stream() == before
+    assert torch.isfinite(torch.randn(64, device="cuda")).all()
+    with capturing(torch.cuda.CUDAGraph()):
+        x.uniform_()
