@@ -7,7 +7,7 @@ It is reported for several stores:
 
 - ``store``: the one in use, with shipped times; separately for problems that it has times of, and others;
 - ``tuned``: one made from the first half of the rounds, as `kernelbench tune` would have written it, judged by the second;
-- ``left out``: the same without this problem's records, so that its neighbours must speak for it.
+- ``left out``: the same without this problem's records, so that its neighbours decide.
 
 The minimum of many noisy times is biased low, so regrets are overstated rather than understated.
 """

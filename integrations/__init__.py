@@ -1,4 +1,4 @@
-"""gristmill inside other programs: one package per host, ``gristmill.integrations.<host>``, imported only by who uses that host.
+"""gristmill inside other programs: one package per host, ``gristmill.integrations.<host>``, imported only by users of that host.
 
 A host package declares the versions that it serves (`Host`), and offers ``register()`` or ``enable()``, which may be called
 more than once, and the function that undoes it. Packages that need kernels alone do not import the runtime.

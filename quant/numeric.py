@@ -89,7 +89,7 @@ def e4m3fn_to_fnuz(codes: Tensor) -> Tensor:
 
 
 def e4m3fnuz_to_fn(codes: Tensor) -> Tensor:
-    """e4m3fnuz bytes -> E4M3 bytes of twice the value: whoever reads them halves the scale.
+    """e4m3fnuz bytes -> E4M3 bytes of twice the value: the reader halves the scale.
 
     Raises:
         ValueError: NaN (0x80), or 240 and -240 (0x7F, 0xFF), whose doubles E4M3 does not have.

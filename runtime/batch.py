@@ -79,7 +79,7 @@ def make_batch(
     all_rows: bool = False,
     groups: int = 1,
 ) -> Batch:
-    """The tensors of the entries of a committed plan, sent to the device in two copies. A token that is on the device only is 0 here;
+    """The tensors of the entries of a committed step, sent to the device in two copies. A token that is on the device only is 0 here;
     see `make_feedback`.
 
     rows: the last 1 + drafts tokens of each entry that samples, in order; with `all_rows`, every token.

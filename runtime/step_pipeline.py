@@ -1,15 +1,15 @@
 """The steps of an engine in flight: each is scheduled and launched before the results of the one before it are there, as far as it can be.
 
-On a GPU the host plans and launches step t + 1 while step t runs, and then takes the results of t. On a CPU, where nothing overlaps, over
-several GPUs, and with ``async_steps=False``, it takes the results of each step before it plans the next. Ids are the same. The device computes
+On a GPU the host schedules and launches step t + 1 while step t runs, and then takes the results of t. On a CPU, where nothing overlaps, over
+several GPUs, and with ``async_steps=False``, it takes the results of each step before it schedules the next. Ids are the same. The device computes
 everything in the order of launches, on one stream, so what is left is bookkeeping:
 
-- Two committed steps may be in flight. ``Request.pending`` counts the tokens that they sample and the host has not seen; a step is planned
+- Two committed steps may be in flight. ``Request.pending`` counts the tokens that they sample and the host has not seen; a step is scheduled
   over known + pending tokens. ``Request.tokens`` holds real ids only.
 - A request has a fixed row while it runs. The end of a step writes its ids to the rows (`SampledTokens`), and the next step reads them
   there; its entry says ``tokens=None``.
-- The end by length is known in advance: the request is planned no further. The end by an end token is seen one step late: what the step in
-  flight computes for that request is dropped. Row and blocks are free at once, because whoever gets them runs later.
+- The end by length is known in advance: the request is scheduled no further. The end by an end token is seen one step late: what the step in
+  flight computes for that request is dropped. Row and blocks are free at once, because their next owner runs later.
 - A block is registered in the prefix cache when the results of the step that filled it are there.
 - A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where logits are processed or read
   on the host (penalties, bans, grammars, log-probabilities), where drafts are verified, and where the scheduler must preempt a request.

@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plans:
+class LayerPlans:
     """The plans of a layer with this `window`, the number of tokens that a query sees; 0 = all."""
 
     write: BoundPlan
@@ -62,13 +62,13 @@ class GristmillAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is r
         self.step: Step | None = None
         self._device = self.req_to_token.device
         self._sizes = [*powers(max(1, model_runner.server_args.max_prefill_tokens))]
-        self._plans: dict[tuple[Any, ...], Plans] = {}
+        self._plans: dict[tuple[Any, ...], LayerPlans] = {}
         for layer in model_runner.model.modules():
             if isinstance(layer, RadixAttention):
                 _refuse_layer(layer)
                 self._plans_of(layer, has_sinks=False)
 
-    def _plans_of(self, layer: Any, has_sinks: bool) -> Plans:
+    def _plans_of(self, layer: Any, has_sinks: bool) -> LayerPlans:
         window = layer.sliding_window_size + 1 if layer.sliding_window_size > -1 else 0
         heads, kv_heads, d = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
         key = (heads, kv_heads, d, window, has_sinks)
@@ -79,7 +79,7 @@ class GristmillAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is r
                 f"heads={heads},kv_heads={kv_heads},head_dim={d},window={window},"
                 f"sinks={str(has_sinks).lower()},block_size={size},x={x}"
             )
-            self._plans[key] = Plans(
+            self._plans[key] = LayerPlans(
                 ops.bind("reshape_and_cache", write, self._device).prepare(self._sizes),
                 ops.bind("paged_attention", attend, self._device).prepare(self._sizes),
                 window,

@@ -12,7 +12,7 @@ NAME = "gristmill"
 
 
 def register() -> None:
-    """Make ``--attention-backend gristmill`` and ``--quantization gristmill`` known. Nothing changes for who uses neither.
+    """Make ``--attention-backend gristmill`` and ``--quantization gristmill`` known. Nothing changes for those who use neither.
 
     May be called more than once. Whatever fails is logged: SGLang starts without gristmill. A name that another plugin has taken
     stays with that plugin.

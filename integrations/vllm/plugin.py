@@ -13,7 +13,7 @@ WORKER = "gristmill.integrations.vllm.Worker"
 
 
 def register() -> None:
-    """Make gristmill's options known to vLLM. Nothing changes for who uses none of them.
+    """Make gristmill's options known to vLLM. Nothing changes for those who use none of them.
 
     May be called more than once. Whatever fails is logged: an exception here would end vLLM.
     """

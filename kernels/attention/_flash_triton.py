@@ -299,7 +299,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         tl.store(lse + token * heads + head, tl.where(l_i > 0, (m_i + tl.log2(l_safe)) * LN2, float("-inf")))
 
 
-def scratch(
+def partial_results(
     workspace: Tensor | None, rows: int, dim: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """(results [rows, dim], log-sum-exps [rows]) in float32, in the caller's workspace or in fresh memory without one.

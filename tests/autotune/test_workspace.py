@@ -1,4 +1,4 @@
-"""Scratch memory in verification: passed as the runtime passes it, dirty or zeroed, and guarded."""
+"""Workspaces in verification: passed as the runtime passes it, dirty or zeroed, and guarded."""
 
 from __future__ import annotations
 

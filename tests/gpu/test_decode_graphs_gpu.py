@@ -197,7 +197,7 @@ def test_two_engines_on_two_streams() -> None:
     assert answers == {0: expected, 1: expected}
 
 
-def test_arenas_of_streams_and_graphs() -> None:
+def test_workspaces_of_streams_and_graphs() -> None:
     workspaces = Workspaces(torch.device("cuda", 0))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):

@@ -249,7 +249,7 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
         for config in every_config("int4_g128", 200, 2048, grid):
             if not config["even"]:
                 continue
-            space = torch.full((gemm_ws.scratch_bytes(config),), 255, dtype=torch.uint8, device=DEVICE)
+            space = torch.full((gemm_ws.workspace_bytes(config),), 255, dtype=torch.uint8, device=DEVICE)
             flags = space[: gemm_ws.FLAG_BYTES].zero_()
             out = torch.empty(5, 200, 520, dtype=x.dtype, device=DEVICE)
             for y in out:
@@ -257,7 +257,7 @@ def test_the_workspace_is_left_as_it_was_found() -> None:
             assert column_error(out[0], x, w) < LIMIT[torch.bfloat16], config
             assert bool((out == out[0]).all()) and not bool(flags.any()), config
     dealt = next(one for one in every_config("int4_g128", 200, 2048) if one["even"])
-    space = torch.zeros(gemm_ws.scratch_bytes(dealt), dtype=torch.uint8, device=DEVICE)
+    space = torch.zeros(gemm_ws.workspace_bytes(dealt), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="workspace must be"):
         launch_gemm_ws(dealt, make_call("linear", x, tensors, None, None, False, 520, space[:-1], out[0]))
 

@@ -70,7 +70,7 @@ def test_the_default_is_the_first_to_try_and_says_its_workspace(scheme: str, m: 
     estimate = KERNEL.estimate(problem, TARGET)
     assert estimate is not None and 0 < estimate < 1e5
     room = KERNEL.workspace(problem, config)
-    assert room.bytes == gemm_ws.scratch_bytes(config) and room.zeroed == bool(config["even"])
+    assert room.bytes == gemm_ws.workspace_bytes(config) and room.zeroed == bool(config["even"])
     assert room.bytes < 1 << 25
 
 

@@ -21,7 +21,7 @@ from gristmill.kernels.attention._flash_triton import (
     MERGE_SIGNATURE,
     find_sequence,
     merge_kernel,
-    scratch,
+    partial_results,
 )
 from gristmill.kernels.attention.tiles import (
     DEFAULT_MULTIPROCESSORS,
@@ -211,7 +211,9 @@ def launch(config: Config, call: MlaAttentionCall) -> None:
     splits = split_count(busy, programs, call.max_ctx) if programs else 1
     parts = parts_lse = call.out
     if splits > 1:
-        parts, parts_lse = scratch(call.workspace, splits * tokens * heads, call.latent_dim, call.q.device)
+        parts, parts_lse = partial_results(
+            call.workspace, splits * tokens * heads, call.latent_dim, call.q.device
+        )
     lse_out = call.out if call.lse is None else call.lse
     mla_kernel[(tiles, head_tiles, splits)](
         call.q,

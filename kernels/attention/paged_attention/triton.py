@@ -15,7 +15,7 @@ from gristmill.kernels.attention._flash_triton import (
     flash_case,
     flash_kernel,
     merge_kernel,
-    scratch,
+    partial_results,
 )
 from gristmill.kernels.attention.tiles import (
     DEFAULT_MULTIPROCESSORS,
@@ -113,7 +113,7 @@ def launch(config: Config, call: PagedAttentionCall, splits: int = 1) -> None:
     seqs = call.seq_lens.shape[0]
     parts = parts_lse = call.out
     if splits > 1:
-        parts, parts_lse = scratch(call.workspace, splits * tokens * heads, dim, call.q.device)
+        parts, parts_lse = partial_results(call.workspace, splits * tokens * heads, dim, call.q.device)
     flags = {"SINKS": sinks is not None, "LSE": lse is not None}
     sinks, lse = call.out if sinks is None else sinks, call.out if lse is None else lse
     fp8 = call.k_scale is not None

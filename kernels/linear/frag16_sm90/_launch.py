@@ -44,7 +44,7 @@ def run(
     config: Config,
     product: Product,
     call: LinearCall,
-    scratch: Tensor | None,
+    workspace: Tensor | None,
 ) -> None:
     """Calls an entry; silu_mul and the residual after it follow in torch."""
     args = ARGS.new(product.device)  # pointers that are not set are null
@@ -58,8 +58,8 @@ def run(
     if call.residual is not None and not call.silu_mul:
         args.residual = call.residual.data_ptr()
     args.row_scale = product.row_scale
-    if scratch is not None:
-        args.scratch = scratch.data_ptr()
+    if workspace is not None:
+        args.scratch = workspace.data_ptr()
     args.m = product.m
     args.n = product.rows
     args.k = product.k

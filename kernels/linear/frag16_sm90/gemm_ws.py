@@ -46,7 +46,7 @@ def lags_of(form: Format, shape: Shape) -> tuple[int, ...]:
     return tuple(lag for lag in _LAGS.get(shape[:4], ()) if lag < slots)
 
 
-def scratch_bytes(config: Config) -> int:
+def workspace_bytes(config: Config) -> int:
     """Bytes of the flags, which are zero before and after a launch, and of the partial sums after them."""
     return (
         FLAG_BYTES + int(config["grid"]) * int(config["mt"]) * int(config["c"]) * 256 if config["even"] else 0

@@ -86,7 +86,7 @@ def table() -> dict[str, Any]:
 
 @cache
 def limits() -> Mapping[str, int]:
-    """max_depth: slots of a ring of the decode schedules. flag_bytes: of gemm_ws' scratch memory, which must be zero.
+    """max_depth: slots of a ring of the decode schedules. flag_bytes: of gemm_ws' workspace, which must be zero.
     cta_bytes: shared memory that a CTA can have, reserved_bytes: of which the system keeps."""
     return dict(table()["limits"])
 

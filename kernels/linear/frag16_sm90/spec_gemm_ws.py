@@ -16,7 +16,7 @@ from gristmill.kernels.linear.frag16_sm90._kernel import Family, kernel
 
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Flags and partial sums, where tiles are dealt out along K."""
-    return Workspace(gemm_ws.scratch_bytes(config), zeroed=bool(config["even"]))
+    return Workspace(gemm_ws.workspace_bytes(config), zeroed=bool(config["even"]))
 
 
 GEMM_WS = Family(

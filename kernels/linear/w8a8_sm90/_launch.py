@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """Quantized rows of x in scratch memory: codes [M, K], float32 scales ([M], or [blocks of K, pitch]), int32 sums [M] of int8 codes."""
+    """Quantized rows of x in the workspace: codes [M, K], float32 scales ([M], or [blocks of K, pitch]), int32 sums [M] of int8 codes."""
 
     codes: int
     scales: int
@@ -62,7 +62,7 @@ def launch(config: Config, call: LinearCall) -> None:
 
 
 def gated_rows(workspace: Tensor, size: int, m: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """[M, rows] at the end of scratch memory of `size` bytes: gate and up are computed by different CTAs, so silu_mul follows in a
+    """[M, rows] at the end of a workspace of `size` bytes: gate and up are computed by different CTAs, so silu_mul follows in a
     launch of its own."""
     return workspace[size - 2 * m * rows : size].view(dtype).view(m, rows)
 
@@ -98,13 +98,13 @@ def multiply(
 
 
 def quantize_rows(
-    operands: Operands, x: Tensor, m: int, k: int, scratch: Tensor, device: int, stream: int
+    operands: Operands, x: Tensor, m: int, k: int, workspace: Tensor, device: int, stream: int
 ) -> Rows:
-    """x's M rows in the format of the operands, into scratch memory of `workspace_bytes`."""
+    """x's M rows in the format of the operands, into a workspace of `workspace_bytes`."""
     stride = row_stride(x)
     if stride % 8 or stride < k or x.data_ptr() % 16:
         x, stride = x.reshape(m, k).contiguous(), k
-    start = scratch.data_ptr()
+    start = workspace.data_ptr()
     scales = start + cdiv(m * k, 16) * 16
     pitch = cdiv(m, 4) * 4
     rows = Rows(start, scales, scales + 4 * pitch if operands.sums else 0, pitch)

@@ -17,7 +17,7 @@ from gristmill.kernels.linear.wv_splitk_hip.spec import (
     PAIRS,
     TOKENS,
     WIDTH,
-    scratch_bytes,
+    workspace_bytes,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def launch(config: Config, call: LinearCall) -> None:
     args.per_split = cdiv(cdiv(k, chunk), splits)
     args.splits = cdiv(cdiv(k, chunk), args.per_split)  # none is empty
     if args.splits > 1:
-        size = scratch_bytes(m, rows, splits)
+        size = workspace_bytes(m, rows, splits)
         if workspace is None:
             workspace = torch.zeros(size, dtype=torch.uint8, device=x.device)
         need_workspace("linear", workspace, size, x.device)

@@ -134,7 +134,7 @@ def misfit(problem: Problem, config: Config) -> str | None:
     )
 
 
-def scratch_bytes(m: int, n: int, split: int) -> int:
+def workspace_bytes(m: int, n: int, split: int) -> int:
     """Bytes of counters and sums; 0 without a split."""
     tiles = cdiv(cdiv(n, 2), PAIRS)
     return COUNTERS + split * tiles * PAIRS * 2 * rows_kept(max(1, m)) * 4 if split > 1 else 0
@@ -142,7 +142,7 @@ def scratch_bytes(m: int, n: int, split: int) -> int:
 
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Counters, zero before a call and after it, then the sums of every part of K."""
-    size = scratch_bytes(problem.integer("m"), problem.integer("n"), int(config["split"]))
+    size = workspace_bytes(problem.integer("m"), problem.integer("n"), int(config["split"]))
     return Workspace(size, zeroed=size > 0)
 
 
