@@ -14,9 +14,13 @@ from gristmill.kernels.lazy_triton import function_of
 class AotCase:
     """One ahead-of-time compilation.
 
-    function: the jitted function. signature: argument name -> Triton type (``*bf16``, ``i32``, ``fp32``); pointers and ``i32`` named in `aligned` are
-    multiples of 16. constants: the constexpr arguments. options: num_warps, num_stages. promises: instructions that
-    must appear in the machine code (``wgmma``, ``mfma``, ...), by the names of `gristmill.kernel_registry.targets`.
+    Attributes:
+        function: the jitted function.
+        signature: argument name -> Triton type (``*bf16``, ``i32``, ``fp32``); pointers and ``i32`` named in `aligned` are multiples of 16.
+        constants: the constexpr arguments.
+        options: num_warps, num_stages.
+        promises: instructions that must appear in the machine code (``wgmma``, ``mfma``, ...), by the names of
+            `gristmill.kernel_registry.targets`.
     """
 
     name: str

@@ -56,7 +56,7 @@ class PendingConstant:
 
 
 class PendingFunction:
-    """A function that is jitted when it is first launched, or called by a jitted function. options: those of `triton.jit`."""
+    """A function that is jitted when it is first launched, or called by a jitted function. `options` are those of `triton.jit`."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.function = function

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Draw:
     """Draws the tensors of `problem`.
 
-    source: the device of the generator. By default values are drawn on the CPU and do not depend on `device`. The source may be `device` itself
+    `source` is the device of the generator. By default values are drawn on the CPU and do not depend on `device`. The source may be `device` itself
     for tensors that are too large to be drawn on a CPU.
     """
 

@@ -48,8 +48,8 @@ def quantize_block(
     INT8: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """Codes of x float32 [BLOCK], 0 past the row, at `columns` of a row of n, in groups of GROUP; `first`: the first group's scale in
-    the row's scales. GIVEN: by the scale that is there."""
+    """Codes of x float32 [BLOCK], 0 past the row, at `columns` of a row of n, in groups of GROUP; `first` is the first group's scale in
+    the row's scales. If GIVEN, by the scale that is there."""
     GROUPS: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(x, [GROUPS, GROUP])
     if GIVEN:

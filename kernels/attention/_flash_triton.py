@@ -375,7 +375,7 @@ def flash_case(
     kv_scale: str = "none",
     softcap: bool = False,
 ) -> AotCase:
-    """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`; kv_scale: of caches in e4m3."""
+    """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`, with a `kv_scale` for caches in e4m3."""
     config = tile_config(dk, dv, dtype, rows, target)
     constants = {
         "GROUP": group,

@@ -26,7 +26,7 @@ UNUSED_BLOCK = 2**30
 class RaggedDraw(Draw):
     """The lengths of a ragged problem, and tensors drawn on its device.
 
-    queries, contexts: new tokens and context of each sequence (`lengths`).
+    `queries` and `contexts` are the new tokens and the context of each sequence (`lengths`).
     """
 
     def __init__(self, problem: Problem, seed: int, device: str) -> None:

@@ -19,7 +19,7 @@ _CALLBACKS: dict[str, Callable[[], None]] = {}
 def join(name: str, group: ProcessGroup, on_call: Callable[[], None] | None = None) -> None:
     """Give a process group its name in this process; ValueError if the name is taken.
 
-    on_call: called before each collective call of the group, but not when a captured one is replayed.
+    `on_call` is called before each collective call of the group, but not when a captured one is replayed.
     """
     if not name or name in _GROUPS:
         raise ValueError(f"a process group needs a name that is not taken, got {name!r}")
@@ -39,8 +39,11 @@ def rendezvous(
 ) -> None:
     """Make this process rank `rank` of `world`, and join the group of all by a name.
 
-    device: ``cpu`` (gloo) or ``cuda`` (NCCL; rank r has device r). file: a path that all ranks can write, where there is no file yet.
-    seconds: how long a rank waits for the others, here and in each call. on_call: as in `join`.
+    Args:
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL; rank r has device r).
+        file: a path that all ranks can write, where there is no file yet.
+        seconds: how long a rank waits for the others, here and in each call.
+        on_call: as in `join`.
     """
     from datetime import timedelta
 

@@ -23,7 +23,7 @@ _ABSENT = -(2**31)
 
 @dataclass(frozen=True)
 class Symmetric:
-    """The memory of one group on this rank. options: of the entries that use it (`push_params` of `_push.h`)."""
+    """The memory of one group on this rank, with the options of the entries that use it (`push_params` of `_push.h`)."""
 
     options: dict[str, int]
     seconds: float
@@ -45,7 +45,7 @@ _MEMORY: dict[str, Symmetric | str] = {}
 def share(name: str, group: ProcessGroup, seconds: float) -> None:
     """Allocate and map the memory of a group, whose rank r has the CUDA device r. A collective call.
 
-    seconds: how long a kernel waits for the values of another rank. Where devices cannot write each other's memory, `symmetric` says so.
+    A kernel waits at most `seconds` for the values of another rank. Where devices cannot write each other's memory, `symmetric` says so.
     """
     import torch
     import torch.distributed as dist

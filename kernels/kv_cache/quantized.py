@@ -47,7 +47,7 @@ MIN_AMAX = 1e-10
 
 
 def scale_arguments(mutable: bool) -> tuple[Tensor, Tensor]:
-    """The declarations of k_scale and v_scale; mutable: the operation writes scales of tokens."""
+    """The declarations of k_scale and v_scale; `mutable` if the operation writes scales of tokens."""
     shape = "scale_blocks scale_slots scale_heads"
     k_scale, v_scale = (
         Tensor(name, shape, dtype="fp32", optional=True, mutable=mutable, strides=STRIDED)

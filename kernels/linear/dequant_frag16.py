@@ -107,7 +107,7 @@ def dequantize(
     ROW_UNIT: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Tiles from `first` on -> out [rows, 128 * groups]. scales: the same memory as the scales' dtype; octets: as bytes."""
+    """Tiles from `first` on -> out [rows, 128 * groups]. `scales` and `octets` are the same memory, in the scales' dtype and as bytes."""
     tile, group = first + tl.program_id(1), tl.program_id(0)
     block = tile // 4
     in_block = tl.minimum(4, tiles - block * 4)

@@ -22,12 +22,14 @@ KINDS = ("default", "linear", "llama3", "yarn")
 class RopeParameters:
     """Frequencies of a rotary embedding.
 
-    theta: base. kind: ``default``; ``linear`` (every frequency / factor); ``llama3`` (Llama 3.1: long wavelengths /
-    factor, short ones kept, between them interpolated); ``yarn`` (Peng et al., 2023: interpolation by wavelength and
-    a factor on cosines and sines). original: positions that the model was trained on before scaling.
-    attention_factor, mscale, mscale_all_dim: yarn's factor, or the two coefficients whose quotient gives it.
-    truncate: yarn's correction range is widened to whole dimensions. factors: divisors of the frequency of each pair,
-    for the kind ``default`` (the rope_freqs of GGUF files).
+    Attributes:
+        theta: base.
+        kind: ``default``; ``linear`` (every frequency / factor); ``llama3`` (Llama 3.1: long wavelengths / factor, short ones kept, between
+            them interpolated); ``yarn`` (Peng et al., 2023: interpolation by wavelength and a factor on cosines and sines).
+        original: positions that the model was trained on before scaling.
+        attention_factor, mscale, mscale_all_dim: yarn's factor, or the two coefficients whose quotient gives it.
+        truncate: yarn's correction range is widened to whole dimensions.
+        factors: divisors of the frequency of each pair, for the kind ``default`` (the rope_freqs of GGUF files).
     """
 
     theta: float = 10000.0
@@ -71,7 +73,7 @@ class RopeParameters:
     ) -> RopeParameters:
         """From a checkpoint's ``rope_parameters`` (or ``rope_scaling``, which does not contain theta: pass `theta`).
 
-        max_positions: the configuration's max_position_embeddings, for tables without factor or original length.
+        `max_positions` is the configuration's max_position_embeddings, for tables without factor or original length.
         ValueError names a missing entry or an unsupported type.
         """
         kind = table.get("rope_type", table.get("type", "default")) or "default"

@@ -19,9 +19,12 @@ Misfit = Callable[[Format, Config, int, int], str | None]
 class Family(NamedTuple):
     """The kernels of one schedule.
 
-    ranked: configurations by the cost model, best first, for (format, m, n, k, multiprocessors); tried: how many of them tuning
-    tries. misfit: why a configuration does not run (format, configuration, m, k), None if it does. rows: maximum rows of x.
-    summary: a format string with a placeholder for the weights.
+    Attributes:
+        ranked: configurations by the cost model, best first, for (format, m, n, k, multiprocessors).
+        tried: how many of them tuning tries.
+        misfit: why a configuration does not run (format, configuration, m, k), None if it does.
+        rows: maximum rows of x.
+        summary: a format string with a placeholder for the weights.
     """
 
     schedule: Schedule

@@ -24,7 +24,7 @@ DESCRIPTIVE = ("format", "tile_bytes")
 
 
 class Product(NamedTuple):
-    """The checked operands of a launch. x: its columns in the order of the packed ones, its rows `stride` apart."""
+    """The checked operands of a launch; x has its columns in the order of the packed ones, and its rows `stride` apart."""
 
     m: int
     rows: int

@@ -91,10 +91,17 @@ def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, in
 class _Costs(NamedTuple):
     """Microseconds of what a launch consists of, for 8 or 16 columns of x.
 
-    tile, group: of a multiprocessor's busiest scheduler; warp_tile, warp_group: of one warp, and alone: more where a ring of one
-    step is filled only once it was used up; launch; doubling: of split; round: of CTAs; row: of x, a group. packed: which part of
-    the CTAs that an SM has room for it gets although others stand empty; tail: CTAs that an SM is late by where CTAs wait for
-    room; power: how well the parts overlap.
+    Attributes:
+        tile, group: per tile and group of a multiprocessor's busiest scheduler.
+        warp_tile, warp_group: per tile and group of one warp.
+        alone: in addition where a ring of one step is filled only after it was used up.
+        launch: per launch.
+        doubling: per doubling of split.
+        round: per round of CTAs.
+        row: per row of x and group.
+        packed: the fraction of the CTAs that fit an SM which it gets although other SMs are empty.
+        tail: CTAs that an SM is late by where CTAs wait for room.
+        power: how well the parts overlap.
     """
 
     tile: float

@@ -65,8 +65,14 @@ def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, in
 class _Costs(NamedTuple):
     """Microseconds of what a launch consists of, for 8 or 16 columns of x.
 
-    tile, group: of a multiprocessor's tile of 16 x 128 weights, and of a warp's group; warp_tile: of one warp; alone: more where a slice
-    has one slot and waits for each; launch; doubling: of split; round: of CTAs; power: how well the parts overlap.
+    Attributes:
+        tile, group: per tile of 16 x 128 weights of a multiprocessor, and per group of a warp.
+        warp_tile: per tile of one warp.
+        alone: in addition where a slice has one slot and waits for each.
+        launch: per launch.
+        doubling: per doubling of split.
+        round: per round of CTAs.
+        power: how well the parts overlap.
     """
 
     tile: float

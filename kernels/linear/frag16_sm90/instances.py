@@ -30,11 +30,16 @@ LAUNCH_PARAMETERS = ("m", "split", "depth", "slots", "tile_bytes")
 class Format:
     """A compiled weight format, one row of the table.
 
-    name: in the library, and `format` in configurations. schemes: those that are stored so. layout: of the tiles.
-    bits: of a code. tile_bytes: of 16 rows x 128 columns, scales included. whole: it has every shape of its schedules, not the common
-    ones alone. ws8: its slots of weights, by the key of a shape, where tiles of its size leave room for fewer. cost: of decoding a tile,
-    as a multiple of int4_g128's, by schedule; two numbers where it depends on the columns of x (8, 16). rare: `make test` builds the
-    library without it.
+    Attributes:
+        name: its name in the library, `format` in configurations.
+        schemes: the schemes that are stored in it.
+        layout: the layout of the tiles.
+        bits: bits per code.
+        tile_bytes: bytes per tile of 16 rows x 128 columns, scales included.
+        whole: it has every shape of its schedules, not only the common ones.
+        ws8: its slots of weights, by the key of a shape, where tiles of its size leave room for fewer.
+        cost: cost of decoding a tile relative to int4_g128, by schedule; two numbers where it depends on the columns of x (8, 16).
+        rare: `make test` builds the library without it.
     """
 
     name: str
@@ -52,9 +57,11 @@ class Format:
 class Schedule:
     """The shapes of a schedule.
 
-    fields: what the numbers of a shape mean; key: those that name an instance in a configuration. formats: those that it is
-    compiled for. shared_bytes: dynamic shared memory of a CTA of the decode schedules, a function of a shape's
-    fields and `LAUNCH_PARAMETERS`.
+    Attributes:
+        fields: what the numbers of a shape mean.
+        key: the fields that name an instance in a configuration.
+        formats: the formats that it is compiled for.
+        shared_bytes: dynamic shared memory of a CTA of the decode schedules, a function of a shape's fields and `LAUNCH_PARAMETERS`.
     """
 
     name: str
@@ -86,8 +93,8 @@ def table() -> dict[str, Any]:
 
 @cache
 def limits() -> Mapping[str, int]:
-    """max_depth: slots of a ring of the decode schedules. flag_bytes: of gemm_ws' workspace, which must be zero.
-    cta_bytes: shared memory that a CTA can have, reserved_bytes: of which the system keeps."""
+    """``max_depth``, slots of a ring of the decode schedules; ``flag_bytes``, bytes of gemm_ws' workspace that must be zero.
+    ``cta_bytes``, the shared memory that a CTA can have, and ``reserved_bytes``, those of it that the system keeps."""
     return dict(table()["limits"])
 
 

@@ -17,8 +17,15 @@ BAND_ROWS = 1024
 
 
 class Operands(NamedTuple):
-    """What is multiplied. format: of the entry; schemes: weights and activations; code: of the format of x, for the quantizer;
-    blocks: scales of 128 x 128 weights and 128 columns of x; sums: sums of x's codes, for weights with an offset of 128."""
+    """What is multiplied.
+
+    Attributes:
+        format: the format in the entry's name.
+        schemes: schemes of weights and activations.
+        code: the quantizer's code for the format of x.
+        blocks: whether scales are per 128 x 128 weights and 128 columns of x.
+        sums: whether the sums of x's codes are needed, for weights with an offset of 128.
+    """
 
     format: str
     schemes: tuple[str, ...]
@@ -91,7 +98,12 @@ SHAPES = (
 
 
 class Choice(NamedTuple):
-    """How a shape is used. split: CTAs of a cluster that share a tile along K; ctas: CTAs of a multiprocessor."""
+    """How a shape is used.
+
+    Attributes:
+        split: CTAs of a cluster that share a tile along K.
+        ctas: CTAs of a multiprocessor.
+    """
 
     shape: Shape
     split: int = 1

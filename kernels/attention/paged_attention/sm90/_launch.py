@@ -29,7 +29,7 @@ DECODE_PLACES = {"counters_at": DECODE_COUNTERS_AT, "parts_at": COUNTER_BYTES}
 
 
 def launch(config: Config, call: PagedAttentionCall, decode: bool = False) -> None:
-    """decode: in the kernel for few rows of each sequence.
+    """`decode` selects the kernel for few rows of each sequence.
 
     ValueError if the caches or out do not begin at multiples of 16 bytes or have strides that are none of 8 elements.
     """

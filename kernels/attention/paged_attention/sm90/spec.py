@@ -70,7 +70,7 @@ SPLIT_EXAMPLES = (
 
 def takes(head_dim: int, codes: bool, page: int) -> bool:
     """Whether the kernels for any batch take heads of this size: whole pieces of 16 bytes, which are padded to 64, 128 or 256 elements in
-    shared memory. codes: in e4m3. page: its tokens."""
+    shared memory. Caches are e4m3 if `codes`, in pages of `page` tokens."""
     if head_dim <= LARGEST_HEAD:
         return head_dim % (16 if codes else 8) == 0
     return not codes and head_dim <= WIDEST_HEAD and head_dim % 8 == 0 and page % 8 == 0
@@ -87,7 +87,10 @@ def route(
 ) -> str:
     """The kernel for a batch of these host-known bounds: ``decode`` (for decodes alone), ``triton`` or ``any``.
 
-    ctas: of the configuration. The kernel for decode needs a CTA per KV head. codes: the caches are in e4m3. page: tokens of a page.
+    Args:
+        ctas: the configuration's CTAs. The kernel for decode needs one per KV head.
+        codes: the caches are in e4m3.
+        page: tokens of a page.
     """
     rows = max_q * (heads // kv_heads)
     most = DECODE_ROWS if codes or head_dim > LARGEST_HEAD else MOST_DECODE_ROWS

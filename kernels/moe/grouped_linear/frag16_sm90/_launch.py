@@ -55,9 +55,13 @@ def product(
     early: bool,
     clear: bool,
 ) -> None:
-    """One launch. early: the launch before this one read the same offsets; clear: rows past the last expert's become 0.
+    """One launch.
 
     ValueError for tensors that do not match the configuration, and for rows of x that do not start at multiples of 16 bytes.
+
+    Args:
+        early: the launch before this one read the same offsets.
+        clear: rows past the last expert's become 0.
     """
     tiles, second, perm = weight
     form, experts = str(config["format"]), expert_offsets.shape[0] - 1

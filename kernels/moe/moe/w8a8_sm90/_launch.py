@@ -37,7 +37,7 @@ def quantize(
 ) -> None:
     """x [T, K], or gated gate and up [T * top_k, 2 K] sorted by expert -> codes [T * top_k, K] and scales in the order of experts.
 
-    gated: of silu(gate) · up in float32, rounded to x's dtype. Rows of no expert are not written.
+    Gated values are silu(gate) · up in float32, rounded to x's dtype. Rows of no expert are not written.
     """
     tokens, top_k = order.ids.shape
     device = x.get_device()
