@@ -1,6 +1,6 @@
 """Declarations of an operation's arguments: their shapes, dtypes and strides.
 
-The torch schema of the operator is generated from them, as is the source of `describe`, `guard` and `like` (see `argument_source`).
+The torch schema of the operator is generated from them, as are `describe`, `like` and the guards of plans (see `argument_functions`).
 
 A shape is a string of sizes, one per dimension: ``"blocks block_size kv_heads head_dim"``. A size is an axis of the operation,
 another name that ties arguments to each other (``blocks``), a number, or an expression of those without spaces (``2*n``,
@@ -84,6 +84,7 @@ class Weight:
         act_order: the axis that says whether the columns of its groups are in any order.
     """
 
+    optional: ClassVar[bool] = False
     name: str
     shape: str
     scheme: str = "w"

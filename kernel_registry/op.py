@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.kernel_registry.problem import Axis, AxisError, Problem, make_problem, parse_problem
 
 if TYPE_CHECKING:
+    from gristmill.kernel_registry.argument_functions import Functions
     from gristmill.kernel_registry.arguments import Argument, Parameter, Tensor
     from gristmill.kernel_registry.kernel import Config, Kernel
 
@@ -160,25 +161,24 @@ class Op:
         return call_class(self)
 
     @cached_property
-    def _compiled(self) -> dict[str, Any]:
-        from gristmill.kernel_registry.argument_functions import compiled
+    def _functions(self) -> Functions:
+        from gristmill.kernel_registry.argument_functions import Functions
 
-        return compiled(self)
+        return Functions(self)
 
     @property
     def source(self) -> str:
         """The Python source of `describe`, `like` and the guards, generated from the declarations."""
-        return str(self._compiled["source"])
+        return self._functions.source
 
     def describe(self, *arguments: Any, **named: Any) -> Problem:
         """The problem that a call is; ValueError or TypeError for arguments that do not fit, with the name of the argument,
         the expected and the actual value."""
-        return self.problem(self._compiled["describe"](*arguments, **named))
+        return self.problem(self._functions.describe(*arguments, **named))
 
     def like(self, *arguments: Any, **named: Any) -> tuple[tuple[Any, Any], ...]:
         """((shape, dtype), ...) of the outputs; runs under fake tensors."""
-        outputs: tuple[tuple[Any, Any], ...] = self._compiled["like"](*arguments, **named)
-        return outputs
+        return self._functions.like(*arguments, **named)
 
     def guard(self, static: Problem) -> Callable[..., int]:
         """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis, read from host shapes.
@@ -186,8 +186,7 @@ class Op:
         It raises ValueError for a call that does not match `static`. It runs at every planned call, costs a few attribute reads,
         and keeps kernels from accessing memory outside their buffers.
         """
-        guard_of: Callable[..., int] = self._compiled["make_guard"](static)
-        return guard_of
+        return self._functions.guard(static)
 
     @cached_property
     def dynamic(self) -> frozenset[str]:

@@ -21,8 +21,8 @@ import torch
 
 from gristmill.autotune.bound import fitting
 from gristmill.autotune.verify import kernel_arguments
-from gristmill.kernel_registry.argument_checks import apart, matrix, rows, vectors
 from gristmill.kernel_registry.argument_names import Names, Shape, names_in
+from gristmill.kernel_registry.argument_values import apart, matrix, rows, vectors
 from gristmill.kernel_registry.arguments import CONTIGUOUS, ROWS, STRIDED, VECTORS, Scalar, Tensor, Weight
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -316,16 +316,12 @@ def test_a_forgotten_property_is_found(
 def test_the_source_is_shown() -> None:
     op = REGISTRY.op("rms_norm")
     guard = op.guard(op.static(op.problem("n=8")))
-    assert (
-        "if (" in inspect.getsource(guard) and inspect.getsource(guard).strip().splitlines()[0] in op.source
-    )
+    source = inspect.getsource(guard)
+    assert source.strip() in op.source and "x.dtype is d_x" in source
+    x, out = torch.zeros(2, 8).bfloat16(), torch.zeros(2, 8).bfloat16()
     with pytest.raises(ValueError, match="weight must be") as caught:
-        guard(
-            op.Call(
-                torch.zeros(2, 8).bfloat16(), torch.zeros(7).bfloat16(), 1e-5, torch.zeros(2, 8).bfloat16()
-            )
-        )
-    assert "raise wrong_shape(where, 'weight'" in "".join(format_exception(caught.value))
+        guard(op.Call(x, torch.zeros(7).bfloat16(), 1e-5, out))
+    assert "raise fault(locals())" in "".join(format_exception(caught.value))
 
 
 def test_strides() -> None:
@@ -343,7 +339,7 @@ def test_mistakes_in_declarations_are_named() -> None:
     for arguments, message in (
         ((Tensor("x", "m k"),), "no argument determines axis n"),
         ((Tensor("x", "m n*n"),), "n cannot be determined from a size n.n"),
-        ((Tensor("lead", "m n"),), "lead: the generated checks use this name"),
+        ((Tensor("where", "m n"),), "where: the generated checks use this name"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(op, arguments=arguments, returns=()).source  # noqa: B018
