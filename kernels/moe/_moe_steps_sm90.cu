@@ -20,7 +20,7 @@ struct RowsParams {
   void* y;
   const int *permutation, *last;  // last: the end of the last expert's rows
   int64_t ldx;
-  int pieces, top_k;
+  int chunks, top_k;
 };
 
 struct CombineParams {
@@ -36,8 +36,8 @@ constexpr int kPermuteWarps = 32, kPart = 2048,  // entries of a CTA
 
 #ifdef __CUDACC__
 
-// The lanes of a warp with the same owner of `bits` bits, by ballots: match_any takes several times as long.
-__device__ __forceinline__ unsigned lanes_with(int owner, int bits) {
+// The lanes of a warp with the same owner, of `bits` bits, by ballots, which are several times faster than match_any.
+__device__ __forceinline__ unsigned match_lanes(int owner, int bits) {
   unsigned same = 0xffffffffu;
   for (int b = 0; b < bits; ++b) {
     const bool set = owner >> b & 1;
@@ -47,13 +47,12 @@ __device__ __forceinline__ unsigned lanes_with(int owner, int bits) {
   return same;
 }
 
-// A stable counting sort. A CTA places the entries of its part, and counts those of the others for its
-// offsets. Every warp has a run of entries; lanes of one expert are matched by ballots, so that places need
-// no atomics.
+// A stable counting sort. A CTA places the entries of its part, and counts those of the other parts for its offsets.
+// Every warp has consecutive entries; lanes of one expert are matched by ballots, so that positions need no atomics.
 extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
     moe_permute(const __grid_constant__ PermuteParams p) {
-  // before, after: entries of other parts by owner; counts: [warps][owners], of this part. The last owner has
-  // the ids of no expert.
+  // before, after: number of entries of earlier and later parts by owner; counts: [warps][owners], of this part. The
+  // last owner has the ids that are no expert.
   extern __shared__ int before[];
   __shared__ int sums[32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, owners = p.experts + 1;
@@ -84,12 +83,12 @@ extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
   for (int i = 0; i < each / 32; ++i) owner[i] = owner_at(begin + i * 32 + lane);
 #pragma unroll
   for (int i = 0; i < each / 32; ++i) {
-    const unsigned same = lanes_with(owner[i], bits);
+    const unsigned same = match_lanes(owner[i], bits);
     if (owner[i] < owners && (same & ((1u << lane) - 1)) == 0) mine[owner[i]] += __popc(same);
     __syncwarp();
   }
   __syncthreads();
-  // Counts of warps become places: of this part within an expert, then among all entries.
+  // Turns the counts into positions: within an expert, then among all entries.
   for (int first = 0, base = 0; first < owners; first += blockDim.x) {
     const int one = first + threadIdx.x;
     int total = 0;
@@ -102,29 +101,29 @@ extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
       }
       total += after[one];
     }
-    int through = total;
+    int inclusive = total;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int lower = __shfl_up_sync(0xffffffffu, through, step);
-      if (lane >= step) through += lower;
+      const int lower = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (lane >= step) inclusive += lower;
     }
-    if (lane == 31) sums[warp] = through;
+    if (lane == 31) sums[warp] = inclusive;
     __syncthreads();
-    int start = base + through - total;
+    int start = base + inclusive - total;
 #pragma unroll
     for (int w = 0; w < kPermuteWarps; ++w) {
       if (w < warp) start += sums[w];
       base += sums[w];
     }
     if (one < owners) {
-      if (blockIdx.x == 0) p.offsets[one] = start;  // of the ids of no expert: the end of the last expert's
+      if (blockIdx.x == 0) p.offsets[one] = start;  // of the last owner: the end of the last expert
       for (int w = 0; w < warps; ++w) counts[w * owners + one] += start;
     }
     __syncthreads();
   }
 #pragma unroll
   for (int i = 0; i < each / 32; ++i) {
-    const unsigned same = lanes_with(owner[i], bits), below = same & ((1u << lane) - 1);
+    const unsigned same = match_lanes(owner[i], bits), below = same & ((1u << lane) - 1);
     const int entry = begin + i * 32 + lane;
     if (owner[i] < owners) {
       const int place = mine[owner[i]] + __popc(below);
@@ -137,19 +136,19 @@ extern "C" __global__ void __launch_bounds__(kPermuteWarps * 32, 1)
   }
 }
 
-// Rows of x in the order of experts, a warp each; those past the last expert's are left out.
+// Gathers rows of x in the order of experts, a warp per row, up to the last expert's.
 extern "C" __global__ void __launch_bounds__(kRowWarps * 32) moe_rows(const __grid_constant__ RowsParams p) {
   gm::griddepcontrol_wait();
-  gm::griddepcontrol_launch_dependents();  // the offsets are there for the next kernel
+  gm::griddepcontrol_launch_dependents();  // after the wait: the next kernel may read the offsets
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowWarps + (threadIdx.x >> 5);
   if (row >= __ldcg(p.last)) return;
   const uint4* from = static_cast<const uint4*>(p.x) + __ldcg(p.permutation + row) / p.top_k * p.ldx;
-  uint4* to = static_cast<uint4*>(p.y) + row * p.pieces;
+  uint4* to = static_cast<uint4*>(p.y) + row * p.chunks;
 #pragma unroll 4
-  for (int i = threadIdx.x & 31; i < p.pieces; i += 32) to[i] = from[i];
+  for (int i = threadIdx.x & 31; i < p.chunks; i += 32) to[i] = from[i];
 }
 
-// A thread has eight columns of a token, a CTA a part of its columns; k in order, in float32, rounded once.
+// Eight columns of a token per thread, a part of its columns per CTA; adds in the order of k, in float32, rounded once.
 template <typename T>
 __device__ __forceinline__ void combine(const CombineParams& p) {
   gm::griddepcontrol_launch_dependents();
@@ -183,7 +182,7 @@ __device__ __forceinline__ void combine(const CombineParams& p) {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (place[i] < 0) continue;  // not by a weight of 0: what was not loaded may be NaN
+      if (place[i] < 0) continue;  // a weight of 0 would not do: what was not loaded may be NaN
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
         sum[j] += weight[i] * static_cast<float>(reinterpret_cast<const T*>(rows + i)[j]);

@@ -1,13 +1,12 @@
 // y[M, N] = x[M, K] · W[N, K]^T in fp16 or bf16 at M <= 16, at the speed at which W is read.
 //
-//  - W is the A operand of mma.m16n8k16, x the B operand: the 16-wide side is N, the 8-wide side is M.
-//  - The products of a sum may come in any order, so K is permuted alike in both operands: the 16 bytes that
-//    a lane loads are its fragments of two instructions. W goes from memory to registers,
-//    without shared memory.
-//  - The warps of a CTA, and the CTAs of a cluster, take slices of K. Their sums meet in shared memory, in a
-//    fixed order: the result is bitwise reproducible.
-//  - Weights are immutable, so their first loads start before griddepcontrol.wait; x is read after it.
-//  - With silu_mul the 16 rows of a tile are 8 of the gate and 8 of up: a lane has both of a column.
+//  - W is the A operand of mma.m16n8k16, x the B operand: the instruction's M of 16 is N of the problem.
+//  - K is permuted alike in both operands, so that the 16 bytes that a lane loads are its fragments of two instructions,
+//    and W goes from global memory to registers without shared memory.
+//  - K is split over the warps of a CTA and the CTAs of a cluster. Their sums are reduced in shared memory in a fixed
+//    order: the result is bitwise reproducible.
+//  - Weights are constant, so their first loads are issued before griddepcontrol.wait; x is read after it.
+//  - With silu_mul the 16 rows of a tile are 8 of gate and 8 of up, so that a lane has both of a column.
 #include <cstdint>
 
 #include "gm_cuda.h"
@@ -29,7 +28,7 @@ struct DenseParams {
 
 namespace gm {
 
-constexpr int kRows = 16, kStep = 64, kMostWarps = 8;
+constexpr int kRows = 16, kStep = 64, kMaxWarps = 8;
 
 __device__ __forceinline__ uint4 load_weights(const uint4* p) {
   uint4 v;
@@ -39,7 +38,7 @@ __device__ __forceinline__ uint4 load_weights(const uint4* p) {
   return v;
 }
 
-// Not the read-only path: the kernel before this one wrote x.
+// Not by the read-only path: the previous kernel wrote x.
 __device__ __forceinline__ uint4 load_x(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -62,7 +61,7 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   const int64_t tile0 = static_cast<int64_t>(blockIdx.x >> p.log_split) * RT;
   if (split > 1) cluster_arrive_relaxed();
 
-  // The row of W that is row i of tile r; rows past the end repeat the last one and are never stored.
+  // Row i of tile r in W; rows past the end repeat the last one and are not stored.
   const auto row_of = [&](int r, int i) -> int64_t {
     const int64_t tile = tile0 + r;
     return p.half ? tile * 8 + (i & 7) + (i >= 8 ? p.half : 0) : tile * kRows + i;
@@ -122,7 +121,7 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
   for (int i = 0; i < kAhead; ++i)
     if (i < steps) load_columns(i, i);
 
-  float acc[RT][NT][2][4] = {};  // two chains of products
+  float acc[RT][NT][2][4] = {};  // two independent chains of products
 #pragma unroll 1
   for (int base = 0; base < steps; base += kDepth) {
 #pragma unroll
@@ -196,23 +195,23 @@ __device__ __forceinline__ void linear_dense(const DenseParams& p) {
     for (int e = threadIdx.x; e < kElems; e += threads) store(e, total(sums, warps, e));
     return;
   }
-  cluster_wait();  // the first CTA runs: its memory may be written
-  float4* inbox = sums + warps * kElems;
+  cluster_wait();  // the first CTA has started: its shared memory may be written
+  float4* exchange = sums + warps * kElems;
   for (int e = threadIdx.x; e < kElems; e += threads) {
     const float4 v = total(sums, warps, e);
-    st_cluster(mapa(smem_u32(inbox + rank * kElems + e), 0), v);
+    st_cluster(mapa(smem_u32(exchange + rank * kElems + e), 0), v);
   }
   cluster_sync();
   if (rank == 0)
-    for (int e = threadIdx.x; e < kElems; e += threads) store(e, total(inbox, split, e));
+    for (int e = threadIdx.x; e < kElems; e += threads) store(e, total(exchange, split, e));
 }
 
 }  // namespace gm
 
-#define GM_KERNEL(name, type, T, nt, rt)                               \
-  extern "C" __global__ void __launch_bounds__(gm::kMostWarps * 32, 1) \
-      name(const __grid_constant__ DenseParams p) {                    \
-    gm::linear_dense<T, nt, rt>(p);                                    \
+#define GM_KERNEL(name, type, T, nt, rt)                              \
+  extern "C" __global__ void __launch_bounds__(gm::kMaxWarps * 32, 1) \
+      name(const __grid_constant__ DenseParams p) {                   \
+    gm::linear_dense<T, nt, rt>(p);                                   \
   }
 #else
 #define GM_KERNEL(name, type, T, nt, rt) {type, nt, rt, {GM_CUBIN, #name}},

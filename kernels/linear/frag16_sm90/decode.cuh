@@ -3,24 +3,24 @@
 //  - W is the A operand of mma.m16n8k16, x the B operand (decode_common.cuh).
 //  - Weights lie in memory in fragment order (quant/layouts/w4_frag16_v1.py). Up to four tiles are one bulk
 //    copy from global to shared memory, and each lane gets a tile's codes by two 16-byte loads.
-//  - Each warp owns a slice of K and a private ring of tiles in shared memory, which it fills and empties
-//    itself: no barrier between warps until the end. 100 KB per CTA are in flight.
-//  - Two codes become exact 16-bit floats, less their zero point, by one logic operation and one multiply-add
-//    (decoders_mma.cuh); scales multiply the float32 accumulator once per group.
-//  - Partial sums of the warps meet in shared memory, those of a cluster's CTAs (split-K) in the shared
-//    memory of their owner, in a fixed order: the result is bitwise reproducible.
+//  - Each warp has a slice of K and a private ring of tiles in shared memory, of which it is producer and consumer: no
+//    barrier between warps until the end. 100 KB per CTA are in flight.
+//  - Two codes are converted to 16-bit floats exactly, and their zero point subtracted, by one logic operation and one
+//    multiply-add (decoders_mma.cuh); scales multiply the float32 accumulator once per group.
+//  - Partial sums of the warps are reduced in shared memory, those of a cluster's CTAs (split-K) in distributed shared
+//    memory, in a fixed order: the result is bitwise reproducible.
 //  - Weights are immutable, so their copies start before griddepcontrol.wait; x is read after it.
-// The launch costs less than decode_ws.cuh, where other warps copy; each step along K costs more.
+// Compared with decode_ws.cuh, where other warps copy, the prologue costs less and each step along K more.
 #pragma once
 #include "decode_common.cuh"
 
 #ifdef __CUDACC__
 namespace gm {
 
-// CTAs per SM that a kernel is compiled for: one fewer where the tile's own state would not leave
-// room for `ctas`.
+// CTAs per multiprocessor for __launch_bounds__: one fewer where a tile needs so many registers that `ctas` do not
+// fit.
 template <typename W, int NT>
-constexpr int roomy(int ctas) {
+constexpr int ctas_per_sm(int ctas) {
   return NT > 1 && ctas > 1 && (W::kGroups > 1 || W::kZero || W::kBytes > 2000) ? ctas - 1 : ctas;
 }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
   uint8_t* xs = smem + WK * depth * kSlot + warp * NX * xslot;
   const uint32_t bar0 = smem_u32(&bars[warp][0]);
 
-  // The warp's part of the weights: a group fills kSub slots of C tiles.
+  // The warp's weights: a group of 128 k is kSub slots of C tiles.
   const char* src[kSub];
   int bytes[kSub], stride[kSub];
   uint64_t policy = 0;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
 #pragma unroll
       for (int i = 0; i < kSub; ++i) issue(s + i, i);
   }
-  // The kernel's last read, fetched with its first.
+  // Prefetches what the epilogue reads.
   if (p.row_scale != nullptr && threadIdx.x * 32 < RT * kTileRows) {
     const int row = block * RT * kTileRows + threadIdx.x * 32;
     if (row < p.n) prefetch_l2(p.row_scale + row);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<NX - 2>();
     __syncwarp();
-    // Every lane has this step's x, and none reads the previous one's any more.
+    // Every lane's part of this step's x has landed, and the previous step's has been read.
     if (step + NX - 1 < steps) loader.load(p, xfree, WK);
     cp_async_commit();
     uint4 x[NT][4];
@@ -132,11 +132,11 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
     }
   }
 
-  // The rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs.
+  // The rings are drained: their memory is reused for the partial sums of the warps and of the cluster's other CTAs.
   __syncthreads();
   if (split > 1) cluster_arrive();
-  leave_sums<W>(acc, smem, warp, lane);
-  finish_sums<T, NT, RT, WK, WK * 32>(p, smem, block * RT, rank);
+  store_partials<W>(acc, smem, warp, lane);
+  reduce_and_store<T, NT, RT, WK, WK * 32>(p, smem, block * RT, rank);
 }
 
 }  // namespace gm

@@ -1,9 +1,7 @@
-// Common parts of the decode kernels: parameters, x in shared memory, products, and the epilogue that reduces
-// partial sums.
+// Common parts of the decode kernels: parameters, x in shared memory, products, and the split-K epilogue.
 //
-// Tiles of W in shared memory are the A operand of mma.m16n8k16, x the B operand, so that the 16-wide side is
-// N and the 8-wide side is M. At M = 1 seven eighths of the products are wasted, but the tensor core is idle
-// anyway and the float units do not become the limit.
+// W is the A operand of mma.m16n8k16, x the B operand: the instruction's M of 16 is N of the problem, its N of 8 is M.
+// At M = 1 seven eighths of the products are padding, but the tensor cores are not the bottleneck.
 #pragma once
 #include <cstdint>
 
@@ -21,8 +19,8 @@ struct DecodeParams {
   const void* residual;    // [M, N], row stride N, or null
   const float* row_scale;  // [N], multiplies a row's sum before bias and residual; or null
   int m, n, k, ldx, tiles, groups;
-  int log_split, depth;       // CTAs of a cluster that share the rows, along K; slots of a ring
-  int inbox, bars;            // bytes into shared memory: of what a cluster's CTAs exchange, of barriers
+  int log_split, depth;       // log2 of the CTAs of a cluster, which split K; slots of a ring
+  int exchange, bars;         // offsets in shared memory: of the cluster's partial sums, of barriers
   int xaligned, scales_half;  // rows of x are 16-byte aligned; scales are fp16, not bf16
 };
 
@@ -35,15 +33,13 @@ struct DecodeParams {
 
 namespace gm {
 
-// A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes whose eight 16-byte
-// chunks are permuted by exclusive or with the row (the tensor cores' 128-byte swizzle): eight rows of a
-// chunk meet no bank twice.
+// A slot of x holds x[:, k0 : k0 + 128] as two halves of 64 k, each of rows of 128 bytes in the 128-byte swizzle: the
+// eight 16-byte chunks of a row are permuted by exclusive or with the row, so that eight rows have no bank conflicts.
 __device__ __forceinline__ uint32_t x_offset(int rows, int row, int chunk) {
   return (chunk >> 3) * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-// A warp copies x to shared memory, with zeros past K. x may be any address: where its rows are not 16-byte
-// aligned it copies element by element.
+// Copies x to shared memory by a warp, element by element, with zeros past K: for rows that are not 16-byte aligned.
 template <typename T>
 __device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, uint32_t slot, int k0,
                                            int lane) {
@@ -56,7 +52,7 @@ __device__ __noinline__ void load_elements(const T* x, int m, int k, int ldx, ui
 
 template <typename T, int NT>
 struct XLoader {
-  const char* src;  // this lane's 16 bytes of its first row, at the next k to be loaded
+  const char* src;  // this lane's 16 bytes of its first row, at the next k
   int k, row, rows, row_step, lane;
   uint32_t slots;
 
@@ -67,9 +63,9 @@ struct XLoader {
     row_step = 4 * p.ldx;
     src = static_cast<const char*>(p.x) + (static_cast<int64_t>(row) * p.ldx + k) * 2;
   }
-  // Copies x[:, 128] to the slot at byte offset `slot` and moves on by `groups` groups of 128.
+  // Copies 128 columns of x to the slot at byte offset `slot`, and advances by `groups` groups of 128.
   __device__ __forceinline__ void load(const DecodeParams& p, uint32_t slot, int groups) {
-    if (p.xaligned) {                                      // 16 lanes a row
+    if (p.xaligned) {                                      // 16 lanes per row
       const uint32_t bytes = max(0, min(8, p.k - k)) * 2;  // the rest is filled with zeros
 #pragma unroll
       for (int i = 0; i < NT * 4; ++i)
@@ -84,9 +80,8 @@ struct XLoader {
   }
 };
 
-// The B fragments of 128 k, from a slot of x: two halves of 64 k, each of rows of 128 bytes in the tensor
-// cores' 128-byte swizzle. row: the address of each fragment's row of the lane in the first half; swizzle: 16
-// times its chunk exclusive-or that row.
+// Loads the B fragments of 128 k from a slot of x. row: address of the lane's row of each fragment in the first half;
+// swizzle: 16 times its chunk exclusive-or that row.
 template <int NT>
 __device__ __forceinline__ void load_x(uint4 (&x)[NT][4], const uint32_t (&row)[NT],
                                        const uint32_t (&swizzle)[NT], uint32_t half_bytes) {
@@ -99,7 +94,7 @@ __device__ __forceinline__ void load_x(uint4 (&x)[NT][4], const uint32_t (&row)[
     }
 }
 
-// Adds the finished sums of a group (G = 0: of the tile) to the accumulators, scaled.
+// Adds the sums of a group (G = 0: of the tile), times its scale, to the accumulators.
 template <typename W, int CH, int NT>
 __device__ __forceinline__ void add_sums(float (&acc)[NT][4], const float (&part)[CH][NT][4], const W& w,
                                          int group, int scales_half) {
@@ -117,13 +112,13 @@ __device__ __forceinline__ void add_sums(float (&acc)[NT][4], const float (&part
     }
 }
 
-// Adds the products of TILES tiles by x to the accumulators. What it returns depends on every word that was
-// loaded: an arrival at a barrier may overtake loads that it does not depend on.
+// Adds the products of TILES tiles by x to the accumulators. The result depends on every word that was loaded: an
+// arrival at a barrier may be reordered before loads that it does not depend on.
 template <typename T, typename W, int NT, int TILES>
 __device__ __forceinline__ uint32_t multiply_tiles(float (*acc)[NT][4], const uint8_t* from,
                                                    const uint4 (&x)[NT][4], int lane, int scales_half) {
-  // Tiles at a time (fp4 is 1 to 2 % faster with two, the others need fewer registers with one); chains of
-  // products a tile; steps a group.
+  // TP: tiles at a time (fp4 is 1 to 2 % faster with two, the others need fewer registers with one). CH: independent
+  // chains of products per tile. kEvery: steps per group.
   constexpr int G = W::kGroups, TP = G == 0 ? 2 : 1, CH = NT == 1 && G <= 1 ? 2 : 1,
                 kEvery = G > 1 ? 8 / G : 8;
   uint32_t any = 0;
@@ -139,7 +134,7 @@ __device__ __forceinline__ uint32_t multiply_tiles(float (*acc)[NT][4], const ui
     for (int step = 0; step < 8; ++step) {
 #pragma unroll
       for (int c = 0; c < tiles; ++c) {
-        if (step % kEvery == 0) {  // sums start anew
+        if (step % kEvery == 0) {  // a new group
 #pragma unroll
           for (int h = 0; h < CH; ++h)
 #pragma unroll
@@ -162,9 +157,10 @@ __device__ __forceinline__ uint32_t multiply_tiles(float (*acc)[NT][4], const ui
   return any;
 }
 
-// Stores a warp's accumulators to shared memory for finish_sums.
+// Stores a warp's accumulators to shared memory for reduce_and_store.
 template <typename W, int NT, int RT>
-__device__ __forceinline__ void leave_sums(const float (&acc)[RT][NT][4], uint8_t* smem, int warp, int lane) {
+__device__ __forceinline__ void store_partials(const float (&acc)[RT][NT][4], uint8_t* smem, int warp,
+                                               int lane) {
   float4* to = reinterpret_cast<float4*>(smem) + warp * (RT * NT * 32) + lane;
 #pragma unroll
   for (int r = 0; r < RT; ++r)
@@ -176,15 +172,15 @@ __device__ __forceinline__ void leave_sums(const float (&acc)[RT][NT][4], uint8_
     }
 }
 
-// Epilogue: shared memory holds, for each of SLICES slices of K, TILES x NT x 32 float4, the accumulators of
-// a lane of mma. Adds the slices in order, reduces over the CTAs of a cluster through distributed shared
-// memory (each owns a share, and adds in the order of ranks), and writes y. smem + p.inbox: memory behind the
-// sums for that; the CTAs have arrived at the cluster's barrier since they used what else lies there.
+// Split-K epilogue: shared memory has, for each of SLICES slices of K, TILES x NT x 32 float4, the accumulators of a
+// lane. Adds the slices in order, reduces over the CTAs of the cluster through distributed shared memory (each CTA
+// owns a share of the elements, and adds in the order of ranks), and writes y. The partial sums of other CTAs come to
+// smem + p.exchange, behind the own ones; the CTAs have arrived at the cluster barrier since they last read it.
 template <typename T, int NT, int TILES, int SLICES, int THREADS>
-__device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem, int tile0, int rank) {
+__device__ __forceinline__ void reduce_and_store(const DecodeParams& p, uint8_t* smem, int tile0, int rank) {
   constexpr int kElems = TILES * NT * 32;
   const float4* scratch = reinterpret_cast<const float4*>(smem);
-  float4* inbox = reinterpret_cast<float4*>(smem + p.inbox);
+  float4* exchange = reinterpret_cast<float4*>(smem + p.exchange);
   const int split = 1 << p.log_split;
   __syncthreads();
   const auto local_sum = [&](int e) {
@@ -196,7 +192,7 @@ __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem
     }
     return sum;
   };
-  const bool finishing = p.bias != nullptr || p.residual != nullptr || p.row_scale != nullptr;
+  const bool has_epilogue = p.bias != nullptr || p.residual != nullptr || p.row_scale != nullptr;
   const auto store = [&](int e, const float4& v) {
     const int l = e & 31, n = e / 32 % NT, row = (tile0 + e / (32 * NT)) * kTileRows + (l >> 2),
               m = n * 8 + (l & 3) * 2;
@@ -209,7 +205,7 @@ __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem
       if (!there[i]) continue;
       const int64_t at = first + (i & 1) * p.n + (i >> 1) * 8;
       float sum = value[i];
-      if (finishing) {
+      if (has_epilogue) {
         if (p.row_scale) sum *= p.row_scale[row + (i >> 1) * 8];
         if (p.bias) sum += Num<T>::to_float(static_cast<const T*>(p.bias)[row + (i >> 1) * 8]);
         if (p.residual) sum += Num<T>::to_float(static_cast<const T*>(p.residual)[at]);
@@ -222,18 +218,18 @@ __device__ __forceinline__ void finish_sums(const DecodeParams& p, uint8_t* smem
     for (int e = threadIdx.x; e < kElems; e += THREADS) store(e, local_sum(e));
     return;
   }
-  cluster_wait();  // every CTA of the cluster is done with its rings: they may be written to
+  cluster_wait();  // every CTA of the cluster has drained its rings, whose memory is reused
   const int share = kElems >> p.log_split;
   for (int e = threadIdx.x; e < kElems; e += THREADS) {
     const float4 v = local_sum(e);
     const int owner = e / share;
-    st_cluster(mapa(smem_u32(inbox + rank * share + e - owner * share), owner), v);
+    st_cluster(mapa(smem_u32(exchange + rank * share + e - owner * share), owner), v);
   }
   cluster_sync();
   for (int e = threadIdx.x; e < share; e += THREADS) {
-    float4 sum = inbox[e];
+    float4 sum = exchange[e];
     for (int s = 1; s < split; ++s) {
-      const float4 v = inbox[s * share + e];
+      const float4 v = exchange[s * share + e];
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     store(rank * share + e, sum);

@@ -1,11 +1,10 @@
-// Schedule decode_ws: decode.cuh warp-specialised.
-// There, warps spend a quarter of their instructions on copying at M = 16.
-// Here one warpgroup copies and the others only multiply, with the registers that it gives up:
+// Schedule decode_ws: decode.cuh warp-specialised. There, warps spend a quarter of their instructions on copies at
+// M = 16. Here one warpgroup copies and the others multiply, with the registers that it releases (setmaxnreg):
 //  - One ring of slots per CTA. A slot holds 128 k of all its rows of W (bulk copies, one lane per block of
 //    64 rows) and of x (TMA, in the 128-byte swizzle).
-//  - WK slices of WN warps take turns at the slots; a slice keeps to its own, so that it can tell by parity
-//    which pass a slot is in.
-//  - Weights do not depend on the kernel before: their copies run ahead of griddepcontrol.wait.
+//  - WK slices of WN warps alternate slots. The number of slots is a multiple of WK, so that a slice always has the
+//    same slots and tracks their phase by a parity.
+//  - Weights do not depend on the previous kernel: their copies are issued before griddepcontrol.wait.
 // Sums are reduced as in decode.cuh, in a fixed order.
 #pragma once
 #include "decode_common.cuh"
@@ -21,11 +20,11 @@ template <typename T, typename W, int NT, int RT, int WN, int WK>
 __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CUtensorMap& x_map) {
   constexpr int kWarps = WN * WK, kTile = W::kBytes, kTiles = WN * RT, kSlot = kTiles * kTile,
                 kXSlot = NT * 8 * kTileK * 2;
-  static_assert(kWarps % 4 == 0, "registers change hands between warpgroups");
-  // Registers of a launched thread, what a copying one keeps, and what a multiplying one gets.
-  constexpr int kThreads = kWarps * 32 + 128, kLaunched = 65536 / kThreads / 8 * 8, kKept = 32;
-  constexpr int kRoom = (kLaunched * kThreads - 128 * kKept) / (kWarps * 32) / 8 * 8,
-                kRegisters = kRoom > 232 ? 232 : kRoom;
+  static_assert(kWarps % 4 == 0, "setmaxnreg applies to whole warpgroups");
+  // Registers per thread: at launch, of the producer, of the consumers.
+  constexpr int kThreads = kWarps * 32 + 128, kLaunched = 65536 / kThreads / 8 * 8, kProducerRegisters = 32;
+  constexpr int kPerConsumer = (kLaunched * kThreads - 128 * kProducerRegisters) / (kWarps * 32) / 8 * 8,
+                kConsumerRegisters = kPerConsumer > 232 ? 232 : kPerConsumer;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, depth = p.depth;
   const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), block = blockIdx.x >> p.log_split;
@@ -41,9 +40,9 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
   griddepcontrol_launch_dependents();
 
   if (warp >= kWarps) {
-    setmaxnreg_dec<kKept>();
+    setmaxnreg_dec<kProducerRegisters>();
     int at = 0;
-    // In a ring's first pass all slots are empty: waiting for the phase before the first succeeds at once.
+    // All slots are empty at first: a wait for the phase before the first one succeeds.
     uint32_t parity = 1;
     const auto next = [&] {
       if (++at == depth) at = 0, parity ^= 1;
@@ -79,7 +78,7 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
       }
     }
     __syncwarp();
-    __syncthreads();  // this and what follows are the barriers of the end: all threads of the CTA count
+    __syncthreads();  // the barriers of the epilogue, in which all threads of the CTA take part
     if (split > 1) cluster_arrive();
     __syncthreads();
     if (split > 1) {
@@ -89,9 +88,9 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
     return;
   }
 
-  setmaxnreg_inc<kRegisters>();
+  setmaxnreg_inc<kConsumerRegisters>();
   const int wn = warp % WN, wk = warp / WN;
-  // The kernel's last read, fetched with its first.
+  // Prefetches what the epilogue reads.
   if (p.row_scale != nullptr && threadIdx.x * 32 < kTiles * kTileRows) {
     const int row = block * kTiles * kTileRows + threadIdx.x * 32;
     if (row < p.n) prefetch_l2(p.row_scale + row);
@@ -128,11 +127,11 @@ __device__ __forceinline__ void linear_decode_ws(const DecodeParams& p, const CU
     if ((at += WK) >= depth) at -= depth, parity ^= 1;
   }
 
-  // The rings are drained; their memory now takes the warps' sums, and those of the cluster's other CTAs.
+  // The rings are drained: their memory is reused for the partial sums of the warps and of the cluster's other CTAs.
   __syncthreads();
   if (split > 1) cluster_arrive();
-  leave_sums<W>(acc, smem, wk * WN + wn, lane);
-  finish_sums<T, NT, kTiles, WK, kWarps * 32>(p, smem, block * kTiles, rank);
+  store_partials<W>(acc, smem, wk * WN + wn, lane);
+  reduce_and_store<T, NT, kTiles, WK, kWarps * 32>(p, smem, block * kTiles, rank);
 }
 
 }  // namespace gm

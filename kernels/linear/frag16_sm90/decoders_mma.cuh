@@ -3,16 +3,16 @@
 //
 //   kBytes              of a tile
 //   kGroups             groups of the tile whose sums are scaled in float32; 0: scales go into the operands
-//   kFactor             what a finished sum is to be multiplied by
-//   kZero               it holds zero points, for which registers are needed
-//   load(tile, lane)    a lane's words of the tile, from shared memory
-//   pairs(step, a)      the A operand of 16 k; steps come in order
+//   kFactor             factor of the final sums
+//   kZero               whether there are zero points, which need registers
+//   load(tile, lane)    loads a lane's words of the tile from shared memory
+//   pairs(step, a)      decodes the A operand of 16 k; called in the order of steps
 //   scale(group, half)  of rows g and g + 8; half: 16-bit scales are fp16, not bf16
-//   any()               depends on every word loaded
+//   any()               a value that depends on every word loaded
 //
-// The low eight bits of a bf16 are an integer x 2^-133, subnormal or not, those of an fp16 an integer x
-// 2^-24. So codes at bits 0 and 4 of a half, and bytes at bit 0, are numbers as they lie: one multiply-add by
-// a power of two subtracts the zero point.
+// The low eight bits of a bf16 are an integer x 2^-133, subnormal or not, those of an fp16 an integer x 2^-24. So codes
+// at bits 0 and 4 of a half, and bytes at bit 0, are valid floats without conversion: one multiply-add by a power of
+// two scales them and subtracts the zero point.
 #pragma once
 #include <type_traits>
 
@@ -54,19 +54,19 @@ __device__ __forceinline__ uint32_t pair_mul(uint32_t a, uint32_t b, __half) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Factors, as pairs, that convert integers in place, exactly: the result is the integer / kFactor.
+// Factors, as pairs, that convert integers in place to floats, exactly: the result is the integer / kFactor.
 template <typename T>
-struct Whole;
+struct IntegerFactors;
 template <>
-struct Whole<__nv_bfloat16> {
+struct IntegerFactors<__nv_bfloat16> {
   static constexpr float kFactor = 64.f;
   static constexpr uint32_t kAt0 = 0x7F007F00u,
                             kAt4 = 0x7D007D00u;    // 2^127, 2^123: of integers at bit 0 and at bit 4
-  static constexpr uint32_t kMinus = 0xFF00FF00u;  // -2^127: of what is to be taken away, at bit 0
+  static constexpr uint32_t kMinus = 0xFF00FF00u;  // -2^127: of the subtrahend, at bit 0
   static constexpr uint32_t kMinus8 = 0xBE00BE00u, kMinus128 = 0xC000C000u;
 };
 template <>
-struct Whole<__half> {
+struct IntegerFactors<__half> {
   static constexpr float kFactor = 512.f;
   static constexpr uint32_t kAt0 = 0x78007800u, kAt4 = 0x68006800u;  // 2^15, 2^11
   static constexpr uint32_t kMinus = 0xF800F800u;                    // -2^15
@@ -78,20 +78,20 @@ struct Whole<__half> {
 // the two rows.
 template <typename T, bool ZERO>
 struct Int4Pairs {
-  using Is = Whole<T>;
-  uint32_t minus[2] = {Is::kMinus8, Is::kMinus8};
+  using Factors = IntegerFactors<T>;
+  uint32_t minus[2] = {Factors::kMinus8, Factors::kMinus8};
   __device__ __forceinline__ void set(uint32_t zeros, int at) {
     if constexpr (ZERO) {
-      minus[0] = pair_mul(__byte_perm(zeros, 0, 0x4040 + at * 0x0101), Is::kMinus, T());
-      minus[1] = pair_mul(__byte_perm(zeros, 0, 0x4141 + at * 0x0101), Is::kMinus, T());
+      minus[0] = pair_mul(__byte_perm(zeros, 0, 0x4040 + at * 0x0101), Factors::kMinus, T());
+      minus[1] = pair_mul(__byte_perm(zeros, 0, 0x4141 + at * 0x0101), Factors::kMinus, T());
     }
   }
   __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
     const uint32_t next = word >> 8;
-    a[0] = pair_fma(word & 0x000f000fu, Is::kAt0, minus[0], T()),
-    a[1] = pair_fma(word & 0x00f000f0u, Is::kAt4, minus[1], T());
-    a[2] = pair_fma(next & 0x000f000fu, Is::kAt0, minus[0], T()),
-    a[3] = pair_fma(next & 0x00f000f0u, Is::kAt4, minus[1], T());
+    a[0] = pair_fma(word & 0x000f000fu, Factors::kAt0, minus[0], T()),
+    a[1] = pair_fma(word & 0x00f000f0u, Factors::kAt4, minus[1], T());
+    a[2] = pair_fma(next & 0x000f000fu, Factors::kAt0, minus[0], T()),
+    a[3] = pair_fma(next & 0x00f000f0u, Factors::kAt4, minus[1], T());
   }
 };
 
@@ -109,7 +109,8 @@ template <typename T>
 __device__ __forceinline__ void int8_pairs(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
   int8_bytes(low, high, a);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = pair_fma(a[i], Whole<T>::kAt0, Whole<T>::kMinus128, T());
+  for (int i = 0; i < 4; ++i)
+    a[i] = pair_fma(a[i], IntegerFactors<T>::kAt0, IntegerFactors<T>::kMinus128, T());
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ void load_words(uint32_t (&to)[WORDS], const uint8_t*
 template <typename T, int G, bool ZERO, ScaleType SC>
 struct Int4Tile {
   static constexpr int kBytes = kCodeBytes + G * kTileRows * (ZERO ? 3 : 2), kGroups = G;
-  static constexpr float kFactor = Whole<T>::kFactor;
+  static constexpr float kFactor = IntegerFactors<T>::kFactor;
   static constexpr bool kZero = ZERO;
   uint4 q[2];
   uint32_t scales[G], zeros[ZERO ? (G + 1) / 2 : 1];
@@ -168,7 +169,7 @@ struct Int4Tile {
 template <typename T, int G, ScaleType SC>
 struct Int8Tile {
   static constexpr int kBytes = 2 * kCodeBytes + G * kTileRows * 2, kGroups = G;
-  static constexpr float kFactor = Whole<T>::kFactor;
+  static constexpr float kFactor = IntegerFactors<T>::kFactor;
   static constexpr bool kZero = false;
   uint4 q[4];
   uint32_t scales[G];

@@ -1,11 +1,11 @@
-// How a lane reads and decodes a tile of a frag16 layout into wgmma's register operand: a class per kind of
-// weight, as decoders_mma.cuh has them for mma.sync. Here scales go into the operand: with many rows of x
-// that is cheaper than into the sums.
+// How a lane reads and decodes a tile of a frag16 layout into wgmma's register operand: a class per kind of weight, as
+// decoders_mma.cuh has for mma.sync. Here scales multiply the operand, which is cheaper than the sums for many rows of
+// x.
 //
 //   Type                         of the operand
 //   kBytes, kFactor              as in decoders_mma.cuh
-//   Part                         what a lane has of 64 k: load(address, lane, half), any(half)
-//   decode(step, part, a, half)  the A operand of 16 k; steps come in order
+//   Part                         a lane's words of 64 k: load(address, lane, half), any(half)
+//   decode(step, part, a, half)  decodes the A operand of 16 k; called in the order of steps
 #pragma once
 #include <type_traits>
 
@@ -25,14 +25,12 @@ __device__ __forceinline__ uint32_t twice(uint32_t word) {
   return __byte_perm(word, 0, ROW == 0 ? 0x1010 : 0x3232);
 }
 
-// (code - zero) x scale, rounded once to T, of the words of rows g and g + 8.
-// What it gives is smaller by kFactor.
+// (code - zero) x scale / kFactor, rounded once to T, of the words of rows g and g + 8.
 //
-// bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a
-// half are numbers as they lie, c x 2^-133 and c x 2^-129, and one multiply-add subtracts the 8, scales, and
-// rounds once. 2^-32 keeps the factors in range. A zero point times a scale would be rounded: it is
-// subtracted first. SPLIT_SCALES: fp16 scales, held as the sum of two bf16 (11 bits are 8 and 3, and a code
-// times 3 bits is exact).
+// bf16: the low eight bits of a bf16 are an integer x 2^-133, subnormal or not. So codes at bits 0 and 4 of a half are
+// valid floats, c x 2^-133 and c x 2^-129, and one multiply-add subtracts 8, scales, and rounds once. 2^-32 keeps the
+// factors in range. A zero point times a scale would be rounded: it is subtracted first. SPLIT_SCALES: fp16 scales, held
+// as the sum of two bf16 (11 bits are 8 and 3, and a code times 3 bits is exact).
 template <typename T, bool ZERO, bool SPLIT_SCALES>
 struct Int4Scales {
   static constexpr float kFactor = 4294967296.f;                         // 2^32
@@ -170,7 +168,7 @@ struct Fp4Operand {
   }
 };
 
-// A pair by a float32 factor, rounded once.
+// A pair times a float32 factor, rounded once.
 __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float by, __nv_bfloat16) {
   const __nv_bfloat162 out =
       __floats2bfloat162_rn(__uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xffff0000u) * by);
@@ -218,7 +216,7 @@ struct Int8Operand {
   using Type = T;
   static constexpr bool kHalf = std::is_same_v<T, __half>;
   static constexpr int kBytes = 2 * kCodeBytes + G * kTileRows * 2;
-  static constexpr float kFactor = kHalf ? 1.f : Whole<T>::kFactor;
+  static constexpr float kFactor = kHalf ? 1.f : IntegerFactors<T>::kFactor;
   uint32_t pair[2];
   float by[2];
   struct Part {
@@ -238,7 +236,7 @@ struct Int8Operand {
     if constexpr (kHalf)
       return pair_sub(bytes | 0x64006400u, 0x64806480u);
     else
-      return pair_fma(bytes, Whole<T>::kAt0, Whole<T>::kMinus128, T());
+      return pair_fma(bytes, IntegerFactors<T>::kAt0, IntegerFactors<T>::kMinus128, T());
   }
   __device__ __forceinline__ void decode(int step, const Part& part, uint32_t (&a)[4], int scales_half) {
     if (step % (8 / G) == 0) {

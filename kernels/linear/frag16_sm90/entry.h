@@ -33,11 +33,11 @@ GM_DECODERS
 #define GM_CHECKED(W) static_assert(W::kBytes == GM_TILE_BYTES, "tile_bytes of instances.json")
 
 #if GM_SCHEDULE == GM_DECODE
-#define GM_KERNEL(name, x_type, scale_type, T, W, nt, rt, c, wk, nx, ctas)      \
-  extern "C" __global__ void __launch_bounds__(wk * 32, gm::roomy<W, nt>(ctas)) \
-      name(const __grid_constant__ gm::DecodeParams p) {                        \
-    GM_CHECKED(W);                                                              \
-    gm::linear_decode<T, W, nt, rt, c, wk, nx>(p);                              \
+#define GM_KERNEL(name, x_type, scale_type, T, W, nt, rt, c, wk, nx, ctas)            \
+  extern "C" __global__ void __launch_bounds__(wk * 32, gm::ctas_per_sm<W, nt>(ctas)) \
+      name(const __grid_constant__ gm::DecodeParams p) {                              \
+    GM_CHECKED(W);                                                                    \
+    gm::linear_decode<T, W, nt, rt, c, wk, nx>(p);                                    \
   }
 #elif GM_SCHEDULE == GM_DECODE_WS
 #define GM_KERNEL(name, x_type, scale_type, T, W, nt, rt, wn, wk)                               \
@@ -56,7 +56,7 @@ GM_DECODERS
 #endif
 GM_INSTANCES(GM_KERNEL)
 
-#else  // the host's half
+#else  // host
 #include "args.h"
 
 namespace {
@@ -89,12 +89,12 @@ struct Shape {
 
 struct Shape {
   int mt, c, slices, ctas, xs, ws, threads, smem;
-  bool turns;
+  bool staggered;
   bool is(const Args& a) const { return mt == a.mt && c == a.c && slices == a.slices && ctas == a.ctas; }
 };
 template <typename Cta>
 constexpr Shape shape_of(int mt, int c, int slices, int ctas, int xs, int ws) {
-  return {mt, c, slices, ctas, xs, ws, Cta::kThreads, Cta::smem(xs, ws, GM_TILE_BYTES), Cta::kTurns};
+  return {mt, c, slices, ctas, xs, ws, Cta::kThreads, Cta::smem(xs, ws, GM_TILE_BYTES), Cta::kStaggered};
 }
 #define GM_INSTANCE(name, x_type, scale_type, T, W, mt, c, slices, ctas, xs, ws4, ws8, chains, pending) \
   {x_type,                                                                                              \
@@ -131,8 +131,9 @@ bool is_copyable(const Args& a) {
 
 int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
   if (a.grid < 1 || a.grid > gm::kFlagBytes / (a.c * a.slices * 16) || a.raster < 1) return GM_E_ARG;
-  // The first half uses up `lag` groups, and waits for the next, before the second gives back any.
-  if (a.lag < 0 || a.lag * 2 >= shape.xs || a.lag >= shape.ws || (a.lag > 0 && (a.split > 1 || !shape.turns)))
+  // The first half consumes `lag` groups, and waits for the next, before the second half releases any.
+  if (a.lag < 0 || a.lag * 2 >= shape.xs || a.lag >= shape.ws ||
+      (a.lag > 0 && (a.split > 1 || !shape.staggered)))
     return GM_E_ARG;
   if (a.split > a.mt / 8 / a.slices || a.even < 0 || a.even > 2) return GM_E_ARG;
   // A CTA of several slices has one tile, and a group of 128 k for each of them.
@@ -168,8 +169,8 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
       p.shared_tiles = int(shared), p.part_groups = int(units / grid), p.longer_parts = int(units % grid);
     }
   }
-  const bool each = a.split > 1 || a.slices > 1;  // CTAs of their own for each tile
-  const int64_t ctas = each ? tiles * a.split : p.shared_tiles == 0 && tiles < grid ? tiles : grid;
+  const bool one_tile = a.split > 1 || a.slices > 1;  // per CTA, which is not persistent
+  const int64_t ctas = one_tile ? tiles * a.split : p.shared_tiles == 0 && tiles < grid ? tiles : grid;
   void* arguments[] = {&p, &map};
   return kernel.launch(a.device, a.stream,
                        {.grid_x = unsigned(ctas),
@@ -203,13 +204,13 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
 
   gm::DecodeParams p = params_of(a);
   p.xaligned = a.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(a.x) % 16 == 0;
-  // Whole steps along K, and no more slots than there are.
+  // Whole steps along K, and no more slots than steps.
   const int sub = rt / c, chunks = ceil_div(ceil_div(p.groups, split), wk) * sub;
   int slots = (a.depth < chunks ? a.depth : chunks) / sub * sub;
   if (slots < sub) slots = sub;
   if (slots > gm::kMaxDepth) slots = gm::kMaxDepth / sub * sub;
   p.depth = slots;
-  p.inbox = wk * rt * nt * 512;
+  p.exchange = wk * rt * nt * 512;
   const int smem = GM_SHARED_BYTES;
   if (smem + wk * gm::kMaxDepth * 8 + GM_RESERVED_BYTES > GM_CTA_BYTES) return GM_E_ARG;
   if (a.device < 0) return smem;
@@ -228,14 +229,14 @@ int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
 int run(const Args& a, const Shape& shape, gm::CudaKernel& kernel) {
   const auto [nt, rt, wn, wk] = shape;
   const int m = a.m, split = a.split, depth = a.depth;
-  // A slice keeps to its own slots, so that it can tell by parity which pass a slot is in.
+  // A slice always has the same slots, whose phase it tracks by a parity.
   if (depth < wk || depth % wk != 0 || depth > gm::kMaxDepth) return GM_E_ARG;
   if (m < 0 || m > nt * 8 || a.n < 1 || a.k < 1 || a.ldx > INT32_MAX / 64 || !is_copyable(a))
     return GM_E_SHAPE;
 
   gm::DecodeParams p = params_of(a);
   p.depth = depth;
-  p.inbox = wn * wk * rt * nt * 512;
+  p.exchange = wn * wk * rt * nt * 512;
   const int smem = GM_SHARED_BYTES;
   p.bars = smem - 2 * gm::kMaxDepth * 8;
   if (smem + GM_RESERVED_BYTES > GM_CTA_BYTES) return GM_E_ARG;

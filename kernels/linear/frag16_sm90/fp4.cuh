@@ -1,9 +1,9 @@
 // E2M1 codes of f4_frag16_v1 as pairs of 16-bit floats.
 //
-// A code is s e1 e0 m. Its bits belong at 15 and 8, 7, 6 of a bf16 (15 and 11, 10, 9 of an fp16): there they
-// are the value times 2^-126 (2^-14), the subnormal 0.5 included. The layout spreads the 32 bits of a word so
-// that three of its four pairs need one rotation and one mask, and the fourth two: 7 logic operations a word,
-// as many as 4-bit integers need, where codes that lie together would take 10 to 12.
+// A code is s e1 e0 m. At bits 15 and 8, 7, 6 of a bf16 (15 and 11, 10, 9 of an fp16) it is the value times 2^-126
+// (2^-14), the subnormal 0.5 included. The layout permutes the 32 bits of a word so that three of its four pairs need
+// one rotation and one mask, and the fourth two: 7 logic operations per word, as many as for 4-bit integers, instead of
+// 10 to 12 with contiguous codes.
 #pragma once
 #include <cstdint>
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ void fp4_pairs<__half>(uint32_t w, uint32_t (&a)[4]) 
   a[3] = ((w << 14) & sign) | (__funnelshift_l(w, w, 17) & top) | ((w << 9) & low);
 }
 
-// a times the low (HALF = 0) or high half of b, rounded once: exact wherever it is used here.
+// a times the low (HALF = 0) or high half of b, rounded once; exact in all uses here.
 template <typename T, int HALF>
 __device__ __forceinline__ uint32_t times_half(uint32_t a, uint32_t b);
 template <>

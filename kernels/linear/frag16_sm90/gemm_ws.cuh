@@ -3,16 +3,15 @@
 // The product is transposed, Y^T = W X^T: decoded weights are wgmma's register operand, so a weight is
 // decoded once for MT rows of x and never touches shared memory again; x is the shared operand. A CTA owns C
 // blocks of 64 rows of W and MT rows of x:
-//  - Two threads of the last warpgroup fill a ring each: weights (a slot is a group of 128 k, by bulk copies)
-//    and x (64 k per slot, by TMA in the 128-byte swizzle). Weights do not depend on the
-//    kernel before: their copies run ahead of griddepcontrol.wait.
-//  - Each other warpgroup takes 64 rows of W: it decodes the 16 k of a product while the product before runs,
-//    with the registers that the last warpgroup gives up.
-// CTAs walk over tiles of Y, and the copies of the next tile run during the end of the last; one half of the
-// warpgroups may stay behind the other, so that its products run then, too. What does not fill the machine
-// evenly is dealt out along K: partial sums meet in scratch memory, in a fixed order. Or a tile is shared by
-// the CTAs of a cluster, which add their sums in the order of ranks. Or warpgroups take turns along K over
-// the same rows of W, one tile per CTA, and add their sums in shared memory, in the order of slices.
+//  - Producer warpgroup: two threads fill a ring each, of weights (a slot is a group of 128 k, by bulk copies) and of x
+//    (64 k per slot, by TMA in the 128-byte swizzle). Weights do not depend on the previous kernel: their copies are
+//    issued before griddepcontrol.wait.
+//  - Consumer warpgroups: 64 rows of W each. The 16 k of a product are decoded while the previous product runs.
+// CTAs are persistent: copies of the next tile overlap with the epilogue, and one half of the warpgroups may be
+// staggered behind the other, so that its products overlap with it too. Tiles that do not fill a wave are split along
+// K: by stream-K, with partial sums in scratch memory; or over the CTAs of a cluster, which reduce them in the order of
+// ranks; or, with one tile per CTA, over warpgroups of the same rows of W, which reduce them in shared memory in the
+// order of slices. Every order is fixed.
 #pragma once
 #include "decoders_wgmma.cuh"
 #include "gemm_ws_tiles.cuh"
@@ -24,9 +23,8 @@
 
 namespace gm {
 
-// Place in a ring of N slots of SIZE bytes, SLOTS bytes into shared memory: the addresses of a slot and of
-// its barrier "filled", which is BARS bytes into it, N * 8 before the one "emptied"; and the parity of this
-// pass over the ring.
+// State of a pipeline of N slots of SIZE bytes at offset SLOTS of shared memory: the addresses of the current slot and
+// of its full barrier (at offset BARS, N * 8 before the empty one), and the phase parity.
 template <int N, int SIZE, int SLOTS, int BARS>
 struct Ring {
   uint32_t slot, full, parity = 0;
@@ -44,10 +42,10 @@ struct Ring {
   }
 };
 
-// Products of a tile: `groups` groups of 128 k of a warpgroup's slice. part[0] has the first 64 k of the first
-// group; a: buffers of decoded operands. The last products are still under way at the end. Returns the barrier
-// "emptied" of their slot of x.
-//   release(bar)    arrives at a barrier "emptied" of x
+// Main loop of a tile: `groups` groups of 128 k of a warpgroup's slice. part[0] has the first 64 k of the first group;
+// a: buffers of decoded operands. The last products are still in flight at the end. Returns the empty barrier of their
+// slot of x.
+//   release(bar)    arrives at an empty barrier of x
 //   landed()        called when a slot of x is full
 template <typename W, int MT, int SLICES, int CHAINS, int PENDING, typename XRing, typename WRing,
           typename Release, typename Landed>
@@ -78,12 +76,12 @@ __device__ __forceinline__ uint32_t multiply_groups(float (&acc)[CHAINS][MT / 2]
       Wgmma<T, MT>::rs(acc[s % CHAINS], a[s % kBuffers], rows + (s & 3) * 2,
                        s >= CHAINS ? 1 : add);  // 16 k are 32 bytes
       wgmma_commit();
-      wgmma_wait<PENDING>();  // operands of the products before those under way may change
+      wgmma_wait<PENDING>();  // operands of completed products may be overwritten
       if (s % 4 == PENDING - 1 && (s > 3 || add != 0)) release(last_x);
       if (s == 3) last_x = x.empty(), x.next(base);
       if (s == 7) last_x = x.empty(), x.template next<2 * SLICES - 1>(base);
       if (s == 0) {
-        // Not before the codes are in registers: an arrival may overtake loads, so it has to depend on them.
+        // An arrival may be reordered before the loads of the codes, so it is made to depend on them.
         const uint32_t zero = opaque_zero();
         if ((lane | ((part[0].any(0) | part[1].any(1)) & zero)) < kArrivingLanes) mbar_arrive(w.empty());
         w.template next<SLICES>(base);
@@ -99,29 +97,29 @@ __device__ __forceinline__ uint32_t multiply_groups(float (&acc)[CHAINS][MT / 2]
   return last_x;
 }
 
-// W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of
-// the rings.  CHAINS: sums that products take turns to add to, where a product is too short to hide the one
-// before it.  PENDING: products at work.
+// W: the kind of weight, a class of decoders_wgmma.cuh.  MT, C, SLICES, CTAS: see Cta.  XS, WS: slots of the rings.
+// CHAINS: accumulators that products alternate, where one is too short to hide the latency of the one before.
+// PENDING: products in flight.
 template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int CHAINS, int PENDING>
 __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtensorMap& x_map) {
   using T = typename W::Type;
   using Shape = Cta<MT, C, SLICES, CTAS>;
-  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
+  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 ||
+                SLICES == 1);  // a slice always has the same slots
   constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile,
                 kThreads = C * SLICES * 128;
-  constexpr int kMine = Shape::kMine, kStored = Shape::kPairs;
+  constexpr int kFragments = Shape::kFragments, kStored = Shape::kPairs;
   constexpr int kParts = MT == 32 ? 4 : 1;  // parts of a sum loaded at a time
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
   constexpr int kWRing = XS * kXSlot, kStaging = kWRing + WS * kWSlot, kStagingSize = 512 * kStored;
   constexpr int kExchange = kStaging + C * SLICES * 4 * kStagingSize, kBars = kExchange + Shape::kExchange;
-  // A barrier for each slot of x: the first warpgroup is done with it.
-  constexpr int kAhead = kBars + (XS + WS) * 16;
+  // Barriers by which the first warpgroup signals that it has consumed a slot of x.
+  constexpr int kStaggerBars = kBars + (XS + WS) * 16;
   using XRing = Ring<XS, kXSlot, 0, kBars>;
   using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
-  // One thread, addresses that are known:
-  // where lanes have barriers of their own, each takes a round of a loop.
+  // By one thread, with addresses known at compile time: spread over lanes it would become a loop.
   if (threadIdx.x == 0) {
     const XRing x(base);
     const WRing w(base);
@@ -129,26 +127,26 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       mbar_init(x.full + i * 8, 1), mbar_init(x.empty() + i * 8, C * 4 * kArrivingLanes);
     for (int i = 0; i < WS; ++i)
       mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArrivingLanes);
-    if constexpr (Shape::kTurns)
-      for (int i = 0; i < XS; ++i) mbar_init(base + kAhead + i * 8, 1);
+    if constexpr (Shape::kStaggered)
+      for (int i = 0; i < XS; ++i) mbar_init(base + kStaggerBars + i * 8, 1);
     fence_mbarrier_init();
   }
   __syncthreads();
   griddepcontrol_launch_dependents();
 
   if (warp >= C * SLICES * 4) {
-    setmaxnreg_dec<Shape::kGiven>();
-    // In a ring's first pass all slots are empty: waiting for the phase before the first succeeds at once.
+    setmaxnreg_dec<Shape::kProducerRegisters>();
+    // All slots are empty at first: a wait for the phase before the first one succeeds.
     if (threadIdx.x == kThreads) {
-      prefetch_tensormap(&x_map);  // not before the barrier: all would wait for it
-      Walk walk(p);
+      prefetch_tensormap(&x_map);  // after the barrier, which would wait for it
+      TileScheduler scheduler(p);
       XRing x(base);
       int index, k;
 #pragma unroll 1
-      for (int groups; (groups = walk.next(p, index, k)) > 0;) {
+      for (int groups; (groups = scheduler.next(p, index, k)) > 0;) {
         const int row = tile_at(p, index).m * MT;
         k *= kTileK;
-        griddepcontrol_wait();  // here, so that a kernel's first divisions do not come after it
+        griddepcontrol_wait();  // after the scheduler's first divisions
 #pragma unroll 1
         for (int h = groups * 2; h > 0; --h, k += kXSlotK) {
           mbar_wait(x.empty(), x.parity ^ 1);
@@ -157,17 +155,17 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           x.next(base);
         }
       }
-    } else if (threadIdx.x == kThreads + 32) {  // immutable weights: nothing to wait for but an empty slot
-      Walk walk(p);
+    } else if (threadIdx.x == kThreads + 32) {  // weights are constant: no griddepcontrol.wait
+      TileScheduler scheduler(p);
       WRing w(base);
       const uint64_t policy = p.m_tiles > 1 ? l2_evict_normal() : l2_evict_first();
       int index, k;
 #pragma unroll 1
-      for (int groups; (groups = walk.next(p, index, k)) > 0;) {
+      for (int groups; (groups = scheduler.next(p, index, k)) > 0;) {
         const int block = tile_at(p, index).n * C, here = p.tiles16 - block * 4;
         const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
         const uint8_t* from = p.w + block * block_bytes;
-        if (here >= C * 4) {  // not by way of min(here, C * 4) kept above 0: ptxas 13.0 then branched wrongly
+        if (here >= C * 4) {  // not as max(0, min(here, C * 4)): ptxas 13.0 miscompiled the branch
           from += k * (4 * kTile);
 #pragma unroll 1
           for (int left = groups; left > 0; --left, from += 4 * kTile) {
@@ -200,8 +198,8 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       cluster_sync();
     }
   } else {
-    setmaxnreg_inc<Shape::kRegisters>();
-    Walk walk(p);
+    setmaxnreg_inc<Shape::kConsumerRegisters>();
+    TileScheduler scheduler(p);
     const int slice = SLICES == 1 ? 0 : warp / (C * 4),
               my_rows = SLICES == 1 ? warp : warp % (C * 4);  // 16 of W
     XRing x(base, slice * 2);
@@ -209,40 +207,40 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
     const uint32_t my_tile = my_rows * kTile, staging = base + kStaging + warp * kStagingSize;
     griddepcontrol_wait();
 
-    const bool ahead_of_others = Shape::kTurns && p.lag > 0 && threadIdx.x == 0;
-    const auto done_with = [&](uint32_t slot) {
+    const bool leads = Shape::kStaggered && p.lag > 0 && threadIdx.x == 0;
+    const auto release = [&](uint32_t slot) {
       if (lane < kArrivingLanes) mbar_arrive(slot);
-      if (ahead_of_others) mbar_arrive(slot + (kAhead - kBars - XS * 8));
+      if (leads) mbar_arrive(slot + (kStaggerBars - kBars - XS * 8));
     };
     int index, k;
 #pragma unroll 1
-    // The shuffle shows the compiler one value per warp.
-    for (int groups; (groups = __shfl_sync(0xffffffffu, walk.next(p, index, k), 0)) > 0;) {
-      // Never 0: a tile has as many groups as there are slices.
+    // The shuffle tells the compiler that the value is uniform.
+    for (int groups; (groups = __shfl_sync(0xffffffffu, scheduler.next(p, index, k), 0)) > 0;) {
+      // Never 0: a tile has at least as many groups as slices.
       const int mine = (groups + SLICES - 1 - slice) / SLICES;
       float acc[CHAINS][MT / 2];
       uint32_t a[PENDING + 1][4];
-      // From memory, which would be a long wait at the end of the tile.
+      // Hides the latency of the epilogue's load.
       if (p.row_scale != nullptr && lane == 0) {
         const int row = (tile_at(p, index).n * C * 4 + my_rows) * kTileRows;
         if (row < p.n) prefetch_l2(p.row_scale + row);
       }
-      // One half multiplies while the other stores.
-      if (Shape::kTurns && p.lag > 0 && warp >= C * 2) {
+      // Staggers the second half of the warpgroups, so that one half multiplies while the other stores.
+      if (Shape::kStaggered && p.lag > 0 && warp >= C * 2) {
         const int slots = min(p.lag, groups) * 2 - 1;
-        uint32_t ahead = x.full + (kAhead - kBars) + slots * 8;
-        const bool around = ahead >= base + kAhead + XS * 8;
-        mbar_wait(around ? ahead - XS * 8 : ahead, around ? x.parity ^ 1 : x.parity);
+        uint32_t bar = x.full + (kStaggerBars - kBars) + slots * 8;
+        const bool wraps = bar >= base + kStaggerBars + XS * 8;
+        mbar_wait(wraps ? bar - XS * 8 : bar, wraps ? x.parity ^ 1 : x.parity);
       }
       typename W::Part part[2];
       W weights;
       mbar_wait(w.full, w.parity);
       part[0].load(w.slot + my_tile, lane, 0);
       const uint32_t last_x = multiply_groups<W, MT, SLICES, CHAINS, PENDING>(
-          acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, done_with, [] {});
-      // Operands of the epilogue are loaded while the last products run.
+          acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, release, [] {});
+      // Loads the operands of the epilogue while the last products run.
       const Tile tile = tile_at(p, index);
-      const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kMine * 8;
+      const int n0 = (tile.n * C * 4 + my_rows) * kTileRows, m0 = tile.m * MT + slice * kFragments * 8;
       float bias[2] = {0.f, 0.f}, by[2] = {W::kFactor, W::kFactor};
       if (p.row_scale != nullptr) {
         const int row = n0 + (lane >> 2);
@@ -255,33 +253,33 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         if (row + 8 < p.n) bias[1] = Num<T>::to_float(static_cast<const T*>(p.bias)[row + 8]);
       }
       wgmma_wait<0>();
-      done_with(last_x);
+      release(last_x);
       if constexpr (CHAINS == 2) {
 #pragma unroll
         for (int i = 0; i < MT / 2; ++i) acc[0][i] += acc[1][i];
       }
       float (&sum)[MT / 2] = acc[0];
       if constexpr (SLICES > 1) {
-        // Each slice reduces its share of the rows of x, and sends the others' to their slices. They are
-        // added in the order of slices.
+        // Each slice reduces its share of the rows of x, in the order of slices, and sends the other rows' sums to the
+        // slices that own them.
         const auto place = [&](int owner, int from, int f) {  // from: of the SLICES - 1 others
           return base + kExchange +
-                 (((owner * (SLICES - 1) + from) * kMine + f) * 128 + (threadIdx.x & 127)) * 16;
+                 (((owner * (SLICES - 1) + from) * kFragments + f) * 128 + (threadIdx.x & 127)) * 16;
         };
 #pragma unroll
-        for (int f = 0; f < SLICES * kMine; ++f)
-          if (f / kMine != slice)
-            st_shared(place(f / kMine, slice - (slice > f / kMine), f % kMine),
+        for (int f = 0; f < SLICES * kFragments; ++f)
+          if (f / kFragments != slice)
+            st_shared(place(f / kFragments, slice - (slice > f / kFragments), f % kFragments),
                       make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
         bar_sync(1, kThreads);
 #pragma unroll
-        for (int f = 0; f < kMine; ++f) {
+        for (int f = 0; f < kFragments; ++f) {
           float all[4];
 #pragma unroll
           for (int o = 0; o < SLICES; ++o) {
             float v[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = sum[(o * kMine + f) * 4 + i];
+            for (int i = 0; i < 4; ++i) v[i] = sum[(o * kFragments + f) * 4 + i];
             if (o != slice) ld_shared(v, place(slice, o - (o > slice), f));
 #pragma unroll
             for (int i = 0; i < 4; ++i) all[i] = o == 0 ? v[i] : all[i] + v[i];
@@ -292,12 +290,12 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
       }
 
       if (groups < p.groups && p.log_split == 0) {
-        // Partial sums are stored in accumulator layout, with a flag per warp. The CTA that has a tile's
-        // first groups adds the others' sums, in the order of k.
+        // Stream-K fix-up: partial sums are stored in accumulator layout, with a flag per warp. The CTA with the first
+        // groups of a tile adds those of the others, in the order of k.
         constexpr int kPartBytes = MT * C * 256;
         uint32_t* flags = reinterpret_cast<uint32_t*>(p.scratch);
         uint8_t* parts = p.scratch + kFlagBytes;
-        int first = Walk::part();
+        int first = TileScheduler::part();
         const auto flag_of = [&](int part) { return flags + part * C * SLICES * 4 + warp; };
         const auto sums_of = [&](int part) {
           return reinterpret_cast<float4*>(parts + static_cast<int64_t>(part) * kPartBytes) + threadIdx.x;
@@ -305,7 +303,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
         if (k > 0) {
           float4* to = sums_of(first);
 #pragma unroll
-          for (int f = 0; f < kMine; ++f)
+          for (int f = 0; f < kFragments; ++f)
             __stcg(to + f * kThreads,
                    make_float4(sum[f * 4], sum[f * 4 + 1], sum[f * 4 + 2], sum[f * 4 + 3]));
           __syncwarp();
@@ -313,11 +311,11 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           continue;
         }
         const int end = (index + 1) * p.groups;
-        for (int count = 32; count == 32;) {  // the flags of 32 parts at a time, a lane each
-          const bool there = Walk::begin(p, ++first + lane) < end;
+        for (int count = 32; count == 32;) {  // the flags of 32 parts at a time, one per lane
+          const bool there = TileScheduler::begin(p, ++first + lane) < end;
           uint32_t* flag = flag_of(first + lane);
           uint32_t set = 1;
-          do {  // until a vote, so that the compiler sees one path for the warp
+          do {  // ends by a vote, so that the warp stays converged
             if (there) set = ld_acquire(flag);
           } while (__any_sync(0xffffffffu, set == 0));
           __syncwarp();
@@ -327,7 +325,7 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
           for (int part = first; part < first + count; ++part) {
             const float4* from = sums_of(part);
 #pragma unroll
-            for (int f = 0; f < kMine; ++f) {
+            for (int f = 0; f < kFragments; ++f) {
               const float4 v = __ldcg(from + f * kThreads);
               sum[f * 4] += v.x, sum[f * 4 + 1] += v.y, sum[f * 4 + 2] += v.z, sum[f * 4 + 3] += v.w;
             }
@@ -338,20 +336,21 @@ __device__ __forceinline__ void linear_gemm_ws(const GemmParams& p, const CUtens
 
       if (p.log_split == 0) {
 #pragma unroll
-        for (int f = 0; f < kMine; f += kStored * 2) {
+        for (int f = 0; f < kFragments; f += kStored * 2) {
           float v[kStored * 8];
 #pragma unroll
           for (int i = 0; i < kStored * 8; ++i) v[i] = sum[f * 4 + i];
           store_fragments<T, kStored>(p, v, by, bias, staging, n0, m0 + f * 8, p.m);
         }
       } else {
-        // Every CTA of the cluster has used up its rings: they take the sums.
-        // Each CTA owns a share of the fragments.
+        // Once every CTA of the cluster has drained its rings, they are reused for partial sums. Each CTA owns a share
+        // of the fragments.
         __syncwarp();
         cluster_sync();
-        const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1), share = kMine >> p.log_split;
+        const int split = 1 << p.log_split, rank = blockIdx.x & (split - 1),
+                  share = kFragments >> p.log_split;
 #pragma unroll
-        for (int f = 0; f < kMine; ++f) {
+        for (int f = 0; f < kFragments; ++f) {
           const int owner = f / share;
           const uint32_t to = base + ((rank * share + f - owner * share) * kThreads + threadIdx.x) * 16;
           st_cluster(mapa(to, owner),

@@ -1,5 +1,4 @@
-// The tiles of Y under gemm_ws: the kernel's parameters,
-// which tiles a CTA takes and when, and how a tile is written.
+// Parameters, shapes, tile scheduler and store of gemm_ws.
 #pragma once
 #include <cstdint>
 
@@ -14,36 +13,36 @@ struct GemmParams {
   const void* residual;       // [M, N], row stride N, or null
   const float* row_scale;     // [N], multiplies a row's sum before bias and residual; or null
   int m, n, groups, tiles16;  // groups of 128 along K, tiles of 16 rows along N
-  uint8_t* scratch;  // kFlagBytes of flags, which are zero before and after; then partial sums of the CTAs
-  int n_tiles, m_tiles, raster;  // tiles of Y; how many along M are neighbours in time
-  // See quotient: of groups, raster * n_tiles, raster, m_tiles % raster.
+  uint8_t* scratch;           // kFlagBytes of flags, zero between launches; then the partial sums of the CTAs
+  int n_tiles, m_tiles, raster;  // tiles of Y; tiles along M of a raster band
+  // Reciprocals (see quotient) of groups, raster * n_tiles, raster, m_tiles % raster.
   uint32_t by_groups, by_band, by_raster, by_rest;
-  int shared_tiles;               // of the tiles, the first ones: their groups are dealt out evenly,
-  int part_groups, longer_parts;  // this many to each CTA, and one more to the first ones
-  int log_split, scales_half;     // CTAs of a cluster that share a tile; scales are fp16, not bf16
+  int shared_tiles;               // the first tiles are stream-K: their groups are divided evenly,
+  int part_groups, longer_parts;  // part_groups per CTA, one more for the first longer_parts
+  int log_split, scales_half;     // log2 of the CTAs of a cluster, which split K; scales are fp16, not bf16
   int vector;                     // rows of y and residual are 16-byte aligned
-  int lag;                        // groups that the second half of the warpgroups stays behind the first
+  int lag;                        // groups by which the second half of the warpgroups is staggered
 };
 
 constexpr int kXSlotK = 64;
 constexpr int kFlagBytes = 1 << 16;
 
-// A CTA of MT rows of x, C blocks of 64 rows of W, and for each block SLICES warpgroups, which take turns
-// along K. CTAS of them fit a multiprocessor.
+// A CTA of MT rows of x, C blocks of 64 rows of W, and for each block SLICES warpgroups, which alternate groups of K.
+// CTAS: per multiprocessor.
 template <int MT, int C, int SLICES, int CTAS>
 struct Cta {
   static constexpr int kGroups = C * SLICES, kThreads = kGroups * 128 + 128;
-  static constexpr int kRegisters = kGroups == 4 ? 112
-                                    : CTAS == 2  ? 104
-                                                 : 232,
-                       kGiven = kGroups == 4 || CTAS == 2 ? 32 : 40;
-  // Fragments of 8 rows of x that a warpgroup has in the end; pairs of them that a warp writes at a time, 512
-  // bytes of staging each.
-  static constexpr int kMine = MT / 8 / SLICES, kMost = CTAS == 1 ? 4 : 2,
-                       kPairs = kMost < kMine / 2 ? kMost : kMine / 2;
-  // One half of the warpgroups may lag behind the other, so that they store in turn; with two warpgroups the
-  // signalling costs the loop too much.
-  static constexpr bool kTurns = C == 4;
+  static constexpr int kConsumerRegisters = kGroups == 4 ? 112
+                                            : CTAS == 2  ? 104
+                                                         : 232,
+                       kProducerRegisters = kGroups == 4 || CTAS == 2 ? 32 : 40;
+  // Fragments of 8 rows of x that a warpgroup stores; pairs of them that a warp stores at a time, with 512 bytes of
+  // staging each.
+  static constexpr int kFragments = MT / 8 / SLICES, kMaxPairs = CTAS == 1 ? 4 : 2,
+                       kPairs = kMaxPairs < kFragments / 2 ? kMaxPairs : kFragments / 2;
+  // Whether one half of the warpgroups may be staggered behind the other, so that their epilogues alternate. With two
+  // warpgroups the signals cost the main loop too much.
+  static constexpr bool kStaggered = C == 4;
   static constexpr int kExchange = (SLICES - 1) * C * MT * 256;  // bytes of sums that slices exchange
   static constexpr int smem(int xs, int ws, int tile_bytes) {
     return xs * MT * kXSlotK * 2 + ws * C * 4 * tile_bytes + kGroups * 4 * 512 * kPairs + kExchange +
@@ -51,8 +50,8 @@ struct Cta {
   }
 };
 
-// n / d for 0 <= n < 2^31 by reciprocal(d): an eighth of the instructions of a division, which would stand
-// between a launch and its first copy.
+// n / d for 0 <= n < 2^31 by reciprocal(d): an eighth of the instructions of a division, on the critical path from a
+// launch to its first copy.
 constexpr uint32_t reciprocal(int d) { return d > 0 ? 0xffffffffu / static_cast<uint32_t>(d) : 0; }
 
 }  // namespace gm
@@ -63,7 +62,7 @@ constexpr uint32_t reciprocal(int d) { return d > 0 ? 0xffffffffu / static_cast<
 namespace gm {
 
 __device__ __forceinline__ int quotient(int n, int d, uint32_t reciprocal) {
-  const int q = __umulhi(n, reciprocal);  // right or one too small
+  const int q = __umulhi(n, reciprocal);  // exact or one too small
   return q + (n - q * d >= d);
 }
 
@@ -71,8 +70,8 @@ struct Tile {
   int n, m;
 };
 
-// Tiles in the order of time: `raster` tiles along M, then the next along N, so that what runs together
-// shares rows of W and of x.
+// Rasterization: `raster` tiles along M, then the next along N, so that concurrent tiles share rows of W and of x in
+// the L2 cache.
 __device__ __forceinline__ Tile tile_at(const GemmParams& p, int index) {
   const int band = p.raster * p.n_tiles, bands = quotient(index, band, p.by_band), first = bands * p.raster,
             rest = index - bands * band;
@@ -81,19 +80,19 @@ __device__ __forceinline__ Tile tile_at(const GemmParams& p, int index) {
   return {n, first + rest - n * height};
 }
 
-// Tile scheduler of a CTA: first its equal part of the groups of the shared tiles, laid end to end, then
-// whole tiles (Stream-K: Osama et al., PPoPP 2023). Parts are numbered in reverse order of launch, so that a
-// CTA waits only for sums of CTAs launched before it.
-struct Walk {
-  int unit, tile;  // the next group of the shared tiles, the next whole tile
+// Persistent tile scheduler: first an equal part of the groups of the stream-K tiles, then whole tiles (Stream-K: Osama
+// et al., PPoPP 2023). Parts are numbered in reverse order of launch, so that a CTA waits only for CTAs launched before
+// it.
+struct TileScheduler {
+  int unit, tile;  // next group of the stream-K tiles, next whole tile
   __device__ __forceinline__ static int part() { return gridDim.x - 1 - blockIdx.x; }
   __device__ __forceinline__ static int begin(const GemmParams& p, int part) {
     return part * p.part_groups + min(part, p.longer_parts);
   }
-  __device__ __forceinline__ Walk(const GemmParams& p)
+  __device__ __forceinline__ TileScheduler(const GemmParams& p)
       : unit(begin(p, part())),
         tile(p.log_split > 0 ? blockIdx.x >> p.log_split : p.shared_tiles + blockIdx.x) {}
-  // The next tile, and the groups k .. k + count of it; count = 0 at the end.
+  // The next tile and its groups k .. k + count. Returns count, 0 at the end.
   __device__ __forceinline__ int next(const GemmParams& p, int& index, int& k) {
     const int left = begin(p, part() + 1) - unit;
     if (left > 0) {
@@ -106,29 +105,28 @@ struct Walk {
     if (tile >= tiles) return 0;
     index = tile, k = 0, tile += p.log_split > 0 ? tiles : gridDim.x;
     if (p.log_split == 0) return p.groups;
-    const int rank = blockIdx.x & ((1 << p.log_split) - 1);  // the CTAs of a cluster take turns along K
+    const int rank = blockIdx.x & ((1 << p.log_split) - 1);  // the CTAs of a cluster split K
     k = (p.groups * rank) >> p.log_split;
     return ((p.groups * (rank + 1)) >> p.log_split) - k;
   }
 };
 
-// Writes 16 rows of W x PAIRS * 16 rows of x of Y^T, held as accumulator fragments,
-// to y[m0 .. m_end), n0 .. n0 + 16). Pairs of fragments pass through shared memory together,
-// 512 bytes each, so that their latencies overlap.
+// Stores Y^T of 16 rows of W and PAIRS * 16 rows of x, held as accumulator fragments, to y[m0 .. m_end, n0 .. n0 + 16].
+// All pairs of fragments are transposed through shared memory together, 512 bytes each, so that latencies overlap.
 template <typename T, int PAIRS>
 __device__ __forceinline__ void store_fragments(const GemmParams& p, const float (&v)[PAIRS * 8],
                                                 const float (&by)[2], const float (&bias)[2],
                                                 uint32_t staging, int n0, int m0, int m_end) {
   const int lane = threadIdx.x & 31;
-  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high); a row of 16 n is
-  // 32 bytes, its halves swapped in every second four rows so that no bank is met twice.
+  // Matrices of 8 x 8: (m low, n low), (m low, n high), (m high, n low), (m high, n high). A row of 16 n is 32 bytes;
+  // its halves are swapped in every second group of four rows to avoid bank conflicts.
   const int row = (lane >> 4) * 8 + (lane & 7), half = lane >> 3 & 1;
   const uint32_t matrix_row = staging + row * 32 + ((half ^ (row >> 2 & 1)) << 4);
   const int m = m0 + (lane >> 1), n = n0 + (lane & 1) * 8;
   const uint32_t mine = staging + (lane >> 1) * 32 + (((lane & 1) ^ (lane >> 3 & 1)) << 4);
   const int64_t at = static_cast<int64_t>(m) * p.n + n;
   const int rows = n < p.n ? m_end - m : 0;  // pair i has this lane's 8 elements if i * 16 < rows
-  __syncwarp();                              // who stored before has read the staging
+  __syncwarp();                              // the previous call has read the staging
   if (p.residual != nullptr) {
     const T* from = static_cast<const T*>(p.residual) + at;
 #pragma unroll
@@ -173,7 +171,7 @@ __device__ __forceinline__ void store_fragments(const GemmParams& p, const float
     for (int i = 0; i < PAIRS; ++i) out[i] = ld_shared<uint4>(mine + i * 512);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-      // Spelled out: as an assignment under this condition the compiler made four stores of it.
+      // As PTX: the compiler would split an assignment under this condition into four stores.
       if (i * 16 < rows)
         asm volatile(
             "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 * static_cast<int64_t>(p.n)),

@@ -19,7 +19,7 @@ namespace {
 
 using namespace gm::quantize;
 
-// A CTA takes a row.
+// One CTA per row.
 template <bool HALF, bool INT8>
 __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
   __shared__ int totals[kThreads / 32];
@@ -46,7 +46,7 @@ __device__ __forceinline__ void quantize_row(const QuantizeParams& p) {
   }
 }
 
-// Sixteen lanes take 128 columns.
+// Sixteen lanes per group of 128 columns.
 template <bool HALF>
 __device__ __forceinline__ void quantize_groups(const QuantizeParams& p) {
   const Group at(p.m, p.k);

@@ -45,11 +45,11 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Args)(const GmLinearW8a8Args* args) {
   if (a.split != 1 && a.split != 2 && a.split != 4 && a.split != 8) return GM_E_ARG;
   const int k_blocks = ceil_div(a.k, gm::w8a8::kBlockK);
   if (a.split > 1 && (a.plain || a.split > k_blocks)) return GM_E_ARG;
-  // Sums of a cluster take the place of the rings.
+  // Partial sums of a cluster reuse the memory of the rings.
   const int fragments = a.columns / 8, share = fragments > a.split ? fragments / a.split : 1;
   if (a.split > 1 && a.slots * (a.rows + a.columns) * gm::w8a8::kBlockK < a.split * share * a.rows * 32)
     return GM_E_ARG;
-  const int smem = a.slots * one->slot_bytes + one->end_bytes;
+  const int smem = a.slots * one->slot_bytes + one->epilogue_bytes;
   if (!fits(*one, smem, a.ctas)) return GM_E_ARG;
   if (a.device < 0) return smem;
   if (a.m == 0) return GM_OK;

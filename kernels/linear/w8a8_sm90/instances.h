@@ -1,6 +1,6 @@
-// The kernels of 8-bit products, of linear and of experts, as their entry.h compile and launch them: what both
-// halves of a source define for each shape. A source defines GM_NAME (start of kernel names), GM_TYPE (E4m3,
-// Int8) and GM_BLOCKS (scales of 128 x 128 blocks).
+// Instances of 8-bit products, of linear and of experts: what the entry.h of both define per shape on the device and on
+// the host. A source defines GM_NAME (prefix of kernel names), GM_TYPE (E4m3, Int8) and GM_BLOCKS (scales of 128 x 128
+// blocks).
 #pragma once
 #include "gm_cuda.h"
 #include "params.h"
@@ -13,7 +13,7 @@
 
 #ifdef __CUDACC__
 
-// PRODUCT: a function template of types and shape; PARAMS: what it takes.
+// PRODUCT: a function template over type and shape; PARAMS: its parameters.
 #define GM_W8A8_KERNEL(PRODUCT, PARAMS, rows, columns, plain, warpgroups, halves, ctas)                  \
   extern "C" __global__ void __launch_bounds__(GM_THREADS(warpgroups, columns), ctas)                    \
       GM_NAMED(GM_NAME, rows, columns, plain)(const __grid_constant__ PARAMS p,                          \
@@ -27,14 +27,14 @@
 namespace gm::w8a8 {
 
 struct Instance {
-  int rows, columns, plain, threads, ctas, slot_bytes, end_bytes;
+  int rows, columns, plain, threads, ctas, slot_bytes, epilogue_bytes;
   CudaKernel kernel;
   int tile_n() const { return plain ? columns : rows; }
   int tile_m() const { return plain ? rows : columns; }
 };
 
-// A chunk of y, and scales of the warpgroups' rows of A and of B.
-constexpr int end_bytes(int rows, int columns, int warpgroups, bool plain) {
+// Bytes of Shape::kEpilogue of all warpgroups.
+constexpr int epilogue_bytes(int rows, int columns, int warpgroups, bool plain) {
   const int tokens = plain ? rows / warpgroups : columns;
   return warpgroups * ((tokens < 64 ? tokens : 64) * 128 + columns * 8) + rows * 8;
 }
@@ -48,7 +48,7 @@ constexpr int end_bytes(int rows, int columns, int warpgroups, bool plain) {
    GM_THREADS(warpgroups, columns),                                                            \
    ctas,                                                                                       \
    (rows + columns) * gm::w8a8::kBlockK + (GM_BLOCKS ? (plain ? rows : columns) * 4 : 0) + 16, \
-   gm::w8a8::end_bytes(rows, columns, warpgroups, plain),                                      \
+   gm::w8a8::epilogue_bytes(rows, columns, warpgroups, plain),                                 \
    {GM_CUBIN, GM_TEXT(GM_NAMED(GM_NAME, rows, columns, plain))}},
 
 template <int COUNT>
@@ -58,10 +58,10 @@ Instance* find(Instance (&all)[COUNT], int rows, int columns, int plain) {
   return nullptr;
 }
 
-// Whether `ctas` CTAs of `smem` bytes fit a multiprocessor, which has 228 KB; each CTA takes 1 KB of them.
+// Whether `ctas` CTAs of `smem` bytes fit a multiprocessor of 228 KB, of which each CTA reserves 1 KB.
 inline bool fits(const Instance& one, int smem, int ctas) {
-  constexpr int kMostShared = 227 * 1024;
-  return ctas >= 1 && ctas <= one.ctas && smem <= kMostShared && (smem + 1024) * ctas <= kMostShared + 1024;
+  constexpr int kMaxShared = 227 * 1024;
+  return ctas >= 1 && ctas <= one.ctas && smem <= kMaxShared && (smem + 1024) * ctas <= kMaxShared + 1024;
 }
 
 // 8-bit values [rows, k] in boxes of `box` rows of 128.

@@ -15,7 +15,7 @@ struct Params {
   const void* w_scale;   // [n]; with block scales [block rows, k_blocks]
   const int* row_block;  // with block scales: [n], the block row of each row of W
   int m, n, k_blocks;
-  int n_tiles, m_tiles, band;  // a band of m_tiles is walked m first
+  int n_tiles, m_tiles, band;  // band: tiles along m of a raster band
   int slots, log_split;
   int x_pitch;
   int w_type;        // of w_scale: 0 float32, 1 fp16, 2 bf16

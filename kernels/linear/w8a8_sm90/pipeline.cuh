@@ -1,4 +1,4 @@
-// The kernel's pipeline: tile scheduler, layout of the ring of slots, and its producer.
+// Pipeline of 8-bit products: tile scheduler, layout of the ring, and its producer.
 #pragma once
 #include "params.h"
 #include "sm90/tma.cuh"
@@ -8,10 +8,9 @@
 
 namespace gm::w8a8 {
 
-// A CTA multiplies kRows rows of operand A, 64 * HALVES for each of its WARPGROUPS, by COLUMNS rows of
-// operand B. A is W and B is x, so that few tokens fill few columns; or A is x and B is W (PLAIN): then a
-// thread's sums have the scales of two tokens and not of all. BLOCKS: scales of 128 x 128 weights and of 128
-// values of a token.
+// A CTA multiplies kRows rows of operand A, 64 * HALVES for each of its WARPGROUPS, by COLUMNS rows of operand B. A is W
+// and B is x, for few tokens; or A is x and B is W (PLAIN), so that a thread's accumulators belong to two tokens.
+// BLOCKS: scales of 128 x 128 weights and of 128 values of a token.
 template <int WARPGROUPS, int HALVES, int COLUMNS, bool PLAIN, bool BLOCKS>
 struct Shape {
   static constexpr int kWarpgroups = WARPGROUPS, kHalves = HALVES, kColumns = COLUMNS;
@@ -20,26 +19,25 @@ struct Shape {
   static constexpr int kTileM = PLAIN ? kRows : COLUMNS, kTileN = PLAIN ? COLUMNS : kRows;
   // Of a warpgroup.
   static constexpr int kTokens = PLAIN ? 64 * HALVES : COLUMNS, kFeatures = PLAIN ? COLUMNS : 64 * HALVES;
-  // A whole warpgroup copies where it has to give up registers:
-  // 168 for each of 384 threads, 232 and 40 after that.
-  static constexpr bool kGives = COLUMNS == 128;
+  // Whether the producer is a whole warpgroup, for setmaxnreg: 168 registers for each of 384 threads become 232 and 40.
+  static constexpr bool kReallocates = COLUMNS == 128;
   static constexpr int kA = kRows * kBlockK, kB = COLUMNS * kBlockK, kScales = BLOCKS ? kTileM * 4 : 0;
-  // At the end of a tile, for each warpgroup:
-  // up to 64 tokens and 64 columns of y, and what they are scaled by.
-  static constexpr int kChunk = kTokens < 64 ? kTokens : 64, kTable = kChunk * 128, kOfTokens = kTokens * 8;
-  static constexpr int kEnd = kTable + kOfTokens + kFeatures * 8;
+  // Epilogue of a warpgroup: staging of up to 64 tokens and 64 columns of y, and their scales.
+  static constexpr int kChunk = kTokens < 64 ? kTokens : 64, kTable = kChunk * 128,
+                       kTokenScales = kTokens * 8;
+  static constexpr int kEpilogue = kTable + kTokenScales + kFeatures * 8;
   static __device__ __forceinline__ int rings(int slots) { return slots * (kA + kB); }
 };
 
-// A slot of the rings, as shared memory addresses.
+// State of the pipeline: shared memory addresses of the current slot.
 template <class S>
 struct Ring {
   uint32_t a, b, scales, full;  // of the slot
   uint32_t base, parity = 0;
   int index = 0, slots;
-  __device__ __forceinline__ Ring(uint32_t base, int slots) : base(base), slots(slots) { place(); }
-  __device__ __forceinline__ void place() {
-    const uint32_t after = base + S::rings(slots) + S::kWarpgroups * S::kEnd;
+  __device__ __forceinline__ Ring(uint32_t base, int slots) : base(base), slots(slots) { update(); }
+  __device__ __forceinline__ void update() {
+    const uint32_t after = base + S::rings(slots) + S::kWarpgroups * S::kEpilogue;
     a = base + index * S::kA, b = base + slots * S::kA + index * S::kB;
     scales = after + index * S::kScales;
     full = after + slots * S::kScales + index * 8;
@@ -47,11 +45,11 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty() const { return full + slots * 8; }
   __device__ __forceinline__ void next() {
     if (++index == slots) index = 0, parity ^= 1;
-    place();
+    update();
   }
 };
 
-// First row of y and first column of a tile: a band of tiles along m at a time, m first.
+// First column and row of y of a tile. Rasterization: bands of p.band tiles along m, m first within a band.
 struct Tile {
   int n, m;
 };
@@ -63,8 +61,8 @@ __device__ __forceinline__ Tile tile_at(const Params& p, int index) {
   return {inside / high * S::kTileN, (first + inside % high) * S::kTileM};
 }
 
-// The slots of the blocks of k [first, last) of tiles, by one thread. W is immutable: its copies for the
-// first slots are issued before the kernel ahead has ended, those of x after it.
+// Producer of the blocks of k [first, last) of the CTA's tiles, by one thread. W is constant: its copies to the first
+// slots are issued before griddepcontrol.wait, those of x after it.
 template <class S>
 __device__ __forceinline__ void produce(const Params& p, const void* w_map, const void* x_map, uint32_t base,
                                         int first_tile, int step, int first, int last) {

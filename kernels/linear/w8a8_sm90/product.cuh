@@ -1,13 +1,12 @@
 // y[M, N] = x[M, K] · W[N, K]^T of 8-bit values: a warp-specialised, persistent product.
 //
-// One thread fills a ring of slots of 128 k by TMA; warpgroups multiply 64 rows of operand A, or twice 64, by
-// all rows of operand B. For few tokens the product is transposed, Y^T = W X^T: W's rows are wgmma's M, so
-// that tokens pad to 8 and not to 64. e4m3 products keep about 14 bits of a sum: after each 128 k they are
-// added to float32 sums, times the scales of their blocks where there are some (the two-level accumulation of
-// DeepSeek-V3). With one block of 64 rows a warpgroup has two sets of registers, and adds one while the other
-// is multiplied; with two it has one, and the other warpgroup's products run meanwhile. int8 sums are exact
-// and need no second level. Few tiles are cut along K over the CTAs of a cluster, which add their sums in the
-// order of ranks.
+// A producer thread fills a ring of slots of 128 k by TMA; consumer warpgroups multiply 64 rows of operand A, or twice
+// 64, by all rows of operand B. For few tokens the product is transposed, Y^T = W X^T, so that tokens are wgmma's N and
+// pad to 8 instead of 64. wgmma accumulates e4m3 products with about 14 bits: after each 128 k they are promoted to
+// float32 accumulators, times the scales of their blocks if there are any (the two-level accumulation of DeepSeek-V3).
+// With one block of 64 rows a warpgroup has two sets of registers, and promotes one while the other is multiplied; with
+// two blocks it has one set, and overlaps with the other warpgroup. int8 sums are exact and need no promotion. Few
+// tiles are split along K over the CTAs of a cluster, which reduce their sums in the order of ranks.
 #pragma once
 #include "store.cuh"
 #include "sm90/wgmma.cuh"
@@ -17,34 +16,34 @@
 
 namespace gm::w8a8 {
 
-// Types of x and W: Operands<true> is of products whose operand A is x.
+// Types of x and W; Operands<true> where operand A is x.
 struct E4m3 {
   using Sum = float;
   template <bool PLAIN>
   using Operands = gm::E4m3;
 };
-struct Int8 {  // codes of W are 128 too large, so unsigned
+struct Int8 {  // W is offset by 128, so unsigned
   using Sum = int32_t;
   template <bool PLAIN>
   using Operands = std::conditional_t<PLAIN, S8U8, U8S8>;
 };
 
-// W's scales by blocks of k. The rows of W that a warp multiplies mostly share a block: lanes then hold its
-// scales of 64 successive k, which are broadcast by shuffles. They are immutable, and loaded before the tile
-// begins: at the same time as block rows, which mostly are n / 128.
+// W's scales by blocks of k. The rows of W of a warp usually share a block row: lanes then hold its scales of 64
+// consecutive blocks, which are broadcast by shuffles. They are constant, and prefetched before the tile begins, with
+// the block row predicted as n / 128.
 template <class S>
 struct BlockScales {
-  static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;   // rows of W that a lane looks at
-  float now = 0.f, ahead = 0.f, next_now = 0.f, next_ahead = 0.f;  // of 32 blocks of k, of 32 more
-  // Block row of the lane's rows of W in the next tile, -1: they differ; and what it may be.
-  int next = 0, guess = 0;
+  static constexpr int kEach = S::kPlain ? S::kColumns / 32 : 1;   // rows of W per lane
+  float now = 0.f, ahead = 0.f, next_now = 0.f, next_ahead = 0.f;  // of 32 blocks of k, and of the next 32
+  // Block row of the lane's rows of W in the next tile, -1 if they differ; and its prediction.
+  int next = 0, predicted = 0;
   bool same = true;
-  // Loads for the next tile, in which the warp's rows of W begin at n.
+  // Prefetches for the next tile, in which the warp's rows of W begin at n.
   __device__ __forceinline__ void load(const Params& p, int n, int first) {
     const int row = n + (S::kPlain ? (threadIdx.x & 31) * kEach : threadIdx.x & 15);
-    guess = min(n, p.n - 1) / 128;
+    predicted = min(n, p.n - 1) / 128;
     next = __ldg(p.row_block + min(row, p.n - 1));
-    next_now = lane_scale(p, guess, first), next_ahead = lane_scale(p, guess, first + 32);
+    next_now = lane_scale(p, predicted, first), next_ahead = lane_scale(p, predicted, first + 32);
 #pragma unroll
     for (int i = 1; i < kEach; ++i)
       if (__ldg(p.row_block + min(row + i, p.n - 1)) != next) next = -1;
@@ -53,24 +52,24 @@ struct BlockScales {
     const int block = __shfl_sync(0xffffffffu, next, 0);
     same = __all_sync(0xffffffffu, next >= 0 && next == block);
     now = next_now, ahead = next_ahead;
-    if (same && block != guess) {
-      guess = block;
-      now = lane_scale(p, guess, first), ahead = lane_scale(p, guess, first + 32);
+    if (same && block != predicted) {
+      predicted = block;
+      now = lane_scale(p, predicted, first), ahead = lane_scale(p, predicted, first + 32);
     }
-    block_row = guess;
+    block_row = predicted;
   }
   int block_row = 0;
   __device__ __forceinline__ float lane_scale(const Params& p, int block, int k) const {
     const int mine = k + (threadIdx.x & 31);
     return mine < p.k_blocks ? scale_at(p, block * p.k_blocks + mine) : 0.f;
   }
-  // Once for each k, in order: the scale of all rows, if they are the same.
+  // The scale of all rows, if they share one. Called once for each k, in order.
   __device__ __forceinline__ float at(const Params& p, int k, int first) {
     const int place = (k - first) & 31;
     if (place == 0 && k > first) now = ahead, ahead = lane_scale(p, block_row, k + 32);
     return __shfl_sync(0xffffffffu, now, place);
   }
-  // The scale of row n, if they are not.
+  // The scale of row n, if they do not.
   __device__ __forceinline__ float of_row(const Params& p, int n, int k) const {
     return scale_at(p, __ldg(p.row_block + min(n, p.n - 1)) * p.k_blocks + k);
   }
@@ -89,7 +88,8 @@ struct Factors {
   }
 };
 
-// Adds the products of block k with 64 rows of A to the sums. n: the first row of W that the warp multiplies.
+// Promotes the products of block k with 64 rows of A: adds them, scaled, to the accumulators. n: first row of W of the
+// warp.
 template <class S>
 __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
                                         const float (&part)[S::kSums], const BlockScales<S>& scales,
@@ -106,7 +106,7 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
         const float4 by = scale_of(j);
         sum[j * 4] += part[j * 4] * by.x, sum[j * 4 + 1] += part[j * 4 + 1] * by.y;
         sum[j * 4 + 2] += part[j * 4 + 2] * by.z, sum[j * 4 + 3] += part[j * 4 + 3] * by.w;
-        // Keeps the compiler from loading scales far ahead, which would spill.
+        // Keeps the compiler from hoisting loads of scales, which would spill.
 #pragma unroll
         for (int i = j * 4; i < j * 4 + 4; ++i) asm volatile("" : "+f"(sum[i]));
       }
@@ -139,7 +139,7 @@ __device__ __forceinline__ void promote(const Params& p, float (&sum)[S::kSums],
   }
 }
 
-// Starts the products of a slot with 64 rows of A, from row `row` of the tile, as a group of their own.
+// Issues the products of a slot with 64 rows of A, from row `row` of the tile on, as one wgmma group.
 template <typename T, class S>
 __device__ __forceinline__ void multiply_slot(typename T::Sum (&d)[S::kSums], const Ring<S>& r, int row,
                                               int add) {
@@ -151,9 +151,9 @@ __device__ __forceinline__ void multiply_slot(typename T::Sum (&d)[S::kSums], co
   wgmma_commit();
 }
 
-// The sums of a tile of e4m3 over blocks of k first .. last, in two levels. parts, all_factors: registers of
-// products under way and of their scales. rows, my_rows: first row of A of the warpgroup in the tile, of the warp in
-// 64 rows. w_row(h): first row of W that the warp multiplies in half h. release(bar): arrives at a barrier "emptied".
+// Main loop of a tile of e4m3 over blocks of k first .. last, with two-level accumulation. parts, all_factors: registers
+// of products in flight and of their scales. rows, my_rows: first row of A of the warpgroup in the tile, of the warp in
+// 64 rows. w_row(h): first row of W of the warp in half h. release(bar): arrives at an empty barrier.
 template <typename T, class S, int SCALES, typename Row, typename Multiply, typename Release>
 __device__ __forceinline__ void multiply_blocks(const Params& p,
                                                 typename T::Sum (&sums)[S::kHalves][S::kSums], Ring<S>& ring,
@@ -189,8 +189,8 @@ __device__ __forceinline__ void multiply_blocks(const Params& p,
   } else {
     float (&part)[2][kSums] = parts;
     Factors<S>(&factors)[2] = all_factors;
-    uint32_t behind = ring.empty(), x_scales = ring.scales;  // of the slot whose sums are added next
-    const uint32_t end_of_empty = behind + (p.slots - ring.index) * 8;
+    uint32_t pending_empty = ring.empty(), x_scales = ring.scales;  // of the slot that is promoted next
+    const uint32_t empty_end = pending_empty + (p.slots - ring.index) * 8;
     int k = first;
     int issued = first;
     const auto issue = [&](int set) {
@@ -203,10 +203,10 @@ __device__ __forceinline__ void multiply_blocks(const Params& p,
     const auto add = [&](int set) {
       wgmma_fence_operand(part[set]);
       promote<S>(p, sums[0], part[set], scales[0], factors[set], k, w_row(0), x_scales);
-      wgmma_fence_operand(sums[0]);  // before the next products change d
-      release(behind);
-      behind += 8, x_scales += S::kScales;
-      if (behind == end_of_empty) behind -= p.slots * 8, x_scales -= p.slots * S::kScales;
+      wgmma_fence_operand(sums[0]);  // before the next products overwrite part
+      release(pending_empty);
+      pending_empty += 8, x_scales += S::kScales;
+      if (pending_empty == empty_end) pending_empty -= p.slots * 8, x_scales -= p.slots * S::kScales;
       ++k;
     };
     issue(0);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
   const int first = p.k_blocks * rank >> p.log_split, last = p.k_blocks * (rank + 1) >> p.log_split;
 
   if (warp >= S::kWarpgroups * 4) {
-    if constexpr (S::kGives) setmaxnreg_dec<40>();
+    if constexpr (S::kReallocates) setmaxnreg_dec<40>();
     if (threadIdx.x == S::kMathThreads) produce<S>(p, &w_map, &x_map, base, first_tile, step, first, last);
     __syncwarp();
     if (p.log_split > 0) {
@@ -264,12 +264,12 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
       cluster_sync();
     }
   } else {
-    if constexpr (S::kGives) setmaxnreg_inc<232>();
+    if constexpr (S::kReallocates) setmaxnreg_inc<232>();
     const int warpgroup = warp >> 2, all = p.n_tiles * p.m_tiles;
     const int rows = warpgroup * 64 * S::kHalves,
               my_rows = (warp & 3) * 16;  // of A: the warpgroup's, the warp's in 64
-    const uint32_t end_at = S::rings(p.slots) + warpgroup * S::kEnd, table = base + end_at;
-    const uint8_t* shared = smem + end_at;
+    const uint32_t epilogue_at = S::rings(p.slots) + warpgroup * S::kEpilogue, table = base + epilogue_at;
+    const uint8_t* shared = smem + epilogue_at;
     Ring<S> ring(base, p.slots);
     BlockScales<S> scales[S::kPlain ? 1 : S::kHalves];
     constexpr int kScales = sizeof scales / sizeof *scales;
@@ -290,7 +290,7 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
     for (int index = first_tile; index < all; index += step) {
       const Tile tile = tile_at<S>(p, index);
       const int n0 = tile.n + (S::kPlain ? 0 : rows), m0 = tile.m + (S::kPlain ? rows : 0);
-      const End<S, Sum> end(p, n0, m0);
+      const EpilogueOperands<S, Sum> operands(p, n0, m0);
       if constexpr (S::kBlocks) {
         const Tile next = tile_at<S>(p, min(index + step, all - 1));
 #pragma unroll
@@ -301,21 +301,21 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
         multiply_slot<T, S>(d, r, rows + h * 64, add);
       };
       if constexpr (kIntegers<Sum>) {
-        uint32_t behind = 0;
+        uint32_t pending_empty = 0;
 #pragma unroll 1
         for (int k = first; k < last; ++k) {
           mbar_wait(ring.full, ring.parity);
 #pragma unroll
           for (int h = 0; h < S::kHalves; ++h) multiply(sums[h], ring, h, k > first);
           wgmma_wait<S::kHalves>();
-          if (k > first) release(behind);
-          behind = ring.empty();
+          if (k > first) release(pending_empty);
+          pending_empty = ring.empty();
           ring.next();
         }
         wgmma_wait<0>();
 #pragma unroll
         for (int h = 0; h < S::kHalves; ++h) wgmma_fence_operand(sums[h]);
-        release(behind);
+        release(pending_empty);
       } else {
         float parts[S::kHalves > 1 ? 1 : 2][kSums];
         Factors<S> all_factors[S::kHalves > 1 ? 1 : 2];
@@ -323,18 +323,18 @@ __device__ __forceinline__ void product(const Params& p, const CUtensorMap& w_ma
             p, sums, ring, scales, rows, my_rows, first, last, [&](int h) { return w_row(tile, h); }, parts,
             all_factors, multiply, release);
       }
-      end.keep(table, warpgroup);
+      operands.store(table, warpgroup);
       if (p.log_split == 0) {
-        constexpr int kTogether = S::kColumns < 64 ? S::kColumns : 64;
+        constexpr int kStoreColumns = S::kColumns < 64 ? S::kColumns : 64;
 #pragma unroll
         for (int h = 0; h < S::kHalves; ++h)
 #pragma unroll
-          for (int column = 0; column < S::kColumns; column += kTogether)
-            store_fragments<S, kTogether / 8>(p, sums[h] + column / 2, table, shared, warpgroup, n0, m0, h,
-                                              column);
+          for (int column = 0; column < S::kColumns; column += kStoreColumns)
+            store_fragments<S, kStoreColumns / 8>(p, sums[h] + column / 2, table, shared, warpgroup, n0, m0,
+                                                  h, column);
       } else if constexpr (!S::kPlain) {
         __syncwarp();
-        cluster_sync();  // every CTA of the cluster has used up its rings
+        cluster_sync();  // every CTA of the cluster has drained its rings
         reduce<S>(p, sums, base, smem, table, shared, warpgroup, rank, n0, m0);
       }
     }

@@ -1,5 +1,4 @@
-// Epilogue of a tile: sums times their scales, plus bias and residual, rounded once, transposed through
-// shared memory.
+// Epilogue of a tile: accumulators times scales, plus bias and residual, rounded once, stored through shared memory.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -28,38 +27,36 @@ __device__ __forceinline__ float scale_at(const Params& p, int64_t index) {
                        : widened(p.w_scale, index, p.w_type == 1);
 }
 
-// Scales and bias of the epilogue, for a row of x and one of W per thread of a warpgroup. They are loaded
-// when the tile begins, and used when its sums are complete.
+// Scales and bias of the epilogue, of a row of x and one of W per thread of a warpgroup: loaded when the tile begins,
+// and used when its sums are complete.
 template <class S, typename Sum>
-struct End {
+struct EpilogueOperands {
   float x_scale = 1.f, w_scale = 1.f, bias = 0.f;
   int offset = 0;
   // n0, m0: first column and row of y of the warpgroup.
-  __device__ __forceinline__ End(const Params& p, int n0, int m0) {
+  __device__ __forceinline__ EpilogueOperands(const Params& p, int n0, int m0) {
     const int thread = threadIdx.x & 127, m = m0 + thread, n = n0 + thread;
     if (!S::kBlocks && thread < S::kTokens && m < p.m) {
       x_scale = p.x_scale[m];
-      if constexpr (kIntegers<Sum>) offset = 128 * p.x_sum[m];  // codes of W are 128 too large
+      if constexpr (kIntegers<Sum>) offset = 128 * p.x_sum[m];  // W is offset by 128
     }
     if (thread < S::kFeatures && n < p.n) {
       if constexpr (!S::kBlocks) w_scale = scale_at(p, n);
       if (p.bias != nullptr) bias = widened(p.bias, n, p.half);
     }
   }
-  // Into the warpgroup's table.
-  __device__ __forceinline__ void keep(uint32_t table, int warpgroup) const {
+  // Stores them to the warpgroup's table in shared memory.
+  __device__ __forceinline__ void store(uint32_t table, int warpgroup) const {
     const int thread = threadIdx.x & 127;
     if (thread < S::kTokens) st_shared(table + S::kTable + thread * 8, x_scale, offset);
     if (thread < S::kFeatures)
-      st_shared(table + S::kTable + S::kOfTokens + thread * 8, make_float2(w_scale, bias));
+      st_shared(table + S::kTable + S::kTokenScales + thread * 8, make_float2(w_scale, bias));
     bar_sync(warpgroup + 1, 128);
   }
 };
 
-// COUNT fragments of 64 rows of A by 8 rows of B, no more than a chunk:
-// the thread's values of fragment j are sums[4 j ..], of A's rows lane / 4 and 8 more, and of B's rows
-// 2 (lane % 4) and the next. half: which 64 rows of A; column: the first row of B, counted from the tile's.
-// n0, m0: first column and row of y of the warpgroup.
+// Stores COUNT accumulator fragments of 64 rows of A by 8 rows of B, at most S::kChunk tokens. half: which 64 rows of A;
+// column: the first row of B, relative to the tile. n0, m0: first column and row of y of the warpgroup.
 template <class S, int COUNT, typename Sum>
 __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums, uint32_t table,
                                                 const uint8_t* shared, int warpgroup, int n0, int m0,
@@ -68,7 +65,7 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
   const int a = half * 64 + warp * 16 + (lane >> 2);
   const int2* tokens = reinterpret_cast<const int2*>(shared + S::kTable);  // scale and offset
   // Scale and bias of each feature.
-  const float2* features = reinterpret_cast<const float2*>(shared + S::kTable + S::kOfTokens);
+  const float2* features = reinterpret_cast<const float2*>(shared + S::kTable + S::kTokenScales);
   float v[COUNT][4];
 #pragma unroll
   for (int j = 0; j < COUNT; ++j)
@@ -102,8 +99,7 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
     pack(1);
   else
     pack(0);
-  // A row of the table is a token's, with 8 16-byte chunks. Matrices of 8 x 8 of W's rows are transposed
-  // on the way.
+  // A row of the table is one token, of 8 16-byte chunks. Where operand A is W the matrices are transposed.
 #pragma unroll
   for (int j = 0; j < COUNT; ++j) {
     const int matrix = lane >> 3 & 1;
@@ -116,14 +112,14 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
   }
   bar_sync(warpgroup + 1, 128);
   constexpr int kStored = S::kPlain ? 64 : COUNT * 8;  // tokens
-  const int piece = thread & 7, n = n0 + (S::kPlain ? column : half * 64) + piece * 8;
+  const int chunk = thread & 7, n = n0 + (S::kPlain ? column : half * 64) + chunk * 8;
   const int m = m0 + (S::kPlain ? half * 64 : column);
   uint16_t* y = static_cast<uint16_t*>(p.y);
 #pragma unroll
   for (int step = 0; step < (kStored + 15) / 16; ++step) {
     const int row = step * 16 + (thread >> 3);
     if (row >= kStored || m + row >= p.m) break;
-    const uint4 words = *reinterpret_cast<const uint4*>(shared + row * 128 + ((piece ^ (row & 7)) << 4));
+    const uint4 words = *reinterpret_cast<const uint4*>(shared + row * 128 + ((chunk ^ (row & 7)) << 4));
     uint16_t* to = y + static_cast<int64_t>(m + row) * p.n + n;
     if (p.vector) {
       if (n < p.n) *reinterpret_cast<uint4*>(to) = words;
@@ -134,11 +130,11 @@ __device__ __forceinline__ void store_fragments(const Params& p, const Sum* sums
         if (n + i < p.n) to[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
     }
   }
-  bar_sync(warpgroup + 1, 128);  // before the table is written again
+  bar_sync(warpgroup + 1, 128);  // the table has been read
 }
 
-// Split-K reduction over the CTAs of a cluster: each CTA owns a share of the fragments, and adds the others'
-// to it in the order of ranks. The sums reuse the memory of the rings.
+// Split-K reduction over the CTAs of a cluster: each CTA owns a share of the fragments, and adds the partial sums in the
+// order of ranks. They reuse the memory of the rings.
 template <class S, typename Sum>
 __device__ __forceinline__ void reduce(const Params& p, Sum (&sums)[S::kHalves][S::kSums], uint32_t base,
                                        const uint8_t* rings, uint32_t table, const uint8_t* shared,

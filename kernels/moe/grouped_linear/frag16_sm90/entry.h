@@ -39,7 +39,7 @@ GM_DECODERS
 #define GM_KERNELS(...) GM_SHAPES(GM_KERNEL, __VA_ARGS__)
 GM_VARIANTS(GM_KERNELS)
 
-#else  // the host's half
+#else  // host
 #include "args.h"
 
 namespace {
@@ -91,7 +91,7 @@ int run(const Args& a, Instance& one) {
 
   p.w = static_cast<const uint8_t*>(a.w), p.y = a.y, p.x = a.x;
   p.offsets = a.offsets, p.permutation = a.permutation, p.row_scale = a.row_scale;
-  p.x_pieces = uint32_t(a.ldx / 8), p.expert_bytes = int64_t(p.tiles16) * p.groups * GM_TILE_BYTES;
+  p.x_chunks = uint32_t(a.ldx / 8), p.expert_bytes = int64_t(p.tiles16) * p.groups * GM_TILE_BYTES;
   p.rows = a.rows, p.experts = a.experts, p.n = a.n, p.k = a.k;
   p.gated = a.silu_mul != 0, p.out_n = p.gated ? a.n / 2 : a.n;
   p.blocks = p.gated ? ceil_div(p.tiles16 / 2, 4) : ceil_div(p.tiles16, a.c * 4);
@@ -105,7 +105,7 @@ int run(const Args& a, Instance& one) {
                                     uint64_t(a.x_rows), uint64_t(a.ldx) * 2, gm::kXSlotK, unsigned(a.mt));
     if (status != GM_OK) return status;
   }
-  // Each expert has a tile that is not full.
+  // Each expert may have one partial tile.
   const int64_t high = int64_t(ceil_div(a.rows, a.mt)) + a.experts;
   const int64_t tiles = (high < a.rows ? high : a.rows) * p.blocks;
   if (tiles > INT32_MAX) return GM_E_SHAPE;

@@ -3,14 +3,13 @@
 //
 // The products are those of gemm_ws (linear/frag16_sm90/gemm_ws.cuh): Y^T = W X^T, decoded weights are
 // wgmma's register operand, so that an expert's last tile wastes at most 7 rows of x. What differs:
-//  - Rows are sorted by expert. Every CTA makes the list of tiles from the offsets, so that nothing about the
-//    routing is known to the host.
-//  - Rows of x are gathered by two warps (cp.async, into the swizzle that wgmma reads), or, where they lie in
-//    order, copied by TMA. Rows past an expert's last are of the next expert or old: a row
-//    of x reaches no other row of y, and their results are not stored.
-//  - With silu_mul one warpgroup of a CTA has rows of gate, the other the same rows of up, which it gives
-//    away through shared memory in float32.
-//  - Warpgroups that take turns along K give their sums to the first, which adds them in the order of slices.
+//  - Rows are sorted by expert. Every CTA builds the list of tiles from the offsets, so that the host knows nothing of
+//    the routing.
+//  - Rows of x are gathered by two warps (cp.async, in wgmma's swizzle) or, if they are sorted already, copied by TMA.
+//    Rows past an expert's last are of the next expert or stale; their results are not stored.
+//  - With silu_mul one warpgroup of a CTA has rows of gate, the other the same rows of up, whose sums it sends to the
+//    first through shared memory, in float32.
+//  - Warpgroups that split K send their sums to the first one, which adds them in the order of slices.
 #pragma once
 #include "linear/frag16_sm90/gemm_ws.cuh"
 #include "grouped_tiles.cuh"
@@ -25,16 +24,18 @@ template <typename W, int MT, int C, int SLICES, int CTAS, int XS, int WS, int C
 __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const CUtensorMap& x_map) {
   using T = typename W::Type;
   using Shape = GroupedCta<MT, C, SLICES, CTAS>;
-  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 || SLICES == 1);  // a slice keeps to its slots
+  static_assert(XS % (2 * SLICES) == 0 && WS % SLICES == 0 ||
+                SLICES == 1);  // a slice always has the same slots
   static_assert(WS < kTilesAhead);
   constexpr int kTile = W::kBytes, kXSlot = MT * kXSlotK * 2, kWSlot = C * 4 * kTile;
-  constexpr int kChunk = Shape::kChunk, kFirstGiver = SLICES * C - Shape::kGivers;
+  constexpr int kChunk = Shape::kChunk, kFirstSender = SLICES * C - Shape::kSenders;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32_once(smem);
-  constexpr int kWRing = XS * kXSlot, kGifts = kWRing + WS * kWSlot, kStaging = kGifts + Shape::kExchange,
-                kBars = kStaging + Shape::kStaging, kGiven = kBars + (XS + WS) * 16, kTaken = kGiven + C * 32,
-                kTiles = kTaken + C * 32, kList = kTiles + kTilesAhead * 16;
+  constexpr int kWRing = XS * kXSlot, kExchangeAt = kWRing + WS * kWSlot,
+                kStaging = kExchangeAt + Shape::kExchange, kBars = kStaging + Shape::kStaging,
+                kExchangeFull = kBars + (XS + WS) * 16, kExchangeEmpty = kExchangeFull + C * 32,
+                kTiles = kExchangeEmpty + C * 32, kList = kTiles + kTilesAhead * 16;
   using XRing = Ring<XS, kXSlot, 0, kBars>;
   using WRing = Ring<WS, kWSlot, kWRing, kBars + XS * 16>;
   const bool gather = p.permutation != nullptr;
@@ -49,22 +50,22 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
     for (int i = 0; i < WS; ++i)
       mbar_init(w.full + i * 8, 1), mbar_init(w.empty() + i * 8, C * 4 * kArrivingLanes);
     for (int i = 0; i < C * 4; ++i)
-      mbar_init(base + kGiven + i * 8, p.gated ? C * SLICES - 1 : max(1, SLICES - 1)),
-          mbar_init(base + kTaken + i * 8, 1);
+      mbar_init(base + kExchangeFull + i * 8, p.gated ? C * SLICES - 1 : max(1, SLICES - 1)),
+          mbar_init(base + kExchangeEmpty + i * 8, 1);
     fence_mbarrier_init();
   }
   if (!p.early) griddepcontrol_wait();
-  list.make<MT>(p);
-  // Not before the wait: so the next kernel, too, may read what the kernel before this one had waited for.
+  list.build<MT>(p);
+  // After the wait, so that the next kernel may also read what the kernel before this one waited for.
   griddepcontrol_launch_dependents();
   const int tiles = list.first[p.experts] * p.blocks;
   constexpr int kWarps = C * SLICES * 4;
   const int rounds = SLICES == 1 ? p.groups : (p.groups + SLICES - 1) / SLICES * SLICES;
 
   if (warp >= kWarps) {
-    setmaxnreg_dec<Shape::kGiven>();
+    setmaxnreg_dec<Shape::kProducerRegisters>();
     const int role = warp - kWarps;
-    if (role == kGatherWarps) {  // weights, immutable: nothing to wait for but an empty slot
+    if (role == kGatherWarps) {  // weights are constant: no griddepcontrol.wait
       WRing w(base);
       int count = 0;
       const int64_t block_bytes = static_cast<int64_t>(p.groups) * (4 * kTile);
@@ -76,7 +77,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         if (lane == 0)
           *reinterpret_cast<int4*>(smem + kTiles + (count++ % kTilesAhead) * 16) =
               make_int4(tile.expert, tile.block, tile.row, tile.end);
-        const uint64_t policy = tile.sharers > 1 ? l2_evict_normal() : l2_evict_first();
+        const uint64_t policy = tile.m_tiles > 1 ? l2_evict_normal() : l2_evict_first();
         // A lane copies a block of four tiles of 16 rows, or, where some block is not whole, one such tile.
         const int half = p.tiles16 >> 1;
         const auto begin_of = [&](int b) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
           w.next(base);
         }
 #pragma unroll 1
-        for (int k = p.groups; k < rounds; ++k) {  // a slice without a group
+        for (int k = p.groups; k < rounds; ++k) {  // padding, for slices that have one group fewer
           mbar_wait(w.empty(), w.parity ^ 1);
           if (lane == 0) mbar_arrive(w.full);
           w.next(base);
@@ -116,17 +117,17 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
       for (int index = blockIdx.x; index < tiles && last == 0; index += gridDim.x) {
         const GroupedTile tile = grouped_tile<MT>(p, list, index);
         if (gather) {
-          // A warp copies four rows at a time, eight lanes each, in turns with the other warp.
+          // A warp copies four rows at a time, eight lanes each; the two warps alternate.
           constexpr int kSteps = MT / 4 / kGatherWarps;
-          const int row = role * 4 + (lane >> 3), piece = lane & 7, count = tile.end - tile.row;
-          const uint8_t* from = static_cast<const uint8_t*>(p.x) + piece * 16;
-          const uint32_t to = row * 128 + ((piece ^ (row & 7)) << 4);
+          const int row = role * 4 + (lane >> 3), chunk = lane & 7, count = tile.end - tile.row;
+          const uint8_t* from = static_cast<const uint8_t*>(p.x) + chunk * 16;
+          const uint32_t to = row * 128 + ((chunk ^ (row & 7)) << 4);
           const int* entries = p.permutation + tile.row + row;
           uint32_t source[kSteps];  // in 16-byte chunks
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) source[i] = row + i * 8 < count ? __ldcg(entries + i * 8) : 0;
 #pragma unroll
-          for (int i = 0; i < kSteps; ++i) source[i] = quotient(source[i], p.top_k, p.by_top_k) * p.x_pieces;
+          for (int i = 0; i < kSteps; ++i) source[i] = quotient(source[i], p.top_k, p.by_top_k) * p.x_chunks;
           const auto copy_slot = [&](auto copy) {
             mbar_wait(x.empty(), x.parity ^ 1);
 #pragma unroll
@@ -141,9 +142,9 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
 #pragma unroll 1
           for (; h < p.k / kXSlotK; ++h)
             copy_slot([](uint32_t dst, const void* src) { cp_async_16<128>(dst, src); });
-          int left = p.k % kXSlotK - piece * 8;
+          int left = p.k % kXSlotK - chunk * 8;
 #pragma unroll 1
-          for (; h < p.groups * 2; ++h, left -= kXSlotK)  // the end of a row, and zeros behind it
+          for (; h < p.groups * 2; ++h, left -= kXSlotK)  // the end of the rows, padded with zeros
             copy_slot([&](uint32_t dst, const void* src) { cp_async_16_or_zeros<128>(dst, src, left > 0); });
         } else if (lane == 0) {
 #pragma unroll 1
@@ -170,25 +171,25 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         for (int n = lane; n < p.out_n; n += 32) static_cast<T*>(p.y)[row * p.out_n + n] = Num<T>::round(0.f);
     }
   } else {
-    setmaxnreg_inc<Shape::kRegisters>();
+    setmaxnreg_inc<Shape::kConsumerRegisters>();
     const int group = warp >> 2, slice = group / C, c = group % C, quarter = warp & 3;
-    const int owner = p.gated ? 0 : c;  // the block whose warpgroup of slice 0 ends up with the sums
+    const int owner = p.gated ? 0 : c;  // the block whose warpgroup of slice 0 receives the sums
     const bool owns = group == owner;
-    const int givers = p.gated ? C * SLICES - 1 : SLICES - 1;
-    const uint32_t given = base + kGiven + (owner * 4 + quarter) * 8,
-                   taken = base + kTaken + (owner * 4 + quarter) * 8;
-    // Buffer of a warpgroup that sends its sums, in accumulator layout.
-    const auto gift = [&](int from) {
-      return base + kGifts + (from - kFirstGiver) * Shape::kGift + (threadIdx.x & 127) * 16;
+    const int senders = p.gated ? C * SLICES - 1 : SLICES - 1;
+    const uint32_t exchange_full = base + kExchangeFull + (owner * 4 + quarter) * 8,
+                   exchange_empty = base + kExchangeEmpty + (owner * 4 + quarter) * 8;
+    // Buffer for the sums that warpgroup `from` sends, in accumulator layout.
+    const auto exchange_buffer = [&](int from) {
+      return base + kExchangeAt + (from - kFirstSender) * Shape::kExchangeBytes + (threadIdx.x & 127) * 16;
     };
-    uint32_t turn = 0;  // parity of the exchange
-    int count = 0;      // of tiles
+    uint32_t phase = 0;  // parity of the exchange
+    int count = 0;       // of tiles
     XRing x(base, slice * 2);
     WRing w(base, slice);
     const uint32_t my_tile = (c * 4 + quarter) * kTile,
                    staging = base + kStaging + (c * 4 + quarter) * (512 * Shape::kPairs);
     griddepcontrol_wait();
-    const auto done_with = [&](uint32_t slot) {
+    const auto release = [&](uint32_t slot) {
       if (lane < kArrivingLanes) mbar_arrive(slot);
     };
 #pragma unroll 1
@@ -211,21 +212,21 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
         if (row + 8 < p.out_n) by[1] = scales[row + 8], by_up[1] = p.gated ? scales[row + 8 + p.out_n] : 0.f;
       }
       const uint32_t last_x = multiply_groups<W, MT, SLICES, CHAINS, PENDING>(
-          acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, done_with, [&] {
+          acc, a, weights, part, x, w, base, my_tile, mine, p.scales_half, release, [&] {
             if (gather) fence_proxy_async();
           });
       wgmma_wait<0>();
-      done_with(last_x);
-      // A round without a group.
+      release(last_x);
+      // Padding: this slice has one group fewer.
       if (SLICES > 1 && rounds != p.groups && (rounds - p.groups) >= SLICES - slice) {
         mbar_wait(w.full, w.parity);
-        done_with(w.empty());
+        release(w.empty());
         w.template next<SLICES>(base);
         mbar_wait(x.full, x.parity);
-        done_with(x.empty());
+        release(x.empty());
         x.next(base);
         mbar_wait(x.full, x.parity);
-        done_with(x.empty());
+        release(x.empty());
         x.template next<2 * SLICES - 1>(base);
       }
       if constexpr (CHAINS == 2) {
@@ -236,42 +237,42 @@ __device__ __forceinline__ void grouped_linear_ws(const GroupedParams& p, const 
 #pragma unroll
       for (int first = 0; first < Shape::kFragments; first += kChunk) {
         if (!owns) {
-          mbar_wait(taken, turn ^ 1);
+          mbar_wait(exchange_empty, phase ^ 1);
 #pragma unroll
           for (int f = 0; f < kChunk; ++f)
-            st_shared(gift(group) + f * 2048,
+            st_shared(exchange_buffer(group) + f * 2048,
                       make_float4(sum[(first + f) * 4], sum[(first + f) * 4 + 1], sum[(first + f) * 4 + 2],
                                   sum[(first + f) * 4 + 3]));
           __syncwarp();
-          if (lane == 0) mbar_arrive(given);
-          turn ^= 1;
+          if (lane == 0) mbar_arrive(exchange_full);
+          phase ^= 1;
           continue;
         }
         float v[Shape::kPairs * 8] = {};
 #pragma unroll
         for (int i = 0; i < kChunk * 4; ++i) v[i] = sum[first * 4 + i];
         float up[kChunk * 4] = {};
-        if (givers > 0) {
-          mbar_wait(given, turn);
+        if (senders > 0) {
+          mbar_wait(exchange_full, phase);
           // Adds the sums that warpgroup `from` sent to those at `to`.
-          const auto add_gift = [&](int from, float* to) {
+          const auto add_received = [&](int from, float* to) {
 #pragma unroll
             for (int f = 0; f < kChunk; ++f) {
               float g[4];
-              ld_shared(g, gift(from) + f * 2048);
+              ld_shared(g, exchange_buffer(from) + f * 2048);
 #pragma unroll
               for (int i = 0; i < 4; ++i) to[f * 4 + i] += g[i];
             }
           };
 #pragma unroll
-          for (int s = 1; s < SLICES; ++s) add_gift(s * C + c, v);
+          for (int s = 1; s < SLICES; ++s) add_received(s * C + c, v);
           if (C == 2 && p.gated) {
 #pragma unroll
-            for (int s = 0; s < SLICES; ++s) add_gift(s * C + 1, up);
+            for (int s = 0; s < SLICES; ++s) add_received(s * C + 1, up);
           }
           __syncwarp();
-          if (lane == 0) mbar_arrive(taken);
-          turn ^= 1;
+          if (lane == 0) mbar_arrive(exchange_empty);
+          phase ^= 1;
         }
         float factor[2] = {by[0], by[1]};
         if (C == 2 && p.gated) {

@@ -40,30 +40,30 @@ __device__ __forceinline__ uint4 gated(const uint4& gate, const uint4& up) {
 // Calls each(place, expert) for the entries of a token that are routed to experts of this rank.
 template <typename F>
 __device__ __forceinline__ void over_places(const MoeQuantizeParams& p, int64_t token, const F& each) {
-  constexpr int kTogether = 4;
+  constexpr int kStoreColumns = 4;
 #pragma unroll 1
-  for (int first = 0; first < p.top_k; first += kTogether) {
-    int place[kTogether], expert[kTogether];
+  for (int first = 0; first < p.top_k; first += kStoreColumns) {
+    int place[kStoreColumns], expert[kStoreColumns];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    for (int i = 0; i < kStoreColumns; ++i) {
       const bool there = first + i < p.top_k;
       place[i] = there ? __ldcg(p.inverse + token * p.top_k + first + i) : -1;
       expert[i] = there ? __ldcg(p.ids + token * p.top_k + first + i) : 0;
     }
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i)
+    for (int i = 0; i < kStoreColumns; ++i)
       if (place[i] >= 0) each(place[i], expert[i]);
   }
 }
 
-// A scale for each row: a CTA takes a token, or an entry of ids if GATED.
+// A scale for each row: one CTA per token, or per entry of ids if GATED.
 template <bool HALF, bool GATED>
 __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
   const int vectors = p.k / kVector;
   int64_t row = blockIdx.x;
   if constexpr (GATED) {
     gm::griddepcontrol_wait();
-    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    // After the wait, so that the next kernel may also read what earlier kernels wrote.
     gm::griddepcontrol_launch_dependents();
     row = __ldcg(p.inverse + blockIdx.x);
     if (row < 0) return;
@@ -88,13 +88,13 @@ __device__ __forceinline__ void quantize_rows(const MoeQuantizeParams& p) {
     write(row);
   } else {
     gm::griddepcontrol_wait();
-    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    // After the wait, so that the next kernel may also read what earlier kernels wrote.
     gm::griddepcontrol_launch_dependents();
     over_places(p, row, [&](int place, int) { write(place); });
   }
 }
 
-// A scale for 128 columns: sixteen lanes take them, of a token, or of an entry of ids if GATED.
+// A scale for 128 columns, by sixteen lanes, of a token, or of an entry of ids if GATED.
 template <bool HALF, bool GATED>
 __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
   const Group at(p.m, p.k);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
   int64_t row = item;
   if constexpr (GATED) {
     gm::griddepcontrol_wait();
-    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    // After the wait, so that the next kernel may also read what earlier kernels wrote.
     gm::griddepcontrol_launch_dependents();
     row = item < p.m ? __ldcg(p.inverse + item) : -1;
     if (at.here && row >= 0) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void quantize_groups(const MoeQuantizeParams& p) {
     if (row >= 0) write(static_cast<int>(row), __ldcg(p.ids + item));
   } else {
     gm::griddepcontrol_wait();
-    // Behind the wait: the launch after this one may then read what the launches before this one wrote.
+    // After the wait, so that the next kernel may also read what earlier kernels wrote.
     gm::griddepcontrol_launch_dependents();
     if (item < p.m) over_places(p, item, write);
   }

@@ -30,7 +30,7 @@ using Args = GmGroupedW8a8Args;
 
 Instance g_instances[] = {GM_SHAPES(GM_W8A8_INSTANCE)};
 
-constexpr int kMostExperts = 1024;
+constexpr int kMaxExperts = 1024;
 
 }  // namespace
 
@@ -39,12 +39,12 @@ constexpr int kMostExperts = 1024;
 GM_CUDA_ARGS(GM_ENTRY, GmGroupedW8a8Args)(const GmGroupedW8a8Args* args) {
   const Args& a = *args;
   if ((a.y_type != 1 && a.y_type != 2) || a.w_type < 0 || a.w_type > 2) return GM_E_DTYPE;
-  if (a.rows < 0 || a.n < 1 || a.k < 1 || a.k % 16 || a.experts < 1 || a.experts > kMostExperts ||
+  if (a.rows < 0 || a.n < 1 || a.k < 1 || a.k % 16 || a.experts < 1 || a.experts > kMaxExperts ||
       int64_t(a.experts) * a.n > INT32_MAX)
     return GM_E_SHAPE;
   Instance* one = find(g_instances, a.tile_a, a.tile_b, a.plain);
   if (one == nullptr || a.slots < 2 || a.slots > 32 || a.grid < 1) return GM_E_ARG;
-  const int smem = a.slots * one->slot_bytes + one->end_bytes + 8 * (a.experts + 1);
+  const int smem = a.slots * one->slot_bytes + one->epilogue_bytes + 8 * (a.experts + 1);
   if (!fits(*one, smem, a.ctas)) return GM_E_ARG;
   if (a.device < 0) return smem;
   if (a.rows == 0) return GM_OK;
@@ -64,7 +64,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmGroupedW8a8Args)(const GmGroupedW8a8Args* args) {
   g.expert_scales = int64_t(GM_BLOCKS ? a.block_rows * k_blocks : a.n) * (a.w_type == 0 ? 4 : 2);
   g.list.offsets = a.offsets, g.list.experts = a.experts, g.list.rows = a.rows;
   g.list.blocks = ceil_div(a.n, one->tile_n()), g.list.by_blocks = gm::reciprocal(g.list.blocks);
-  // Each expert has at most one tile that is not full.
+  // Each expert may have one partial tile.
   const int64_t high = int64_t(ceil_div(a.rows, one->tile_m())) + a.experts;
   const int64_t tiles = (high < a.rows ? high : a.rows) * g.list.blocks;
   if (tiles + a.grid > INT32_MAX) return GM_E_SHAPE;

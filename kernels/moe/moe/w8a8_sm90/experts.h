@@ -10,8 +10,8 @@
 
 namespace gm::w8a8 {
 
-// The first float of expert `expert` in a row of scales, whose rows begin at `start`: a multiple of four, as
-// copies of 16 bytes need, behind the last one of the expert before, and known without the other experts.
+// The first float of expert `expert` in a row of scales; its rows of x begin at `start`. A multiple of four, as 16-byte
+// copies need, past the floats of the expert before, and computed without the other experts' offsets.
 GM_BOTH int scale_column(int start, int expert) { return (start + 3) / 4 * 4 + 4 * expert; }
 
 // Floats of a row of scales.

@@ -1,9 +1,9 @@
-// y[p, :] = x[p, :] · W[expert of p]^T of 8-bit values, rows p sorted by expert: the tiles, rings and
-// two-level sums of linear_a8/w8a8_sm90/product.cuh, over a list of tiles that every CTA makes from the
-// offsets of the experts. A tile has rows of one expert. Rows of x past them are multiplied and not stored.
+// y[p, :] = x[p, :] · W[expert of p]^T of 8-bit values, rows p sorted by expert: the pipeline and main loop of
+// linear/w8a8_sm90/product.cuh, over a list of tiles that every CTA builds from the offsets of the experts. A tile has
+// rows of one expert. Rows of x past them are multiplied and not stored.
 //
-// The launch before this one must have waited for the one that wrote the offsets before it allowed this one
-// to begin: the list is made, and W is copied, while it still runs.
+// The list is built, and W copied, before griddepcontrol.wait. So the previous kernel must have waited for the one that
+// wrote the offsets before it triggered this launch.
 #pragma once
 #include "linear/w8a8_sm90/product.cuh"
 #include "moe/grouped_linear/frag16_sm90/grouped_tiles.cuh"
@@ -41,8 +41,8 @@ __device__ __forceinline__ Params params_of(const ExpertParams& g, const ExpertT
   return p;
 }
 
-// Fills the slots of all tiles of the CTA, by a warp, whose lane 0 copies. W of the first slots is copied
-// before the launch ahead has ended, x after it.
+// Producer of all tiles of the CTA, by a warp, whose lane 0 copies. W of the first slots is copied before
+// griddepcontrol.wait, x after it.
 template <class S>
 __device__ __forceinline__ void produce_experts(const ExpertParams& g, const GroupedList& list,
                                                 const void* w_map, const void* x_map, uint32_t base,
@@ -51,19 +51,19 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
   const bool leads = (threadIdx.x & 31) == 0;
   Ring<S> ring(base, p.slots);
   const uint64_t policy = l2_evict_normal();
-  struct Place {
+  struct TileSource {
     int w, m, scales, bytes;
   };
-  const auto place_of = [&](int index) {
+  const auto source_of = [&](int index) {
     const ExpertTile tile = expert_tile<S>(g, list, index);
     const int start = list.starts[tile.expert], column = scale_column(start, tile.expert) + tile.m - start;
-    return Place{tile.expert * p.n + tile.n, tile.m, column, min(S::kTileM, p.x_pitch - column) * 4};
+    return TileSource{tile.expert * p.n + tile.n, tile.m, column, min(S::kTileM, p.x_pitch - column) * 4};
   };
-  const auto load_w = [&](const Ring<S>& r, const Place& at, int k) {
+  const auto load_w = [&](const Ring<S>& r, const TileSource& at, int k) {
     mbar_arrive_expect_tx(r.full, S::kA + S::kB + (S::kBlocks ? at.bytes : 0));
     tma_load(S::kPlain ? r.b : r.a, w_map, k * kBlockK, at.w, r.full);
   };
-  const auto load_x = [&](const Ring<S>& r, const Place& at, int k) {
+  const auto load_x = [&](const Ring<S>& r, const TileSource& at, int k) {
     tma_load(S::kPlain ? r.a : r.b, x_map, k * kBlockK, at.m, r.full);
     if constexpr (S::kBlocks)
       bulk_load(r.scales, p.x_scale + static_cast<int64_t>(k) * p.x_pitch + at.scales, at.bytes, r.full,
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
   };
   int index = blockIdx.x, k = 0;
   if (index < all) {
-    const Place at = place_of(index);
+    const TileSource at = source_of(index);
     const int ahead = min(p.slots, p.k_blocks);
     if (leads) {
       Ring<S> w_ring = ring;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void produce_experts(const ExpertParams& g, const Gro
   }
 #pragma unroll 1
   for (; index < all; index += gridDim.x, k = 0) {
-    const Place at = place_of(index);
+    const TileSource at = source_of(index);
 #pragma unroll 1
     for (; k < p.k_blocks; ++k, ring.next()) {
       if (leads) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const uint32_t base = smem_u32(smem);
   const int slots = g.one.slots, k_blocks = g.one.k_blocks;
-  int* const lists =
-      reinterpret_cast<int*>(smem + S::rings(slots) + S::kWarpgroups * S::kEnd + slots * (S::kScales + 16));
+  int* const lists = reinterpret_cast<int*>(smem + S::rings(slots) + S::kWarpgroups * S::kEpilogue +
+                                            slots * (S::kScales + 16));
   const GroupedList list{lists, lists + g.list.experts + 1};
   if (threadIdx.x == 0) {
     const Ring<S> ring(base, slots);
@@ -120,21 +120,21 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
     }
     fence_mbarrier_init();
   }
-  list.make<S::kTileM>(g.list);
+  list.build<S::kTileM>(g.list);
   griddepcontrol_launch_dependents();
   const int all = list.first[g.list.experts] * g.list.blocks;
 
   if (warp >= S::kWarpgroups * 4) {
-    if constexpr (S::kGives) setmaxnreg_dec<40>();
+    if constexpr (S::kReallocates) setmaxnreg_dec<40>();
     if (warp == S::kWarpgroups * 4) produce_experts<S>(g, list, &w_map, &x_map, base, all);
     return;
   }
-  if constexpr (S::kGives) setmaxnreg_inc<232>();
+  if constexpr (S::kReallocates) setmaxnreg_inc<232>();
   const int warpgroup = warp >> 2;
   const int rows = warpgroup * 64 * S::kHalves,
             my_rows = (warp & 3) * 16;  // of A: the warpgroup's, the warp's in 64
-  const uint32_t end_at = S::rings(slots) + warpgroup * S::kEnd, table = base + end_at;
-  const uint8_t* shared = smem + end_at;
+  const uint32_t epilogue_at = S::rings(slots) + warpgroup * S::kEpilogue, table = base + epilogue_at;
+  const uint8_t* shared = smem + epilogue_at;
   Ring<S> ring(base, slots);
   BlockScales<S> scales[S::kPlain ? 1 : S::kHalves];
   constexpr int kScales = sizeof scales / sizeof *scales;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
     const Params p = params_of(g, tile);
     const int n0 = tile.n + (S::kPlain ? 0 : rows), m0 = tile.m + (S::kPlain ? rows : 0);
     const int first_row[2] = {w_row(tile, 0), w_row(tile, S::kHalves - 1)};
-    const End<S, Sum> end(p, n0, m0);
+    const EpilogueOperands<S, Sum> operands(p, n0, m0);
     if constexpr (S::kBlocks) {
       const ExpertTile next = expert_tile<S>(g, list, min(index + static_cast<int>(gridDim.x), all - 1));
 #pragma unroll
@@ -176,19 +176,19 @@ __device__ __forceinline__ void grouped_product(const ExpertParams& g, const CUt
     multiply_blocks<T, S>(
         p, sums, ring, scales, rows, my_rows, 0, k_blocks, [&](int h) { return first_row[h]; }, parts,
         all_factors, multiply, release);
-    end.keep(table, warpgroup);
-    constexpr int kTogether = S::kColumns < 64 ? S::kColumns : 64;
-    // Found anew where registers are few, instead of kept while products run.
+    operands.store(table, warpgroup);
+    constexpr int kStoreColumns = S::kColumns < 64 ? S::kColumns : 64;
+    // Recomputed if registers are scarce, instead of kept during the main loop.
     const ExpertTile done = S::kPlain ? expert_tile<S>(g, list, index) : tile;
     Params to = g.one;
     to.m = done.end;
 #pragma unroll
     for (int h = 0; h < S::kHalves; ++h)
 #pragma unroll
-      for (int column = 0; column < S::kColumns; column += kTogether)
-        store_fragments<S, kTogether / 8>(to, sums[h] + column / 2, table, shared, warpgroup,
-                                          done.n + (S::kPlain ? 0 : rows), done.m + (S::kPlain ? rows : 0), h,
-                                          column);
+      for (int column = 0; column < S::kColumns; column += kStoreColumns)
+        store_fragments<S, kStoreColumns / 8>(to, sums[h] + column / 2, table, shared, warpgroup,
+                                              done.n + (S::kPlain ? 0 : rows),
+                                              done.m + (S::kPlain ? rows : 0), h, column);
   }
 }
 
