@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_QUEUED = 1024
-"""Requests that wait unless the caller says otherwise: a few steps' worth. More of them only wait longer, and take memory."""
+"""The default limit of waiting requests: a few steps' worth. More would only wait longer and take memory."""
 
 
 class AsyncEngine:
@@ -112,7 +112,7 @@ class AsyncEngine:
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why the engine serves no more; None while it does."""
+        """Why the engine stopped serving; None while it serves."""
         return self._thread.error
 
     async def stream(
@@ -183,7 +183,7 @@ class AsyncEngine:
         return [growing[choice].completion(ids) for choice in sorted(growing)]
 
     async def abort(self, request_id: str) -> bool:
-        """End a request: its callers get a last chunk with finish_reason ``abort``. Whether it was unfinished."""
+        """End a request: its callers get a last chunk with finish_reason ``abort``. Returns whether it was unfinished."""
 
         def end(engine: Engine) -> bool:
             outputs = engine.abort(self._requests.ids(request_id))
@@ -286,8 +286,8 @@ class AsyncEngine:
         return self._thread.dump()
 
     async def close(self, timeout: float = 10.0) -> None:
-        """End after the present step; unfinished requests get EngineDeadError. Waits `timeout` seconds for the step, then leaves
-        its thread behind. To end requests in order, `drain` first."""
+        """Stop after the present step; unfinished requests get EngineDeadError. Waits `timeout` seconds for the step, then abandons
+        its thread. To let requests finish, `drain` first."""
         if self._signals is not None:
             self._signals.restore()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.stop, timeout)
@@ -407,7 +407,7 @@ class AsyncEngine:
             self._requests.free(request, [name])
 
     def _leave(self, request: ActiveRequest) -> None:
-        """The caller has left, for whatever reason: nothing of the request stays."""
+        """Drop everything that belongs to a request whose caller has left."""
         left = dict(request.open)
         request.open.clear()
         if self._metrics is not None and request.added:

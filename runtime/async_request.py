@@ -75,8 +75,8 @@ class ActiveRequest:
         self._ready.set()
 
     async def next(self) -> Chunk | None:
-        """What was added to one completion since the last call, as one chunk; None at the end. What came before a failure is returned
-        out before it is raised."""
+        """What was added to one completion since the last call, as one chunk; None at the end. What came before a failure is
+        returned first, then the failure is raised."""
         while not self._untaken:
             if self._error is not None:
                 # One death has many callers: each gets an exception of its own.

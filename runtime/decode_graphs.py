@@ -51,8 +51,8 @@ LARGEST = SIZES[-1]
 SHORTEST = 512
 """The smallest context bound of a graph."""
 GROWTH = 8
-"""From one bound to the next: kernels find the work of each step on the device, so a bound that is too large costs little, and each one
-takes a capture for every number of sequences."""
+"""Factor from one context bound to the next. Kernels find the work of each step on the device, so a bound that is too large costs little,
+while every bound takes a capture for each number of sequences."""
 
 
 def padded(seqs: int) -> int:

@@ -1,4 +1,4 @@
-"""Signals that end the work of an event loop in order: while something serves they are its own, and before and after that what they were."""
+"""Signal handlers that drain the engine of an event loop: installed while it serves, and replaced by the former ones afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DrainSignals:
     """Handlers of signals, from now until `restore`, which puts the former ones back.
 
     A signal that nothing would act on (after `restore`, `serves` is false, the loop has ended) goes to the former
-    handler, and is never lost. The handlers of `loop.add_signal_handler` cannot be asked for the former ones, so these are Python's own.
+    handler, and is never lost. `loop.add_signal_handler` does not return former handlers, so these are set by the module `signal`.
 
     Args:
         loop: the running event loop of the main thread.
@@ -71,7 +71,7 @@ class DrainSignals:
                 self._loop.call_soon_threadsafe(self.restore)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, between any two instructions of it: locks must not be taken."""
+        """Runs in the main thread between any two bytecode instructions: it must not take locks."""
         if self._active and self._serves() and self._loop.is_running():
             self._loop.call_soon_threadsafe(self._arrived, number)
         else:

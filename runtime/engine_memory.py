@@ -1,5 +1,5 @@
-"""What an engine holds in memory, and what others learn about it: sleep, new weights, the prefix cache and its events, status. Objects that
-Python's garbage collection leaves out."""
+"""Memory and state of an engine between its steps: sleep, new weights, the prefix cache and its events, status; and objects that Python's
+garbage collector skips."""
 
 from __future__ import annotations
 

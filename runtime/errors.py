@@ -78,4 +78,4 @@ class RankError(RuntimeError):
 
 
 class ReplicaError(RuntimeError):
-    """A process of `Replicas` died, failed or gave no sign of life; the message names it. Its requests ended, or were run again."""
+    """A process of `Replicas` died, failed or stopped responding; the message names it. Its requests ended, or were run again."""

@@ -15,7 +15,7 @@ STREAMED = "a generate or stream of this LLM has not ended: exhaust its iterator
 
 
 class Ownership:
-    """At most one owner at a time, and for some one thread. Without an owner, any caller may step the engine."""
+    """At most one owner at a time, which may be bound to one thread. Without an owner, any caller may step the engine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class Ownership:
         self._owner, self._thread = owner, thread
 
     def give_back(self) -> None:
-        """Own the engine no more."""
+        """Release the engine."""
         with self._lock:
             self._owner = self._thread = None
 

@@ -34,7 +34,7 @@ class StructuredOutput:
         choice: the output is one of these texts.
         structural_tag: free text with tagged JSON in it, such as calls of tools, in the form of vLLM's and SGLang's requests:
             ``{"structures": [{"begin": "<fn=add>", "schema": {...}, "end": "</fn>"}], "triggers": ["<fn="]}``, as a mapping or as text.
-            Where the output has come to a trigger, it goes on as one of the structures whose begin starts with it.
+            After a trigger, the output continues as one of the structures whose ``begin`` starts with it.
 
     Raises:
         UsageError: none or several are given, or one of the wrong type.

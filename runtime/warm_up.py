@@ -1,7 +1,7 @@
 """Warm-up: what the steps of an engine call is selected, verified, compiled, loaded and captured before the first request.
 
 Steps are recorded first, without running: the kernels that they need are verified, and so compiled, by several processes at a time.
-Then they run on a cache that nobody uses: prompts of each bucket of tokens, from their beginning and after cached tokens, with other
+Then they run on an unused cache: prompts of each bucket of tokens, from their beginning and after cached tokens, with other
 sequences in the step; decode steps of each number of sequences and each bound of the context that has a graph, with and without
 drafts if the engine drafts; and the logits and samples of each bucket of rows. What a step of the engine can meet within its limits
 has then run once.

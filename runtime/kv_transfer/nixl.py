@@ -120,7 +120,7 @@ class NixlStore:
         self._entry(key).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Others find this process no more, nor its records."""
+        """Withdraw this process and its records from the folder."""
         (self.folder / f"{self._name}.agent").unlink(missing_ok=True)
         with self._lock:
             for key in self._places:

@@ -1,4 +1,4 @@
-"""A block as bytes that anyone may have touched: a header with size, key and digest, then the block.
+"""A block as an untrusted record: a header with size, key and digest, then the block.
 
 8   magic, with the version of this format
 8   bytes of the block, little-endian
@@ -19,7 +19,7 @@ HEADER = _FIELDS.size
 
 
 class RecordError(ValueError):
-    """Bytes that are not the record of a key; the message says in what."""
+    """Bytes that are not the record of a key; the message says what differs."""
 
 
 def seal(record: memoryview, key: bytes) -> None:

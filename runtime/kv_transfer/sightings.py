@@ -1,4 +1,4 @@
-"""How often blocks were seen, of the ones seen last."""
+"""How often recent blocks were seen."""
 
 from __future__ import annotations
 

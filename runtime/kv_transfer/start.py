@@ -1,4 +1,4 @@
-"""The KV transfer of an engine, and what it does not go with."""
+"""Starting the KV transfer of an engine; configurations that exclude it are refused."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ The verbs, in the order of a request:
     wait        until something has arrived, while nothing else is to be done
     finished    a request that has ended waits for nothing
 
-The scheduler knows of none of this: a request that waits is held, and a load that fails or is late leaves it as it was. Its tokens are
+The scheduler does not know about transfers: a request that waits is held, and a load that fails or is late leaves it as it was. Its tokens are
 computed then.
 """
 
@@ -91,7 +91,7 @@ class Transfer:
         self._counts: Counter[str] = Counter()
         scheduler.on_preempt = self.preempted
 
-    # A request comes, runs and goes ------------------------------------------------------------------------------------
+    # Requests ----------------------------------------------------------------------------------------------------------
 
     def expects(self, request: Request) -> bool:
         """Whether a request may have blocks in a store: if so it is to be held, and given to `matched`."""

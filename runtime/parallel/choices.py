@@ -1,7 +1,7 @@
 """One process chooses kernels: rank 0 answers the questions of the other ranks, in a thread, while its own steps run.
 
 Selection depends on measured times and on verifications, which may differ between two readings of the store. A rank that chose for
-itself could route tokens to other experts than its peers, or call another collective kernel, and wait for ever.
+itself could route tokens to other experts than its peers, or call another collective kernel and hang.
 """
 
 from __future__ import annotations

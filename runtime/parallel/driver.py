@@ -1,8 +1,8 @@
 """The driver of a model over several ranks: starts them, sends them steps, and notices when one dies or hangs.
 
 It has the interface of `Runner`, as far as an engine uses it, and holds neither weights nor a cache, nor touches a GPU. One duplex pipe per
-rank carries messages, (name, number, arguments), and answers, (number, result). Whatever the driver waits for has a deadline, and
-includes the ends of the processes.
+rank carries messages, (name, number, arguments), and answers, (number, result). Every wait of the driver has a deadline, and
+also notices the end of a process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gristmill.runtime.warm_up import WarmUp
 LOADING = 10
 """The deadline of loading and of warm-up, as a multiple of that of a step."""
 GRACE = 0.5
-"""Seconds for the other ranks to say what they met, after one has failed."""
+"""Seconds for the other ranks to report their errors, after one has failed."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class ParallelRunner:
         number, result = answer
         return number, result
 
-    # Life and death --------------------------------------------------------------------------------------------------
+    # Start and end ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Start the ranks, and load the model on them."""
@@ -323,7 +323,7 @@ class ParallelRunner:
                 raise RankError(f"rank {rank} has other kernels than rank 0 for {different}")
 
     def _late(self, waiting: Mapping[int, ChildProcess]) -> str:
-        """The ranks that the others wait for: of those that have not answered, the ones that came least far."""
+        """The ranks that the others wait for: of those that have not answered, the ones that made the least progress."""
         if self._folder is None:
             return "the ranks"
         data = (self._folder / "progress").read_bytes()

@@ -168,7 +168,7 @@ def serve(connection: Connection) -> None:
     not answered: an exception of theirs is the answer of the next one."""
     job: Job = connection.recv()
     if job.rank:
-        warnings.simplefilter("ignore")  # rank 0 says them
+        warnings.simplefilter("ignore")  # rank 0 prints them
     rank = Rank(job)
     while True:
         try:

@@ -58,7 +58,7 @@ class Replicas:
             others; ``round_robin``: in turn.
         retry: requests of a replica that dies are run again on another one, where their caller has got nothing yet. False = they end with
             ReplicaError.
-        timeout: seconds that a replica may take to give a sign of life, and a tenth of those for loading; then it counts as dead.
+        timeout: seconds without a message, and a tenth of the seconds for loading, after which a replica counts as dead.
         skip: GPUs that are left to others, the first ones.
 
     Raises:
@@ -208,7 +208,7 @@ class Replicas:
                 replica.child.connection.send(message)
 
     def _receive(self, replica: _Replica) -> None:
-        """Hand out answers until the process ends, or gives no sign of life."""
+        """Hand out answers until the process ends, or stops responding."""
         child, why = replica.child, ""
         try:
             while True:

@@ -10,7 +10,7 @@ from gristmill.runtime.scheduler.request import Request
 
 
 class Admission(Enum):
-    """The three outcomes. A request that were neither admitted, nor waiting, nor refused would hang."""
+    """The three outcomes. A request with none of them would hang."""
 
     ADMIT = "admit"
     WAIT = "wait"

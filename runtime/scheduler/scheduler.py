@@ -43,7 +43,7 @@ class Scheduler(SchedulerState):
     """Called by `commit` with a request that it preempts, whose blocks still hold `computed` tokens until the step runs: what copies
     them elsewhere is launched before the step. The request and the scheduler must not be changed."""
 
-    # Requests come and go ------------------------------------------------------------------------------------------
+    # Requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, held: bool = False) -> None:
         """Queue a request; `held` until `resume`, for one that waits for an external event (a transfer, a grammar).

@@ -1,8 +1,8 @@
 """Drafts from an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840): a decoder layer that was trained on the outputs of three layers of its target.
 
-The outputs are projected to one state. Beside it stands the embedding of the next token: the queries, keys and values of the layer come from
-both, 2 · hidden wide. A further draft is drawn from the head's own state. Heads predict a part of the vocabulary: `d2t` holds, for each
-token of theirs, how far the target's id is from it.
+The outputs are projected to one state, and concatenated with the embedding of the next token: the queries, keys and values of the layer come
+from both, 2 · hidden wide. A further draft is drawn from the head's own state. Heads predict a part of the vocabulary: `d2t` holds, for each of
+their tokens, the offset to the target's id.
 
 A head is read as its authors and SpecForge publish it: `fc`, `midlayer`, `norm`, `lm_head`, `d2t`. The embedding is the target's, and so is
 the logits head of one that has none.
