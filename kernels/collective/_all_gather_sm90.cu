@@ -1,4 +1,4 @@
-// The columns of all ranks beside each other, over the memory of peers (_push.h has the protocol).
+// All-gather of columns through peer memory (_push.h has the protocol).
 #include <cstdint>
 #include <type_traits>
 
@@ -28,22 +28,22 @@ __device__ __forceinline__ void all_gather(const AllGatherParams& q) {
            i % q.vectors;
   };
   for (int i = first; i < total; i += step) {
-    const uint4 own = push::sendable(__ldcg(static_cast<const uint4*>(q.x) + i));
+    const uint4 own = push::without_empty(__ldcg(static_cast<const uint4*>(q.x) + i));
 #pragma unroll
     for (int d = 1; d < W; ++d)
-      if (d < p.world) push::send(call.slot((p.rank + d) % p.world, p.rank, total) + i, own);
+      if (d < p.world) push::store_relaxed(call.slot((p.rank + d) % p.world, p.rank, total) + i, own);
     *place(i, p.rank) = own;
   }
-  call.settle((p.world - 1) * total);
+  call.finish_sends((p.world - 1) * total);
   for (int i = first; i < total; i += step) {
     uint4 v[W];
 #pragma unroll
     for (int s = 0; s < W; ++s)
-      if (s < p.world && s != p.rank) v[s] = push::peek(call.slot(p.rank, s, total) + i);
+      if (s < p.world && s != p.rank) v[s] = push::load_relaxed(call.slot(p.rank, s, total) + i);
 #pragma unroll
     for (int s = 0; s < W; ++s) {
       if (s >= p.world || s == p.rank) continue;
-      if (!push::arrived(v[s])) v[s] = push::wait(call.slot(p.rank, s, total) + i, p, s);
+      if (!push::has_arrived(v[s])) v[s] = push::wait(call.slot(p.rank, s, total) + i, p, s);
       *place(i, s) = v[s];
     }
   }

@@ -1,5 +1,5 @@
-// Sum over ranks, residual addition and RMSNorm in one launch (_push.h has the protocol): a CTA per row,
-// whose sums stay in registers until the row's norm is known.
+// All-reduce, residual addition and RMSNorm in one launch (_push.h has the protocol): a CTA per row, whose sums stay in
+// registers until the row's norm is known.
 #include <cstdint>
 #include <type_traits>
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void sum_and_norm(const AllReduceNormParams& q) {
   const int vectors = q.n / kValues;
   const T *x = static_cast<const T*>(q.x), *weight = static_cast<const T*>(q.weight);
   T *residual = static_cast<T*>(q.residual), *out = static_cast<T*>(q.out);
-  uint4 scale[V];  // a parameter, which no kernel before this one writes
+  uint4 scale[V];  // of the weight, which no previous kernel writes
 #pragma unroll
   for (int k = 0; k < V; ++k)
     if (const int i = threadIdx.x + k * blockDim.x; i < vectors) scale[k] = push::load(weight + i * kValues);
@@ -42,22 +42,23 @@ __device__ __forceinline__ void sum_and_norm(const AllReduceNormParams& q) {
     for (int k = 0; k < V; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
       if (i >= vectors) continue;
-      const uint4 own = push::sendable(read(x, row, i));
+      const uint4 own = push::without_empty(read(x, row, i));
 #pragma unroll
       for (int d = 1; d < W; ++d)
         if (d < p.world)
-          push::send(call.slot((p.rank + d) % p.world, p.rank, stride) + int64_t(row) * vectors + i, own);
+          push::store_relaxed(call.slot((p.rank + d) % p.world, p.rank, stride) + int64_t(row) * vectors + i,
+                              own);
     }
   }
-  call.settle((p.world - 1) * q.rows * vectors);
-  int turn = 0;
-  for (int row = blockIdx.x; row < q.rows; row += gridDim.x, turn ^= 1) {
+  call.finish_sends((p.world - 1) * q.rows * vectors);
+  int buffer = 0;
+  for (int row = blockIdx.x; row < q.rows; row += gridDim.x, buffer ^= 1) {
     uint4 kept[V], before[V];
     float square = 0.f;
 #pragma unroll
     for (int k = 0; k < V; ++k)
       if (const int i = threadIdx.x + k * blockDim.x; i < vectors) {
-        kept[k] = push::sendable(read(x, row, i));
+        kept[k] = push::without_empty(read(x, row, i));
         before[k] = read(residual, row, i);
       }
 #pragma unroll
@@ -77,9 +78,9 @@ __device__ __forceinline__ void sum_and_norm(const AllReduceNormParams& q) {
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffffu, square, step);
-    if (threadIdx.x % 32 == 0) squares[turn][threadIdx.x / 32] = square;
+    if (threadIdx.x % 32 == 0) squares[buffer][threadIdx.x / 32] = square;
     __syncthreads();
-    square = threadIdx.x % 32 < blockDim.x / 32 ? squares[turn][threadIdx.x % 32] : 0.f;
+    square = threadIdx.x % 32 < blockDim.x / 32 ? squares[buffer][threadIdx.x % 32] : 0.f;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffffu, square, step);
     const float inverse = rsqrtf(square / q.n + q.eps);

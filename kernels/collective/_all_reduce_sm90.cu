@@ -1,8 +1,7 @@
 // Sums over ranks whose GPUs can write each other's memory (_push.h has the protocol).
 //
-// One shot: every rank sends all its values to every other one, and each adds them all. Two shots: every rank
-// adds one part, which the others send to it, and sends the sums back; less crosses the link from three ranks
-// on, but it crosses twice.
+// One-shot: every rank sends all its values to every other one, and each adds them all. Two-shot: reduce-scatter and
+// all-gather; from three ranks on less crosses the link, but in two trips.
 #include <cstdint>
 #include <type_traits>
 
@@ -11,7 +10,7 @@
 struct AllReduceParams {
   PushParams push;
   void* x;                      // [elements]
-  int elements, vectors, part;  // part: vectors that a rank adds (two shots)
+  int elements, vectors, part;  // part: vectors that a rank reduces (two-shot)
 };
 
 constexpr int kThreads = 512;
@@ -28,7 +27,7 @@ __device__ __forceinline__ void one_shot(const AllReduceParams& q) {
   T* x = static_cast<T*>(q.x);
   const int step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
   const auto read = [&](int i) {
-    return push::sendable(push::load(x + i * kValues, q.elements - i * kValues));
+    return push::without_empty(push::load(x + i * kValues, q.elements - i * kValues));
   };
   for (int begin = first; begin < q.vectors; begin += kUnroll * step) {
     uint4 own[kUnroll];
@@ -41,10 +40,10 @@ __device__ __forceinline__ void one_shot(const AllReduceParams& q) {
       for (int d = 1; d < W; ++d)
         if (const int i = begin + u * step; i < q.vectors && d < p.world) {
           const int to = (p.rank + d) % p.world;
-          push::send(call.slot(to, p.rank, q.vectors) + i, own[u]);
+          push::store_relaxed(call.slot(to, p.rank, q.vectors) + i, own[u]);
         }
   }
-  call.settle((p.world - 1) * q.vectors);
+  call.finish_sends((p.world - 1) * q.vectors);
   for (int begin = first; begin < q.vectors; begin += kUnroll * step) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
@@ -65,9 +64,9 @@ __device__ __forceinline__ void two_shot(const AllReduceParams& q) {
   constexpr int kValues = push::kValues<T>;
   T* x = static_cast<T*>(q.x);
   const int step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
-  const int sums = (p.world - 1) * q.part;  // behind the values: where the sums of the others arrive
+  const int sums = (p.world - 1) * q.part;  // offset of the slots for the sums, after those for the values
   const auto read = [&](int i) {
-    return push::sendable(push::load(x + i * kValues, q.elements - i * kValues));
+    return push::without_empty(push::load(x + i * kValues, q.elements - i * kValues));
   };
   for (int i = first; i < q.part; i += step) {
     uint4 own[W];
@@ -78,18 +77,19 @@ __device__ __forceinline__ void two_shot(const AllReduceParams& q) {
 #pragma unroll
     for (int d = 1; d < W; ++d)
       if (const int to = (p.rank + d) % p.world; d < p.world && to * q.part + i < q.vectors)
-        push::send(call.slot(to, p.rank, q.part) + i, own[d]);
+        push::store_relaxed(call.slot(to, p.rank, q.part) + i, own[d]);
   }
-  call.settle(2 * sums);
+  call.finish_sends(2 * sums);
   for (int i = first; i < q.part; i += step) {
     const int at = p.rank * q.part + i;
     if (at >= q.vectors) break;
     float total[kValues] = {};
     call.sum<T, W>(total, read(at), q.part, i);
-    const uint4 result = push::sendable(push::rounded<T>(total));
+    const uint4 result = push::without_empty(push::rounded<T>(total));
 #pragma unroll
     for (int d = 1; d < W; ++d)
-      if (d < p.world) push::send(call.slot((p.rank + d) % p.world, p.rank, q.part) + sums + i, result);
+      if (d < p.world)
+        push::store_relaxed(call.slot((p.rank + d) % p.world, p.rank, q.part) + sums + i, result);
     push::store(x + at * kValues, result, q.elements - at * kValues);
   }
   for (int i = first; i < q.part; i += step) {
@@ -97,12 +97,12 @@ __device__ __forceinline__ void two_shot(const AllReduceParams& q) {
 #pragma unroll
     for (int s = 0; s < W; ++s)
       if (s < p.world && s != p.rank && s * q.part + i < q.vectors)
-        v[s] = push::peek(call.slot(p.rank, s, q.part) + sums + i);
+        v[s] = push::load_relaxed(call.slot(p.rank, s, q.part) + sums + i);
 #pragma unroll
     for (int s = 0; s < W; ++s) {
       const int at = s * q.part + i;
       if (s >= p.world || s == p.rank || at >= q.vectors) continue;
-      if (!push::arrived(v[s])) v[s] = push::wait(call.slot(p.rank, s, q.part) + sums + i, p, s);
+      if (!push::has_arrived(v[s])) v[s] = push::wait(call.slot(p.rank, s, q.part) + sums + i, p, s);
       push::store(x + at * kValues, v[s], q.elements - at * kValues);
     }
   }
@@ -134,7 +134,7 @@ static gm::CudaKernel g_kernels[] = {
 };
 
 // x becomes the sum over the ranks, in float32, in rank order, rounded once. shots: 1 or 2. sms: multiprocessors of
-// the device; all CTAs run at a time, because they wait for those of other ranks.
+// the device; all CTAs must be resident, since they wait for those of other ranks.
 GM_CUDA_CALL(gm_all_reduce_sm90, AllReduce, shots, threads, peers, state, failed, limit, capacity, rank,
              world, sms)
 (const GmAllReduceCall& call, const gm_all_reduce_sm90_options& options, int device, void* stream) {

@@ -1,14 +1,11 @@
-// Protocol of the all-reduce kernels: how ranks send each other vectors of 16 bytes.
+// Lamport-style protocol of the collectives (as in NVIDIA TensorRT-LLM, allReduceFusion): ranks push vectors of 16 bytes.
 //
-// A rank writes its values into the memory of its peers, where arrival is visible in the data itself: empty
-// memory holds kAbsent in every word, which no value has. So there is no barrier and no flag, and a sum takes
-// one trip over the link. The protocol is that of Lamport-style all-reduce kernels (NVIDIA TensorRT-LLM,
-// allReduceFusion).
+// A rank writes its values into the memory of its peers, where arrival is visible in the data itself: empty memory holds
+// kEmpty in every word, which no value has. So there is no barrier and no flag, and a sum takes one trip over the link.
 //
-// Three buffers serve calls in turn. Call e uses buffer e % 3 and empties that of call e - 1. A peer writes
-// into the latter in its call e + 2, which follows its call e + 1, which waits for values that this rank
-// sends in its call e + 1, so after the emptying. The number of the call is in device memory: replays of a
-// captured call count, too.
+// Triple buffering: call e uses buffer e % 3 and clears that of call e - 1. A peer writes into the latter in its call
+// e + 2, after its call e + 1, which waits for values that this rank sends in its call e + 1, so after it was cleared.
+// The number of the call is in device memory, so that replays of a CUDA graph count too.
 #pragma once
 #include <cstdint>
 
@@ -19,17 +16,17 @@ constexpr int kMaxRanks = 8, kBuffers = 3;
 
 struct PushParams {
   uint64_t peers[kMaxRanks];  // the buffers of each rank, mapped here
-  // Number of the call, CTAs that have read it, vectors of the last call, whether one failed.
+  // Number of the call, CTAs that have read it, vectors of the previous call, whether one timed out.
   uint32_t* state;
-  uint32_t* failed;  // in host memory: 1 + the rank that did not send in time
-  int64_t limit;     // nanoseconds to wait for a vector
+  uint32_t* failed;  // in host memory: 1 + the rank that timed out
+  int64_t limit;     // timeout for a vector, in nanoseconds
   int64_t capacity;  // vectors of a buffer
   int rank, world;
 };
 
 #ifndef __CUDACC__
-// Out of the options of an entry; peers is the address of the addresses of `world` buffers. World 0 for a
-// world or a rank that there is not.
+// From the options of an entry; peers is the address of the addresses of `world` buffers. World 0 if world or rank is
+// invalid.
 template <typename Options>
 PushParams push_params(const Options& options) {
   PushParams p{};
@@ -51,9 +48,9 @@ PushParams push_params(const Options& options) {
 
 namespace push {
 
-constexpr uint32_t kAbsent = 0x80000000u;
+constexpr uint32_t kEmpty = 0x80000000u;
 
-__device__ __forceinline__ uint4 peek(const uint4* from) {
+__device__ __forceinline__ uint4 load_relaxed(const uint4* from) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -62,24 +59,24 @@ __device__ __forceinline__ uint4 peek(const uint4* from) {
   return v;
 }
 
-__device__ __forceinline__ void send(uint4* to, const uint4& v) {
+__device__ __forceinline__ void store_relaxed(uint4* to, const uint4& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};"
                :
                : "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-__device__ __forceinline__ bool arrived(const uint4& v) {
-  return v.x != kAbsent && v.y != kAbsent && v.z != kAbsent && v.w != kAbsent;
+__device__ __forceinline__ bool has_arrived(const uint4& v) {
+  return v.x != kEmpty && v.y != kEmpty && v.z != kEmpty && v.w != kEmpty;
 }
 
-// The same values without the word kAbsent: -0 (of a pair of 16-bit values, one that stands above a +0)
-// becomes +0. Every rank sums what was sent, its own values too, so that all get the same bits.
-__device__ __forceinline__ uint4 sendable(uint4 v) {
-  v.x = v.x == kAbsent ? 0 : v.x;
-  v.y = v.y == kAbsent ? 0 : v.y;
-  v.z = v.z == kAbsent ? 0 : v.z;
-  v.w = v.w == kAbsent ? 0 : v.w;
+// Replaces the word kEmpty, -0 (of a pair of 16-bit values, -0 above +0), by +0. Every rank adds what was sent, its own
+// values too, so that all ranks get the same bits.
+__device__ __forceinline__ uint4 without_empty(uint4 v) {
+  v.x = v.x == kEmpty ? 0 : v.x;
+  v.y = v.y == kEmpty ? 0 : v.y;
+  v.z = v.z == kEmpty ? 0 : v.z;
+  v.w = v.w == kEmpty ? 0 : v.w;
   return v;
 }
 
@@ -89,12 +86,12 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// Waits for one vector. A peer that has died must not hang this kernel: past the time limit the failure is
-// recorded for the host, and this call and later ones end with undefined sums.
+// Waits for one vector, with a timeout, so that a dead peer does not hang this kernel: the failure is recorded for the
+// host, and this call and later ones end with undefined sums.
 __device__ __noinline__ uint4 wait(const uint4* from, const PushParams& p, int source) {
   const uint64_t begin = nanoseconds();
   uint4 v;
-  for (int tries = 1; !arrived(v = peek(from)); ++tries) {
+  for (int tries = 1; !has_arrived(v = load_relaxed(from)); ++tries) {
     if (tries % 1024 != 0) continue;
     const bool late = nanoseconds() - begin > uint64_t(p.limit);
     if (late) {
@@ -102,7 +99,7 @@ __device__ __noinline__ uint4 wait(const uint4* from, const PushParams& p, int s
       __threadfence_system();
       atomicExch(p.state + 3, 1u);
     }
-    if (late || *reinterpret_cast<volatile uint32_t*>(p.state + 3)) return sendable(v);
+    if (late || *reinterpret_cast<volatile uint32_t*>(p.state + 3)) return without_empty(v);
   }
   return v;
 }
@@ -183,7 +180,7 @@ __device__ __forceinline__ void store(T* to, const uint4& v, int count = kValues
   }
 }
 
-// One call, as a CTA sees it.
+// State of one call.
 struct Call {
   const PushParams& p;
   uint32_t number, last;
@@ -193,18 +190,18 @@ struct Call {
     last = *reinterpret_cast<volatile uint32_t*>(p.state + 2);
   }
 
-  // Where the values of `source` arrive in the memory of `owner`. stride: vectors of one source.
+  // Receive slot of the values of `source` in the memory of `owner`. stride: vectors per source.
   __device__ __forceinline__ uint4* slot(int owner, int source, int64_t stride) const {
     return reinterpret_cast<uint4*>(p.peers[owner]) + number % kBuffers * p.capacity +
            (source < owner ? source : source - 1) * stride;
   }
 
-  // Empties what the last call used, and announces that this CTA has read the call's number; the last CTA
-  // counts it. All threads call it, once they have sent.
-  __device__ __forceinline__ void settle(uint32_t used) const {
+  // Clears the buffer of the previous call, and signals that this CTA has read the call's number; the last CTA
+  // increments it. By all threads, after their stores.
+  __device__ __forceinline__ void finish_sends(uint32_t used) const {
     uint4* old = reinterpret_cast<uint4*>(p.peers[p.rank]) + (number + kBuffers - 1) % kBuffers * p.capacity;
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < last; i += gridDim.x * blockDim.x)
-      old[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
+      old[i] = {kEmpty, kEmpty, kEmpty, kEmpty};
     __syncthreads();
     if (threadIdx.x == 0 && atomicInc(p.state + 1, gridDim.x - 1) == gridDim.x - 1) {
       p.state[2] = used;
@@ -212,20 +209,20 @@ struct Call {
     }
   }
 
-  // The sum over all ranks, in rank order, of vector `i` of their slots; own: what this rank has sent.
+  // Adds vector `i` of all ranks' slots in the order of ranks. own: the vector that this rank has sent.
   template <typename T, int W>
   __device__ __forceinline__ void sum(float (&total)[kValues<T>], const uint4& own, int64_t stride,
                                       int64_t i) const {
     uint4 v[W];
 #pragma unroll
     for (int s = 0; s < W; ++s)
-      if (s < p.world && s != p.rank) v[s] = peek(slot(p.rank, s, stride) + i);
+      if (s < p.world && s != p.rank) v[s] = load_relaxed(slot(p.rank, s, stride) + i);
 #pragma unroll
     for (int s = 0; s < W; ++s) {
       if (s >= p.world) continue;
       if (s == p.rank)
         v[s] = own;
-      else if (!arrived(v[s]))
+      else if (!has_arrived(v[s]))
         v[s] = wait(slot(p.rank, s, stride) + i, p, s);
       add<T>(total, v[s]);
     }

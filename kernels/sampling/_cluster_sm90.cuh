@@ -1,5 +1,4 @@
-// Hardware primitives of the sampler: threads of a block, blocks of a cluster, their shared memory;
-// sm90/ptx.cuh has more. tests/native/cluster_fibers.h has the same functions for a CPU.
+// Hardware primitives of the sampler, which tests/native/cluster_fibers.h has for a CPU; sm90/ptx.cuh has more.
 #pragma once
 
 #include <cstdint>
@@ -20,19 +19,19 @@ GM_DEVICE void warp_sync() { __syncwarp(); }
 
 GM_DEVICE int warp_max(int v) { return __reduce_max_sync(kAll, v); }
 GM_DEVICE uint32_t ballot(bool v) { return __ballot_sync(kAll, v); }
-GM_DEVICE uint64_t from_lane_above(uint64_t v, int by) { return __shfl_up_sync(kAll, v, by); }
-GM_DEVICE uint64_t from_lane_across(uint64_t v, int mask) { return __shfl_xor_sync(kAll, v, mask); }
-GM_DEVICE int ones(uint32_t v) { return __popc(v); }
+GM_DEVICE uint64_t shuffle_up(uint64_t v, int by) { return __shfl_up_sync(kAll, v, by); }
+GM_DEVICE uint64_t shuffle_xor(uint64_t v, int mask) { return __shfl_xor_sync(kAll, v, mask); }
+GM_DEVICE int popcount(uint32_t v) { return __popc(v); }
 
 template <typename T>
-GM_DEVICE T add_to(T* at, T v) {
+GM_DEVICE T atomic_add(T* at, T v) {
   return atomicAdd(at, v);
 }
 template <>
-GM_DEVICE uint64_t add_to(uint64_t* at, uint64_t v) {
+GM_DEVICE uint64_t atomic_add(uint64_t* at, uint64_t v) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(v));
 }
-GM_DEVICE void lower_to(int* at, int v) { atomicMin(at, v); }
+GM_DEVICE void atomic_min(int* at, int v) { atomicMin(at, v); }
 
 GM_DEVICE float load_one(const float* from) { return __ldcg(from); }
 GM_DEVICE float load_one(const uint16_t* from) {

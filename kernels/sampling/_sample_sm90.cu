@@ -11,8 +11,7 @@
 
 extern __shared__ __align__(16) unsigned char memory[];
 
-// The second form has two blocks of 512 threads on a multiprocessor, or four of 256: 64 registers for each
-// thread.
+// The second form runs two blocks of 512 threads per multiprocessor, or four of 256: 64 registers per thread.
 #define GM_SAMPLE(name, type, kept, ...)                                                                   \
   extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ SampleParams p) { \
     gm::Row<type, kept>(p, memory).run();                                                                  \
@@ -35,16 +34,16 @@ GM_CUDA_CALL(gm_sample_sm90, Sample, ranks, threads, keep)
   const bool bf16 = call.x_type == 2, keep = options.keep != 0;
   const int64_t v = call.v;
   if (!bf16 && call.x_type != 0) return GM_E_DTYPE;
-  if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != gm::kMostRanks) return GM_E_ARG;
-  if (threads != 64 && threads != 128 && threads != 256 && threads != 32 * gm::kMostWarps) return GM_E_ARG;
+  if (ranks != 1 && ranks != 2 && ranks != 4 && ranks != gm::kMaxRanks) return GM_E_ARG;
+  if (threads != 64 && threads != 128 && threads != 256 && threads != 32 * gm::kMaxWarps) return GM_E_ARG;
   if (options.keep != 0 && options.keep != 1) return GM_E_ARG;
-  if (call.m < 0 || call.m > INT32_MAX / ranks || v < 1 || v > gm::kLargestVocabulary) return GM_E_SHAPE;
-  if (keep && v > int64_t(ranks) * gm::kMostOfSlice) return GM_E_SHAPE;
+  if (call.m < 0 || call.m > INT32_MAX / ranks || v < 1 || v > gm::kMaxVocabulary) return GM_E_SHAPE;
+  if (keep && v > int64_t(ranks) * gm::kMaxSlice) return GM_E_SHAPE;
   if (call.m == 0) return GM_OK;
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;
   while (v >> bits) ++bits;
-  const int exponent = 62 - bits < gm::kMostExponent ? 62 - bits : gm::kMostExponent;
+  const int exponent = 62 - bits < gm::kMaxExponent ? 62 - bits : gm::kMaxExponent;
   SampleParams p{call.logits,
                  call.logits_stride[0],
                  static_cast<const float*>(call.temperature),

@@ -1,14 +1,13 @@
-// One token of one row, by a cluster of blocks:
-// sample.py has the definition, docs/performance/sampling.md the idea.
+// Samples one token of one row by a cluster of blocks; sample.py has the definition, docs/performance/sampling.md the
+// algorithm.
 //
-// Every block has a slice of the row. It keeps it, divided by the temperature, in shared memory, or reads it
-// again in every pass (from the L2 cache, where it still is): shared memory then no longer limits how many
-// blocks a multiprocessor runs. A pivot (value, id) says which tokens survive top_k and top_p. It is found in
-// histograms of integers (counts, and masses in units of 2^-exponent), so the result depends neither on the
-// number of blocks nor on the order of additions.
+// Every block has a slice of the row, divided by the temperature, which it keeps in shared memory, or reads again in
+// every pass (from the L2 cache): then shared memory does not limit the occupancy. A pivot (value, id) separates the
+// tokens that survive top_k and top_p. It is found by histograms of integers (counts, and masses in units of
+// 2^-exponent), so that the result depends neither on the number of blocks nor on the order of additions.
 //
-// A source includes _cluster_sm90.cuh, or the stand-in for a CPU of the tests, before this file; without
-// either it gets what the host needs.
+// Include _cluster_sm90.cuh, or the CPU version of the tests, before this file; without either only the host's part is
+// declared.
 #pragma once
 
 #include <cfloat>
@@ -32,15 +31,15 @@ struct SampleParams {
 
 namespace gm {
 
-constexpr int kBins = 1024;    // of a histogram
-constexpr int kListed = 1152;  // candidates that one block searches by sorting them
-constexpr int kMostRanks = 8, kMostWarps = 16, kQueued = 64;
-constexpr int kOffsets = 128;         // parts of a bin, by which offsets in it are counted
-constexpr float kDeepest = 24.0f;     // the range of the first histogram: distances from the largest value
+constexpr int kBins = 1024;       // of a histogram
+constexpr int kMaxListed = 1152;  // largest number of candidates that one block sorts
+constexpr int kMaxRanks = 8, kMaxWarps = 16, kQueueSize = 64;
+constexpr int kOffsets = 128;         // resolution of the sum of offsets within a bin
+constexpr float kMaxDepth = 24.0f;    // range of the first histogram, of distances from the largest value
 constexpr int kLowest = -2139095040;  // the key just above that of -inf
-constexpr int kMostOfSlice = 51200;   // tokens that fit in shared memory, of a slice that is kept there
-constexpr int kLargestVocabulary = 1 << 24;
-constexpr int kMostExponent = 50;  // mass_of rounds by an addition, which has room for 51 bits
+constexpr int kMaxSlice = 51200;      // tokens of a slice that fits in shared memory
+constexpr int kMaxVocabulary = 1 << 24;
+constexpr int kMaxExponent = 50;  // mass_of rounds by an addition, which has room for 51 bits
 
 struct Shared {
   union {
@@ -48,26 +47,26 @@ struct Shared {
       uint32_t counts[kBins], offsets[kBins];  // of this block
     };
     uint64_t masses[kBins];
-    uint64_t sorted[kListed];
-    uint32_t queue[kMostWarps][kQueued];
+    uint64_t sorted[kMaxListed];
+    uint32_t queue[kMaxWarps][kQueueSize];
   };
   union {
     struct {
       uint32_t all_counts[kBins], all_offsets[kBins];  // of the cluster
     };
     uint64_t all_masses[kBins];
-    int peaks[kMostWarps * 32];  // key of the largest value of each thread
+    int peaks[kMaxWarps * 32];  // key of the largest value of each thread
   };
-  uint64_t list[kListed];  // candidates of the row, in the first block
-  uint64_t scratch[2][kMostWarps];
-  int of_warps[2][kMostWarps];
-  uint64_t slots[2][kMostRanks][2];  // of exchange, by sender
+  uint64_t list[kMaxListed];  // candidates of the row, in the first block
+  uint64_t scratch[2][kMaxWarps];
+  int of_warps[2][kMaxWarps];
+  uint64_t slots[2][kMaxRanks][2];  // of exchange, by sender
   uint64_t pivot;
-  int first, last, listed, again;
+  int first, last, listed, ambiguous;
   uint32_t before, through;
 };
 
-static_assert(sizeof(Shared) + 4 * kMostOfSlice <= 227 * 1024);
+static_assert(sizeof(Shared) + 4 * kMaxSlice <= 227 * 1024);
 
 #ifdef GM_DEVICE
 constexpr float kInf = __builtin_inff();
@@ -78,14 +77,14 @@ GM_DEVICE int key_of(float z) {
   return bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 GM_DEVICE float value_of(int key) { return float_of(key < 0 ? key ^ 0x7fffffff : key); }
-// Larger for larger values, and of equal ones for lower ids.
-GM_DEVICE uint64_t order_of(int key, int id) {
+// Order of tokens: larger for larger values, and of equal values for lower ids.
+GM_DEVICE uint64_t sort_key(int key, int id) {
   return uint64_t(uint32_t(key) ^ 0x80000000u) << 32 | uint32_t(~uint32_t(id));
 }
-// The pivot that lets all of a key pass.
-GM_DEVICE uint64_t all_of(int key) { return order_of(key, INT_MAX); }
-GM_DEVICE int key_in(uint64_t order) { return int(uint32_t(order >> 32) ^ 0x80000000u); }
-GM_DEVICE int id_in(uint64_t order) { return int(~uint32_t(order)); }
+// The pivot that all tokens of a key survive.
+GM_DEVICE uint64_t last_of_key(int key) { return sort_key(key, INT_MAX); }
+GM_DEVICE int key_part(uint64_t order) { return int(uint32_t(order >> 32) ^ 0x80000000u); }
+GM_DEVICE int id_part(uint64_t order) { return int(~uint32_t(order)); }
 
 // e^x in units of 2^-exponent, for x <= 0; exactly 2^exponent at 0.
 GM_DEVICE uint64_t mass_of(double x, int exponent) {
@@ -107,8 +106,8 @@ GM_DEVICE uint64_t mass_of(double x, int exponent) {
   return bits_of(double_of(bits_of(q) + (uint64_t(power) << 52)) + kWhole) - bits_of(kWhole);
 }
 
-// Philox4x32-10: philox.py.
-struct Noise {
+// Gumbel noise from Philox4x32-10 (philox.py).
+struct GumbelNoise {
   uint64_t seed, index;
 
   GM_DEVICE void words(int id, uint32_t& w0, uint32_t& w1) const {
@@ -132,9 +131,9 @@ struct Noise {
     const double u = (double(uint64_t(w0) << 20 | w1 >> 12) + 0.5) * 0x1p-52;
     return -log(-log(u));
   }
-  // In float32, within 1e-4 of `exact`, both tails included: -log(u) comes from u below 1/2 and from c = 1 -
-  // u above, whose bits are the complement of u's; near c = 0 by the series of -log(1 - c).
-  GM_DEVICE float rough(int id) const {
+  // In float32, within 1e-4 of `exact` in both tails: -log(u) is computed from u below 1/2 and from c = 1 - u above, whose
+  // bits are the complement of u's; near c = 0 by the series of -log(1 - c).
+  GM_DEVICE float approximate(int id) const {
     uint32_t w0, w1;
     words(id, w0, w1);
     const bool high = w0 >= 0x80000000u;
@@ -146,11 +145,11 @@ struct Noise {
   }
 };
 
-struct Best {
+struct BestToken {
   double score = -double(kInf);
   int id = INT_MAX;
 
-  GM_DEVICE void take(double other, int other_id) {
+  GM_DEVICE void update(double other, int other_id) {
     if (other > score || (other == score && other_id < id)) score = other, id = other_id;
   }
 };
@@ -159,8 +158,8 @@ struct Pair {
   uint64_t a = 0, b = 0;
 };
 
-// kKept: the slice is in shared memory, behind Shared.
-template <typename T, bool kKept>
+// The sampler of a row. kCached: the slice is in shared memory, behind Shared.
+template <typename T, bool kCached>
 struct Row {
   const SampleParams& p;
   Shared& s;
@@ -168,12 +167,12 @@ struct Row {
   int tid, count, lane, warp, warps, rank, ranks;
   int first, length, vectors;  // of the slice
   int64_t row;
-  int turn = 0, slot = 0;
+  int buffer = 0, slot = 0;
   int peak = INT_MIN;  // key of this thread's largest value
   float top = 0;
   int top_key = 0;
   float temperature = 1;
-  float barred = -kInf;  // -inf over the temperature; over inf it is NaN, a fault like +inf
+  float masked = -kInf;  // -inf / temperature; NaN for a temperature of inf, which is an error like +inf
 
   GM_DEVICE Row(const SampleParams& params, void* memory)
       : p(params),
@@ -187,23 +186,23 @@ struct Row {
     vectors = (length + 3) >> 2;
   }
 
-  // --- sums over the block and the cluster; all threads call them ---
+  // --- reductions over the block and the cluster, by all threads ---
 
   GM_DEVICE int block_max(int v) {
     v = warp_max(v);
-    int* of = s.of_warps[turn ^= 1];
+    int* of = s.of_warps[buffer ^= 1];
     if (lane == 0) of[warp] = v;
     block_sync();
     return warp_max(lane < warps ? of[lane] : INT_MIN);
   }
-  GM_DEVICE uint64_t scan(uint64_t v, uint64_t& total) {  // sum of v over the threads before
+  GM_DEVICE uint64_t scan(uint64_t v, uint64_t& total) {  // exclusive prefix sum
     uint64_t through = v;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
-      const uint64_t other = from_lane_above(through, by);
+      const uint64_t other = shuffle_up(through, by);
       if (lane >= by) through += other;
     }
-    uint64_t* of = s.scratch[turn ^= 1];
+    uint64_t* of = s.scratch[buffer ^= 1];
     if (lane == 31) of[warp] = through;
     block_sync();
     uint64_t before = 0;
@@ -216,28 +215,28 @@ struct Row {
   }
   GM_DEVICE uint64_t block_sum(uint64_t v) {
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) v += from_lane_across(v, mask);
-    uint64_t* of = s.scratch[turn ^= 1];
+    for (int mask = 16; mask > 0; mask /= 2) v += shuffle_xor(v, mask);
+    uint64_t* of = s.scratch[buffer ^= 1];
     if (lane == 0) of[warp] = v;
     block_sync();
     uint64_t total = 0;
     for (int w = 0; w < warps; ++w) total += of[w];
     return total;
   }
-  GM_DEVICE uint64_t block_most(uint64_t v) {
+  GM_DEVICE uint64_t block_max(uint64_t v) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) {
-      const uint64_t other = from_lane_across(v, mask);
+      const uint64_t other = shuffle_xor(v, mask);
       v = other > v ? other : v;
     }
-    uint64_t* of = s.scratch[turn ^= 1];
+    uint64_t* of = s.scratch[buffer ^= 1];
     if (lane == 0) of[warp] = v;
     block_sync();
     for (int w = 0; w < warps; ++w) v = of[w] > v ? of[w] : v;
     return v;
   }
-  // All-gathers two numbers per block. Returns those of all blocks; also a barrier of the cluster.
-  GM_DEVICE const uint64_t (*exchange(uint64_t a, uint64_t b))[2] {
+  // All-gathers two numbers per block; also a cluster barrier.
+  GM_DEVICE const uint64_t (*all_gather(uint64_t a, uint64_t b))[2] {
     slot ^= 1;
     if (tid < ranks) {
       uint64_t* to = mapa(&s.slots[slot][rank][0], tid);
@@ -246,18 +245,18 @@ struct Row {
     cluster_sync();
     return s.slots[slot];
   }
-  GM_DEVICE Pair exchanged_sums(uint64_t a, uint64_t b) {
-    const uint64_t (*of)[2] = exchange(a, b);
+  GM_DEVICE Pair all_reduce(uint64_t a, uint64_t b) {
+    const uint64_t (*of)[2] = all_gather(a, b);
     Pair sums;
     for (int r = 0; r < ranks; ++r) sums.a += of[r][0], sums.b += of[r][1];
     return sums;
   }
-  // Receives the pivot that one block announces.
-  GM_DEVICE uint64_t agree() {
+  // The pivot that one block broadcasts.
+  GM_DEVICE uint64_t receive_pivot() {
     cluster_sync();
     return s.pivot;
   }
-  GM_DEVICE void announce(uint64_t pivot) {  // by one thread of the cluster, before all agree
+  GM_DEVICE void broadcast_pivot(uint64_t pivot) {  // by one thread of the cluster, before receive_pivot
     for (int r = 0; r < ranks; ++r) *mapa(&s.pivot, r) = pivot;
   }
 
@@ -265,9 +264,9 @@ struct Row {
 
   GM_DEVICE const T* logits() const { return static_cast<const T*>(p.logits) + row * p.stride + first; }
   GM_DEVICE float scaled(float x) const {
-    // The division takes a slow path for all of a warp when one lane has an infinity.
-    float value = x == -kInf ? barred : x;
-    if (temperature != 1.0f) value = x == -kInf ? barred : quotient(x == -kInf ? 1.0f : x, temperature);
+    // An infinity in one lane would make the whole warp take the division's slow path.
+    float value = x == -kInf ? masked : x;
+    if (temperature != 1.0f) value = x == -kInf ? masked : quotient(x == -kInf ? 1.0f : x, temperature);
     return value + 0.0f;  // -0 becomes 0
   }
   // Four values of the slice from four logits; -inf past its end.
@@ -287,8 +286,8 @@ struct Row {
     return reinterpret_cast<uintptr_t>(logits()) % (4 * sizeof(T)) == 0;
   }
 
-  // Calls f(logits, place) for four at a time, in order for a thread; those past the end come as -inf. kAhead
-  // loads are issued before the first is used.
+  // Calls f(logits, place) for four logits at a time, in increasing order per thread; -inf past the end. kAhead loads are
+  // issued before the first is used.
   template <int kAhead, typename F>
   GM_DEVICE void for_each_logit(F f) const {
     const bool aligned = logits_aligned();
@@ -307,28 +306,28 @@ struct Row {
   // --- the values of the slice: logits over temperature ---
 
   template <typename F>
-  GM_DEVICE void for_each_own(F f) const {  // f(value, place in the slice)
+  GM_DEVICE void for_each_value(F f) const {  // f(value, place in the slice)
     const auto each = [&](const float4& v, int place) {
       f(v.x, place), f(v.y, place + 1), f(v.z, place + 2), f(v.w, place + 3);
     };
-    if constexpr (kKept) {
+    if constexpr (kCached) {
       for (int i = tid; i < vectors; i += count) each(z[i], 4 * i);
     } else {
       for_each_logit<2>([&](const float4& v, int place) { each(scaled(v, place), place); });
     }
   }
-  // The same, of threads whose largest value has a key of at least `least`. Where they are few, all lanes of
-  // their warp read their values. By all threads.
+  // The same for values of threads whose largest value has a key of at least `least`. If these are few, all lanes of a
+  // warp share their values. By all threads.
   template <typename F>
   GM_DEVICE void for_each_from(int least, F f) const {
     const uint32_t lanes = ballot(peak >= least);
     const int vectors_each = (vectors + count - 1) / count;
-    if (ones(lanes) * ((vectors_each + 31) / 32) >= vectors_each) {
-      if (peak >= least) for_each_own(f);
+    if (popcount(lanes) * ((vectors_each + 31) / 32) >= vectors_each) {
+      if (peak >= least) for_each_value(f);
       return;
     }
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
-      const int of = warp * 32 + ones((left & -left) - 1);
+      const int of = warp * 32 + popcount((left & -left) - 1);
       for (int i = of + lane * count; i < vectors; i += 32 * count) {
         const float4 v = four_at(i);
         f(v.x, 4 * i), f(v.y, 4 * i + 1), f(v.z, 4 * i + 2), f(v.w, 4 * i + 3);
@@ -336,53 +335,52 @@ struct Row {
     }
   }
   GM_DEVICE float4 four_at(int i) const {
-    if constexpr (kKept) return z[i];
+    if constexpr (kCached) return z[i];
     return scaled(load_logits(logits_aligned(), i), 4 * i);
   }
   GM_DEVICE float at(int place) const {
-    if constexpr (kKept) return reinterpret_cast<const float*>(z)[place];
+    if constexpr (kCached) return reinterpret_cast<const float*>(z)[place];
     return scaled(load_one(logits() + place));
   }
   GM_DEVICE uint64_t mass(float value) const { return mass_of(double(value) - double(top), p.exponent); }
 
-  // The first pass over the logits: finds the thread's largest value, and keeps the slice if it is to be
-  // kept.
+  // The first pass over the logits: finds the thread's largest value, and stores the slice if it is cached.
   GM_DEVICE void load() {
-    float most = -kInf;
+    float largest = -kInf;
     bool wrong = false;
     for_each_logit<8>([&](const float4& v, int place) {
       const float4 value = scaled(v, place);
       for (const float one : {value.x, value.y, value.z, value.w}) {
         wrong = wrong || !(one < kInf);
-        most = fmaxf(most, one);
+        largest = fmaxf(largest, one);
       }
-      if constexpr (kKept) z[place / 4] = value;
+      if constexpr (kCached) z[place / 4] = value;
     });
-    peak = wrong ? INT_MAX : key_of(most);
+    peak = wrong ? INT_MAX : key_of(largest);
   }
 
-  // The largest logit, of equal ones the first: one pass, in which nothing is kept.
+  // The largest logit, the first one of equal ones, in one pass.
   GM_DEVICE void greedy() {
-    float most = -kInf;
+    float largest = -kInf;
     int chosen = 0;
     bool wrong = false;
     const auto consider = [&](float x, int place) {
       wrong = wrong || !(x < kInf);
-      chosen = x > most ? place : chosen;
-      most = fmaxf(most, x);
+      chosen = x > largest ? place : chosen;
+      largest = fmaxf(largest, x);
     };
     for_each_logit<8>([&](const float4& v, int place) {
       consider(v.x, place), consider(v.y, place + 1), consider(v.z, place + 2), consider(v.w, place + 3);
     });
-    const int key = wrong ? INT_MAX : key_of(most + 0.0f);  // -0 becomes 0
-    const uint64_t own = block_most(order_of(key, first + chosen));
-    cluster_wait();  // the shared memory of all blocks exists
-    const uint64_t (*of)[2] = exchange(own, 0);
+    const int key = wrong ? INT_MAX : key_of(largest + 0.0f);  // -0 becomes 0
+    const uint64_t own = block_max(sort_key(key, first + chosen));
+    cluster_wait();  // all blocks of the cluster have started
+    const uint64_t (*of)[2] = all_gather(own, 0);
     if (rank == 0 && tid == 0) {
       uint64_t best = 0;
       for (int r = 0; r < ranks; ++r) best = of[r][0] > best ? of[r][0] : best;
-      const int of_best = key_in(best);
-      p.ids[row] = of_best == INT_MAX || of_best < kLowest ? -1 : id_in(best);
+      const int of_best = key_part(best);
+      p.ids[row] = of_best == INT_MAX || of_best < kLowest ? -1 : id_part(best);
     }
   }
 
@@ -400,7 +398,7 @@ struct Row {
     for (int i = tid; i < kBins; i += count) s.masses[i] = 0;
     block_sync();
   }
-  // The keys between which values of bins from...to lie, with a margin for the rounding of distances.
+  // Range of keys of the values of bins from...to, with a margin for the rounding of distances.
   GM_DEVICE void keys_between(int from, int to, float width, int& least, int& most) const {
     const double margin = double(width) * 1e-3;
     if (from > 0)
@@ -411,7 +409,7 @@ struct Row {
       least = max(least, key_of(float(double(top) - to * double(width) - margin)) - 1);
     }
   }
-  // The first bin whose entries and those of the bins before are k or more; kBins if there are fewer.
+  // The first bin up to which there are k or more entries; kBins if there are fewer.
   GM_DEVICE int bin_of_kth(const uint32_t* counts, uint64_t k) {
     const int per = kBins / count;
     uint64_t own = 0, total;
@@ -428,8 +426,8 @@ struct Row {
     block_sync();
     return bin;
   }
-  // All-reduces the histograms of the cluster: each block sums a segment and sends it to all.
-  GM_DEVICE void combine() {
+  // All-reduces the histograms of the cluster: each block reduces a segment and broadcasts it.
+  GM_DEVICE void all_reduce_counts() {
     const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
       uint32_t sum = 0, offsets = 0;
@@ -438,7 +436,7 @@ struct Row {
     }
     cluster_sync();
   }
-  GM_DEVICE void combine_masses() {
+  GM_DEVICE void all_reduce_masses() {
     const int share = kBins / ranks;
     for (int i = rank * share + tid; i < (rank + 1) * share; i += count) {
       uint64_t sum = 0;
@@ -447,8 +445,8 @@ struct Row {
     }
     cluster_sync();
   }
-  // Counts the values of keys from `least` up. Returns their mass, if it is wanted; then sums their places in
-  // the bins too.
+  // Histogram of the values of keys from `least` up. weigh: also sums their offsets within the bins, and returns their
+  // mass.
   GM_DEVICE uint64_t count_bins(int least, float scale, bool weigh) {
     clear();
     const float lowest = value_of(least);
@@ -456,10 +454,10 @@ struct Row {
     int bin = 0;
     uint32_t of_bin = 0, offsets = 0;  // neighbours in one bin are added at once
     const auto add = [&] {
-      if (of_bin) add_to(&s.counts[bin], of_bin);
-      if (offsets) add_to(&s.offsets[bin], offsets);
+      if (of_bin) atomic_add(&s.counts[bin], of_bin);
+      if (offsets) atomic_add(&s.offsets[bin], offsets);
     };
-    for_each_own([&](float value, int) {
+    for_each_value([&](float value, int) {
       if (!(value >= lowest)) return;
       const int b = bin_of(value, top, scale);
       if (b != bin) {
@@ -476,8 +474,8 @@ struct Row {
     return total;
   }
 
-  // Lists the values of keys least...most in the first block: what fits. Returns (how many there are, the
-  // count or mass of those above).
+  // Lists the values of keys least...most in the first block, up to its capacity. Returns (their number, the count or mass
+  // of those above).
   GM_DEVICE Pair gather(int least, int most, bool weigh) {
     uint64_t above = 0, found = 0;
     const float low = value_of(least);
@@ -488,17 +486,18 @@ struct Row {
         return;
       }
       ++found;
-      const int at = add_to(mapa(&s.listed, 0), 1);
-      if (at < kListed) mapa(s.list, 0)[at] = order_of(key_of(value), first + place);
+      const int at = atomic_add(mapa(&s.listed, 0), 1);
+      if (at < kMaxListed) mapa(s.list, 0)[at] = sort_key(key_of(value), first + place);
     });
     found = block_sum(found);
     above = block_sum(above);
-    return exchanged_sums(found, above);
+    return all_reduce(found, above);
   }
 
-  // In the first block: the pivot among n listed candidates, `above` before them; the k-th, or, of those down
-  // to the k-th, the one whose mass with those before reaches p of `total` (0: of theirs).
-  GM_DEVICE uint64_t settle(int n, uint64_t k, bool by_p, double share, uint64_t total, uint64_t above) {
+  // In the first block: the pivot among n listed candidates, after a mass of `above`: the k-th, or, of those down to the
+  // k-th, the one at which the cumulative mass reaches `share` of `total` (0: of their own).
+  GM_DEVICE uint64_t select_listed(int n, uint64_t k, bool by_p, double share, uint64_t total,
+                                   uint64_t above) {
     uint64_t pivot = 0, all;
     for (int i = tid; i < n; i += count) {
       const uint64_t own = s.list[i];
@@ -507,21 +506,21 @@ struct Row {
       s.sorted[place] = own;
     }
     block_sync();
-    if (k > 0 && k <= uint64_t(n)) pivot = all_of(key_in(s.sorted[k - 1]));
+    if (k > 0 && k <= uint64_t(n)) pivot = last_of_key(key_part(s.sorted[k - 1]));
     if (!by_p) return pivot;
     const int per = (n + count - 1) / count, begin = min(tid * per, n), end = min(begin + per, n);
     uint64_t own = 0;
     for (int i = begin; i < end; ++i)
-      if (s.sorted[i] >= pivot) own += mass(value_of(key_in(s.sorted[i])));
+      if (s.sorted[i] >= pivot) own += mass(value_of(key_part(s.sorted[i])));
     uint64_t through = above + scan(own, all);
     if (total == 0) total = above + all;
     const double target = share * double(total);
     if (tid == 0) s.last = n - 1;
     block_sync();
     for (int i = begin; i < end; ++i) {
-      if (s.sorted[i] >= pivot) through += mass(value_of(key_in(s.sorted[i])));
+      if (s.sorted[i] >= pivot) through += mass(value_of(key_part(s.sorted[i])));
       if (double(through) >= target) {
-        lower_to(&s.last, i);
+        atomic_min(&s.last, i);
         break;
       }
     }
@@ -530,7 +529,7 @@ struct Row {
   }
 
   // The pivot among keys least...most, by exact histograms: of masses, or of tokens if `weigh` is false.
-  GM_DEVICE uint64_t narrow(int least, int most, bool weigh, double target) {
+  GM_DEVICE uint64_t select_by_histograms(int least, int most, bool weigh, double target) {
     uint64_t above = 0;  // before the keys
     while (least < most) {
       int shift = 0;
@@ -539,7 +538,7 @@ struct Row {
       uint64_t beyond = 0, of_bin = 0;
       int bin = 0;
       if (peak >= least)
-        for_each_own([&](float value, int) {
+        for_each_value([&](float value, int) {
           const int key = key_of(value);
           if (key < least) return;
           const uint64_t own = weigh ? mass(value) : 1;
@@ -549,14 +548,14 @@ struct Row {
           }
           const int b = int((uint32_t(most) - uint32_t(key)) >> shift);
           if (b != bin) {
-            if (of_bin) add_to(&s.masses[bin], of_bin);
+            if (of_bin) atomic_add(&s.masses[bin], of_bin);
             bin = b, of_bin = 0;
           }
           of_bin += own;
         });
-      if (of_bin) add_to(&s.masses[bin], of_bin);
-      above = exchanged_sums(block_sum(beyond), 0).a;
-      combine_masses();
+      if (of_bin) atomic_add(&s.masses[bin], of_bin);
+      above = all_reduce(block_sum(beyond), 0).a;
+      all_reduce_masses();
       const int per = kBins / count, begin = tid * per, end = begin + per;
       uint64_t own = 0, all;
       for (int i = begin; i < end; ++i) own += s.all_masses[i];
@@ -565,7 +564,7 @@ struct Row {
       for (int i = begin; i < end; ++i) {
         through += s.all_masses[i];
         if (s.all_masses[i] > 0 && double(through) >= target) {
-          lower_to(&s.first, i);
+          atomic_min(&s.first, i);
           break;
         }
       }
@@ -576,21 +575,21 @@ struct Row {
       most = int(from);
       least = max(least, int(to));
     }
-    return weigh ? last_equal(least, target) : all_of(least);
+    return weigh ? last_equal(least, target) : last_of_key(least);
   }
 
-  // Of tokens with one key, the one whose mass with those before reaches the target.
+  // Of tokens with one key, the one at which the cumulative mass reaches the target.
   GM_DEVICE uint64_t last_equal(int key, double target) {
     const float value = value_of(key);
     uint64_t greater = 0, equal = 0;
     if (peak >= key)
-      for_each_own([&](float v, int) {
+      for_each_value([&](float v, int) {
         if (v > value) greater += mass(v);
         equal += v == value;
       });
     greater = block_sum(greater);
     equal = block_sum(equal);
-    const uint64_t (*of)[2] = exchange(greater, equal);
+    const uint64_t (*of)[2] = all_gather(greater, equal);
     uint64_t above = 0, all = 0, before = 0;
     for (int r = 0; r < ranks; ++r) {
       above += of[r][0], all += of[r][1];
@@ -598,14 +597,14 @@ struct Row {
     }
     const double each = fmax(double(mass(value)), 1.0);
     const double wanted = fmax(ceil((target - double(above)) / each), 1.0);
-    if (wanted >= double(all)) return all_of(key);
+    if (wanted >= double(all)) return last_of_key(key);
     const uint64_t nth = uint64_t(wanted);
     if (nth > before && nth <= before + equal) {
       int shift = 0;
       while (length >> shift >= kBins) ++shift;
       clear();
-      for_each_own([&](float v, int place) {
-        if (v == value) add_to(&s.counts[place >> shift], 1u);
+      for_each_value([&](float v, int place) {
+        if (v == value) atomic_add(&s.counts[place >> shift], 1u);
       });
       block_sync();
       const int bin = bin_of_kth(s.counts, nth - before);
@@ -616,84 +615,83 @@ struct Row {
         const int place = start + lane;
         const bool same = place < length && at(place) == value;
         const uint32_t lanes = ballot(same);
-        if (same && before + ones(lanes & (0xffffffffu >> (31 - lane))) == nth)
-          announce(order_of(key, first + place));
-        before += ones(lanes);
+        if (same && before + popcount(lanes & (0xffffffffu >> (31 - lane))) == nth)
+          broadcast_pivot(sort_key(key, first + place));
+        before += popcount(lanes);
       }
     }
-    return agree();
+    return receive_pivot();
   }
 
-  // Finds the pivot among the listed candidates. The first block sends it to the others or, if the list has
-  // all survivors, draws from it: then the result is 0, and the row is done.
-  GM_DEVICE uint64_t decide(int n, bool survivors, uint64_t k, bool by_p, double share, uint64_t total,
-                            uint64_t above) {
+  // Finds the pivot among the listed candidates. The first block broadcasts it or, if the list has all survivors, samples
+  // from it: then the result is 0, and the row is done.
+  GM_DEVICE uint64_t finish_listed(int n, bool survivors, uint64_t k, bool by_p, double share, uint64_t total,
+                                   uint64_t above) {
     if (rank == 0) {
-      const uint64_t pivot = settle(n, k, by_p, share, total, above);
+      const uint64_t pivot = select_listed(n, k, by_p, share, total, above);
       if (survivors) draw_listed(n, pivot);
       if (!survivors && tid == 0) {
-        announce(pivot);
+        broadcast_pivot(pivot);
         s.listed = 0;
       }
     }
-    return survivors ? 0 : agree();
+    return survivors ? 0 : receive_pivot();
   }
 
   // The pivot of top_k; 0 if the row is done.
   GM_DEVICE uint64_t by_count(uint64_t k, bool by_p, double share) {
-    const float scale = float(kBins - 2) / kDeepest, width = kDeepest / float(kBins - 2);
-    // k threads have a value of at least the k-th largest of their largest values:
-    // so does the k-th largest token.
+    const float scale = float(kBins - 2) / kMaxDepth, width = kMaxDepth / float(kBins - 2);
+    // Lower bound of the k-th largest value: the k-th largest of the threads' largest values.
     clear();
-    int keys[kMostRanks];  // read at once
+    int keys[kMaxRanks];  // read at once
 #pragma unroll
-    for (int r = 0; r < kMostRanks; ++r) keys[r] = r < ranks ? *mapa(&s.peaks[tid], r) : INT_MIN;
+    for (int r = 0; r < kMaxRanks; ++r) keys[r] = r < ranks ? *mapa(&s.peaks[tid], r) : INT_MIN;
 #pragma unroll
-    for (int r = 0; r < kMostRanks; ++r)
-      if (keys[r] >= kLowest) add_to(&s.counts[bin_of(value_of(keys[r]), top, scale)], 1u);
+    for (int r = 0; r < kMaxRanks; ++r)
+      if (keys[r] >= kLowest) atomic_add(&s.counts[bin_of(value_of(keys[r]), top, scale)], 1u);
     block_sync();
     int bin = bin_of_kth(s.counts, k), least = kLowest, most = top_key;
-    if (bin == 0) return all_of(top_key);
-    if (k <= uint64_t(kListed) && bin < kBins - 1) {
+    if (bin == 0) return last_of_key(top_key);
+    if (k <= uint64_t(kMaxListed) && bin < kBins - 1) {
       keys_between(0, bin, width, least, most);
       const Pair found = gather(least, most, false);
-      if (found.a <= uint64_t(kListed)) return decide(int(found.a), true, k, by_p, share, 0, 0);
+      if (found.a <= uint64_t(kMaxListed)) return finish_listed(int(found.a), true, k, by_p, share, 0, 0);
       if (rank == 0 && tid == 0) s.listed = 0;
     }
     count_bins(least, scale, false);
     cluster_sync();
-    combine();
+    all_reduce_counts();
     bin = bin_of_kth(s.all_counts, k);
-    if (bin == kBins) return all_of(kLowest);
+    if (bin == kBins) return last_of_key(kLowest);
     keys_between(bin, bin, width, least, most);
     const uint32_t candidates = s.all_counts[bin];
-    if (least < most && candidates <= unsigned(kListed)) {
+    if (least < most && candidates <= unsigned(kMaxListed)) {
       const Pair found = gather(least, most, false);
-      if (found.a <= uint64_t(kListed)) return decide(int(found.a), false, k - found.b, false, 0.0, 0, 0);
+      if (found.a <= uint64_t(kMaxListed))
+        return finish_listed(int(found.a), false, k - found.b, false, 0.0, 0, 0);
       if (rank == 0 && tid == 0) s.listed = 0;
     }
-    return narrow(least, most, false, double(k));
+    return select_by_histograms(least, most, false, double(k));
   }
 
   // The pivot of top_p among the keys from `least` up; 0 if the row is done.
   GM_DEVICE uint64_t by_mass(int least, double share) {
-    // Further down, all tokens together have less than 1 - p of the mass.
-    const float deepest = fminf(kDeepest, logf(float(p.v) / fmaxf(1.0f - float(share), 1e-9f)) + 0.1f);
+    // All tokens below this depth have less than 1 - p of the mass together.
+    const float deepest = fminf(kMaxDepth, logf(float(p.v) / fmaxf(1.0f - float(share), 1e-9f)) + 0.1f);
     const float scale = float(kBins - 2) / deepest, width = deepest / float(kBins - 2);
     int most = top_key;
     if (least == most) {
       uint64_t equal = 0;
-      if (peak == top_key) for_each_own([&](float v, int) { equal += v == top; });
-      equal = exchanged_sums(block_sum(equal), 0).a;
+      if (peak == top_key) for_each_value([&](float v, int) { equal += v == top; });
+      equal = all_reduce(block_sum(equal), 0).a;
       return last_equal(top_key, share * double(equal << p.exponent));
     }
     const uint64_t own = block_sum(count_bins(least, scale, true));
-    const uint64_t total = exchanged_sums(own, 0).a;
+    const uint64_t total = all_reduce(own, 0).a;
     const double target = share * double(total);
-    combine();
-    // Bounds of the mass down to each bin, from how many tokens a bin has and where in it they are in the
-    // mean: e^-x is convex, so that they have at least the mass of as many in that place, and at most that of
-    // as many at the edges.
+    all_reduce_counts();
+    // Bounds of the cumulative mass at each bin, from the number of its tokens and their mean offset: since e^-x is convex,
+    // their mass is at least that of as many tokens at the mean, and at most that of as many at the edges.
     const int per = kBins / count;
     const double margin = double(width) * 1e-3;
     uint64_t n = 0, heavy = 0, light = 0, all;
@@ -725,8 +723,8 @@ struct Row {
       const int bin = tid * per + i;
       through += s.all_counts[bin];
       bounds(bin, most_before, least_before);
-      if (double(most_before) >= target && s.all_counts[bin] > 0) lower_to(&s.first, bin);
-      if (double(least_before) >= target) lower_to(&s.last, bin);
+      if (double(most_before) >= target && s.all_counts[bin] > 0) atomic_min(&s.first, bin);
+      if (double(least_before) >= target) atomic_min(&s.last, bin);
     }
     block_sync();
     through = n_before;
@@ -739,60 +737,60 @@ struct Row {
     int from = min(s.first, s.last);
     const int to = s.last;
     const uint32_t down = s.through, candidates = down - min(s.before, down);
-    const bool survivors = down <= unsigned(kListed);
+    const bool survivors = down <= unsigned(kMaxListed);
     if (survivors) from = 0;
     block_sync();
     keys_between(from, to, width, least, most);
-    if (survivors || candidates <= unsigned(kListed)) {
+    if (survivors || candidates <= unsigned(kMaxListed)) {
       const Pair found = gather(least, most, true);
-      if (found.a <= uint64_t(kListed))
-        return decide(int(found.a), survivors, 0, true, share, total, found.b);
+      if (found.a <= uint64_t(kMaxListed))
+        return finish_listed(int(found.a), survivors, 0, true, share, total, found.b);
       if (rank == 0 && tid == 0) s.listed = 0;
     }
-    return narrow(least, most, true, target);
+    return select_by_histograms(least, most, true, target);
   }
 
   // --- the draw ---
 
-  GM_DEVICE Best best_of_block(Best own) {
+  GM_DEVICE BestToken best_of_block(BestToken own) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) {
-      const double score = double_of(from_lane_across(bits_of(own.score), mask));
-      own.take(score, int(from_lane_across(uint64_t(uint32_t(own.id)), mask)));
+      const double score = double_of(shuffle_xor(bits_of(own.score), mask));
+      own.update(score, int(shuffle_xor(uint64_t(uint32_t(own.id)), mask)));
     }
-    turn ^= 1;
-    if (lane == 0) s.scratch[turn][warp] = bits_of(own.score), s.of_warps[turn][warp] = own.id;
+    buffer ^= 1;
+    if (lane == 0) s.scratch[buffer][warp] = bits_of(own.score), s.of_warps[buffer][warp] = own.id;
     block_sync();
-    for (int w = 0; w < warps; ++w) own.take(double_of(s.scratch[turn][w]), s.of_warps[turn][w]);
+    for (int w = 0; w < warps; ++w) own.update(double_of(s.scratch[buffer][w]), s.of_warps[buffer][w]);
     return own;
   }
-  // A min_p above 1 bars every token; all are then equally impossible, and the first of equals is the answer.
-  GM_DEVICE void write(const Best& best) const { p.ids[row] = best.id == INT_MAX ? 0 : best.id; }
+  // A min_p above 1 excludes every token; then the result is token 0.
+  GM_DEVICE void write(const BestToken& best) const { p.ids[row] = best.id == INT_MAX ? 0 : best.id; }
 
-  GM_DEVICE Noise noise() const { return Noise{uint64_t(p.seed[row]), uint64_t(p.index[row])}; }
+  GM_DEVICE GumbelNoise noise() const { return GumbelNoise{uint64_t(p.seed[row]), uint64_t(p.index[row])}; }
 
   GM_DEVICE void draw_listed(int n, uint64_t pivot) {
-    const Noise of = noise();
+    const GumbelNoise noise_of = noise();
     const double floor = double(p.min_p[row]);
-    Best best;
+    BestToken best;
     for (int i = tid; i < n; i += count) {
       const uint64_t own = s.sorted[i];
       if (own < pivot) continue;
-      const double value = double(value_of(key_in(own)));
+      const double value = double(value_of(key_part(own)));
       if (floor > 0.0 && exp(value - double(top)) < floor) continue;
-      best.take(value + of.exact(id_in(own)), id_in(own));
+      best.update(value + noise_of.exact(id_part(own)), id_part(own));
     }
     best = best_of_block(best);
     if (tid == 0) write(best);
   }
 
   GM_DEVICE void draw(uint64_t pivot) {
-    const Noise of = noise();
+    const GumbelNoise noise_of = noise();
     const float floor = p.min_p[row];
     const float edge = floor > 0.0f ? logf(floor) : -kInf;
     const float limit = edge - 1e-3f, surely = edge + 1e-3f;
-    const float least = value_of(key_in(pivot));
-    const int last = id_in(pivot);
+    const float least = value_of(key_part(pivot));
+    const int last = id_part(pivot);
     const auto survives = [&](float value, int id) {
       if (!(value > least || (value == least && id <= last))) return false;
       const float depth = value - top;
@@ -801,22 +799,22 @@ struct Row {
     float best = -kInf, second = -kInf;
     int chosen = 0;  // in the slice
     const auto consider = [&](float value, int place) {
-      const float score = value + of.rough(first + place);
+      const float score = value + noise_of.approximate(first + place);
       const bool better = score > best;
       second = fmaxf(second, better ? best : score);
       best = better ? score : best;
       chosen = better ? place : chosen;
     };
-    if (tid == 0) s.again = 0;
+    if (tid == 0) s.ambiguous = 0;
     block_sync();
-    if (pivot == all_of(kLowest) && !(floor > 0.0f)) {
-      for_each_own([&](float value, int place) { consider(value, place); });
+    if (pivot == last_of_key(kLowest) && !(floor > 0.0f)) {
+      for_each_value([&](float value, int place) { consider(value, place); });
     } else {
-      // Survivors are few: lanes queue them, so that the warp draws for 32 at a time.
+      // Survivors are few: they are queued, so that the warp computes the noise of 32 at a time.
       uint32_t* queue = s.queue[warp];
       int queued = 0;
       const int peak_of_warp = warp_max(peak);
-      const int end = peak_of_warp >= key_in(pivot) ? vectors : 0;
+      const int end = peak_of_warp >= key_part(pivot) ? vectors : 0;
       for (int start = warp * 32; start < end; start += count) {
         const int i = start + lane;
         const float4 v = i < vectors ? four_at(i) : float4{-kInf, -kInf, -kInf, -kInf};
@@ -826,8 +824,8 @@ struct Row {
           const bool in = survives(value, first + 4 * i + c);
           const uint32_t lanes = ballot(in);
           if (lanes == 0) continue;
-          if (in) queue[queued + ones(lanes & ((1u << lane) - 1))] = uint32_t(4 * i + c);
-          queued += ones(lanes);
+          if (in) queue[queued + popcount(lanes & ((1u << lane) - 1))] = uint32_t(4 * i + c);
+          queued += popcount(lanes);
           warp_sync();
           if (queued >= 32) {
             const int place = int(queue[lane]);
@@ -842,24 +840,24 @@ struct Row {
       }
       if (lane < queued) consider(at(int(queue[lane])), int(queue[lane]));
     }
-    const int most = block_max(key_of(best));
-    const float high = value_of(most), enough = high - (2e-3f + 2e-6f * fabsf(high));
-    Best exact;
+    const int best_key = block_max(key_of(best));
+    const float high = value_of(best_key), enough = high - (2e-3f + 2e-6f * fabsf(high));
+    BestToken exact;
     if (best > -kInf && best >= enough)
-      exact.take(double(at(chosen)) + of.exact(first + chosen), first + chosen);
-    if (second > -kInf && second >= enough) s.again = 1;
+      exact.update(double(at(chosen)) + noise_of.exact(first + chosen), first + chosen);
+    if (second > -kInf && second >= enough) s.ambiguous = 1;
     block_sync();
-    if (s.again)  // one thread has two that may be the best
-      for_each_own([&](float value, int place) {
+    if (s.ambiguous)  // a thread has two candidates within the error of the approximation
+      for_each_value([&](float value, int place) {
         if (!(value > -kInf) || !survives(value, first + place)) return;
-        if (value + of.rough(first + place) >= enough)
-          exact.take(double(value) + of.exact(first + place), first + place);
+        if (value + noise_of.approximate(first + place) >= enough)
+          exact.update(double(value) + noise_of.exact(first + place), first + place);
       });
     exact = best_of_block(exact);
-    const uint64_t (*all)[2] = exchange(bits_of(exact.score), uint64_t(uint32_t(exact.id)));
+    const uint64_t (*all)[2] = all_gather(bits_of(exact.score), uint64_t(uint32_t(exact.id)));
     if (rank == 0 && tid == 0) {
-      Best winner;
-      for (int r = 0; r < ranks; ++r) winner.take(double_of(all[r][0]), int(all[r][1]));
+      BestToken winner;
+      for (int r = 0; r < ranks; ++r) winner.update(double_of(all[r][0]), int(all[r][1]));
       write(winner);
     }
   }
@@ -871,14 +869,14 @@ struct Row {
     griddepcontrol_wait();
     temperature = p.temperature[row];
     if (!(temperature >= 1e-5f)) return greedy();
-    if (temperature == kInf) barred = kInf;
+    if (temperature == kInf) masked = kInf;
     load();
-    cluster_wait();  // the shared memory of all blocks exists
+    cluster_wait();  // all blocks of the cluster have started
     s.peaks[tid] = peak;
-    const uint64_t (*of)[2] = exchange(order_of(block_max(peak), -1), 0);
-    uint64_t most = 0;
-    for (int r = 0; r < ranks; ++r) most = of[r][0] > most ? of[r][0] : most;
-    top_key = key_in(most), top = value_of(top_key);
+    const uint64_t (*of)[2] = all_gather(sort_key(block_max(peak), -1), 0);
+    uint64_t largest = 0;
+    for (int r = 0; r < ranks; ++r) largest = of[r][0] > largest ? of[r][0] : largest;
+    top_key = key_part(largest), top = value_of(top_key);
     if (top_key == INT_MAX || top_key < kLowest) {
       if (rank == 0 && tid == 0) p.ids[row] = -1;
       return;
@@ -887,9 +885,9 @@ struct Row {
     const float share = p.top_p[row];
     const bool by_p = share < 1.0f;
     const double wanted = double(fmaxf(share, 0.0f));
-    uint64_t pivot = all_of(kLowest);
+    uint64_t pivot = last_of_key(kLowest);
     if (k > 0 && k < p.v) pivot = by_count(uint64_t(k), by_p, wanted);
-    if (pivot != 0 && by_p) pivot = by_mass(key_in(pivot), wanted);
+    if (pivot != 0 && by_p) pivot = by_mass(key_part(pivot), wanted);
     if (pivot != 0) draw(pivot);
   }
 };

@@ -158,24 +158,24 @@ inline uint32_t ballot(bool v) {
     return bits;
   });
 }
-inline uint64_t from_lane_above(uint64_t v, int by) {
+inline uint64_t shuffle_up(uint64_t v, int by) {
   const int lane = fibers::current % 32;
   return of_warp(v, [=](auto given) { return given(lane >= by ? lane - by : lane); });
 }
-inline uint64_t from_lane_across(uint64_t v, int mask) {
+inline uint64_t shuffle_xor(uint64_t v, int mask) {
   const int lane = fibers::current % 32;
   return of_warp(v, [=](auto given) { return given(lane ^ mask); });
 }
-inline int ones(uint32_t v) { return __builtin_popcount(v); }
+inline int popcount(uint32_t v) { return __builtin_popcount(v); }
 
 template <typename T>
-T add_to(T* at, T v) {
+T atomic_add(T* at, T v) {
   const T before = *at;
   *at += v;
   return before;
 }
-inline int add_to(int* at, int v) { return add_to<int>(at, v); }
-inline void lower_to(int* at, int v) { *at = min(*at, v); }
+inline int atomic_add(int* at, int v) { return atomic_add<int>(at, v); }
+inline void atomic_min(int* at, int v) { *at = min(*at, v); }
 
 inline int bits_of(float v) {
   int bits;

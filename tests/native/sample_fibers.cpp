@@ -5,9 +5,9 @@
 
 namespace {
 
-template <typename T, bool kKept>
+template <typename T, bool kCached>
 void kernel(void* parameters) {
-  gm::Row<T, kKept>(*static_cast<SampleParams*>(parameters), gm::shared()).run();
+  gm::Row<T, kCached>(*static_cast<SampleParams*>(parameters), gm::shared()).run();
 }
 
 }  // namespace
@@ -21,7 +21,7 @@ extern "C" int sample_fibers(const void* logits, int64_t stride, const float* te
   const int slice = int((v + 4 * ranks - 1) / (4 * ranks)) * 4;
   int bits = 0;
   while (v >> bits) ++bits;
-  const int exponent = std::min(62 - bits, gm::kMostExponent);
+  const int exponent = std::min(62 - bits, gm::kMaxExponent);
   SampleParams p{logits, stride, temperature, top_k, top_p, min_p, seed, index, ids, int(v), slice, exponent};
   const auto body = keep ? (bf16 ? kernel<uint16_t, true> : kernel<float, true>)
                          : (bf16 ? kernel<uint16_t, false> : kernel<float, false>);
