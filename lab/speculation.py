@@ -39,7 +39,7 @@ def methods(draft: str | None, counts: list[int]) -> list[Speculation]:
 def answer(
     model: str, prompts: list[list[int]], params: SamplingParams, speculate: Speculation | None
 ) -> tuple[list[tuple[int, ...]], int, LLM]:
-    """The ids of each prompt, the steps of the model behind the prompts, and the LLM."""
+    """The ids of each prompt, the steps of the model after the prompts, and the LLM."""
     llm = LLM(model, dtype="fp32", max_seqs=1, enable_prefix_cache=False, speculate=speculate)
     engine = llm.engine
     step, steps = engine.step, 0

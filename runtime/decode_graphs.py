@@ -162,7 +162,7 @@ class DecodeGraphs:
         if len(entries) > LARGEST or padded(len(entries)) * per_seq > LARGEST:
             return f"over {LARGEST} " + ("sequences" if per_seq == 1 else "tokens with drafts")
         if per_seq > 1 and max(entry.start for entry in entries) + per_seq > self._limit:
-            return "no room for padding behind a sequence"
+            return "no room for padding after a sequence"
         return ""
 
     def first_rows(self, entries: Sequence[ScheduledRequest]) -> list[int]:

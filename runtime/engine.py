@@ -184,7 +184,9 @@ class Engine(EngineMemory):
         open_draft = load_draft = draft_model = None
         spare = 0
         if speculation is not None and tensor_parallel > 1:
-            raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
+            raise UsageError(
+                "speculate cannot be combined with tensor_parallel: drafts are not sent to ranks"
+            )
         if type(context_parallel) is not bool or (context_parallel and tensor_parallel == 1):
             raise UsageError(
                 f"context_parallel is True or False, and True with tensor_parallel of at least 2, got {context_parallel!r} and {tensor_parallel}"
@@ -352,7 +354,9 @@ class Engine(EngineMemory):
         self.speculator = None
         if speculation is not None:
             if isinstance(runner, ParallelRunner):
-                raise UsageError("speculate does not go with tensor_parallel: drafts are not sent to ranks")
+                raise UsageError(
+                    "speculate cannot be combined with tensor_parallel: drafts are not sent to ranks"
+                )
             self.speculator = self._make_speculator(runner, speculation, draft)
         self._pipeline = StepPipeline(
             runner,
@@ -451,7 +455,9 @@ class Engine(EngineMemory):
         if self._draining:
             raise EngineDraining(f"request {request_id!r} refused: the engine is draining")
         if grammar is not None and isinstance(self.runner, ParallelRunner):
-            raise UsageError(f"request {request_id!r}: structured_output does not go with tensor_parallel")
+            raise UsageError(
+                f"request {request_id!r}: structured_output cannot be combined with tensor_parallel"
+            )
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(

@@ -119,7 +119,7 @@ def _tags(value: Mapping[str, Any] | str) -> list[_Tag]:
         try:
             text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"structural_tag: the schema behind {begin!r} is not JSON: {error}") from error
+            raise UsageError(f"structural_tag: the schema after {begin!r} is not JSON: {error}") from error
         tags.append(_Tag(trigger, begin, text, end))
     return tags
 

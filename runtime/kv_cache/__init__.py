@@ -10,7 +10,7 @@ cache are float32 and broadcast over it: ``[1, 1, 1]`` (per tensor), ``[1, 1, kv
 token and head), next to the cache. Codes of another format would be another value of the operations' axis ``kv``.
 
 Layers with a sliding window need only the last tokens of a request: they form a group (`groups`). When the results of a step are there, blocks
-behind the window of every later query return to the pool. Their places in the table hold the null block, one more than the pool has, which
+before the window of every later query return to the pool. Their places in the table hold the null block, one more than the pool has, which
 stays zero: a kernel that loads whole tiles may load it, and masks it. A prefix is found if every group can continue it: full attention needs
 all of its blocks, a window those of its last tokens; each group in turn shortens the prefix until all agree. Admission counts for a window
 the blocks of the window and of one step. A cache of the caller, tensor parallelism and a draft model use one group, which keeps all tokens.

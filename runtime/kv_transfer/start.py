@@ -43,11 +43,11 @@ def start_transfer(
     """
     if speculation is not None and speculation.spec.open is not None:
         raise UsageError(
-            f"kv_transfer does not go with speculate={speculation.method!r}: the blocks of the model that drafts are not transferred"
+            f"kv_transfer cannot be combined with speculate={speculation.method!r}: the blocks of the model that drafts are not transferred"
         )
     if scheduler.cache is None:
         raise UsageError(
-            "kv_transfer finds blocks by the prefix cache: it does not go with enable_prefix_cache=False"
+            "kv_transfer finds blocks by the prefix cache: it cannot be combined with enable_prefix_cache=False"
         )
     if config.identity is None:
         raise UsageError("an engine of parts does not know its weight files: give KVTransfer(identity=...)")

@@ -35,7 +35,7 @@ def start_ranks(
         sizes: fields of `RanksConfig`, as the engine's caller gave them.
 
     Raises:
-        UsageError: a model, a device or a number of ranks that do not go together.
+        UsageError: a model, a device and a number of ranks that cannot be combined.
         RankError: a rank died, or did not load the model in time.
     """
     checkpoint = open_checkpoint(model)

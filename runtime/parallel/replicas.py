@@ -215,7 +215,7 @@ class Replicas:
                 if not child.connection.poll(self._timeout / 2):
                     replica.outgoing.put(("", "ping", ()))
                     if not child.connection.poll(self._timeout / 2):
-                        why = f"replica {child.number} gave no sign of life for {self._timeout:g} s and was ended"
+                        why = f"replica {child.number} sent nothing for {self._timeout:g} s and was ended"
                         break
                 answer = child.connection.recv()
                 if isinstance(answer, Failure):

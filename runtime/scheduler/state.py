@@ -94,7 +94,7 @@ class SchedulerState:
             first = first_needed(window, request.computed - in_flight, size)
             blocks = request.block_ids[group :: len(windows)]
             if blocks != [self.pool.num_blocks] * first + [b for b in blocks if b != self.pool.num_blocks]:
-                return f"group {group} lacks a block that it needs, or has one behind its window"
+                return f"group {group} lacks a block that it needs, or has one before its window"
         if request.computed - drafts >= len(request.tokens) + request.pending:
             return "nothing left to compute, so nothing to sample from"
         running = request.state is RequestState.RUNNING

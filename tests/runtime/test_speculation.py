@@ -130,7 +130,7 @@ def test_verified_steps_that_no_graph_holds(make: Callable[..., LLM], shared: Ca
     short = make(LLAMA, speculate=replace(FIXED, tokens=8), decode_graphs=True, num_blocks=2)
     use(short.engine, sources(known(expected), llm.config.vocab_size)["right"])
     assert content(short.generate([one], whole)) == content(expected)
-    assert "no room for padding behind a sequence" in [row["reason"] for row in short.explain_graphs()]
+    assert "no room for padding after a sequence" in [row["reason"] for row in short.explain_graphs()]
 
 
 @pytest.mark.parametrize("fault", ["slots", "logit_rows"])
@@ -140,7 +140,7 @@ def test_wrong_padding_shows(
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
 ) -> None:
-    """Planted faults: the padding behind a sequence is written to the cache; logits are those of the first tokens of the step."""
+    """Planted faults: the padding after a sequence is written to the cache; logits are those of the first tokens of the step."""
     fill = Buffers.fill
 
     def wrong(self: Buffers, slot: int, *arguments: Any) -> None:

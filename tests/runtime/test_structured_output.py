@@ -282,7 +282,7 @@ def test_a_structural_tag_may_begin_with_a_special_token(shared: Callable[..., L
         ),
         (
             {"structures": [{"begin": "the", "schema": "{} start: TEXT", "end": ""}], "triggers": ["the"]},
-            "the schema behind 'the' is not JSON",
+            "the schema after 'the' is not JSON",
         ),
     ],
 )

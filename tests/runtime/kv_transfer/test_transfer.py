@@ -424,8 +424,8 @@ def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_prefix_cache": False}, "does not go with enable_prefix_cache=False"),
-        ({"speculate": f"draft:{MODELS / LLAMA}"}, "kv_transfer does not go with speculate='draft'"),
+        ({"enable_prefix_cache": False}, "cannot be combined with enable_prefix_cache=False"),
+        ({"speculate": f"draft:{MODELS / LLAMA}"}, "kv_transfer cannot be combined with speculate='draft'"),
         ({"kv_transfer": "tape"}, "unknown KV store 'tape'"),
     ],
     indirect=["options"],

@@ -131,7 +131,7 @@ def test_wrong_calls_are_refused(policy: Policy) -> None:
     for world, message in ((3, "can: 1, 2, 4"), (0, "tensor_parallel"), (True, "tensor_parallel")):
         with pytest.raises(UsageError, match=message):
             LLM(folder, tensor_parallel=world, policy=policy)
-    with pytest.raises(UsageError, match="speculate does not go with tensor_parallel"):
+    with pytest.raises(UsageError, match="speculate cannot be combined with tensor_parallel"):
         LLM(folder, tensor_parallel=2, speculate="ngram:4", policy=policy)
     with pytest.raises(UsageError, match="rank_timeout must be seconds, more than 0, got 0"):
         LLM(folder, tensor_parallel=2, rank_timeout=0, policy=policy)

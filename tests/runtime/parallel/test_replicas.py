@@ -100,7 +100,7 @@ def test_replicas_give_the_ids_of_one_and_outlive_each_other(
                 async for _ in each:
                     pass
             except ReplicaError as error:
-                assert str(error) == "replica 1 gave no sign of life for 2 s and was ended"
+                assert str(error) == "replica 1 sent nothing for 2 s and was ended"
                 ended += 1
         assert ended == 1, "what a caller has got is not taken back"
         assert isinstance((await replicas.status())[1], ReplicaError)
@@ -112,7 +112,7 @@ def test_replicas_give_the_ids_of_one_and_outlive_each_other(
         with pytest.raises(ReplicaError, match=r"replica 0 died \(SIGKILL\) with its requests"):
             await last
         with pytest.raises(
-            ReplicaError, match=r"no replica is left: replica 0 died .*; replica 1 gave no sign"
+            ReplicaError, match=r"no replica is left: replica 0 died .*; replica 1 sent nothing"
         ):
             await replicas.generate(PROMPTS[0])
 
