@@ -161,12 +161,12 @@ def _implementations(op: Op, left_out: Sequence[str]) -> dict[str, Callable[...,
     filled = ", ".join("None" if p.name in left_out else f"p_{p.name}" for p in op.parameters)
     source = f"""def run({taken}, handle=0):
     plan = plans[handle] if handle else automatic(op, ({filled},))
-    plan.run(Call({filled}))
+    plan({filled})
 """
     if outputs := ", ".join(op.outputs):
         source = f"""def run({every}, handle, {outputs}):
     plan = plans[handle] if handle else automatic(op, ({every},))
-    plan.run(Call({every}, {outputs}))
+    plan({every}, {outputs})
 
 def arguments({taken}, handle=0):
     return ({filled},)
@@ -180,7 +180,7 @@ def planned_out({taken}, handle=0, *, {outputs}):
     run({filled}, handle, {outputs})
     return {outputs}
 """
-    scope: dict[str, Any] = {"plans": PLANS, "automatic": automatic, "op": op, "Call": op.Call}
+    scope: dict[str, Any] = {"plans": PLANS, "automatic": automatic, "op": op}
     scope |= {"allocate": _allocate, "one_or_tuple": _one_or_tuple}
     exec(compile(source, f"<gristmill.ops.{op.name}>", "exec"), scope)
     return scope
