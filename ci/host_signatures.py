@@ -59,26 +59,20 @@ PROJECTS = {"FlashInfer": FLASHINFER, "AITER": AITER, "DeepGEMM": DEEPGEMM}
 
 def releases(folder: Path, first: tuple[int, int, int]) -> list[str]:
     """Release tags from `first` on, oldest first."""
-    found = []
-    for tag in (repository.git(folder, "tag") or "").split():
-        match = re.fullmatch(RELEASE, tag)
-        if match is not None:
-            version = tuple(int(part) for part in match.groups()[:3])
-            if version >= first:
-                found.append((version, match[4] or "", tag))
-    return [tag for _, _, tag in sorted(found)]
+    tags = (repository.git(folder, "tag") or "").split()
+    matches = [match for tag in tags if (match := re.fullmatch(RELEASE, tag))]
+    found = [(tuple(map(int, match.groups()[:3])), match[4] or "", match[0]) for match in matches]
+    return [tag for version, _, tag in sorted(found) if version >= first]
 
 
 def of_python(source: str, name: str) -> list[str] | None:
     """Parameters of the last definition of a function, or of a method as Class.method, as `signature` writes them; None without one."""
-    body: list[ast.stmt] = ast.parse(source).body
-    node: ast.stmt | None = None
+    node: Any = ast.parse(source)
     for part in name.split("."):
-        named = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]
-        if not named:
+        kinds = ast.FunctionDef | ast.ClassDef
+        node = next((n for n in reversed(node.body) if isinstance(n, kinds) and n.name == part), None)
+        if node is None:
             return None
-        node = named[-1]
-        body = node.body
     if not isinstance(node, ast.FunctionDef):
         return None
     for argument in (a for a in ast.walk(node.args) if isinstance(a, ast.arg)):

@@ -41,7 +41,7 @@ PROMPTS = (
     "Water boils at a temperature of",
     "Once upon a time there was",
 )
-ARMS: dict[str, str | None] = {"as_loaded": None, "bf16": "bf16"}
+ENGINES: dict[str, str | None] = {"as_loaded": None, "bf16": "bf16"}
 """Name -> the `quant` of the engine."""
 
 
@@ -84,10 +84,10 @@ def sample(llm: LLM, prompt: list[int], tokens: int) -> float:
     return (times[-1] - times[0]) * 1e3 / (tokens - 1)
 
 
-def time_arms(model: Path, device: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """A row per arm; the arms take turns."""
-    loaded = {name: load(model, device, tokens, quant) for name, quant in ARMS.items()}
-    samples: dict[str, list[float]] = {name: [] for name in ARMS}
+def time_engines(model: Path, device: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """A row per engine; the engines take turns."""
+    loaded = {name: load(model, device, tokens, quant) for name, quant in ENGINES.items()}
+    samples: dict[str, list[float]] = {name: [] for name in ENGINES}
     for llm, _ in loaded.values():
         llm.engine.warm_up()
         sample(llm, prompt_of(llm, 0), tokens)
@@ -96,7 +96,7 @@ def time_arms(model: Path, device: str, tokens: int, rounds: int) -> list[dict[s
             samples[name].append(sample(llm, prompt_of(llm, turn), tokens))
     return [
         {
-            "arm": name,
+            "engine": name,
             "ms_per_token": statistics.median(samples[name]),
             "samples": samples[name],
             "weight_bytes": llm.weight_bytes,
@@ -187,12 +187,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare ids in float32 with transformers'")
     parser.add_argument("--out", type=Path, help="JSON result file; the same is printed")
     options = parser.parse_args()
-    rows = time_arms(options.model, options.device, options.tokens, options.rounds)
-    by_arm = {row["arm"]: row["ms_per_token"] for row in rows}
+    rows = time_engines(options.model, options.device, options.tokens, options.rounds)
+    by_engine = {row["engine"]: row["ms_per_token"] for row in rows}
     command = shlex.join(["python", "-m", "lab.gguf_decode", *sys.argv[1:]])
     where = None if options.device == "auto" else options.device
     compared = check(options.model, options.device, options.tokens) if options.check else None
-    result = {"rows": rows, "ratio": by_arm["as_loaded"] / by_arm["bf16"], "check": compared}
+    result = {"rows": rows, "ratio": by_engine["as_loaded"] / by_engine["bf16"], "check": compared}
     print(json.dumps(result, indent=1))
     if options.out is not None:
         about = environment(place(where).target, command) | {"settings": {"model": options.model.name}}

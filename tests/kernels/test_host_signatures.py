@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from ci import host_signatures
 
 from gristmill.autotune.verify import kernel_arguments, run_guarded
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+import host_signatures  # noqa: E402
 
 TABLE = json.loads((Path(__file__).parent / "host_signatures.json").read_text())
 FUNCTIONS = {name: rows for project in TABLE.values() for name, rows in project["functions"].items()}
