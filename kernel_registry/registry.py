@@ -46,7 +46,8 @@ class Registry:
             if spec.name in self.ops:
                 raise ValueError(f"operation {spec.name} is defined twice")
             self.ops[spec.name] = spec
-            self.kernels[spec.name] = [_limited(kernel, spec) for kernel in self.kernels.get(spec.name, ())]
+            if spec.name in self.kernels:
+                self.kernels[spec.name] = [_limited(kernel, spec) for kernel in self.kernels[spec.name]]
         elif isinstance(spec, Kernel):
             known = self.kernels.setdefault(spec.op, [])
             if any(kernel.name == spec.name for kernel in known):

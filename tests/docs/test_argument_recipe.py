@@ -40,16 +40,17 @@ problem = op.problem("q_tokens=9,seqs=1,max_q=9,max_ctx=9,total_ctx=9,heads=4,kv
 print(len(texts), *sorted(kernel.name for kernel in kernels if kernel.accepts(problem) is None))
 refusals = {kernel.accepts(problem) for kernel in kernels} - {None}
 assert refusals == {"does not support logit_scale"}, refusals
-kernel = registry.kernel("paged_attention", "paged_attention_triton")
 
-def outcomes():
+def outcomes(name):
+    kernel = registry.kernel("paged_attention", name)
     config = kernel.config(problem, device_target("cpu", Policy()))
     return [verify(op, kernel, config, op.problem(text), "cpu") for text in texts]
 
-assert all(outcome.ok for outcome in outcomes()), outcomes()
+for name in ("paged_attention_torch", "paged_attention_triton"):
+    assert all(outcome.ok for outcome in outcomes(name)), outcomes(name)
 launch = triton.launch
 triton.launch = lambda config, call: launch(config, call.replace(logit_scale=None))
-assert not any(outcome.ok for outcome in outcomes()), "an ignored factor passes"
+assert not any(outcome.ok for outcome in outcomes("paged_attention_triton")), "an ignored factor passes"
 """
 
 INSTANCE = """
@@ -123,7 +124,8 @@ def test_the_diff_is_small(tree: Path) -> None:
 
 
 def test_kernels_that_name_the_argument_apply_it_and_others_refuse(tree: Path) -> None:
-    assert run(tree, "-c", CHECK).split() == ["2", "paged_attention_sm90", "paged_attention_triton"]
+    kernels = ["paged_attention_sm90", "paged_attention_torch", "paged_attention_triton"]
+    assert run(tree, "-c", CHECK).split() == ["2", *kernels]
 
 
 def test_the_tests_that_it_edits_pass(tree: Path) -> None:
