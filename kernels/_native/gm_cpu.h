@@ -1,11 +1,11 @@
-// Shared header of the C++ CPU cores.
+// Shared header of the C++ CPU kernels.
 //
-// A core is one source, kernels/<family>/_<op>_cpu.cpp. CMake finds it by name and compiles it once per ISA
-// level into _lib/libgristmill_cpu.so. Adding a core edits no other file. Pattern:
+// A kernel is one source, kernels/<family>/_<op>_cpu.cpp. CMake finds it by name and compiles it once per ISA level into
+// _lib/libgristmill_cpu.so. Adding one edits no other file. Pattern:
 //
 //   #include "gm_cpu.h"  // found without a path
 //   #include "calls/my_op.h"  // the struct of its calls, which `make generate` writes
-//   namespace {  // everything but the entry is internal: one copy per level, no ODR clash
+//   namespace {  // everything but the entry has internal linkage: one copy per level
 //   template <class T>
 //   void twice(const T* x, T* y, int64_t n) {
 //     int64_t i = 0;
@@ -33,8 +33,8 @@
 // of a level do not depend on the compiler.
 //
 // Level macros for intrinsics: GM_X86_AVX2, GM_X86_AVX512, GM_X86_VNNI, GM_X86_BF16, GM_X86_AMX, GM_ARM_NEON,
-// GM_ARM_DOTPROD, GM_ARM_I8MM, GM_ARM_SVE are 0 or 1. A core that gains nothing from some levels names those
-// to build in one line of its source:
+// GM_ARM_DOTPROD, GM_ARM_I8MM, GM_ARM_SVE are 0 or 1. A kernel that gains nothing from some levels names those to build in
+// one line of its source:
 //   // gm-levels: base avx2 avx512 neon
 // (default: every level that the compiler can build, except amx, which must be named). Asking Python for a
 // level that was not built raises; native.best_level(name, level) finds the highest one built at or below it.
@@ -166,6 +166,9 @@ extern "C" int gm_num_threads();
 namespace gm {
 namespace {  // internal linkage: each level has its own copy
 
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
 constexpr int64_t item_bytes(int64_t type) {
   return type == GM_I64                      ? 8
          : type == GM_F32 || type == GM_I32  ? 4
@@ -203,8 +206,8 @@ inline float to_float(f16 v) {
 #elif defined(__aarch64__)
   return float(bit_cast<__fp16>(v.bits));
 #else
-  // Fabian Giesen's method: move exponent and mantissa to float's place and rescale by a float multiply
-  // (exact, subnormals included).
+  // Fabian Giesen's method: shift exponent and mantissa into float's fields and rescale by a multiplication (exact,
+  // subnormals included).
   const uint32_t magnitude = uint32_t(v.bits & 0x7fffu) << 13;
   const float scaled = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t(254 - 15) << 23);
   const uint32_t infnan = (v.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
@@ -287,9 +290,8 @@ inline vf sqrt(vf a) {
   return a;
 }
 
-// Widening and narrowing.
-// 16-bit lanes to 32 bits, zeros above; and back, the low halves. (GCC 12 splits a __builtin_convertvector of
-// 512 bits in two.)
+// Zero-extends 16-bit lanes to 32 bits; and back, the low halves. (GCC 12 splits a __builtin_convertvector of 512 bits in
+// two.)
 inline vu extend(vh h) {
 #if GM_X86_AVX512
   return (vu)_mm512_cvtepu16_epi32((__m256i)h);
@@ -426,8 +428,7 @@ inline vf upper(vf v, int half) {
 #endif
 }
 
-// Lanes are added as a fixed binary tree:
-// the result depends on the level, never on threads, alignment or timing.
+// Lanes are added in a fixed binary tree: the result depends on the level, never on threads, alignment or timing.
 inline float sum(vf v) {
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2) v = v + upper(v, half);
@@ -470,9 +471,9 @@ inline float silu(float x) { return silu(splat(x))[0]; }
 
 // ---- threads
 // -----------------------------------------------------------------------------------------------------------
-// body(begin, end) over [0, n) on torch's own pool, at least `grain` items per call; serial inside another
-// parallel region. Returns GM_OK or GM_E_THREADS. The split depends on the number of threads: a body must
-// compute the same result for an item in any range.
+// Calls body(begin, end) over [0, n) on torch's thread pool, with at least `grain` items per call; serially within a
+// parallel region. Returns GM_OK or GM_E_THREADS. The ranges depend on the number of threads: the result of an item must
+// not depend on its range.
 template <class Body>
 inline int parallel_for(int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return GM_OK;

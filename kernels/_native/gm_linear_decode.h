@@ -1,6 +1,5 @@
-// Decoding of cpu_rows16_v1 lines: 64 bytes, one 32-bit word of 16 output rows, into one vector of 16 floats
-// per column (F32) or one vector of 16 bf16 pairs per pair of columns (Bf16, AVX-512 BF16). Values are exact:
-// scales come later.
+// Decodes lines of cpu_rows16_v1, of 64 bytes, a 32-bit word of each of 16 output rows, to a vector of 16 floats per
+// column (F32) or of 16 bf16 pairs per pair of columns (Bf16, AVX-512 BF16). Values are exact; scales are applied later.
 #pragma once
 #include "gm_cpu.h"
 
@@ -18,14 +17,14 @@ struct W {
 };
 
 inline W load_line(const uint8_t* line) {
-  // Register by register: a copy of the whole goes through the stack in pieces too small to be forwarded.
+  // Register by register: GCC would copy the struct through the stack in small pieces, without store forwarding.
   W w;
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) std::memcpy(&w.p[i], line + i * int(sizeof w.p[i]), sizeof w.p[i]);
   return w;
 }
 
-// int5, int6: of cpu_groups16_v1, which is multiplied with int8 activations only.
+// int5, int6: of cpu_groups16_v1, only with int8 activations.
 enum class Format { int4, e2m1, int8, e4m3, f32, f16, bf16, int5, int6 };
 
 // Bits of a code in a line, by format.
@@ -47,8 +46,7 @@ inline gm::vf half_to_float(gm::vu h) {
   return (gm::vf)((gm::vu)scaled | infnan | ((h & 0x8000u) << 16));
 }
 
-// Tables of 4-bit codes: float values, and bf16 values twice over,
-// so that the fifth index bit does not matter.
+// Tables of 4-bit codes: float values, and bf16 values twice, so that the fifth bit of the index is ignored.
 struct Table {
   alignas(64) float f[16];
   alignas(64) uint16_t b[32];
@@ -64,7 +62,7 @@ inline Table make_table(Format format, float bias) {
   return t;
 }
 
-// 4-bit codes in the low bits of each lane (whatever is above them) -> floats.
+// 4-bit codes in the low bits of each lane (higher bits are ignored) -> floats.
 template <Format F>
 inline gm::vf lookup(gm::vu code, const Table& t, float bias) {
 #if GM_X86_AVX512

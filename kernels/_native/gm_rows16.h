@@ -1,5 +1,5 @@
-// Weights of cpu_rows16_v1 (quant/layouts/cpu_rows16_v1.py) as native entries get them, and the product with one
-// of them, which linear's core computes for linear, grouped_linear and moe.
+// Weights of cpu_rows16_v1 (quant/layouts/cpu_rows16_v1.py) as native entries get them, and the arguments of the product
+// with one of them, for linear, grouped_linear and moe.
 #pragma once
 #include "gm_cpu.h"
 #include "gm_linear_decode.h"
@@ -32,12 +32,12 @@ struct Rows16Product {
 
 namespace {
 
-// The five tensors of a weight with n rows and k columns, `size` elements each, of dtypes `type`. Options: what
-// the scheme determines, by the names that kernels/linear/cpu.py gives them. GM_E_SHAPE or GM_E_DTYPE if they do not pack
-// such a weight.
+// Fills a Rows16 from the five tensors of a weight with n rows and k columns, `size` elements each, of dtypes `type`.
+// Options: what the scheme determines, by the names that kernels/linear/cpu.py gives them. GM_E_SHAPE or GM_E_DTYPE if the
+// tensors are no such weight.
 template <class Options>
-int rows16_of(Rows16* w, const void* const* tensors, const int64_t* size, const int64_t* type, int64_t n,
-              int64_t k, const Options& o) {
+int read_rows16(Rows16* w, const void* const* tensors, const int64_t* size, const int64_t* type, int64_t n,
+                int64_t k, const Options& o) {
   for (int i = 0; i < 5; ++i)
     if (size[i] < 0) return GM_E_SHAPE;  // not contiguous
   if (type[0] != GM_U8 || type[3] != GM_F32 || type[4] != GM_I32) return GM_E_DTYPE;

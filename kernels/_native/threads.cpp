@@ -1,5 +1,5 @@
-// Threads of the CPU cores: torch's own pool,
-// so that torch.set_num_threads() holds for us and the pools never fight.
+// Threads of the CPU kernels, from torch's pool: torch.set_num_threads() applies, and two pools do not oversubscribe
+// the processor.
 #include "torch_abi.h"
 
 extern "C" int gm_parallel_raw(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),

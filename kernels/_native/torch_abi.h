@@ -1,4 +1,4 @@
-// The part of torch's stable C ABI that the cores use (torch/csrc/stable/c/shim.h, torch 2.10 and newer).
+// The part of torch's stable C ABI that the CPU kernels use (torch/csrc/stable/c/shim.h, torch 2.10 and newer).
 // Declared here so that building needs no torch; tests/native checks these lines against torch's own header,
 // ci/check_symbols.py the built library.
 #pragma once

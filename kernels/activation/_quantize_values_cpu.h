@@ -1,6 +1,5 @@
-// The codes and scales of one row, e4m3 or int8 (kernels/quantized_rows.py has the formats,
-// quant/activations.py the rules). The values are computed by the caller, once for the largest and once for
-// the codes: a row needs no memory.
+// Quantization of rows to e4m3 or int8 (kernels/quantized_rows.py has the formats, quant/activations.py the rules). The
+// caller computes the values twice, for the maximum and for the codes, so that a row needs no memory.
 #pragma once
 #include "gm_cpu.h"
 
@@ -9,7 +8,7 @@ namespace {
 
 struct RowFormat {
   int64_t group;     // columns that share a scale; 0: the row
-  float least, top;  // lower bound of amax, 0: the scale is given; largest code, 127 for int8
+  float least, top;  // lower bound of amax, 0 if the scale is given; largest code
 };
 
 // By the enum class of a call.
@@ -65,15 +64,15 @@ void quantize_values(const Values& values, int64_t cols, Code* codes, float* sca
   for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
     const int64_t end = begin + group < cols ? begin + group : cols;
     if (f.least > 0.0f) {
-      vi most{};  // as integers magnitudes are in the same order, and NaN is the largest
+      vi amax_bits{};  // as integers, magnitudes have the same order, and NaN is the largest
       for (int64_t c = begin; c < end; c += L) {
         const int64_t n = end - c < L ? end - c : L;
         vi magnitude = (vi)values(c, n) & 0x7fffffff;
         for (int64_t i = n; i < L; ++i) magnitude[i] = 0;
-        most = magnitude > most ? magnitude : most;
+        amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
       }
       int32_t top = 0;
-      for (int i = 0; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
+      for (int i = 0; i < kLanes; ++i) top = amax_bits[i] > top ? amax_bits[i] : top;
       const float amax = bit_cast<float>(top);
       scales[g] = (amax < f.least ? f.least : amax) / f.top;
     }
@@ -88,7 +87,7 @@ void quantize_values(const Values& values, int64_t cols, Code* codes, float* sca
   }
 }
 
-// Whether the scales are of rows, so that each row has its own; else one is given for all.
+// Scales per row; 0 if one is given for all rows.
 inline int64_t scales_of_row(const RowFormat& f, int64_t cols) {
   if (f.least == 0.0f) return 0;
   return f.group ? (cols + f.group - 1) / f.group : 1;

@@ -9,7 +9,7 @@
 namespace gm {
 namespace {
 
-// What the structs of the three operations have in common.
+// What the calls of the three operations have in common.
 template <class Call>
 Attention attention_of(const Call& call) {
   Attention a{};
@@ -27,7 +27,7 @@ Attention paged_attention_of(const Call& call) {
   a.table = static_cast<const int32_t*>(call.block_table);
   a.table_stride = call.block_table_stride[0], a.table_width = call.max_blocks;
   a.starts = static_cast<const int32_t*>(call.seq_lens);
-  a.blocks = call.blocks, a.block_size = most(1, call.block_size);
+  a.blocks = call.blocks, a.block_size = max(1, call.block_size);
   return a;
 }
 
@@ -72,6 +72,6 @@ GM_CPU_CALL(gm_varlen_attention, VarlenAttention)(const GmVarlenAttentionCall& c
   a.k_slot = call.k_stride[0], a.k_head = call.k_stride[1];
   a.v_slot = call.v_stride[0], a.v_head = call.v_stride[1];
   a.starts = static_cast<const int32_t*>(call.context_start);
-  a.blocks = call.total_ctx, a.block_size = gm::most(1, call.total_ctx);
+  a.blocks = call.total_ctx, a.block_size = gm::max(1, call.total_ctx);
   return gm::attend(a, call.x_type);
 }

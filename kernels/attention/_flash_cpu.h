@@ -1,18 +1,16 @@
-// Attention on CPUs with an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022),
-// shared by the attention cores: paged or dense keys and values,
-// grouped query heads, separate widths of keys and values.
+// FlashAttention on CPUs (Milakov and Gimelshein, 2018; Dao et al., 2022), for all attention entries: paged or dense keys
+// and values, grouped query heads, different widths of keys and values.
 //
-// A task is (sequence, KV head, rows: query heads of that KV head times queries); for a sequence of one query
-// it is all KV heads, which lie side by side in memory. It takes keys in tiles of kTile tokens. Tasks of few
-// rows read keys and values where they lie, each once, in the order of the addresses: memory delivers that
-// fastest. Tasks of many rows widen each tile to float32 once for all rows.
+// A task is (sequence, KV head, rows: query heads of that KV head times queries); for a sequence of one query it has all
+// KV heads, which are adjacent in memory. It processes keys in tiles of kTile tokens. Tasks of few rows read keys and
+// values in place, once, in the order of addresses, for memory bandwidth. Tasks of many rows widen each tile to float32
+// once for all rows.
 //
-// Contexts are cut into chunks of kChunk tokens, at positions that depend on nothing else; each chunk has its
-// own softmax and chunks are merged in order. Hence chunks may run on several threads or on one and a row's
-// result is bitwise the same: it depends on neither threads nor the rest of the batch.
+// Contexts are cut into chunks of kChunk tokens at fixed positions; each chunk has its own softmax, and chunks are merged
+// in order. So a row's result is bitwise the same whether chunks run on one thread or several, and batch invariant.
 //
-// Keys and values may be e4m3 codes. A scale of a head multiplies its queries and its results; scales of
-// tokens and heads multiply scores and weights.
+// Keys and values may be e4m3 codes. A scale per head multiplies queries and results; scales per token and head multiply
+// scores and weights.
 #pragma once
 #include <cstdlib>
 
@@ -21,14 +19,14 @@
 namespace gm {
 namespace {
 
-constexpr int64_t kFewRows = 8;  // with at most this many rows keys and values are read in place
-// Tokens of which all KV heads are read before the next ones. While they are, the next ones are fetched.
-constexpr int64_t kRun = most(8, kLanes);
-constexpr int64_t kKeyFloats = 4096;        // widened keys that all rows are multiplied with before the next
-constexpr int64_t kSplitFloats = 16 << 20;  // partial results of split contexts: 64 MiB at most
+constexpr int64_t kFewRows = 8;  // up to so many rows keys and values are read in place
+// Tokens whose KV heads are read one after the other, while the next kRun tokens are prefetched.
+constexpr int64_t kRun = max(8, kLanes);
+constexpr int64_t kKeyFloats = 4096;        // widened keys per block of the loop over rows: the L1 cache
+constexpr int64_t kSplitFloats = 16 << 20;  // at most, for partial results of split contexts: 64 MiB
 
 template <class Code>
-constexpr float kPieceScale = 1.0f;  // load_piece gives elements divided by this
+constexpr float kPieceScale = 1.0f;  // of elements relative to load_piece
 template <>
 constexpr float kPieceScale<f8e4m3> = 256.0f;
 
@@ -38,51 +36,53 @@ template <class A>
 constexpr bool kSame<A, A> = true;
 
 template <class T, class Code>  // of queries and results, of keys and values
-struct Core {
+struct FlashAttention {
   const Attention& a;
-  Cut cut{a};
+  Tiling tiling{a};
   const int64_t dk = padded(a.dk), dv = padded(a.dv);
   const bool shared = a.k == a.v;  // values are the first dv elements of the keys (MLA)
-  int64_t rows = cut.row_bound();
+  int64_t rows = tiling.row_bound();
 
-  int64_t state_floats() const { return State::floats(rows, dv); }
-  int64_t scratch_floats() const { return rows * (kTile + 1) + cut.together * 2 * kTile + kTile * (dk + dv); }
+  int64_t state_floats() const { return SoftmaxState::floats(rows, dv); }
+  int64_t scratch_floats() const {
+    return rows * (kTile + 1) + tiling.kv_heads_per_task * 2 * kTile + kTile * (dk + dv);
+  }
 
-  // Where the keys at .. at + tokens - 1 and their values begin, in elements from KV head 0's; those before
-  // `skip` are not known.
-  struct Places {
+  // Offsets of keys at .. at + tokens - 1 and of their values, in elements, for KV head 0; those before `skip` are not
+  // set.
+  struct Offsets {
     int64_t tokens, skip;
     int64_t k[kTile], v[kTile], k_scale[kTile], v_scale[kTile];
   };
-  // Of keys low .. end - 1 only: the others' blocks may not exist.
-  void find_places(const Task& t, int64_t at, int64_t low, int64_t end, Places& places) const {
-    places.tokens = most(0, least(kTile, end - at)), places.skip = most(0, low - at);
-    for (int64_t i = places.skip, run; i < places.tokens; i += run) {
-      // `run` neighbours in one block.
+  // Only of keys low .. end - 1: the blocks of others may have been freed.
+  void find_offsets(const Task& t, int64_t at, int64_t low, int64_t end, Offsets& offsets) const {
+    offsets.tokens = max(0, min(kTile, end - at)), offsets.skip = max(0, low - at);
+    for (int64_t i = offsets.skip, run; i < offsets.tokens; i += run) {
+      // `run` consecutive tokens of one block.
       const int64_t slot = a.table ? (at + i) % a.block_size : a.starts[t.sequence] + at + i;
       const int64_t block = a.table ? a.table[t.sequence * a.table_stride + (at + i) / a.block_size] : 0;
-      run = a.table ? least(a.block_size - slot, places.tokens - i) : places.tokens - i;
+      run = a.table ? min(a.block_size - slot, offsets.tokens - i) : offsets.tokens - i;
       const int64_t k = block * a.k_block + slot * a.k_slot, v = block * a.v_block + slot * a.v_slot;
       for (int64_t n = 0; n < run; ++n)
-        places.k[i + n] = k + n * a.k_slot, places.v[i + n] = v + n * a.v_slot;
+        offsets.k[i + n] = k + n * a.k_slot, offsets.v[i + n] = v + n * a.v_slot;
       if (!a.token_scales) continue;
       for (int64_t n = 0; n < run; ++n) {
-        places.k_scale[i + n] = block * a.k_scale_block + (slot + n) * a.k_scale_slot;
-        places.v_scale[i + n] = block * a.v_scale_block + (slot + n) * a.v_scale_slot;
+        offsets.k_scale[i + n] = block * a.k_scale_block + (slot + n) * a.k_scale_slot;
+        offsets.v_scale[i + n] = block * a.v_scale_block + (slot + n) * a.v_scale_slot;
       }
     }
   }
 
-  // Fetches the KV heads of a run of tokens one by one, in the order of the addresses.
-  struct Fetch {
+  // Prefetches the KV heads of a run of tokens, one per call, in the order of addresses.
+  struct Prefetcher {
     const Code* base;
-    const int64_t* places;
+    const int64_t* offsets;
     int64_t tokens, heads, stride, width, head = 0;
     void next() {
       if (tokens <= 0) return;
-      const Code* p = base + *places + head * stride;
+      const Code* p = base + *offsets + head * stride;
       for (int64_t d = 0; d < width; d += int64_t(64 / sizeof(Code))) __builtin_prefetch(p + d);
-      if (++head == heads) head = 0, ++places, --tokens;
+      if (++head == heads) head = 0, ++offsets, --tokens;
     }
   };
 
@@ -93,7 +93,7 @@ struct Core {
     if (d < n) store_piece(to + d, load_piece(from + d, n - d) * scale);
   }
 
-  // In the order of a piece of keys.
+  // Loads the queries of a task, scaled, in the order of elements of a piece of keys.
   void load_queries(const Task& t, float* q) const {
     for (int64_t n = 0; n < t.kv_heads; ++n) {
       const bool scaled = a.k_scale && !a.token_scales;
@@ -101,7 +101,7 @@ struct Core {
           kPieceScale<Code> * (scaled ? a.scale * a.k_scale[(t.kv_head + n) * a.k_scale_head] : a.scale);
       for (int64_t r = 0; r < t.rows(); ++r, q += dk) {
         const T* from = static_cast<const T*>(a.q) + (t.token + r / t.heads) * a.q_token +
-                        (t.head + n * cut.group + r % t.heads) * a.q_head;
+                        (t.head + n * tiling.group + r % t.heads) * a.q_head;
         if constexpr (kSame<T, Code>) {
           widen_row(from, q, a.dk, scale);
         } else {
@@ -114,29 +114,29 @@ struct Core {
     }
   }
 
-  // Softmax of chunk `chunk` alone, into `s`.
-  void run_chunk(const Task& t, int64_t chunk, const float* q, State s, float* scratch) const {
+  // Attention over chunk `chunk` alone, into `s`.
+  void run_chunk(const Task& t, int64_t chunk, const float* q, SoftmaxState s, float* scratch) const {
     s.clear((t.all_rows() + kLanes - 1) / kLanes * kLanes, dv);
-    const int64_t low = a.window > 0 ? most(0, t.first - a.window + 1) : 0;
-    const int64_t end = least((chunk + 1) * kChunk, least(t.context, t.first + t.queries));
-    // The reach of the task, which goes on to the next chunk.
-    const int64_t reach = least(t.context, t.first + t.queries);
-    Places memory[2], *here = memory, *next = memory + 1;
-    int64_t at = most(chunk * kChunk, low / kTile * kTile);
-    find_places(t, at, low, end, *here);
+    const int64_t low = a.window > 0 ? max(0, t.first - a.window + 1) : 0;
+    const int64_t end = min((chunk + 1) * kChunk, min(t.context, t.first + t.queries));
+    // The end of the task, which may be in a later chunk: prefetches cross chunks.
+    const int64_t reach = min(t.context, t.first + t.queries);
+    Offsets memory[2], *here = memory, *next = memory + 1;
+    int64_t at = max(chunk * kChunk, low / kTile * kTile);
+    find_offsets(t, at, low, end, *here);
     for (; at < end; at += kTile) {
-      find_places(t, at + kTile, low, reach, *next);
+      find_offsets(t, at + kTile, low, reach, *next);
       run_tile(t, at, *here, *next, q, s, scratch);
-      Places* last = here;
+      Offsets* last = here;
       here = next, next = last;
     }
   }
 
-  // Keys at .. at + here.tokens; those before here.skip no row sees, and they are not read.
-  void run_tile(const Task& t, int64_t at, Places& here, const Places& next, const float* q, State s,
+  // Keys at .. at + here.tokens; those before here.skip are visible to no row, and not read.
+  void run_tile(const Task& t, int64_t at, Offsets& here, const Offsets& next, const float* q, SoftmaxState s,
                 float* scratch) const {
     float *p = scratch, *alpha = p + rows * kTile, *scales = alpha + rows,
-          *buffer = scales + cut.together * 2 * kTile;
+          *buffer = scales + tiling.kv_heads_per_task * 2 * kTile;
     if (a.token_scales) {
       std::memset(scales, 0, sizeof(float) * size_t(t.kv_heads * 2 * kTile));
       for (int64_t n = 0; n < t.kv_heads; ++n)
@@ -153,27 +153,27 @@ struct Core {
       many_rows(t, at, here, q, scales, s, p, alpha, buffer);
   }
 
-  static int64_t whole(const Places& places) { return (places.tokens + kLanes - 1) / kLanes * kLanes; }
+  static int64_t whole(const Offsets& offsets) { return (offsets.tokens + kLanes - 1) / kLanes * kLanes; }
 
-  void few_rows(const Task& t, int64_t at, Places& here, const Places& next, const float* q,
-                const float* scales, State s, float* p, float* alpha) const {
+  void few_rows(const Task& t, int64_t at, Offsets& here, const Offsets& next, const float* q,
+                const float* scales, SoftmaxState s, float* p, float* alpha) const {
     const int64_t count = t.rows(), skip = here.skip, tokens = here.tokens, first = skip / kRun * kRun;
     const Code* k = static_cast<const Code*>(a.k) + t.kv_head * a.k_head;
     const Code* v = static_cast<const Code*>(a.v) + t.kv_head * a.v_head;
-    const auto fetch_keys = [&](const Places& places, int64_t i) {
-      return Fetch{k, places.k + i, least(kRun, places.tokens - i), t.kv_heads, a.k_head, dk};
+    const auto fetch_keys = [&](const Offsets& offsets, int64_t i) {
+      return Prefetcher{k, offsets.k + i, min(kRun, offsets.tokens - i), t.kv_heads, a.k_head, dk};
     };
     const auto fetch_values = [&](int64_t i) {
-      return Fetch{v, here.v + i, shared ? 0 : least(kRun, tokens - i), t.kv_heads, a.v_head, dv};
+      return Prefetcher{v, here.v + i, shared ? 0 : min(kRun, tokens - i), t.kv_heads, a.v_head, dv};
     };
-    // Keys that are not read count as their neighbours: the softmax leaves them out.
+    // Replaces keys outside the range by neighbours, as whole runs are read; the softmax masks them.
     for (int64_t i = first; i < skip; ++i) here.k[i] = here.k[skip];
     for (int64_t i = tokens; i < (tokens + kRun - 1) / kRun * kRun; ++i) here.k[i] = here.k[tokens - 1];
     for (int64_t i = first; i < tokens; i += kRun) {
-      Fetch ahead = i + kRun < tokens ? fetch_keys(here, i + kRun) : fetch_values(skip);
+      Prefetcher ahead = i + kRun < tokens ? fetch_keys(here, i + kRun) : fetch_values(skip);
       for (int64_t n = 0; n < t.kv_heads; ++n) {
         const InPlace<Code> keys{k + n * a.k_head, here.k};
-        for_groups<4>(count, [&](auto group, int64_t r) {
+        for_row_groups<4>(count, [&](auto group, int64_t r) {
           constexpr int R = group.value;
           for (int64_t b = i; b < i + kRun; b += keys_of<R>) {
             if (r == 0)
@@ -185,22 +185,22 @@ struct Core {
     }
     softmax(a, t, at, whole(here), scales, s, p, alpha);
     for (int64_t i = skip; i < tokens; i += kRun) {
-      Fetch ahead = i + kRun < tokens ? fetch_values(i + kRun) : fetch_keys(next, next.skip);
+      Prefetcher ahead = i + kRun < tokens ? fetch_values(i + kRun) : fetch_keys(next, next.skip);
       for (int64_t n = 0; n < t.kv_heads; ++n) {
         const InPlace<Code> values{v + n * a.v_head, here.v};
         for (int x = 0; x < kRun; ++x) ahead.next();
-        for_groups<4>(count, [&](auto group, int64_t r) {
+        for_row_groups<4>(count, [&](auto group, int64_t r) {
           constexpr int R = group.value;
           const int64_t row = n * count + r;
           accumulate_row<R>(s.acc + row * dv, i == skip ? alpha + row : nullptr, p + row * kTile, values, i,
-                            least(i + kRun, tokens), dv);
+                            min(i + kRun, tokens), dv);
         });
       }
     }
   }
 
-  void many_rows(const Task& t, int64_t at, const Places& here, const float* q, const float* scales, State s,
-                 float* p, float* alpha, float* buffer) const {
+  void many_rows(const Task& t, int64_t at, const Offsets& here, const float* q, const float* scales,
+                 SoftmaxState s, float* p, float* alpha, float* buffer) const {
     const int64_t count = t.rows(), skip = here.skip, tokens = here.tokens, whole = this->whole(here);
     float *keys = buffer, *values = shared ? keys : keys + kTile * dk;
     const int64_t width = shared ? dk : dv;
@@ -211,17 +211,17 @@ struct Core {
         widen_row(static_cast<const Code*>(from) + place[i], to + i * stride, n, 1.0f);
       std::memset(to + tokens * stride, 0, sizeof(float) * size_t((whole - tokens) * stride));
     };
-    // Of the rows of a group, the keys that some of them sees.
+    // Range of keys that are visible to some row of a group.
     const auto from = [&](int64_t r) { return int64_t(visible(a, t.first + r / t.heads, at).low); };
-    const auto to = [&](int64_t r) { return least(tokens, visible(a, t.first + r / t.heads, at).high + 1); };
-    const int64_t run = most(kLanes, kKeyFloats / dk / kLanes * kLanes);
+    const auto to = [&](int64_t r) { return min(tokens, visible(a, t.first + r / t.heads, at).high + 1); };
+    const int64_t run = max(kLanes, kKeyFloats / dk / kLanes * kLanes);
     for (int64_t n = 0; n < t.kv_heads; ++n) {
       widen(static_cast<const Code*>(a.k) + (t.kv_head + n) * a.k_head, here.k, keys, a.dk, dk);
       for (int64_t i = skip / kLanes * kLanes; i < tokens; i += run)
-        for_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
+        for_row_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
           constexpr int R = group.value, B = keys_of<R>;
-          const int64_t last = least(least(i + run, whole), to(r + R - 1));
-          for (int64_t b = most(i, from(r) / B * B); b < last; b += B)
+          const int64_t last = min(min(i + run, whole), to(r + R - 1));
+          for (int64_t b = max(i, from(r) / B * B); b < last; b += B)
             dot_rows<R>(q + (n * count + r) * dk, Widened{keys, dk}, b, dk, p + (n * count + r) * kTile);
         });
       if (n + 1 == t.kv_heads) softmax(a, t, at, whole, scales, s, p, alpha);
@@ -230,19 +230,19 @@ struct Core {
       if (!shared || t.kv_heads > 1)
         widen(static_cast<const Code*>(a.v) + (t.kv_head + n) * a.v_head, here.v, values, a.dv, width);
       for (int64_t d = 0; d < dv; d += kPiece)
-        for_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
+        for_row_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
           constexpr int R = group.value;
           const int64_t row = n * count + r;
           accumulate<R, 1>(s.acc + row * dv, alpha + row, p + row * kTile, Widened{values, width},
-                           most(skip, from(r)), to(r + R - 1), dv, d);
+                           max(skip, from(r)), to(r + R - 1), dv, d);
         });
     }
   }
 
-  void finish(const Task& t, State s) const {
+  void finish(const Task& t, SoftmaxState s) const {
     for (int64_t row = 0; row < t.all_rows(); ++row) {
       const int64_t n = row / t.rows(), r = row % t.rows();
-      const int64_t token = t.token + r / t.heads, head = t.head + n * cut.group + r % t.heads;
+      const int64_t token = t.token + r / t.heads, head = t.head + n * tiling.group + r % t.heads;
       float m_i = s.m_i[row], l_i = s.l_i[row], scale = 1;
       if (a.sinks) {
         const float sink = a.sinks[head];
@@ -275,15 +275,15 @@ struct Core {
     if (!tasks) return GM_E_NOMEM;
     int64_t* parts = tasks + a.seqs + 1;
     const int64_t threads = gm_num_threads();
-    cut.together = a.kv_heads;
-    cut.count(tasks, parts);
-    if (parts[a.seqs] < 2 * threads) cut.together = 1, cut.count(tasks, parts);
-    rows = cut.row_bound();
+    tiling.kv_heads_per_task = a.kv_heads;
+    tiling.count(tasks, parts);
+    if (parts[a.seqs] < 2 * threads) tiling.kv_heads_per_task = 1, tiling.count(tasks, parts);
+    rows = tiling.row_bound();
     const int64_t whole = tasks[a.seqs], pieces = parts[a.seqs];
-    // Few tasks and long contexts (decode of a small batch): let the chunks of a task run at once.
-    const bool apart =
+    // Few tasks and long contexts (decode of a small batch): split-KV, chunks of a task run in parallel.
+    const bool split =
         threads > 1 && whole < 4 * threads && pieces > whole && pieces * state_floats() <= kSplitFloats;
-    const int code = apart ? run_split(tasks, parts) : run_whole(tasks);
+    const int code = split ? run_split(tasks, parts) : run_whole(tasks);
     std::free(tasks);
     return code;
   }
@@ -292,12 +292,12 @@ struct Core {
     return static_cast<float*>(std::aligned_alloc(64, (sizeof(float) * size_t(floats) + 63) / 64 * 64));
   }
 
-  // body(n, memory) for n < count, each thread taking the next one, with `floats` of memory of its own.
+  // Dynamic scheduling: body(n, memory) for n < count, with `floats` of memory per thread.
   template <class Body>
   static int for_each(int64_t count, int64_t floats, const Body& body) {
     int64_t next = 0;
     bool failed = false;
-    const int code = parallel_for(least(count, gm_num_threads()), 1, [&](int64_t, int64_t) {
+    const int code = parallel_for(min(count, gm_num_threads()), 1, [&](int64_t, int64_t) {
       float* memory = allocate(floats);
       if (!memory) {
         __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
@@ -309,14 +309,14 @@ struct Core {
     return failed ? GM_E_NOMEM : code;
   }
 
-  // Each task runs its chunks one after another.
+  // One thread per task, chunk after chunk.
   int run_whole(const int64_t* tasks) const {
     const int64_t each = state_floats();
     return for_each(tasks[a.seqs], 2 * each + rows * dk + scratch_floats(), [&](int64_t n, float* memory) {
-      const State all(memory, rows), part(memory + each, rows);
+      const SoftmaxState all(memory, rows), part(memory + each, rows);
       float *q = memory + 2 * each, *scratch = q + rows * dk;
       const int64_t sequence = find(tasks, a.seqs, n);
-      const Task t = cut.task(sequence, n - tasks[sequence]);
+      const Task t = tiling.task(sequence, n - tasks[sequence]);
       load_queries(t, q);
       run_chunk(t, 0, q, all, scratch);
       for (int64_t chunk = 1; chunk * kChunk < t.first + t.queries; ++chunk) {
@@ -327,28 +327,28 @@ struct Core {
     });
   }
 
-  // Chunks run in any order and are merged in sequence.
+  // Split-KV: chunks run in any order, and are merged in sequence.
   int run_split(const int64_t* tasks, const int64_t* parts) const {
     const int64_t each = state_floats();
     float* states = allocate(parts[a.seqs] * each);
     if (!states) return GM_E_NOMEM;
     int code = for_each(parts[a.seqs], rows * dk + scratch_floats(), [&](int64_t n, float* q) {
-      const int64_t sequence = find(parts, a.seqs, n), count = cut.chunks(sequence),
+      const int64_t sequence = find(parts, a.seqs, n), count = tiling.chunks(sequence),
                     place = n - parts[sequence];
-      const Task t = cut.task(sequence, place / count);
+      const Task t = tiling.task(sequence, place / count);
       load_queries(t, q);
-      run_chunk(t, place % count, q, State(states + n * each, rows), q + rows * dk);
+      run_chunk(t, place % count, q, SoftmaxState(states + n * each, rows), q + rows * dk);
     });
     if (code == GM_OK)
       code = parallel_for(tasks[a.seqs], 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
-          const int64_t sequence = find(tasks, a.seqs, n), count = cut.chunks(sequence),
+          const int64_t sequence = find(tasks, a.seqs, n), count = tiling.chunks(sequence),
                         number = n - tasks[sequence];
-          const Task t = cut.task(sequence, number);
+          const Task t = tiling.task(sequence, number);
           float* first = states + (parts[sequence] + number * count) * each;
           for (int64_t chunk = 1; chunk < count; ++chunk)
-            merge(State(first, rows), State(first + chunk * each, rows), t.all_rows(), dv);
-          finish(t, State(first, rows));
+            merge(SoftmaxState(first, rows), SoftmaxState(first + chunk * each, rows), t.all_rows(), dv);
+          finish(t, SoftmaxState(first, rows));
         }
       });
     std::free(states);
@@ -358,8 +358,8 @@ struct Core {
 
 template <class T, class Code>
 int attend(const Attention& a) {
-  if (!inside(a)) return GM_E_ARG;
-  return Core<T, Code>{a}.run();
+  if (!indices_in_range(a)) return GM_E_ARG;
+  return FlashAttention<T, Code>{a}.run();
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
-// The arithmetic of _flash_cpu.h on a tile of keys and values: scores of a few query rows, and weighted sums
-// of values. A row's result is the same bit for bit whatever rows it is computed with, and wherever the keys
-// and values are read from.
+// Micro-kernels of _flash_cpu.h: Q K^T and P V of a few query rows and a tile of keys and values. A row's result is
+// bitwise the same whatever rows it is computed with, and wherever keys and values are read from.
 //
-// Rows are read in pieces of kPiece elements, two vectors. A piece of bf16 is the even and the odd elements:
-// they are widened by one shift and one mask. Queries, widened tiles and sums of values have the same order.
+// Rows are read in pieces of kPiece elements, two vectors. A piece of bf16 is its even and its odd elements, which one
+// mask and one shift widen. Queries, widened tiles and sums of values have the same order.
 #pragma once
 #include "gm_cpu.h"
 
@@ -13,8 +12,6 @@ namespace {
 constexpr int64_t kTile = 64;  // keys of a tile
 constexpr int64_t kPiece = 2 * kLanes;
 
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t padded(int64_t n) { return (n + kPiece - 1) / kPiece * kPiece; }
 inline float minus_infinity() { return -__builtin_inff(); }
 
@@ -32,7 +29,7 @@ inline Piece load_piece(const bf16* p) {
   std::memcpy(&words, p, sizeof words);
   return {(vf)(words << 16), (vf)(words & 0xffff0000u)};
 }
-// e4m3 codes times 2^-8: as halves they need no multiplication.
+// e4m3 codes times 2^-8, which as float16 need no multiplication.
 inline Piece load_piece(const f8e4m3* p) {
 #if GM_X86_AVX2
   const auto widened = [](__m256i codes) {  // 16 codes, sign-extended
@@ -55,7 +52,7 @@ inline Piece load_piece(const f8e4m3* p) {
   return Piece{load(p), load(p + kLanes)} * 0x1p-8f;
 #endif
 }
-// The same vector by vector. Codes come as whole pieces.
+// The first and the second vector of a piece.
 template <class T>
 inline vf load_first(const T* p) {
   return load(p);
@@ -91,8 +88,8 @@ inline void store_piece(T* p, Piece v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
-// Lane i of the result is the sum of v[i]: lanes i and i + half are added, as in gm::sum. One blend and one
-// shuffle per addition where the halves do not change places.
+// Horizontal sums: lane i of the result is the sum of v[i], in the order of gm::sum. By a transposing tree, with one
+// blend and one shuffle per addition.
 inline vf sums(vf (&v)[kLanes]) {
 #if GM_X86_AVX512
 #define GM_MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -128,7 +125,7 @@ inline vf sums(vf (&v)[kLanes]) {
 #endif
 }
 
-// Keys or values of a tile, one KV head: widened in a buffer of `width` floats per token, or where they lie.
+// Keys or values of a tile and KV head: widened in a buffer of `width` floats per token, or read in place.
 struct Widened {
   const float* rows;
   int64_t width;
@@ -137,20 +134,19 @@ struct Widened {
 template <class T>
 struct InPlace {
   const T* base;
-  const int64_t* places;
-  const T* row(int64_t i) const { return base + places[i]; }
+  const int64_t* offsets;
+  const T* row(int64_t i) const { return base + offsets[i]; }
 };
 
-// Keys that R rows are multiplied with at once.
+// Keys per call of dot_rows for R rows, as accumulators allow.
 template <int R>
 constexpr int keys_of = R == 1   ? kLanes
                         : R == 2 ? kLanes / 2
                         : R <= 4 ? kLanes / 4
                                  : 2;
 
-// A vector in a register of its own:
-// GCC otherwise loads it again for each use, and the loads become the limit.
-inline vf held(vf x) {
+// Keeps a vector in a register: GCC would load it again for each use, and become bound by loads.
+inline vf pinned(vf x) {
 #if GM_X86_AVX512
   __asm__("" : "+v"(x));
 #elif GM_X86_AVX2
@@ -159,18 +155,18 @@ inline vf held(vf x) {
   return x;
 }
 
-inline vf held(const float* p) {
+inline vf pinned(const float* p) {
 #if GM_X86_AVX512
-  return held((vf)_mm512_loadu_ps(p));
+  return pinned((vf)_mm512_loadu_ps(p));
 #elif GM_X86_AVX2
-  return held((vf)_mm256_loadu_ps(p));
+  return pinned((vf)_mm256_loadu_ps(p));
 #else
   return load(p);
 #endif
 }
 
-// Scores of R query rows (dk floats apart) against keys first .. first + keys_of<R> - 1, into p[r * kTile +
-// first ...]. R > 1 loads and widens each key once for R rows.
+// Scores of R query rows (dk floats apart) against keys first .. first + keys_of<R> - 1 -> p[r * kTile + first ...].
+// R > 1 loads and widens each key once for R rows.
 template <int R, class Keys>
 inline void dot_rows(const float* q, const Keys& keys, int64_t first, int64_t dk, float* p) {
   constexpr int B = keys_of<R>;
@@ -180,7 +176,7 @@ inline void dot_rows(const float* q, const Keys& keys, int64_t first, int64_t dk
   for (int b = 0; b < B; ++b) row[b] = keys.row(first + b);
   for (int64_t d = 0; d < dk; d += kPiece) {
     if constexpr (R == 1) {
-      const vf x = held(q + d), y = held(q + d + kLanes);
+      const vf x = pinned(q + d), y = pinned(q + d + kLanes);
 #pragma GCC unroll 16
       for (int b = 0; b < B; ++b) {
         const Piece key = load_piece(row[b] + d);
@@ -189,18 +185,18 @@ inline void dot_rows(const float* q, const Keys& keys, int64_t first, int64_t dk
     } else {
       vf key[B];
 #pragma GCC unroll 16
-      for (int b = 0; b < B; ++b) key[b] = held(load_first(row[b] + d));
+      for (int b = 0; b < B; ++b) key[b] = pinned(load_first(row[b] + d));
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
-        const vf x = held(q + r * dk + d);
+        const vf x = pinned(q + r * dk + d);
 #pragma GCC unroll 16
         for (int b = 0; b < B; ++b) acc[r][b] = fma(x, key[b], acc[r][b]);
       }
 #pragma GCC unroll 16
-      for (int b = 0; b < B; ++b) key[b] = held(load_second(row[b] + d));
+      for (int b = 0; b < B; ++b) key[b] = pinned(load_second(row[b] + d));
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
-        const vf x = held(q + r * dk + d + kLanes);
+        const vf x = pinned(q + r * dk + d + kLanes);
 #pragma GCC unroll 16
         for (int b = 0; b < B; ++b) acc[r][b] = fma(x, key[b], acc[r][b]);
       }
@@ -219,7 +215,7 @@ inline void dot_rows(const float* q, const Keys& keys, int64_t first, int64_t dk
   }
 }
 
-// acc[R rows][N pieces from d] = acc * alpha + p * values, tokens from .. to - 1 in order. alpha may be null.
+// acc[R rows][N pieces from d] = acc * alpha + p * values, over tokens from .. to - 1 in order. alpha may be null.
 template <int R, int N, class Values>
 inline void accumulate(float* acc, const float* alpha, const float* p, const Values& values, int64_t from,
                        int64_t to, int64_t width, int64_t d) {
@@ -237,11 +233,11 @@ inline void accumulate(float* acc, const float* alpha, const float* p, const Val
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const Piece both = load_piece(row + n * kPiece);
-      value[2 * n] = held(both.a), value[2 * n + 1] = held(both.b);
+      value[2 * n] = pinned(both.a), value[2 * n + 1] = pinned(both.b);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      const vf weight = held(splat(p[r * kTile + t]));
+      const vf weight = pinned(splat(p[r * kTile + t]));
 #pragma GCC unroll 8
       for (int n = 0; n < 2 * N; ++n) sum[r][n] = fma(weight, value[n], sum[r][n]);
     }
@@ -252,7 +248,7 @@ inline void accumulate(float* acc, const float* alpha, const float* p, const Val
     for (int n = 0; n < 2 * N; ++n) store(acc + r * width + d + n * kLanes, sum[r][n]);
 }
 
-// Pieces that a few rows are summed for at once: four sums or more are in flight.
+// Pieces that accumulate() sums at once: at least four independent chains.
 template <int R>
 constexpr int pieces_of = R == 1   ? 4
                           : R == 2 ? 2
@@ -267,15 +263,15 @@ inline void accumulate_row(float* acc, const float* alpha, const float* p, const
   for (; d < dv; d += kPiece) accumulate<R, 1>(acc, alpha, p, values, from, to, dv, d);
 }
 
-// Call body(rows, first row) for groups of at most `Most` rows; rows is a compile-time constant.
+// Calls body(rows, first row) for groups of at most kMax rows; rows is a compile-time constant.
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
-template <int Most, class Body>
-inline void for_groups(int64_t rows, const Body& body) {
+template <int kMax, class Body>
+inline void for_row_groups(int64_t rows, const Body& body) {
   int64_t r = 0;
-  if constexpr (Most >= 6)
+  if constexpr (kMax >= 6)
     for (; r + 6 <= rows; r += 6) body(Count<6>{}, r);
   for (; r + 4 <= rows; r += 4) body(Count<4>{}, r);
   if (r + 3 <= rows) body(Count<3>{}, r), r += 3;

@@ -1,16 +1,15 @@
-// The softmax of _flash_cpu.h:
-// running maxima and sums of rows, over tiles of keys and over parts of a context.
+// Online softmax of _flash_cpu.h: running maxima and sums of rows, over tiles of keys and over chunks of a context.
 #pragma once
 #include "_flash_problem_cpu.h"
 
 namespace gm {
 namespace {
 
-// Running softmax of rows: m_i is the maximum score, l_i the sum of exp(score - m_i), acc the weighted sum of
-// values. `rows` is a multiple of kLanes.
-struct State {
+// State of the online softmax of rows: m_i is the maximum score, l_i the sum of exp(score - m_i), acc the weighted sum
+// of values. `rows` is a multiple of kLanes.
+struct SoftmaxState {
   float *m_i, *l_i, *acc;
-  State(float* memory, int64_t rows) : m_i(memory), l_i(memory + rows), acc(memory + 2 * rows) {}
+  SoftmaxState(float* memory, int64_t rows) : m_i(memory), l_i(memory + rows), acc(memory + 2 * rows) {}
   static int64_t floats(int64_t rows, int64_t dv) { return rows * (2 + dv); }
   void clear(int64_t rows, int64_t dv) const {
     for (int64_t r = 0; r < rows; ++r) m_i[r] = minus_infinity(), l_i[r] = 0;
@@ -18,17 +17,17 @@ struct State {
   }
 };
 
-// Keys of a tile that a row sees: low .. high, of the tile's first `whole` keys, whole vectors of them.
+// Keys of a tile that are visible to a row: low .. high. whole: keys of the tile, rounded up to vectors.
 struct Visible {
   int32_t low, high;
   bool all(int64_t whole) const { return low <= 0 && high >= whole - 1; }
 };
 inline Visible visible(const Attention& a, int64_t position, int64_t at) {
-  return {a.window > 0 ? int32_t(most(0, least(position - a.window + 1 - at, kTile))) : 0,
-          int32_t(most(-1, least(position - at, kTile)))};
+  return {a.window > 0 ? int32_t(max(0, min(position - a.window + 1 - at, kTile))) : 0,
+          int32_t(max(-1, min(position - at, kTile)))};
 }
 
-inline float top_of(float* p, int64_t whole, Visible seen, const float* scales) {
+inline float row_max(float* p, int64_t whole, Visible seen, const float* scales) {
   vf best = splat(minus_infinity());
   if (seen.all(whole) && !scales) {
     for (int64_t i = 0; i < whole; i += kLanes) best = max(best, load(p + i));
@@ -46,7 +45,7 @@ inline float top_of(float* p, int64_t whole, Visible seen, const float* scales) 
   return max(best);
 }
 
-// tanh: 1 - 2 / (1 + e^2x), or near 0, where that loses digits, the first terms of its series.
+// tanh x = 1 - 2 / (1 + e^2x) or, near 0, where that cancels, the first terms of its series.
 inline vf tanh(vf x) {
   const vf square = x * x, positive = max(x, -x);
   const vf series = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315))));
@@ -63,11 +62,11 @@ inline void cap_scores(float* p, int64_t whole, const float* scales, float softc
   }
 }
 
-// Scores p [rows, kTile] of a tile become weights; keys that a row does not see have weight exactly 0, and a
-// tile without visible keys changes nothing. alpha [rows]: what the sums so far are multiplied with. scales
-// of keys and values, [kv_heads, 2, kTile] or null, are not part of the softmax's sum.
+// Turns scores p [rows, kTile] of a tile into weights; masked keys have weight exactly 0, and a tile without visible
+// keys changes nothing. alpha [rows]: rescales the sums so far. scales: of keys and values, [kv_heads, 2, kTile] or null;
+// those of values are not part of l_i.
 inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole, const float* scales,
-                    State s, float* p, float* alpha) {
+                    SoftmaxState s, float* p, float* alpha) {
   const int64_t rows = t.all_rows();
   int64_t row = 0;
   for (int64_t n = 0; n < t.kv_heads; ++n)
@@ -77,7 +76,7 @@ inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole
       for (int64_t head = 0; head < t.heads; ++head, ++row) {
         float* scores = p + row * kTile;
         if (a.softcap > 0) cap_scores(scores, whole, of_keys, a.softcap);
-        alpha[row] = top_of(scores, whole, seen, a.softcap > 0 ? nullptr : of_keys);
+        alpha[row] = row_max(scores, whole, seen, a.softcap > 0 ? nullptr : of_keys);
       }
     }
   for (int64_t r = rows; r % kLanes; ++r) alpha[r] = minus_infinity();
@@ -105,8 +104,8 @@ inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole
     }
 }
 
-// Add a part that follows to a softmax.
-inline void merge(State into, State part, int64_t rows, int64_t dv) {
+// Merges the state of a later part of the context into one.
+inline void merge(SoftmaxState into, SoftmaxState part, int64_t rows, int64_t dv) {
   for (int64_t r = 0; r < rows; ++r) {
     if (part.m_i[r] == minus_infinity()) continue;
     float *x = into.acc + r * dv, *y = part.acc + r * dv;

@@ -5,7 +5,7 @@
 namespace gm {
 namespace {
 
-// Elements from one scale to the next: 0 where blocks, slots or heads share theirs.
+// Strides in elements: 0 along dimensions that share a scale.
 struct ScaleStrides {
   int64_t block, slot, head;
 };
@@ -16,7 +16,7 @@ ScaleStrides scale_strides(const Call& call, const int64_t* stride) {
           call.scale_heads > 1 ? stride[2] : 0};
 }
 
-// Whether each token and head has its own; else they are of heads, or there is one.
+// Whether there is a scale per token and head; else per head, or one.
 template <class Call>
 bool has_token_scales(const Call& call) {
   return call.scale_blocks * call.scale_slots > 1;

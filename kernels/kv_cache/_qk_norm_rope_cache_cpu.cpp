@@ -1,6 +1,6 @@
-// Of each token of a packed projection: RMSNorm of the heads of q and k, rotary embedding of both, keys and
-// values into a paged cache. The rows of rms_norm, rotary_embedding and reshape_and_cache, one after the
-// other while a head is in the L1 cache: the same bits as the three.
+// RMSNorm and rotary embedding of the heads of q and k of a packed projection, and storing of keys and values into a
+// paged cache: the row functions of rms_norm, rotary_embedding and reshape_and_cache while a head is in the L1 cache,
+// with the same bits as the three operations.
 // gm-levels: base avx2 avx512 neon
 #include "_cache_scales_cpu.h"
 #include "_quantize_row_cpu.h"
@@ -12,11 +12,11 @@ namespace gm {
 namespace {
 
 using Call = GmQkNormRopeCacheCall;
-constexpr int64_t kHead = 1024;  // elements of a head that is quantized, at most
+constexpr int64_t kHead = 1024;  // elements at most of a head that is quantized
 
 // One head of q or k: normalized if there is a weight, and rotated.
 template <class T>
-void turn(const Call& c, const T* from, const void* weight, const float* row, T* to) {
+void norm_and_rotate(const Call& c, const T* from, const void* weight, const float* row, T* to) {
   if (weight)
     rms_norm_row(from, static_cast<const T*>(weight), to, c.head_dim, float(c.eps));
   else
@@ -44,13 +44,13 @@ void store_token(const Call& c, const T* key, const float* row, int64_t slot) {
   for (int64_t h = 0; h < c.kv_heads; ++h, key += head_stride, value += head_stride) {
     const int64_t k = to_key + h * c.key_cache_stride[2], v = to_value + h * c.value_cache_stride[2];
     if (c.k_scale == nullptr) {
-      turn(c, key, c.k_weight, row, static_cast<T*>(c.key_cache) + k);
+      norm_and_rotate(c, key, c.k_weight, row, static_cast<T*>(c.key_cache) + k);
       std::memcpy(static_cast<T*>(c.value_cache) + v, value, static_cast<size_t>(c.head_dim) * sizeof(T));
       continue;
     }
-    T turned[kHead];
-    turn(c, key, c.k_weight, row, turned);
-    quantize_head(c, turned, static_cast<f8e4m3*>(c.key_cache) + k, scale(c.k_scale, c.k_scale_stride, h));
+    T rotated[kHead];
+    norm_and_rotate(c, key, c.k_weight, row, rotated);
+    quantize_head(c, rotated, static_cast<f8e4m3*>(c.key_cache) + k, scale(c.k_scale, c.k_scale_stride, h));
     quantize_head(c, value, static_cast<f8e4m3*>(c.value_cache) + v, scale(c.v_scale, c.v_scale_stride, h));
   }
 }
@@ -71,7 +71,7 @@ int run(const Call& c) {
       const T* head = static_cast<const T*>(c.qkv) + t * c.qkv_stride[0];
       T* q = static_cast<T*>(c.q) + t * c.heads * c.head_dim;
       for (int64_t h = 0; h < c.heads; ++h, head += c.qkv_stride[1], q += c.head_dim)
-        turn(c, head, c.q_weight, row, q);
+        norm_and_rotate(c, head, c.q_weight, row, q);
       if (slots[t] >= 0) store_token(c, head, row, slots[t]);
     }
   });

@@ -1,5 +1,5 @@
-// Tokens into a paged cache of e4m3 codes by slot, with scales of heads that are given, or of tokens and
-// heads that are written (kv_cache/quantized.py has the rules).
+// Stores tokens into a paged cache of e4m3 codes, with given scales per head, or with computed ones per token and head
+// (kv_cache/quantized.py has the rules).
 // gm-levels: base avx2 avx512 neon
 #include "_cache_scales_cpu.h"
 #include "_quantize_row_cpu.h"
@@ -46,8 +46,8 @@ int store_quantized(const GmReshapeAndCacheCall& call, const Rows& rows) {
 
 }  // namespace
 
-// Scales are read by head or, of tokens and heads, written. GM_E_ARG, and nothing written, if a slot is past
-// the cache.
+// Scales per head are read, those per token and head written. GM_E_ARG, and nothing written, if a slot is past the
+// cache.
 GM_CPU_CALL(gm_cache_store_e4m3, ReshapeAndCache)(const GmReshapeAndCacheCall& call) {
   if (call.t < 0 || call.h < 0 || call.d < 0 || call.dv < 0 || call.blocks < 0 || call.block_size < 1)
     return GM_E_SHAPE;

@@ -5,19 +5,19 @@
 namespace gm {
 namespace {
 
-// max(amax, 1e-10) / 448. As integers magnitudes are in the same order, and NaN is the largest.
+// max(amax, 1e-10) / 448. As integers, magnitudes have the same order, and NaN is the largest.
 template <class T>
 float row_scale(const T* row, int64_t width) {
-  vi most{};
+  vi amax_bits{};
   int64_t d = 0;
-  const auto see = [&](vf v) {
+  const auto update = [&](vf v) {
     const vi magnitude = (vi)v & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
+    amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
   };
-  for (; d + kLanes <= width; d += kLanes) see(load(row + d));
-  if (d < width) see(load(row + d, width - d));
+  for (; d + kLanes <= width; d += kLanes) update(load(row + d));
+  if (d < width) update(load(row + d, width - d));
   int32_t top = 0;
-  for (int i = 0; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
+  for (int i = 0; i < kLanes; ++i) top = amax_bits[i] > top ? amax_bits[i] : top;
   const float amax = bit_cast<float>(top);
   return (amax < 1e-10f ? 1e-10f : amax) / 448.0f;
 }

@@ -1,7 +1,6 @@
-// Tokens into a paged cache by slot:
-// place slot % block_size of block slot / block_size. Negative slots are not written.
+// Stores tokens into a paged cache: slot % block_size of block slot / block_size. Negative slots are skipped. One level:
+// memcpy uses wide vectors already.
 // gm-levels: base
-// A copy has nothing to gain from wider vectors than memcpy takes.
 #include "calls/reshape_and_cache.h"
 #include "calls/reshape_and_cache_mla.h"
 #include "gm_cpu.h"

@@ -1,5 +1,5 @@
-// The product with one expert's weights, by linear's core at this level. Only sources that multiply include
-// it: the name of linear's entry in a source makes that source depend on linear's.
+// The product with one expert's weight, by linear's entry of this level. Include it only where it is used: it makes a
+// source depend on linear's.
 #pragma once
 #include "gm_rows16.h"
 
@@ -8,14 +8,14 @@ extern "C" int GM_CAT(gm_rows16_product, GM_LEVEL)(const gm::Rows16Product& prod
 namespace {
 namespace moe {
 
-// What follows a product: a bias [experts, n] of x's dtype or null; then a gate (lin::Gate) with alpha and limit.
+// Epilogue of a product: a bias [experts, n] of x's dtype or null; then a gate (lin::Gate) with alpha and limit.
 struct Epilogue {
   const void* bias;
   int gate;
   float alpha, limit;
 };
 
-// rows of x through expert e.
+// `rows` rows of x times the weight of expert e -> out.
 inline int expert_product(const gm::Rows16& w, int64_t e, const void* x, int64_t x_stride, void* out,
                           int64_t rows, const Epilogue& epilogue, int type) {
   static const int bits[7] = {4, 4, 8, 8, 32, 16, 16};

@@ -1,11 +1,11 @@
-// What the MoE cores share of tokens and experts: the counting sort, gathering rows, and the weighted sum.
+// Steps of MoE that its entries share: counting sort, gather, weighted sum.
 #pragma once
 #include "gm_cpu.h"
 
 namespace {
 namespace moe {
 
-// Stable; ids outside [0, experts) come last and have inverse -1. offsets: experts + 1.
+// Stable counting sort; ids outside [0, experts) come last and have inverse -1. offsets: [experts + 1].
 inline void sort_by_expert(const int32_t* ids, int32_t* offsets, int32_t* permutation, int32_t* inverse,
                            int64_t entries, int64_t experts) {
   for (int64_t e = 0; e <= experts; ++e) offsets[e] = 0;
@@ -14,7 +14,7 @@ inline void sort_by_expert(const int32_t* ids, int32_t* offsets, int32_t* permut
     if (here(ids[i])) ++offsets[ids[i] + 1];
   for (int64_t e = 0; e < experts; ++e) offsets[e + 1] += offsets[e];
   int32_t rest = offsets[experts];
-  // offsets[e] runs through the places of e, and is put back after.
+  // offsets[e] is the next position of e here, and is restored below.
   for (int64_t i = 0; i < entries; ++i) {
     const int32_t place = here(ids[i]) ? offsets[ids[i]]++ : rest++;
     permutation[place] = int32_t(i);
@@ -37,7 +37,7 @@ bool gather(const T* x, int64_t x_rows, int64_t stride, const int32_t* rows, int
 }
 
 // out[token] = sum over k, in order, of weights[token, k] * y[inverse[token, k]] in float32;
-// negative places are skipped.
+// negative positions are skipped.
 template <class T>
 int combine(const T* y, int64_t y_rows, const int32_t* inverse, const float* weights, T* out, int64_t tokens,
             int64_t top_k, int64_t width) {

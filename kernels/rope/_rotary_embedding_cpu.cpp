@@ -2,7 +2,7 @@
 #include "_rotate_heads_cpu.h"
 #include "calls/rotary_embedding.h"
 
-// A row of cos_sin: rot/2 cosines, then rot/2 sines. interleaved: neighbours are pairs, else halves.
+// A row of cos_sin: rot/2 cosines, then rot/2 sines. interleaved: GPT-J's pairs, else GPT-NeoX's.
 GM_CPU_CALL(gm_rotary_embedding, RotaryEmbedding)(const GmRotaryEmbeddingCall& call) {
   if (call.t < 0 || call.rot < 2 || call.rot % 2 != 0 || call.hq < 0 || call.hk < 0 ||
       (call.t > 0 && call.k == nullptr && call.hk != 0))

@@ -34,8 +34,8 @@ void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-// The heads of a token. row: rot / 2 cosines, then rot / 2 sines; null for a position outside the table,
-// which gives NaN.
+// Rotates the heads of a token. row: rot / 2 cosines, then rot / 2 sines; null for a position outside the table, which
+// gives NaN.
 template <class T>
 void rotate_heads(T* token, int64_t head_stride, int64_t heads, const float* row, int64_t rot,
                   bool interleaved) {

@@ -12,7 +12,7 @@ namespace {
 constexpr float kInf = __builtin_inff();
 
 // float32 order as unsigned integers; -0 counts as 0.
-inline uint32_t order_of(float v) {
+inline uint32_t sort_key(float v) {
   const uint32_t bits = gm::bit_cast<uint32_t>(v == 0.0f ? 0.0f : v);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -50,7 +50,7 @@ inline double gumbel(uint32_t w0, uint32_t w1) {
   return -std::log(-std::log(u));
 }
 
-// Sets what is below the k-th largest to -inf: bisection over the order, one counting pass per bit.
+// Sets values below the k-th largest to -inf: bisection over sort keys, one counting pass per bit.
 void filter_top_k(float* z, int64_t padded, int64_t k) {
   uint32_t kth_order = 0;
   for (uint32_t bit = 0x80000000u; bit; bit >>= 1) {
@@ -68,7 +68,7 @@ void filter_top_k(float* z, int64_t padded, int64_t k) {
   }
 }
 
-// Keeps the most probable tokens while the mass before each is below p; of equals the lower ids first.
+// Keeps the most probable tokens while the cumulative mass before each is below p; of equal ones the lower ids first.
 int filter_top_p(float* z, int64_t n, double top, double p) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += z[i] > -kInf;
@@ -81,14 +81,13 @@ int filter_top_p(float* z, int64_t n, double top, double p) {
   double total = 0;
   for (int64_t i = 0, j = 0; i < n; ++i)
     if (z[i] > -kInf) {
-      items[j] = Item{std::exp(double(z[i]) - top), order_of(z[i])};
+      items[j] = Item{std::exp(double(z[i]) - top), sort_key(z[i])};
       total += items[j++].weight;
     }
   const double wanted = p * total;
-  // The smallest order with less than `wanted` mass above it.
-  // `above`: mass over the range still open, [low, high].
+  // The smallest order with less than `wanted` mass above it. above: mass above the remaining range [low, high].
   double above = 0;
-  uint32_t low = order_of(-kInf), high = order_of(float(top));
+  uint32_t low = sort_key(-kInf), high = sort_key(float(top));
   int64_t left = count;
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2;
@@ -121,7 +120,7 @@ int filter_top_p(float* z, int64_t n, double top, double p) {
 }
 
 // z: `padded` floats, -inf past n.
-int draw(float* z, int64_t n, int64_t padded, const Request& r, int64_t* id) {
+int sample_row(float* z, int64_t n, int64_t padded, const Request& r, int64_t* id) {
   *id = -1;
   gm::vf top = gm::splat(-kInf);
   gm::vi wrong = gm::vi{};
@@ -132,18 +131,18 @@ int draw(float* z, int64_t n, int64_t padded, const Request& r, int64_t* id) {
   }
   for (int l = 0; l < gm::kLanes; ++l)
     if (wrong[l]) return GM_OK;
-  const float most = gm::max(top);
-  if (most == -kInf) return GM_OK;
+  const float largest = gm::max(top);
+  if (largest == -kInf) return GM_OK;
   if (!(r.temperature >= 1e-5f)) {
-    for (*id = 0; z[*id] != most;) ++*id;
+    for (*id = 0; z[*id] != largest;) ++*id;
     return GM_OK;
   }
   if (r.top_k > 0 && r.top_k < n) filter_top_k(z, padded, r.top_k);
   if (r.top_p < 1.0f)
-    if (const int code = filter_top_p(z, n, most, r.top_p)) return code;
+    if (const int code = filter_top_p(z, n, largest, r.top_p)) return code;
   if (r.min_p > 0.0f)
     for (int64_t i = 0; i < n; ++i)
-      if (std::exp(double(z[i]) - most) < double(r.min_p)) z[i] = -kInf;
+      if (std::exp(double(z[i]) - largest) < double(r.min_p)) z[i] = -kInf;
   gm::vu token;
   for (int l = 0; l < gm::kLanes; ++l) token[l] = uint32_t(l);
   double best = -__builtin_inf();
@@ -151,8 +150,8 @@ int draw(float* z, int64_t n, int64_t padded, const Request& r, int64_t* id) {
   for (int64_t i = 0; i < padded; i += gm::kLanes, token += uint32_t(gm::kLanes)) {
     const gm::vf v = gm::load(z + i);
     gm::vu w0, w1;
-    // z - log(-log u) reaches best only if -log u <= exp(z - best), and -log u >= 1 - u: most tokens end
-    // here. The margins in `bound` are far above float32's rounding, so no winner is lost.
+    // z - log(-log u) reaches best only if -log u <= exp(z - best), and -log u >= 1 - u: most tokens are rejected here. The
+    // margins in `bound` are far above float32's rounding errors.
     const gm::vf limit = gm::exp(v - bound);
     philox(token, r, w0, w1);
     const gm::vi may = (v > -kInf) & ~(__builtin_convertvector(~w0 >> 8, gm::vf) * 0x1p-24f > limit);
@@ -178,7 +177,7 @@ int row(const T* logits, int64_t n, const Request& r, int64_t* id) {
   for (int64_t i = 0; i < padded; i += gm::kLanes)
     gm::store(z + i, (i + gm::kLanes <= n ? gm::load(logits + i) : gm::load(logits + i, n - i)) / divisor);
   for (int64_t i = n; i < padded; ++i) z[i] = -kInf;
-  const int code = draw(z, n, padded, r, id);
+  const int code = sample_row(z, n, padded, r, id);
   std::free(z);
   return code;
 }

@@ -1,5 +1,4 @@
-// Two partial attentions into one by their natural log-sum-exps: out = (e^p A + e^q B) / (e^p + e^q), lse =
-// ln(e^p + e^q).
+// Merges two partial attentions by their log-sum-exps: out = (e^p A + e^q B) / (e^p + e^q), lse = ln(e^p + e^q).
 #include <cmath>
 
 #include "calls/merge_attention_states.h"
@@ -16,7 +15,8 @@ void merge_row(const T* a, float p, const T* b, float q, T* out, float* lse, int
   const float wa = ::expf(p - m_i), wb = ::expf(q - m_i), l_i = wa + wb;
   *lse = m_i + ::logf(l_i);
   const float scale = l_i == 0.0f ? 1.0f : l_i;
-  const bool use_a = p != none, use_b = q != none;  // an empty partial is not read: it may hold anything
+  const bool use_a = p != none,
+             use_b = q != none;  // an empty partial is not read, since it may be uninitialized
   for (int64_t c = 0; c < size; c += L) {
     const int64_t n = size - c;
     gm::vf sum = gm::zero();

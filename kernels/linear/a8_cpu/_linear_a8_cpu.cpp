@@ -1,15 +1,15 @@
-// Linear over weights packed as cpu_rows16_v1 with activations quantized to int8: 4-bit and 8-bit integers,
-// and e2m1 (its doubled values are integers). The products of a unit, columns that share the scales of weight
-// and activation (256 at most), are summed in integers, exactly; units are added in float32:
+// Linear over weights of cpu_rows16_v1 with activations quantized to int8: 4-bit and 8-bit integers, and e2m1 (twice its
+// values are integers). A unit is the columns, at most 256, that share the scales of weight and activation; its products
+// are summed in integers, exactly, and units are added in float32:
 //   y += (sum of code * x - zero * sum of x) * (scale of the weight * scale of x)
 //
-// Or weights packed as cpu_groups16_v1, GGUF's: groups may have an offset in units of the weight instead of a
-// zero, and scales and offsets may be int8, times a float that several groups share:
+// Or weights of cpu_groups16_v1, for GGUF: groups may have an offset in units of the weight instead of a zero point, and
+// scales and offsets may be int8 times a float that several groups share:
 //   y += sum of code * x * (scale * scale of x) - sum of x * (offset * scale of x)
 //
-// Few rows of x: lines are decoded in registers and used at once. Many rows: a block's columns are decoded
-// into a buffer that stays in cache and multiplied by tiles of x. Both add in the same order, so a row's
-// result does not depend on other rows, threads, or the path.
+// Few rows of x: lines are decoded in registers and multiplied immediately. Many rows: a block's columns are decoded into
+// a buffer that fits the cache, and multiplied by tiles of x. Both add in the same order, so a row's result is
+// independent of other rows, threads and path.
 // gm-levels: base avx2 avx512 avx512_vnni neon
 #include "_linear_a8_math.h"
 #include "calls/linear.h"
@@ -21,14 +21,14 @@
 namespace {
 using namespace a8;
 using lin::kNone;
-using lin::smaller;
 
-constexpr int kTileRows = 12 / kParts;  // rows of x whose accumulators fit the registers
+constexpr int kTileRows = 12 / kParts;  // rows of x whose accumulators fit in registers
 constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
-constexpr int64_t kAhead = 2048;  // bytes of a block fetched before they are needed
-constexpr int64_t kUnit = 256;    // most columns of a unit: sums of 255 * 127 * 256 are exact in float32
+constexpr int64_t kPrefetchBytes = 2048;  // prefetch distance within a block, in bytes
+constexpr int64_t kMaxUnit =
+    256;  // columns of a unit at most: sums up to 255 * 127 * 256 are exact in float32
 constexpr int64_t kChunkColumns = 256;  // columns decoded at a time
-constexpr int64_t kChunkRows = 256;     // rows of x at a time: their chunk of columns stays in the L2 cache
+constexpr int64_t kChunkRows = 256;     // rows of x at a time: their chunk of columns fits the L2 cache
 constexpr int64_t kChunkBlocks = 8;     // blocks that use a chunk of x before the next one
 constexpr float kMinAmax = 1e-10f;      // of quant/activations.py
 
@@ -37,7 +37,7 @@ struct Job {
   const void *scales, *zeros;
   const float* row_scale;
   int scale_type, zero_type, implicit_zero;
-  // Of cpu_groups16_v1: zeros are offsets; the factors of groups_per_factor scales, and of as many offsets.
+  // Of cpu_groups16_v1: whether zeros are offsets; the float factors of int8 scales, and of offsets.
   bool offsets;
   const float *factors, *offset_factors;
   int factor_shift;     // log2 of the groups of a factor
@@ -46,21 +46,21 @@ struct Job {
   int64_t act_block;  // columns of x that share a scale
   int64_t unit, units, units_per_group;
   int64_t rows;  // of x
-  // Of x, tile by tile of rows, rows of a tile interleaved: the words of each step, and per unit its scale,
-  // and its sum times minus the implicit zero (int32) or, with stored zeros, times -1 (float32).
+  // Of x, in tiles of interleaved rows: the words of each step; and per unit its scale, and its sum times minus the
+  // implicit zero (int32) or, with stored zeros, times -1 (float32).
   const uint32_t* words;
   const float* x_scales;
   const int32_t* x_sums;
 };
 
-// Rows of the tile that begins where `left` rows are left: tiles of even size.
+// Rows of the next tile, of `left` rows: tiles of about equal size.
 inline int tile_rows(int64_t left) {
   const int64_t tiles = (left + kTileRows - 1) / kTileRows;
   return int((left + tiles - 1) / tiles);
 }
 
-// How units are scaled. `any` asks the job, unit by unit; the others are forms of GGUF's types that the
-// compiler knows: one unit per group, of kGroup<F> columns.
+// How units are scaled. `any`: by the fields of the job, unit by unit. The others are GGUF's types, as compile-time
+// constants: one unit per group of kGroup<F> columns.
 // - half (Q4_0, Q8_0): float16 scales, nothing else.
 // - factors (Q6_K), factors_offsets (Q4_K, Q5_K): int8 scales, and offsets, times factors. A sum is
 //   multiplied by its int8 scale as an integer, the product by factor and scale of x in float32.
@@ -83,9 +83,9 @@ Scaling scaling_of(const Job& j) {
   return Scaling::any;
 }
 
-// Scale (or zero, or offset) of the rows of a block for a unit.
-inline lin::V of_unit(const Job& j, const void* base, int type, const float* factors, int64_t block,
-                      int64_t unit) {
+// Loads the scales (or zeros, or offsets) of the rows of a block for a unit.
+inline lin::V load_unit(const Job& j, const void* base, int type, const float* factors, int64_t block,
+                        int64_t unit) {
   const int64_t g = j.units_per_group == 1 ? unit : unit / j.units_per_group;
   lin::V v = lin::load16(base, type, block * j.groups + g);
   if (factors) {
@@ -96,13 +96,13 @@ inline lin::V of_unit(const Job& j, const void* base, int type, const float* fac
   return v;
 }
 inline lin::V scale_of(const Job& j, int64_t block, int64_t unit) {
-  return of_unit(j, j.scales, j.scale_type, j.factors, block, unit);
+  return load_unit(j, j.scales, j.scale_type, j.factors, block, unit);
 }
 inline lin::V zero_of(const Job& j, int64_t block, int64_t unit) {
-  return of_unit(j, j.zeros, j.zero_type, j.offset_factors, block, unit);
+  return load_unit(j, j.zeros, j.zero_type, j.offset_factors, block, unit);
 }
 
-// Of a unit: with kFactors, the bits of its scales as integers (integer_scales) and the factors apart.
+// Scales of a unit; with kFactors `scale` has the bits of integer scales (integer_scales), and the factors are apart.
 struct UnitScales {
   lin::V scale, factor, zero;
 };
@@ -131,7 +131,7 @@ inline UnitScales unit_scales(const Job& j, int64_t block, int64_t unit) {
   return u;
 }
 
-// A block's decoded columns: steps, and per unit the scales.
+// Decoded columns of a block: steps, and scales per unit.
 struct Decoded {
   Int* steps;
   UnitScales* scales;
@@ -141,12 +141,12 @@ template <Format F, Scaling S>
 void decode_units(const Job& j, int64_t block, int64_t u0, int64_t u1, const Decoded& to) {
   using M = Math<F>;
   constexpr int steps = M::template kSteps<F>, per_line = 32 / lin::kBits<F>;
-  const int64_t first = u0 * j.unit, end = smaller(u1 * j.unit, j.columns);
+  const int64_t first = u0 * j.unit, end = gm::min(u1 * j.unit, j.columns);
   const uint8_t* p = j.codes + block * j.block_bytes + line_bytes<F>(first / per_line);
   Int* out = to.steps;
   for (int64_t line = 0; line < (end - first) / per_line; ++line) {
     const Line w = load<F>(p, line);
-    __builtin_prefetch(p + line_bytes<F>(line) + kAhead);
+    __builtin_prefetch(p + line_bytes<F>(line) + kPrefetchBytes);
 #pragma GCC unroll 4
     for (int s = 0; s < steps; ++s) *out++ = M::template decode<F>(w, s);
   }
@@ -185,7 +185,7 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
     Line w;
     if constexpr (kPacked) {
       w = load<F>(p, line);
-      __builtin_prefetch(p + line_bytes<F>(line) + kAhead);
+      __builtin_prefetch(p + line_bytes<F>(line) + kPrefetchBytes);
     }
 #pragma GCC unroll 4
     for (int s = 0; s < steps; ++s) {
@@ -196,7 +196,7 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
     x += steps * MR;
   };
   for (int64_t u = u0; u < u1; ++u) {
-    const int64_t lines = smaller(j.unit, j.columns - u * j.unit) / per_line;
+    const int64_t lines = gm::min(j.unit, j.columns - u * j.unit) / per_line;
     const int64_t at = row0 * j.units + u * MR;
     Int sum[MR];
 #pragma GCC unroll 12
@@ -209,7 +209,7 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
     } else {
       for (int64_t line = 0; line < lines; line += run) {
         Int acc[MR] = {};
-        for (int64_t end = smaller(line + run, lines), i = line; i < end; ++i) add_line(acc, i);
+        for (int64_t end = gm::min(line + run, lines), i = line; i < end; ++i) add_line(acc, i);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; ++r) M::widen(sum[r], acc[r]);
       }
@@ -230,10 +230,10 @@ void tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int
   }
 }
 
-// tile() for the scalings that the compiler knows: nothing is asked per unit, and totals stay in registers.
+// tile() specialized for a scaling: no branches per unit, and totals stay in registers.
 template <Format F, Scaling S, int MR, bool kPacked>
-void known_tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0, int64_t u1,
-                float* totals) {
+void specialized_tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0,
+                      int64_t u1, float* totals) {
   using M = Math<F>;
   constexpr int steps = M::template kSteps<F>, lines = int(kGroup<F> * lin::kBits<F> / 32);
   static_assert(M::kExact || lines <= M::template kRun<F>);
@@ -257,7 +257,7 @@ void known_tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row
       Line w;
       if constexpr (kPacked) {
         w = load<F>(p, line);
-        __builtin_prefetch(p + line_bytes<F>(line) + kAhead);
+        __builtin_prefetch(p + line_bytes<F>(line) + kPrefetchBytes);
       }
 #pragma GCC unroll 4
       for (int s = 0; s < steps; ++s) {
@@ -293,16 +293,16 @@ void known_tile(const Job& j, int64_t block, const Decoded* decoded, int64_t row
   for (int i = 0; i < MR * kParts; ++i) gm::store(totals + i * gm::kLanes, total[i]);
 }
 
-// A tile for a number of rows that is known when the kernel runs.
+// Calls the tile for a number of rows that is known at run time.
 template <Format F, Scaling S, bool kPacked, int MR = kPacked ? kDirectRows : kTileRows>
-void any_tile(int rows, const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0,
-              int64_t u1, float* totals) {
+void dispatch_tile(int rows, const Job& j, int64_t block, const Decoded* decoded, int64_t row0, int64_t u0,
+                   int64_t u1, float* totals) {
   if constexpr (MR > 1)
-    if (rows < MR) return any_tile<F, S, kPacked, MR - 1>(rows, j, block, decoded, row0, u0, u1, totals);
+    if (rows < MR) return dispatch_tile<F, S, kPacked, MR - 1>(rows, j, block, decoded, row0, u0, u1, totals);
   if constexpr (S == Scaling::any)
     tile<F, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
   else
-    known_tile<F, S, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
+    specialized_tile<F, S, MR, kPacked>(j, block, decoded, row0, u0, u1, totals);
 }
 
 template <Format F, Scaling S, class T>
@@ -312,8 +312,8 @@ int run_direct(const Job& j, const lin::Output<T>& o) {
     alignas(64) float totals[kDirectRows * kRows];
     for (int64_t block = begin; block < end; ++block) {
       std::memset(totals, 0, sizeof totals);
-      any_tile<F, S, true>(int(j.rows), j, block, nullptr, 0, 0, j.units, totals);
-      lin::finish(j, o, block, 1, 0, j.rows, totals, kRows);
+      dispatch_tile<F, S, true>(int(j.rows), j, block, nullptr, 0, 0, j.units, totals);
+      lin::apply_epilogue(j, o, block, 1, 0, j.rows, totals, kRows);
     }
   });
 }
@@ -335,29 +335,29 @@ int run_buffered(const Job& j, const lin::Output<T>& o) {
     const Decoded decoded{reinterpret_cast<Int*>(scratch), reinterpret_cast<UnitScales*>(scratch + steps)};
     float* totals = reinterpret_cast<float*>(scratch + steps + scales);
     for (int64_t first = begin; first < end; first += kChunkBlocks) {
-      const int64_t blocks = smaller(kChunkBlocks, end - first);
+      const int64_t blocks = gm::min(kChunkBlocks, end - first);
       std::memset(totals, 0, totals_bytes);
       for (int64_t u = 0; u < j.units; u += chunk)
         for (int64_t b = 0; b < blocks; ++b) {
-          const int64_t stop = smaller(u + chunk, j.units);
+          const int64_t stop = gm::min(u + chunk, j.units);
           decode_units<F, S>(j, first + b, u, stop, decoded);
           for (int64_t row = 0; row < j.rows;) {
             const int rows = tile_rows(j.rows - row);
-            any_tile<F, S, false>(rows, j, first + b, &decoded, row, u, stop,
-                                  totals + b * block_totals + row * kRows);
+            dispatch_tile<F, S, false>(rows, j, first + b, &decoded, row, u, stop,
+                                       totals + b * block_totals + row * kRows);
             row += rows;
           }
         }
       for (int64_t b = 0; b < blocks; ++b)
-        lin::finish(j, o, first + b, 1, 0, j.rows, totals + b * block_totals, kRows);
+        lin::apply_epilogue(j, o, first + b, 1, 0, j.rows, totals + b * block_totals, kRows);
     }
     std::free(scratch);
   });
   return failed ? int(GM_E_NOMEM) : code;
 }
 
-// A row of x as int8 codes in the packed order of columns, and its scales and sums by units, `gap` apart.
-// values: float32 [columns], scratch. A block that is not finite gets the scale NaN.
+// Quantizes a row of x to int8 codes in the packed order of columns, with scales and sums per unit, `gap` apart. values:
+// scratch, float32 [columns]. The scale of a block that is not finite is NaN.
 template <class T>
 void quantize_row(const Job& j, float code_scale, const T* x, const int32_t* perm, float* values,
                   int8_t* codes, float* scales, int32_t* sums, int64_t gap) {
@@ -370,15 +370,15 @@ void quantize_row(const Job& j, float code_scale, const T* x, const int32_t* per
   }
   constexpr int lanes = gm::kLanes;
   for (int64_t c0 = 0; c0 < j.columns; c0 += j.act_block) {
-    const int64_t end = smaller(c0 + j.act_block, j.columns);  // a multiple of 16, as c0
+    const int64_t end = gm::min(c0 + j.act_block, j.columns);  // a multiple of 16, as c0
     gm::vf amax{}, not_finite{};
     for (int64_t c = c0; c < end; c += lanes) {
       const gm::vf v = gm::load(values + c);
       amax = gm::max(gm::abs(v), amax);
       not_finite = not_finite + v * 0.0f;
     }
-    const float most = gm::max(amax),
-                scale = (most > kMinAmax ? most : kMinAmax) / 127.0f + gm::sum(not_finite);
+    const float largest = gm::max(amax),
+                scale = (largest > kMinAmax ? largest : kMinAmax) / 127.0f + gm::sum(not_finite);
     const gm::vf magic = gm::splat(12582912.0f);  // rounds to nearest, ties to even
     typedef int8_t bytes __attribute__((vector_size(lanes)));
     for (int64_t c = c0; c < end; c += lanes) {
@@ -388,7 +388,7 @@ void quantize_row(const Job& j, float code_scale, const T* x, const int32_t* per
     }
     for (int64_t c = c0; c < end; c += j.unit, scales += gap, sums += gap) {
       int32_t sum = 0;
-      for (int64_t i = c; i < smaller(c + j.unit, end); ++i) sum += codes[i];
+      for (int64_t i = c; i < gm::min(c + j.unit, end); ++i) sum += codes[i];
       *scales = scale * code_scale;
       *sums = j.zero_type == kNone ? -j.implicit_zero * sum : gm::bit_cast<int32_t>(-float(sum));
     }
@@ -435,11 +435,11 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
   if (kShared<F> && j.unit % (per_line * kShared<F>)) return GM_E_SHAPE;
   j.block_bytes = line_bytes<F>(j.columns / per_line);
   const auto rounded = [](int64_t bytes) { return size_t(bytes + 63) / 64 * 64; };
-  const int64_t most = smaller(m, kChunkRows), columns_out = silu ? j.n / 2 : j.n;
-  const size_t words = rounded(most * (j.columns / Math<F>::kColumns) * 4),
-               per_unit = rounded(most * j.units * 4);
-  char* scratch =
-      static_cast<char*>(std::aligned_alloc(64, words + 2 * per_unit + (silu ? rounded(most * j.n * 4) : 0)));
+  const int64_t chunk_rows = gm::min(m, kChunkRows), columns_out = silu ? j.n / 2 : j.n;
+  const size_t words = rounded(chunk_rows * (j.columns / Math<F>::kColumns) * 4),
+               per_unit = rounded(chunk_rows * j.units * 4);
+  char* scratch = static_cast<char*>(
+      std::aligned_alloc(64, words + 2 * per_unit + (silu ? rounded(chunk_rows * j.n * 4) : 0)));
   if (!scratch) return GM_E_NOMEM;
   auto* x_words = reinterpret_cast<uint32_t*>(scratch);
   auto* x_scales = reinterpret_cast<float*>(scratch + words);
@@ -450,7 +450,7 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
   j.x_sums = x_sums;
   int code = GM_OK;
   for (int64_t row = 0; row < m && code == GM_OK; row += kChunkRows) {
-    j.rows = smaller(kChunkRows, m - row);
+    j.rows = gm::min(kChunkRows, m - row);
     code = quantize<F, T>(j, x + row * stride, stride, perm, x_words, x_scales, x_sums);
     if (code != GM_OK) break;
     const T* added = residual ? residual + row * columns_out : nullptr;
@@ -489,14 +489,14 @@ int multiply(Job& j, const GmLinearCall& call, const void* perm, int64_t group, 
   j.group = group;
   j.groups = columns / group;
   j.blocks = (n + kRows - 1) / kRows;
-  j.act_block = smaller(act_block, columns);
+  j.act_block = gm::min(act_block, columns);
   j.factor_runs = j.groups >> j.factor_shift;
   if (j.groups != j.factor_runs << j.factor_shift) return GM_E_SHAPE;
   const bool one_scale = group == columns && j.act_block == columns;
-  j.unit = one_scale ? smaller(kUnit, columns) : gcd(group, j.act_block);
-  if (j.unit > kUnit) {
-    if (j.unit % kUnit) return GM_E_SHAPE;
-    j.unit = kUnit;
+  j.unit = one_scale ? gm::min(kMaxUnit, columns) : gcd(group, j.act_block);
+  if (j.unit > kMaxUnit) {
+    if (j.unit % kMaxUnit) return GM_E_SHAPE;
+    j.unit = kMaxUnit;
   }
   if (j.unit % 8) return GM_E_SHAPE;
   j.units = (columns + j.unit - 1) / j.unit;
@@ -529,7 +529,7 @@ GM_CPU_CALL(gm_linear_a8_rows16, Linear, format, columns, group, zero, e8m0, blo
 (const GmLinearCall& call, const gm_linear_a8_rows16_options& options) {
   gm::Rows16 w;
   const int code =
-      gm::rows16_of(&w, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
+      gm::read_rows16(&w, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
   if (code != GM_OK) return code;
   if (w.format < 0 || w.format > 2) return GM_E_ARG;
   if (w.experts != 1) return GM_E_SHAPE;

@@ -1,4 +1,4 @@
-// Integer products of cpu_rows16_v1 lines with int8 activations: what differs between code levels.
+// Integer dot products of cpu_rows16_v1 lines with int8 activations: the part that differs between code levels.
 //
 // A line (64 bytes: one 32-bit word of each of 16 output rows) is decoded into steps. A step has 32 bits of
 // each row, four unsigned bytes (Dot4) or two int16 (Dot2), and is multiplied with 32 bits of x, which all
@@ -37,7 +37,7 @@ inline Int load_step(const Int* step) {
   return w;
 }
 
-// Keeps GCC from adding products to each other first, which needs more registers than there are.
+// Keeps GCC from reassociating: adding products to each other first needs more registers than there are.
 inline void in_order(gm::vi& acc) {
 #if defined(__x86_64__)
   __asm__("" : "+v"(acc));
@@ -46,8 +46,8 @@ inline void in_order(gm::vi& acc) {
 #endif
 }
 
-// What is added to a code, so that codes are not negative: 0 for integers (their zero is a property of the
-// weight), 12 for e2m1, whose doubled values are -12 to 12.
+// Offset of unsigned codes: 0 for integers (their zero point is a property of the weight), 12 for e2m1, whose doubled
+// values are -12 to 12.
 template <Format F>
 constexpr int kCodeZero = F == Format::e2m1 ? 12 : 0;
 
@@ -64,7 +64,7 @@ inline gm::vi dot4(gm::vi acc, gm::vi w, gm::vi x) {
 
 #if GM_DOT4_INT16
 // Pairs of products as int16, saturated; w unsigned bytes, x signed bytes.
-inline gm::vi pairs(gm::vi w, gm::vi x) {
+inline gm::vi maddubs(gm::vi w, gm::vi x) {
 #if GM_X86_AVX512
   return (gm::vi)_mm512_maddubs_epi16((__m512i)w, (__m512i)x);
 #elif GM_X86_AVX2
@@ -119,8 +119,8 @@ inline gm::vi e2m1_codes(gm::vi codes) {
 #undef E2M1_TABLE
 }
 
-// Codes of 5 and 6 bits: a line of 4-bit codes has their low bits, and after every kShared lines one has the
-// rest of those lines: bits kHigh * f .. of byte j belong to byte j of step f (of four columns).
+// Codes of 5 and 6 bits: lines of 4-bit codes have their low bits, and after every kShared lines one has their high bits:
+// bits kHigh * f .. of byte j belong to byte j of step f (of four columns).
 template <Format F>
 constexpr int kHigh = F == Format::int5   ? 1
                       : F == Format::int6 ? 2
@@ -136,7 +136,7 @@ constexpr int64_t line_bytes(int64_t lines) {
   return kShared<F> ? (lines + lines / kShared<F>)*64 : lines * 64;
 }
 
-// Line `line` of those at `from`, with the high bits of its codes, if they are apart: those of step 0 lowest.
+// Line `line` of those at `from`; high: the high bits of its codes, if they are separate, of step 0 lowest.
 struct Line {
   W low, high;
 };
@@ -191,7 +191,7 @@ struct Dot4 {
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
 #if GM_DOT4_INT16
-      acc.p[i] = add_int16(acc.p[i], pairs(w.p[i], v));
+      acc.p[i] = add_int16(acc.p[i], maddubs(w.p[i], v));
       in_order(acc.p[i]);
 #else
       acc.p[i] = dot4(acc.p[i], w.p[i], v);
@@ -254,9 +254,9 @@ struct MathOf<Format::int6, false> {
 template <Format F>
 using Math = typename MathOf<F, Dot4::kExact>::type;
 
-// int8 scales that multiply sums as integers, as ggml's products of K-quants do: where accumulators are pairs
-// of int16, each scale twice, so that one pmaddwd adds the pair and scales it; elsewhere as floats. Both give
-// the product rounded once: sums are below 2^24. The bits travel as floats.
+// int8 scales that multiply sums as integers, as ggml's products of K-quants do: each scale twice where accumulators are
+// pairs of int16, so that one pmaddwd adds and scales the pair; as floats elsewhere. Both give the product rounded once,
+// since sums are below 2^24. Returned as the bits of a float vector.
 template <class M>
 inline gm::vf integer_scales(const int8_t* from) {
   if constexpr (M::kExact) return lin::load_i8(from);

@@ -18,16 +18,16 @@ int grouped(const gm::Rows16& w, const GmGroupedLinearCall& call, const moe::Epi
   const T* x = static_cast<const T*>(call.x);
   T* out = static_cast<T*>(call.out);
   const int64_t width = epilogue.gate ? w.n / 2 : w.n;
-  int64_t most = 0;
+  int64_t max_rows = 0;
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t count = int64_t(offsets[e + 1]) - offsets[e];
     if (count < 0) return GM_E_ARG;
-    most = count > most ? count : most;
+    max_rows = count > max_rows ? count : max_rows;
   }
   if (offsets[0] != 0 || offsets[experts] > rows) return GM_E_ARG;
   T* gathered = nullptr;
-  if (permutation != nullptr && most > 0) {
-    gathered = static_cast<T*>(std::malloc(sizeof(T) * size_t(most) * size_t(k)));
+  if (permutation != nullptr && max_rows > 0) {
+    gathered = static_cast<T*>(std::malloc(sizeof(T) * size_t(max_rows) * size_t(k)));
     if (gathered == nullptr) return GM_E_NOMEM;
   }
   int code = GM_OK;
@@ -56,7 +56,7 @@ GM_CPU_CALL(gm_grouped_linear, GroupedLinear, format, columns, group, zero, e8m0
 (const GmGroupedLinearCall& call, const gm_grouped_linear_options& options) {
   gm::Rows16 w;
   const int code =
-      gm::rows16_of(&w, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
+      gm::read_rows16(&w, call.weight, call.weight_size, call.weight_type, call.n, call.k, options);
   if (code != GM_OK) return code;
   const int gate = call.clamp ? lin::kClamped : call.silu_mul ? lin::kSilu : lin::kUngated;
   if (w.experts != call.e || call.m < 0 || call.rows < 0 || call.top_k < 1 || (gate && w.n % 2))

@@ -6,10 +6,9 @@
 
 namespace {
 
-constexpr int kMostExperts = 4096;
+constexpr int kMaxExperts = 4096;
 
-// A key above every other that ranks after it: the float's order in the high word, the lower index first
-// among equals. Never 0.
+// Sort key: the order of the float in the high word, the lower index first among equals. Never 0.
 inline uint64_t key_of(float v, int64_t index) {
   if (!(v == v)) v = -__builtin_inff();
   if (v == 0.0f) v = 0.0f;  // -0 and 0 are equal
@@ -46,8 +45,8 @@ void scores_of(const T* logits, float* scores, int64_t experts, bool sigmoid) {
   for (int64_t c = 0; c < experts; ++c) scores[c] = float(scores[c] / total);
 }
 
-// The largest `count` keys of keys[0, n), in order; they are set to 0 there.
-void take(uint64_t* keys, int64_t n, int64_t count, int32_t* out) {
+// Selects the largest `count` keys of keys[0, n), in order, and zeros them.
+void select_largest(uint64_t* keys, int64_t n, int64_t count, int32_t* out) {
   for (int64_t k = 0; k < count; ++k) {
     uint64_t best = keys[0];
     for (int64_t i = 1; i < n; ++i) best = keys[i] > best ? keys[i] : best;
@@ -59,12 +58,12 @@ void take(uint64_t* keys, int64_t n, int64_t count, int32_t* out) {
 template <class T>
 void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64_t experts, int64_t top_k,
          int64_t groups, int64_t kept, bool sigmoid, bool renormalize, float scale) {
-  float scores[kMostExperts];
-  uint64_t keys[kMostExperts];
+  float scores[kMaxExperts];
+  uint64_t keys[kMaxExperts];
   scores_of(logits, scores, experts, sigmoid);
   auto choice = [&](int64_t e) { return bias ? scores[e] + bias[e] : scores[e]; };
   if (kept < groups) {
-    int32_t chosen[kMostExperts];
+    int32_t chosen[kMaxExperts];
     const int64_t size = experts / groups;
     for (int64_t g = 0; g < groups; ++g) {
       float first = -__builtin_inff(), second = -__builtin_inff();
@@ -79,14 +78,14 @@ void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64
       }
       keys[g] = key_of(bias && size > 1 ? first + second : first, g);
     }
-    take(keys, groups, kept, chosen);
+    select_largest(keys, groups, kept, chosen);
     for (int64_t e = 0; e < experts; ++e) keys[e] = 0;
     for (int64_t j = 0; j < kept; ++j)
       for (int64_t e = chosen[j] * size; e < (chosen[j] + 1) * size; ++e) keys[e] = key_of(choice(e), e);
   } else {
     for (int64_t e = 0; e < experts; ++e) keys[e] = key_of(choice(e), e);
   }
-  take(keys, experts, top_k, ids);
+  select_largest(keys, experts, top_k, ids);
   float total = 0;
   for (int64_t k = 0; k < top_k; ++k) {
     weights[k] = scores[ids[k]];
@@ -99,7 +98,7 @@ void row(const T* logits, const float* bias, float* weights, int32_t* ids, int64
 }  // namespace
 
 GM_CPU_CALL(gm_grouped_topk, GroupedTopk)(const GmGroupedTopkCall& call) {
-  if (call.m < 0 || call.e < 1 || call.e > kMostExperts || call.n_group < 1 || call.e % call.n_group ||
+  if (call.m < 0 || call.e < 1 || call.e > kMaxExperts || call.n_group < 1 || call.e % call.n_group ||
       call.topk_group < 1 || call.topk_group > call.n_group || call.top_k < 1 ||
       call.top_k > call.e / call.n_group * call.topk_group)
     return GM_E_SHAPE;

@@ -9,14 +9,14 @@
 
 namespace {
 
-// Memory for the steps, out of a workspace; every part is aligned to 256 bytes, as kernels/moe/_chain.py has them.
+// Parts of the workspace, each aligned to 256 bytes, as in kernels/moe/_chain.py.
 struct Parts {
   int32_t *offsets, *permutation, *inverse;  // [experts + 1], [entries], [entries]
   void *acts, *rows;                         // [entries, inner], [entries, hidden]
 };
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-bool carve(Parts* parts, const GmMoeCall& call, int64_t experts) {
+bool divide_workspace(Parts* parts, const GmMoeCall& call, int64_t experts) {
   const int64_t entries = call.m * call.top_k, item = gm::item_bytes(call.x_type);
   const int64_t bytes[5] = {4 * (experts + 1), 4 * entries, 4 * entries, entries * call.inter * item,
                             entries * call.h * item};
@@ -40,11 +40,11 @@ int experts_of(const GmMoeCall& call, const gm::Rows16& w13, const gm::Rows16& w
   const int type = int(call.x_type);
   moe::sort_by_expert(static_cast<const int32_t*>(call.ids), parts.offsets, parts.permutation, parts.inverse,
                       entries, w13.experts);
-  int64_t most = 0;
+  int64_t max_rows = 0;
   for (int64_t e = 0; e < w13.experts; ++e)
-    most = offsets[e + 1] - offsets[e] > most ? offsets[e + 1] - offsets[e] : most;
-  if (most > 0) {
-    T* gathered = static_cast<T*>(std::malloc(sizeof(T) * size_t(most) * size_t(hidden)));
+    max_rows = offsets[e + 1] - offsets[e] > max_rows ? offsets[e + 1] - offsets[e] : max_rows;
+  if (max_rows > 0) {
+    T* gathered = static_cast<T*>(std::malloc(sizeof(T) * size_t(max_rows) * size_t(hidden)));
     if (gathered == nullptr) return GM_E_NOMEM;
     int code = GM_OK;
     for (int64_t e = 0; e < w13.experts && code == GM_OK; ++e) {
@@ -73,14 +73,14 @@ int experts_of(const GmMoeCall& call, const gm::Rows16& w13, const gm::Rows16& w
 GM_CPU_CALL(gm_moe, Moe, format, columns, group, zero, e8m0)(const GmMoeCall& call,
                                                              const gm_moe_options& options) {
   gm::Rows16 w13, w2;
-  int code = gm::rows16_of(&w13, call.w13, call.w13_size, call.w13_type, 2 * call.inter, call.h, options);
+  int code = gm::read_rows16(&w13, call.w13, call.w13_size, call.w13_type, 2 * call.inter, call.h, options);
   if (code == GM_OK)
-    code = gm::rows16_of(&w2, call.w2, call.w2_size, call.w2_type, call.h, call.inter, options);
+    code = gm::read_rows16(&w2, call.w2, call.w2_size, call.w2_type, call.h, call.inter, options);
   if (code != GM_OK) return code;
   if (w13.experts != w2.experts || call.m < 0 || call.top_k < 1 || call.m * call.top_k > INT32_MAX)
     return GM_E_SHAPE;
   if (call.m == 0) return GM_OK;
   Parts parts;
-  if (!carve(&parts, call, w13.experts)) return GM_E_SHAPE;
+  if (!divide_workspace(&parts, call, w13.experts)) return GM_E_SHAPE;
   GM_DISPATCH_FLOAT(call.x_type, T, { return experts_of<T>(call, w13, w2, parts); })
 }
