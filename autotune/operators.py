@@ -17,7 +17,6 @@ all of them, and the operator chooses by size, so that a traced layer is one cal
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ import torch
 from gristmill.autotune.binding import PLANS, automatic
 from gristmill.autotune.bound import BoundPlan, fitting
 from gristmill.autotune.guard import tensors
+from gristmill.kernel_registry.arguments import Parameter
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry
 
@@ -40,7 +40,7 @@ def _define(op: Op) -> Callable[..., Any]:
     absent = _absent(op)
     written = [f"Tensor({chr(ord('m') + index)}!)" for index in range(len(op.outputs))]
     outputs = ", ".join(f"{kind} {name}" for kind, name in zip(written, op.outputs, strict=True))
-    returned = _returned(["Tensor"] * len(written))
+    returned = f"({', '.join(['Tensor'] * len(written))})"
 
     def fake(*arguments: Any) -> None:
         # Also called for a meta tensor among real ones, which would get an empty tensor as its result.
@@ -56,29 +56,27 @@ def _define(op: Op) -> Callable[..., Any]:
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"gristmill::{name}", fake, lib=_LIBRARY)
 
-    def register_new(overload: str, left_out: Sequence[str], plan: str) -> None:
-        code = _implementations(op, left_out)
+    def register_new(overload: str, given: Sequence[str], plan: str) -> None:
+        code = _implementations(op, given)
 
         def fake_new(*arguments: Any) -> Any:
             fake(*arguments)
             return _one_or_tuple(_allocate(op, code["arguments"](*arguments)))
 
-        parameters = f"{_typed(op, left_out, '=' in plan)}, int {plan}"
-        register(overload, f"({parameters}) -> {returned}", code["new"], fake_new)
+        schema = f"({_typed(op, given, '=' in plan)}, int {plan}) -> {returned}"
+        register(overload, schema, code["new"], fake_new)
 
-    code = _implementations(op, ())
+    code = _implementations(op, absent)
     if not op.outputs:
         register("", f"({op.schema}, int plan=0) -> ()", code["run"], fake)
         if absent:
-            short = _implementations(op, absent)["run"]
-            register(
-                _overload("without", absent), f"({_typed(op, absent, True)}, int plan=0) -> ()", short, fake
-            )
+            schema = f"({_typed(op, (), True)}, int plan=0) -> ()"
+            register(_overload(op, ()), schema, _implementations(op, ())["run"], fake)
         return _function(op)
-    register_new("", absent, "plan=0")
-    for given in _choices(absent):
-        register_new(_overload("with", given), [name for name in absent if name not in given], "plan")
-    register("out", f"({_typed(op, (), False)}, int plan, {outputs}) -> ()", code["run"], fake)
+    register_new("", (), "plan=0")
+    for given in _choices(op)[1:]:
+        register_new(_overload(op, given), given, "plan")
+    register("out", f"({_typed(op, absent, False)}, int plan, {outputs}) -> ()", code["run"], fake)
     if _inductor_allocates(op):
 
         def fake_planned_out(*arguments: Any, **out_tensors: torch.Tensor) -> Any:
@@ -87,9 +85,9 @@ def _define(op: Op) -> Callable[..., Any]:
 
         # Its last argument has another name than that of the default overload: torch treats overloads that differ only in defaults
         # as one when it deregisters them, and aborts the process.
-        register_new("planned", absent, "handle")
-        schema = f"({_typed(op, absent, False)}, int handle, *, {outputs}) -> {_returned(written)}"
-        into = _implementations(op, absent)["planned_out"]
+        register_new("planned", (), "handle")
+        schema = f"({_typed(op, (), False)}, int handle, *, {outputs}) -> ({', '.join(written)})"
+        into = _implementations(op, ())["planned_out"]
         register("planned_out", schema, into, fake_planned_out, torch.Tag.out)
     return _function(op)
 
@@ -99,19 +97,29 @@ def _absent(op: Op) -> list[str]:
     return [p.name for p in op.parameters if p.mutable and "?" in p.type]
 
 
-def _choices(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """All non-empty combinations of `names`."""
-    return [chosen for count in range(1, len(names) + 1) for chosen in combinations(names, count)]
+def _choices(op: Op) -> list[tuple[str, ...]]:
+    """All combinations of these arguments, none first."""
+    absent = _absent(op)
+    return [chosen for count in range(len(absent) + 1) for chosen in combinations(absent, count)]
 
 
-def _overload(prefix: str, names: Sequence[str]) -> str:
-    return "_".join([prefix, *names])
+def _overload(op: Op, given: Sequence[str]) -> str:
+    """The overload for calls with `given` of these arguments."""
+    if given:
+        return "_".join(["with", *given]) if op.outputs else "default"
+    if op.outputs:
+        return "planned" if _inductor_allocates(op) else "default"
+    return "_".join(["without", *_absent(op)]) if _absent(op) else "default"
 
 
-def _typed(op: Op, left_out: Sequence[str], defaults: bool) -> str:
-    """The arguments in torch schema syntax, except those left out, with or without defaults."""
-    parameters = [p for p in op.parameters if p.name not in left_out]
-    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in parameters)
+def _taken(op: Op, given: Sequence[str]) -> list[Parameter]:
+    """The parameters of that overload."""
+    return [p for p in op.parameters if p.name in given or p.name not in _absent(op)]
+
+
+def _typed(op: Op, given: Sequence[str], defaults: bool) -> str:
+    """These in torch schema syntax, with or without defaults."""
+    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in _taken(op, given))
 
 
 def _inductor_allocates(op: Op) -> bool:
@@ -122,8 +130,7 @@ def _inductor_allocates(op: Op) -> bool:
     """
     if not hasattr(torch.Tag, "out"):  # before torch 2.13
         return False
-    absent = _absent(op)
-    inputs = [p for p in op.parameters if p.name not in absent]
+    inputs = _taken(op, ())
     if any(p.mutable for p in inputs):
         return False
     if len(op.outputs) > 1:
@@ -131,10 +138,6 @@ def _inductor_allocates(op: Op) -> bool:
     kinds = [p.type for p in inputs]
     in_order = kinds == sorted(kinds, key=lambda kind: kind != "Tensor")
     return in_order and op.outputs == ("out",) and not {"Tensor?", "Tensor[]"} & {*kinds}
-
-
-def _returned(types: Sequence[str]) -> str:
-    return types[0] if len(types) == 1 else f"({', '.join(types)})"
 
 
 def _one_or_tuple(outputs: Sequence[torch.Tensor]) -> Any:
@@ -149,35 +152,32 @@ def _allocate(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _implementations(op: Op, left_out: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """The functions of overloads that leave out some of the arguments.
+def _implementations(op: Op, given: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """The functions of overloads that take `given` of the arguments that may be absent.
 
     Generated with the names of the arguments: slicing ``*arguments`` would cost a tenth of the call. The dispatcher omits
     trailing arguments that equal their defaults.
     """
-    inputs = [p for p in op.parameters if p.name not in left_out]
-    every = ", ".join(f"p_{p.name}" for p in op.parameters)
-    taken = ", ".join(f"p_{p.name}" + ("" if p.default is None else f"={p.default}") for p in inputs)
-    filled = ", ".join("None" if p.name in left_out else f"p_{p.name}" for p in op.parameters)
-    source = f"""def run({taken}, handle=0):
+    inputs = _taken(op, given)
+    passed, outputs = ", ".join(f"p_{p.name}" for p in inputs), ", ".join(op.outputs)
+    taken = ", ".join(f"p_{p.python}" for p in inputs)
+    filled = ", ".join(f"p_{p.name}" if p in inputs else "None" for p in op.parameters)
+    source = f"""def run({taken}, handle=0{"".join(f", {name}=None" for name in op.outputs)}):
     plan = plans[handle] if handle else automatic(op, ({filled},))
-    plan({filled})
-"""
-    if outputs := ", ".join(op.outputs):
-        source = f"""def run({every}, handle, {outputs}):
-    plan = plans[handle] if handle else automatic(op, ({every},))
-    plan({every}, {outputs})
+    plan({filled}, {outputs})
 
 def arguments({taken}, handle=0):
     return ({filled},)
 
 def new({taken}, handle=0):
     made = allocate(op, ({filled},))
-    run({filled}, handle, *made)
+    run({passed}, handle, *made)
     return one_or_tuple(made)
-
+"""
+    if outputs:
+        source += f"""
 def planned_out({taken}, handle=0, *, {outputs}):
-    run({filled}, handle, {outputs})
+    run({passed}, handle, {outputs})
     return {outputs}
 """
     scope: dict[str, Any] = {"plans": PLANS, "automatic": automatic, "op": op}
@@ -186,9 +186,13 @@ def planned_out({taken}, handle=0, *, {outputs}):
     return scope
 
 
-def _default(text: str | None) -> Any:
-    """The Python value of a default in a schema; None stands for no default too."""
-    return None if text is None else ast.literal_eval(text)
+def _binder(op: Op) -> Callable[..., tuple[Any, ...]]:
+    """A function of the arguments, with their defaults, that returns them in order."""
+    names = "".join(f"{p.name}, " for p in op.parameters)
+    binder: Callable[..., tuple[Any, ...]] = eval(
+        f"lambda {', '.join(p.python for p in op.parameters)}: ({names})"
+    )
+    return binder
 
 
 _TYPES: Mapping[str, Any] = {
@@ -205,14 +209,9 @@ _TYPES: Mapping[str, Any] = {
 
 def signature(op: Op) -> inspect.Signature:
     """The signature of the function of `op`: its arguments, then ``plan`` and, where it has outputs, ``out``, by keyword only."""
+    declared = inspect.signature(_binder(op)).parameters
     parameters = [
-        inspect.Parameter(
-            p.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=inspect.Parameter.empty if p.default is None else _default(p.default),
-            annotation=_TYPES[re.sub(r"\(.*\)", "", p.type)],
-        )
-        for p in op.parameters
+        declared[p.name].replace(annotation=_TYPES[re.sub(r"\(.*\)", "", p.type)]) for p in op.parameters
     ]
     several = tuple[(torch.Tensor,) * len(op.outputs)] if op.outputs else None  # type: ignore[misc]
     returned: Any = torch.Tensor if len(op.outputs) == 1 else several
@@ -226,38 +225,23 @@ def signature(op: Op) -> inspect.Signature:
 
 def _function(op: Op) -> Callable[..., Any]:
     """The function of `op`: torch's overloads with keyword arguments, defaults and `out`."""
-    shown = signature(op)
-    positional = shown.replace(
-        parameters=[p for p in shown.parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    )
-    defaults = {p.name: _default(p.default) for p in op.parameters if p.default is not None}
-    names, count = [p.name for p in op.parameters], len(op.parameters)
+    bound, names, count = _binder(op), [p.name for p in op.parameters], len(op.parameters)
     packed = [place for place, p in enumerate(op.parameters) if p.type == "Tensor[]"]
     absent = [(names.index(name), name) for name in _absent(op)]
-    inputs = [place for place, name in enumerate(names) if name not in _absent(op)]
     overloads = getattr(torch.ops.gristmill, op.name)
     into = overloads.out if op.outputs else overloads.default
-    new = overloads.planned if op.outputs and _inductor_allocates(op) else overloads.default
-    if absent and not op.outputs:
-        new = getattr(overloads, _overload("without", _absent(op)))
-    some = {
-        given: (
-            getattr(overloads, _overload("with", given)),
-            [i for i in range(count) if i in inputs or names[i] in given],
-        )
-        for given in (_choices(_absent(op)) if op.outputs else ())
-    }
+    some = {}
+    for given in _choices(op):
+        taken = _taken(op, given)
+        some[given] = getattr(overloads, _overload(op, given)), [names.index(p.name) for p in taken]
+    new, _ = some[()]
 
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
         if named or len(arguments) != count:
-            values = {**defaults, **dict(zip(names, arguments, strict=False)), **named}
-            if (
-                len(values) != count
-                or len(arguments) > count
-                or any(n in named for n in names[: len(arguments)])
-            ):
-                raise misfit(arguments, named)
-            arguments = tuple([values[name] for name in names])
+            try:
+                arguments = bound(*arguments, **named)
+            except TypeError:
+                raise misfit(arguments, named) from None
         for place in packed:  # a dense weight may be given as it is
             if isinstance(arguments[place], torch.Tensor):
                 arguments = (*arguments[:place], [arguments[place]], *arguments[place + 1 :])
@@ -270,23 +254,20 @@ def _function(op: Op) -> Callable[..., Any]:
         if not absent:
             return new(*arguments, handle)
         given = tuple([name for place, name in absent if arguments[place] is not None])
-        if not given:
-            return new(*[arguments[place] for place in inputs], handle)
-        if not op.outputs:
+        if given and not op.outputs:
             return into(*arguments, handle)
         overload, places = some[given]
         return overload(*[arguments[place] for place in places], handle)
 
     def misfit(arguments: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
         try:
-            positional.bind(*arguments, **named)
+            return TypeError(f"{op.name}: {inspect.signature(bound).bind(*arguments, **named)}")
         except TypeError as error:
             return TypeError(f"{op.name}: {error}; its arguments are ({op.schema})")
-        return TypeError(f"{op.name}: its arguments are ({op.schema})")
 
     call.__name__ = call.__qualname__ = op.name
     call.__module__ = "gristmill.ops"
-    call.__signature__ = shown  # type: ignore[attr-defined]
+    call.__signature__ = signature(op)  # type: ignore[attr-defined]
     call.__doc__ = documentation(op)
     return call
 

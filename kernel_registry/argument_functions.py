@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from keyword import iskeyword
 from math import isfinite, prod
-from types import CodeType
 from typing import Any
 from zlib import crc32
 
@@ -39,11 +37,10 @@ def check_declared(op: Declared) -> None:
         raise ValueError(f"{op.name}: {', '.join(repeated)}: declared twice")
     if reserved := sorted(RESERVED.intersection(item.name for item in op.arguments)):
         raise ValueError(f"{op.name}: {', '.join(reserved)}: no argument may have this name")
-    for item in op.arguments:
+    for item in (*op.arguments, *op.returns):
         if isinstance(item, Scalar):
             _check_scalar(op.name, item)
-    for item in (*op.arguments, *op.returns):
-        if isinstance(item, Tensor | Weight):
+        elif isinstance(item, Tensor | Weight):
             _check_shape(op.name, item)
     defaults = [parameter.default is not None for parameter in op.parameters]
     if defaults != sorted(defaults):
@@ -72,113 +69,95 @@ def _check_shape(op: str, item: Tensor | Weight) -> None:
             raise ValueError(f"{op}: {item.name} has a size {size!r}: {error.msg}") from error
 
 
+class Function:
+    """A function that makes checks, all those between two statements at once, and returns `result`. source: its text."""
+
+    def __init__(self, head: str, steps: Sequence[Step], result: str) -> None:
+        self._steps, lines = steps, [f"def {head}:"]
+        tests: dict[str, list[str]] = {}  # what makes conditions hold -> the conditions
+        for step in (*steps, f"return {result}"):
+            if isinstance(step, Check) and not step.implied:
+                absent = f"{step.given} is None or " if step.given else ""
+                tests.setdefault(absent or step.condition, [absent]).append(f"({step.condition})")
+            if isinstance(step, str):
+                all_of = [f"({absent}{' and '.join(c)})" if absent else c[0] for absent, *c in tests.values()]
+                test = "\n        and ".join(all_of)
+                lines += ["if not (", f"    {test}", "):", "    raise fault(locals())"] if tests else []
+                lines.append(step)
+                tests = {}
+        self.source = "\n    ".join(lines) + "\n"
+        file = f"<gristmill {crc32(self.source.encode()):08x}>"
+        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
+        self._code = compile(self.source, file, "exec")
+
+    def made(self, scope: dict[str, Any]) -> Callable[..., Any]:
+        """The function in a scope."""
+        made: dict[str, Callable[..., Any]] = {}
+        exec(self._code, scope | {"fault": lambda values: self._fault(scope | values)}, made)
+        return made.popitem()[1]
+
+    def _fault(self, values: dict[str, Any]) -> Exception:
+        """The error of the first check that does not hold."""
+        for step in self._steps:
+            if isinstance(step, str):
+                exec(step, values)
+            elif (not step.given or values[step.given] is not None) and not eval(step.condition, values):
+                message = eval(f'f"""{step.message}"""', values)
+                return step.kind(f"{values['where']}: {message}")
+        raise AssertionError(f"{values['where']}: no check fails in {self.source}")
+
+
 class Functions:
     """`describe`, `like` and the guards of an operation, generated from its declarations as Python source and compiled once.
 
-    Source, not a walk over the declarations, because they run at every call: the guard of a plan is one condition. Where it does not
-    hold, `fault` walks over the checks. In the source ``s_<name>`` is a size or another axis value, ``d_<name>`` a torch dtype,
-    ``h_<number>`` a constant of a plan. ``inspect.getsource`` and tracebacks show it.
+    Source, not a walk over the declarations, because they run at every call: the guard of a plan is one condition. In the source
+    ``s_<name>`` is a size or another axis value, ``d_<name>`` a torch dtype, ``h_<number>`` a constant of a plan.
+    ``inspect.getsource`` and tracebacks show it.
     """
 
     def __init__(self, op: Declared) -> None:
-        self.op = op
-        parameters = ", ".join(p.name + ("" if p.default is None else f"={p.default}") for p in op.parameters)
-        checks, outlined, planned = Checks(op), Checks(op), Checks(op, planned=True)
-        outputs = outlined.outputs()
-        self._names, self._constants = checks.names, planned.constants
-        self._described, self._outlined, self._planned = checks.all(), outlined.steps, planned.all()
-        read = re.findall(r"\w+", " ".join(s if isinstance(s, str) else s.condition for s in planned.steps))
-        attributes = [name for name in (*self._names.arguments, *op.outputs) if name in read]
-        self._planned[:0] = [f"{name} = call.{name}" for name in attributes]
-        self._describe = function(f"describe({parameters})", self._described, self._names.axis_values())
-        self._like = function(f"like({parameters})", self._outlined, outputs)
-        self._guard = function("guard(call)", self._planned, planned.bucket_size())
-        self.source = "\n\n".join((self._describe, self._like, self._guard))
-        if taken := {*SCOPE, "where", "call", "fault"} & {*self._names.arguments, *op.outputs}:
+        self._op, self._described, self._planned = op, Checks(op), Checks(op, planned=True)
+        if taken := {*SCOPE, "where", "call", "fault"}.intersection(
+            [*self._described.arguments, *op.outputs]
+        ):
             raise ValueError(
                 f"{op.name}: {', '.join(sorted(taken))}: the generated checks use this name; choose another"
             )
+        parameters, outlined = ", ".join(parameter.python for parameter in op.parameters), Checks(op)
+        axes, outputs, size = self._described.axis_values(), outlined.outputs(), self._planned.bucket_size()
+        self._describe = Function(f"describe({parameters})", self._described.all(), axes)
+        self._like = Function(f"like({parameters})", outlined.steps, outputs)
+        self._guard = Function("guard(call)", self._planned.all(), size)
+        self.source = "\n\n".join(made.source for made in (self._describe, self._like, self._guard))
 
     @cached_property
     def _scope(self) -> dict[str, Any]:
         import torch
 
-        scope = SCOPE | {"where": self.op.name}
-        scope |= {f"rule_{index}": rule for index, rule in enumerate(self.op.rules)}
+        scope = {f"rule_{index}": rule for index, rule in enumerate(self._op.rules)}
         scope |= {f"d_{name}": getattr(torch, text) for name, text in TORCH_NAMES.items()}
-        for axis in self.op.axes:
-            if axis.kind == "dtype":
-                names = self._names.dtypes(axis.name)
-                scope[f"names_{axis.name}"] = {scope[f"d_{name}"]: name for name in names}
-        return scope
+        return SCOPE | {"where": self._op.name} | scope
 
     @cached_property
     def describe(self) -> Callable[..., dict[str, Any]]:
         """``describe(*arguments)`` -> axis values."""
-        return _made(self._describe, self._described, self._scope)
+        return self._describe.made(self._scope)
 
     @cached_property
     def like(self) -> Callable[..., tuple[tuple[Any, Any], ...]]:
         """``like(*arguments)`` -> ((shape, dtype), ...) of the outputs."""
-        return _made(self._like, self._outlined, self._scope)
+        return self._like.made(self._scope)
 
     def guard(self, problem: Problem) -> Callable[..., int]:
         """``guard(call)`` for the calls of a plan -> the call's size on the bucket axis."""
-        scope = self._scope | {"where": f"{self.op.name} planned for {problem}"}
-        for axis in self.op.axes:
+        scope = self._scope | {"where": f"{self._op.name} planned for {problem}"}
+        for axis in self._op.axes:
             if axis.kind == "flags":
                 scope |= {f"s_{flag}": flag in problem.flags(axis.name) for flag in axis.choices}
             elif not axis.dynamic:
                 scope[f"s_{axis.name}"] = problem[axis.name]
             if axis.kind == "dtype":
                 scope[f"d_{axis.name}"] = scope[f"d_{problem[axis.name]}"]
-        for name, text in self._constants.items():
+        for text, name in self._planned.constants.items():
             scope[name] = eval(text, scope)
-        return _made(self._guard, self._planned, scope)
-
-
-def function(head: str, steps: Sequence[Step], result: str) -> str:
-    """Source of a function that makes checks, all those between two statements at once, and returns `result`."""
-    lines: list[str] = []
-    tests: dict[str, list[str]] = {}  # what makes conditions hold -> the conditions
-    for step in (*steps, f"return {result}"):
-        if isinstance(step, Check):
-            if not step.implied:
-                absent = f"{step.given} is None or " if step.given else ""
-                tests.setdefault(absent or step.condition, [absent]).append(f"({step.condition})")
-            continue
-        if tests:
-            parts = [
-                f"({given}{' and '.join(all_of)})" if given else all_of[0]
-                for given, *all_of in tests.values()
-            ]
-            lines += ["if not (", "    " + "\n        and ".join(parts), "):", "    raise fault(locals())"]
-            tests = {}
-        lines.append(step)
-    return "\n    ".join([f"def {head}:", *lines]) + "\n"
-
-
-def _made(source: str, steps: Sequence[Step], scope: dict[str, Any]) -> Callable[..., Any]:
-    """The function with this source."""
-
-    def fault(values: dict[str, Any]) -> Exception:
-        """The error of the first check that does not hold."""
-        values = scope | values
-        for step in steps:
-            if isinstance(step, str):
-                exec(step, values)
-            elif (not step.given or values[step.given] is not None) and not eval(step.condition, values):
-                message = eval(f'f"""{step.message}"""', values)
-                return step.kind(f"{values['where']}: {message}")
-        raise AssertionError(f"{values['where']}: no check fails: {source}")
-
-    made: dict[str, Callable[..., Any]] = {}
-    exec(_code(source), scope | {"fault": fault}, made)
-    return made.popitem()[1]
-
-
-@cache
-def _code(source: str) -> CodeType:
-    file = f"<gristmill {crc32(source.encode()):08x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    return compile(source, file, "exec")
+        return self._guard.made(scope)

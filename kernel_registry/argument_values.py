@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+from gristmill.kernel_registry.argument_checks import shown
 from gristmill.kernel_registry.dtypes import dtype_name
 from gristmill.kernel_registry.scheme import QuantScheme
 
@@ -54,11 +55,6 @@ def _nested(dimensions: Iterable[tuple[int, int]]) -> bool:
                 return False
             span += step * (size - 1)
     return True
-
-
-def shown(declared: str) -> str:
-    """A declared shape as messages print it: ``... n`` as ``[..., n]``."""
-    return f"{declared} elements" if declared.startswith("(") else f"[{declared.replace(' ', ', ')}]"
 
 
 def value_of(value: Any) -> str:

@@ -110,8 +110,13 @@ class Parameter:
     default: str | None
     mutable: bool
 
+    @property
+    def python(self) -> str:
+        """The name with the default, as in the signature of a Python function."""
+        return self.name if self.default is None else f"{self.name}={self.default}"
+
     def __str__(self) -> str:
-        return f"{self.type} {self.name}" + ("" if self.default is None else f"={self.default}")
+        return f"{self.type} {self.python}"
 
 
 class Declared(Protocol):
