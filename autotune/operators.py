@@ -48,9 +48,7 @@ def _define(op: Op) -> Callable[..., Any]:
         if len(devices) > 1:
             raise ValueError(f"{op.name}: tensors must be on one device, got {' and '.join(devices)}")
 
-    def register(
-        overload: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
-    ) -> None:
+    def register(overload: str, schema: str, function: Any, fake: Any, *tags: torch.Tag) -> None:
         name = ".".join(filter(None, (op.name, overload)))
         _LIBRARY.define(f"{name}{schema}", tags=tags)
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -128,10 +126,8 @@ def _inductor_allocates(op: Op) -> bool:
     With one output, it passes the tensors first, then everything else, a list as its items, and the output as ``out``
     (torch/_inductor/ir.py, `FallbackKernel.create`). It supports no operator that writes into other arguments.
     """
-    if not hasattr(torch.Tag, "out"):  # before torch 2.13
-        return False
     inputs = _taken(op, ())
-    if any(p.mutable for p in inputs):
+    if not hasattr(torch.Tag, "out") or any(p.mutable for p in inputs):  # before torch 2.13
         return False
     if len(op.outputs) > 1:
         return True
@@ -186,15 +182,6 @@ def planned_out({taken}, handle=0, *, {outputs}):
     return scope
 
 
-def _binder(op: Op) -> Callable[..., tuple[Any, ...]]:
-    """A function of the arguments, with their defaults, that returns them in order."""
-    names = "".join(f"{p.name}, " for p in op.parameters)
-    binder: Callable[..., tuple[Any, ...]] = eval(
-        f"lambda {', '.join(p.python for p in op.parameters)}: ({names})"
-    )
-    return binder
-
-
 _TYPES: Mapping[str, Any] = {
     "Tensor": torch.Tensor,
     "Tensor?": torch.Tensor | None,
@@ -209,18 +196,20 @@ _TYPES: Mapping[str, Any] = {
 
 def signature(op: Op) -> inspect.Signature:
     """The signature of the function of `op`: its arguments, then ``plan`` and, where it has outputs, ``out``, by keyword only."""
-    declared = inspect.signature(_binder(op)).parameters
-    parameters = [
-        declared[p.name].replace(annotation=_TYPES[re.sub(r"\(.*\)", "", p.type)]) for p in op.parameters
-    ]
+    return inspect.signature(_binder(op))
+
+
+def _binder(op: Op) -> Callable[..., Any]:
+    """A function with the signature of that of `op`, which returns the arguments in order."""
+    parameters = [*(p.python for p in op.parameters), "*", "plan=None", *(["out=None"] if op.outputs else [])]
+    names = "".join(f"{p.name}, " for p in op.parameters)
+    binder: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}: ({names})")
     several = tuple[(torch.Tensor,) * len(op.outputs)] if op.outputs else None  # type: ignore[misc]
     returned: Any = torch.Tensor if len(op.outputs) == 1 else several
-    optional = {"plan": BoundPlan | None} | ({"out": returned | None} if op.outputs else {})
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in optional.items()
-    ]
-    return inspect.Signature(parameters, return_annotation=returned)
+    types = {"plan": BoundPlan | None, "out": returned and returned | None, "return": returned}
+    types |= {p.name: _TYPES[re.sub(r"\(.*\)", "", p.type)] for p in op.parameters}
+    binder.__annotations__ = types
+    return binder
 
 
 def _function(op: Op) -> Callable[..., Any]:
@@ -267,7 +256,7 @@ def _function(op: Op) -> Callable[..., Any]:
 
     call.__name__ = call.__qualname__ = op.name
     call.__module__ = "gristmill.ops"
-    call.__signature__ = signature(op)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
     call.__doc__ = documentation(op)
     return call
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from inspect import signature
 from typing import Any, NamedTuple
 
-from gristmill.kernel_registry.argument_names import Extent, Names, Shape, names_in, shape_of, variable
+from gristmill.kernel_registry.argument_names import Extent, Names, Shape, is_name, names_in
 from gristmill.kernel_registry.arguments import CONTIGUOUS, STRIDES, VECTORS, Declared, Scalar, Tensor, Weight
 from gristmill.kernel_registry.dtypes import TORCH_NAMES
 
@@ -46,7 +47,7 @@ def tuple_of(items: Iterable[str]) -> str:
 class Checks(Names):
     """The checks of the calls of one operation: without a plan, which derive all axes, or with one, which has fixed the static axes.
 
-    steps: those added so far. constants: expressions that a plan fixes -> their variables.
+    constants: expressions that a plan fixes -> their variables.
     """
 
     def __init__(self, op: Declared, planned: bool = False) -> None:
@@ -60,8 +61,9 @@ class Checks(Names):
         self.lead = next((item for item in self.items if Shape(item.shape).leading), None)
         self.leading = f"shape_{self.lead.name}[:-{len(Shape(self.lead.shape).sizes)}]" if self.lead else ""
 
-    def all(self) -> list[Step]:
-        """Add all checks. Each may rely on those before it."""
+    def all(self) -> tuple[list[Step], str]:
+        """All checks, each of which may rely on those before it, and source of what the function returns: axis values or, of a planned
+        call, its size on the bucket axis."""
         self.dims(self.items)
         extents = self.assign_sizes(self.items)
         if not self.planned:
@@ -74,17 +76,21 @@ class Checks(Names):
             self.bounds(scalar)
         for weight in self.weights if self.planned else ():
             self.packed(weight)
-        self.steps += [Check(f"{call} is None", f"{{{call}}}") for call in self.rules()]
+        for index, rule in enumerate(self.op.rules):
+            names = signature(rule).parameters
+            call = f"rule_{index}({', '.join(map(self.resolve, names))})"
+            if not self.planned or not self.static.issuperset(names):
+                self.steps.append(Check(f"{call} is None", f"{{{call}}}"))
         if self.planned:
             read = re.findall(r"\w+", " ".join(s if isinstance(s, str) else s.condition for s in self.steps))
-            names = [name for name in (*self.arguments, *self.op.outputs) if name in read]
-            self.steps[:0] = [f"{name} = call.{name}" for name in names]
-        return self.steps
+            arguments = [name for name in (*self.arguments, *self.op.outputs) if name in read]
+            self.steps[:0] = [f"{name} = call.{name}" for name in arguments]
+        return self.steps, self.bucket_size() if self.planned else self.axis_values()
 
-    def outputs(self) -> str:
-        """Add the checks of arguments that determine outputs. Returns source of ((shape, dtype), ...).
+    def outputs(self) -> tuple[list[Step], str]:
+        """The checks of arguments that determine outputs, and source of ((shape, dtype), ...).
 
-        It runs under fake tensors, whose sizes are symbols: no size is compared with another argument's.
+        They run under fake tensors, whose sizes are symbols: no size is compared with another argument's.
         """
         same = {t.shape: t.name for t in reversed(self.tensors) if not t.optional and " " in t.shape}
         stated = {scalar.states: scalar.name for scalar in self.scalars if scalar.states}
@@ -113,7 +119,7 @@ class Checks(Names):
             owner = next((t.name for t in self.tensors if t.dtype == item.dtype in self.axes), "")
             shape = f"{same[item.shape]}.shape" if item.shape in same else self.tuple(item)
             outputs.append(f"({shape}, {f'{owner}.dtype' if owner else f'd_{item.dtype}'})")
-        return tuple_of(outputs)
+        return self.steps, tuple_of(outputs)
 
     def bucket_size(self) -> str:
         """Source of a planned call's size on the bucket axis; at least 1 if an output has elements at size 0 too."""
@@ -132,12 +138,12 @@ class Checks(Names):
 
     def shape(self, condition: str, item: Tensor | Weight, expected: str, **more: Any) -> None:
         """Add a check of a shape."""
-        message = f"{item.name} must be {shown(item.shape)}{expected}, got {{list({variable(item)}.shape)}}"
+        message = f"{item.name} must be {shown(item.shape)}{expected}, got {{list({item.name}.shape)}}"
         self.check(condition, message, item, **more)
 
-    def value(self, condition: str, name: str, expected: str) -> None:
+    def value(self, condition: str, name: str, expected: str, got: str = "") -> None:
         """Add a check of a number, flag or string, or of whether a tensor is given."""
-        self.steps.append(Check(condition, f"{name} must be {expected}, got {{value_of({name})}}"))
+        self.steps.append(Check(condition, f"{name} must be {expected}, got {{value_of({got or name})}}"))
 
     def constant(self, source: str, *texts: str) -> str:
         """`source`, or its variable if a plan fixes all names in the expressions that it is made of."""
@@ -147,7 +153,7 @@ class Checks(Names):
     def size(self, text: str) -> str:
         """Source of a size; a constant where it is an expression that a plan fixes."""
         resolved = self.resolve(text)
-        return resolved if text.isidentifier() or text.isdigit() else self.constant(resolved, text)
+        return resolved if is_name(text) or text.isdigit() else self.constant(resolved, text)
 
     def tuple(self, item: Tensor | Weight) -> str:
         """Source of the declared shape."""
@@ -158,15 +164,14 @@ class Checks(Names):
         """Types and numbers of dimensions. Weights get a description."""
         for item in items:
             if isinstance(item, Tensor) and not item.optional:
-                message = f"{item.name} must be a tensor, got {{type({item.name}).__name__}}"
-                self.check(
-                    f"hasattr({item.name}, 'dim')", message, item, kind=TypeError, implied=self.planned
-                )
+                condition, got = f"hasattr({item.name}, 'dim')", f"{{type({item.name}).__name__}}"
+                message = f"{item.name} must be a tensor, got {got}"
+                self.check(condition, message, item, kind=TypeError, implied=self.planned)
         for item in items:
             shape = Shape(item.shape)
             if isinstance(item, Weight):
                 first = self.firsts.setdefault(item.scheme, item.name) == item.name
-                targets = f"w_{item.name}, {'s' if first else item.name}_{item.scheme}, order_{item.name}"
+                targets = f"{item.name}, {'s' if first else item.name}_{item.scheme}, order_{item.name}"
                 arguments = f"where, {item.name!r}, {item.shape!r}, {item.name}"
                 self.steps.append(f"{targets} = dense_or_quantized({arguments})")
             elif not shape.flat:
@@ -179,7 +184,9 @@ class Checks(Names):
     def assign_sizes(self, items: Collection[Tensor | Weight], known: Iterable[str] = ()) -> list[Extent]:
         """Assign the sizes that `items` determine, except those that are `known`."""
         extents = self.extents(items, known)
-        self.steps += [f"shape_{item.name} = {variable(item)}.shape" for item in items if not item.optional]
+        for item in items:
+            absent = f"None if {item.name} is None else " if item.optional else ""
+            self.steps.append(f"shape_{item.name} = {absent}{item.name}.shape")
         if self.lead is not None and self.lead in items and not self.planned:
             self.steps.append(f"s_{self.op.bucket} = prod({self.leading})")
         for name, item, extent, operator, operand in extents:
@@ -217,7 +224,7 @@ class Checks(Names):
         """Sizes that more than one argument determines. owners: a size -> the first argument that does."""
         shaped: dict[str, str] = {}
         for item in self.items:
-            shape, x, own = Shape(item.shape), shape_of(item), self.names_of(item.shape)
+            shape, x, own = Shape(item.shape), f"shape_{item.name}", self.names_of(item.shape)
             first = shaped.get(item.shape, x) if item.optional else shaped.setdefault(item.shape, x)
             alone = [size for size in shape.sizes if size in self.static & self.only_in(item.name)]
             if self.planned and alone and item.optional:
@@ -238,18 +245,17 @@ class Checks(Names):
 
     def kind(self, item: Tensor | Weight) -> None:
         """The dtype or scheme of an argument, its device and its strides."""
-        x, first = variable(item), self.first
+        x, first = item.name, self.first
         if isinstance(item, Tensor):
             self.dtype(item)
         if x != first:
-            message = f"{item.name} is on {{{x}.device}}, {first} on {{{first}.device}}"
+            message = f"{x} is on {{{x}.device}}, {first} on {{{first}.device}}"
             self.check(f"{x}.device == {first}.device", message, item, implied=self.planned)
         if isinstance(item, Tensor):
             self.strides(item)
-        elif self.firsts[item.scheme] != item.name:
-            own, axis = f"{item.name}_{item.scheme}", f"s_{item.scheme}"
-            expected = f"of {self.firsts[item.scheme]}'s scheme {{{axis}}}"
-            self.check(f"{own} == {axis}", f"{item.name} must be {expected}, got {{{own}!r}}", item)
+        elif self.firsts[item.scheme] != x:
+            other, axis, own = self.firsts[item.scheme], f"s_{item.scheme}", f"{x}_{item.scheme}"
+            self.value(f"{own} == {axis}", x, f"of {other}'s scheme {{{axis}}}", own)
 
     def dtype(self, item: Tensor) -> None:
         """The dtype of a tensor. Without a plan, the first tensor of a dtype axis determines it."""

@@ -73,7 +73,7 @@ class Function:
     """A function that makes checks, all those between two statements at once, and returns `result`. source: its text."""
 
     def __init__(self, head: str, steps: Sequence[Step], result: str) -> None:
-        self._steps, lines = steps, [f"def {head}:"]
+        self._checks, lines = [step for step in steps if isinstance(step, Check)], [f"def {head}:"]
         tests: dict[str, list[str]] = {}  # what makes conditions hold -> the conditions
         for step in (*steps, f"return {result}"):
             if isinstance(step, Check) and not step.implied:
@@ -97,13 +97,12 @@ class Function:
         return made.popitem()[1]
 
     def _fault(self, values: dict[str, Any]) -> Exception:
-        """The error of the first check that does not hold."""
-        for step in self._steps:
-            if isinstance(step, str):
-                exec(step, values)
-            elif (not step.given or values[step.given] is not None) and not eval(step.condition, values):
-                message = eval(f'f"""{step.message}"""', values)
-                return step.kind(f"{values['where']}: {message}")
+        """The error of the first check that does not hold. values: of the variables so far."""
+        for check in self._checks:
+            absent = check.given and values[check.given] is None
+            if not absent and not eval(check.condition, values):
+                message = eval(f'f"""{check.message}"""', values)
+                return check.kind(f"{values['where']}: {message}")
         raise AssertionError(f"{values['where']}: no check fails in {self.source}")
 
 
@@ -116,18 +115,15 @@ class Functions:
     """
 
     def __init__(self, op: Declared) -> None:
-        self._op, self._described, self._planned = op, Checks(op), Checks(op, planned=True)
-        if taken := {*SCOPE, "where", "call", "fault"}.intersection(
-            [*self._described.arguments, *op.outputs]
-        ):
+        if taken := {*SCOPE, "where", "call", "fault"} & {*(p.name for p in op.parameters), *op.outputs}:
             raise ValueError(
                 f"{op.name}: {', '.join(sorted(taken))}: the generated checks use this name; choose another"
             )
-        parameters, outlined = ", ".join(parameter.python for parameter in op.parameters), Checks(op)
-        axes, outputs, size = self._described.axis_values(), outlined.outputs(), self._planned.bucket_size()
-        self._describe = Function(f"describe({parameters})", self._described.all(), axes)
-        self._like = Function(f"like({parameters})", outlined.steps, outputs)
-        self._guard = Function("guard(call)", self._planned.all(), size)
+        self._op, self._planned = op, Checks(op, planned=True)
+        parameters = ", ".join(parameter.python for parameter in op.parameters)
+        self._describe = Function(f"describe({parameters})", *Checks(op).all())
+        self._like = Function(f"like({parameters})", *Checks(op).outputs())
+        self._guard = Function("guard(call)", *self._planned.all())
         self.source = "\n\n".join(made.source for made in (self._describe, self._like, self._guard))
 
     @cached_property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterable, Iterator
-from inspect import signature
 from typing import NamedTuple
 
 from gristmill.kernel_registry.arguments import Declared, Scalar, Tensor, Weight
@@ -41,16 +40,6 @@ class Shape:
         if not self.flat:
             back = len(self.sizes) if self.leading else 0
             yield from ((place - back, size) for place, size in enumerate(self.sizes))
-
-
-def variable(item: Tensor | Weight) -> str:
-    """The variable of a tensor, or of a weight as it is described."""
-    return item.name if isinstance(item, Tensor) else f"w_{item.name}"
-
-
-def shape_of(item: Tensor | Weight) -> str:
-    """Source of the shape of an argument."""
-    return f"{item.name}.shape" if item.optional else f"shape_{item.name}"
 
 
 class Extent(NamedTuple):
@@ -112,7 +101,7 @@ class Names:
             if len(unknown) == 1:
                 known |= unknown
                 (name,) = unknown
-                found.append(Extent(name, item, f"{shape_of(item)}[{place}]", *self._solve(size, name)))
+                found.append(Extent(name, item, f"shape_{item.name}[{place}]", *self._solve(size, name)))
         return found
 
     def _solve(self, text: str, name: str) -> tuple[str, ...]:
@@ -141,15 +130,6 @@ class Names:
     def computed(self, axis: str) -> str:
         """Source of the expression of a computed axis. Its names refer to sizes and arguments, not to axes."""
         return self.resolve(self.op.values[axis], {*self.arguments} - self.sizes)
-
-    def rules(self) -> list[str]:
-        """Source of the calls of rules; with a plan, of those with a parameter that it does not fix."""
-        rules = [(index, signature(rule).parameters) for index, rule in enumerate(self.op.rules)]
-        return [
-            f"rule_{index}({', '.join(map(self.resolve, parameters))})"
-            for index, parameters in rules
-            if not (self.planned and self.static.issuperset(parameters))
-        ]
 
     def axis_values(self) -> str:
         """Source of the axis values in `describe`. Dynamic axes that no argument determines are omitted."""
