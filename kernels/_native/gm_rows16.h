@@ -70,5 +70,14 @@ int read_rows16(Rows16* w, const void* const* tensors, const int64_t* size, cons
   return GM_OK;
 }
 
+// Sets what a kernel's parameters have of a weight.
+template <class Params>
+void set_weight(Params* p, const Rows16& w) {
+  p->codes = static_cast<const uint8_t*>(w.codes), p->scales = w.scales, p->zeros = w.zeros;
+  p->row_scale = static_cast<const float*>(w.row_scale);
+  p->scale_type = w.scale_type, p->zero_type = w.zero_type;
+  p->n = w.n, p->k = w.k, p->columns = w.columns;
+}
+
 }  // namespace
 }  // namespace gm

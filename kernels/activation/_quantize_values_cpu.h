@@ -93,5 +93,25 @@ inline int64_t scales_of_row(const RowFormat& f, int64_t cols) {
   return f.group ? (cols + f.group - 1) / f.group : 1;
 }
 
+// Quantizes the rows of a call whose activations have m rows of n columns. The scale of the tensor is read, others are
+// written. values_of(T{}, r): the values of row r, as quantize_values takes them. elements: of a task, about.
+template <class Call, class ValuesOf>
+int quantize_rows(const Call& call, int64_t elements, const ValuesOf& values_of) {
+  if (call.m < 0 || call.n < 1) return GM_E_SHAPE;
+  const RowFormat format = row_format(call.format);
+  const int64_t scales = scales_of_row(format, call.n);
+  const auto quantize = [&](auto type, auto* codes) {
+    return parallel_for(call.m, elements / call.n + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        quantize_values(values_of(type, r), call.n, codes + r * call.codes_stride[0],
+                        static_cast<float*>(call.scales) + r * scales, format);
+    });
+  };
+  GM_DISPATCH_FLOAT(call.x_type, T, {
+    return call.q_type == GM_I8 ? quantize(T{}, static_cast<int8_t*>(call.codes))
+                                : quantize(T{}, static_cast<f8e4m3*>(call.codes));
+  })
+}
+
 }  // namespace
 }  // namespace gm

@@ -338,15 +338,7 @@ int linear_rows(const gm::Rows16Product& p) {
   static const int bits[7] = {4, 4, 8, 8, 32, 16, 16};
   if (w.format < 0 || w.format > 6) return GM_E_ARG;
   Job j{};
-  j.codes = static_cast<const uint8_t*>(w.codes);
-  j.scales = w.scales;
-  j.zeros = w.zeros;
-  j.row_scale = static_cast<const float*>(w.row_scale);
-  j.scale_type = w.scale_type;
-  j.zero_type = w.zero_type;
-  j.n = w.n;
-  j.k = w.k;
-  j.columns = columns;
+  gm::set_weight(&j, w);
   j.group = group;
   j.groups = columns / group;
   j.blocks = (w.n + kRows - 1) / kRows;

@@ -534,14 +534,8 @@ GM_CPU_CALL(gm_linear_a8_rows16, Linear, format, columns, group, zero, e8m0, blo
   if (w.format < 0 || w.format > 2) return GM_E_ARG;
   if (w.experts != 1) return GM_E_SHAPE;
   Job j{};
-  j.codes = static_cast<const uint8_t*>(w.codes);
-  j.scales = w.scales;
-  j.zeros = w.zeros;
-  j.row_scale = static_cast<const float*>(w.row_scale);
-  j.scale_type = w.scale_type;
-  j.zero_type = w.zero_type;
+  gm::set_weight(&j, w);
   j.implicit_zero = Format(w.format) == Format::e2m1 ? kCodeZero<Format::e2m1> : w.implicit_zero;
-  j.n = w.n, j.k = w.k, j.columns = w.columns;
   return multiply(j, call, w.perm, w.group, Format(w.format), options.block ? options.block : w.columns);
 }
 
