@@ -28,6 +28,7 @@ import torch
 from gristmill.autotune.binding import PLANS, automatic
 from gristmill.autotune.bound import BoundPlan, fitting
 from gristmill.autotune.guard import tensors
+from gristmill.kernel_registry.argument_names import SCALARS
 from gristmill.kernel_registry.arguments import Parameter
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.registry import Registry
@@ -143,9 +144,8 @@ def _one_or_tuple(outputs: Sequence[torch.Tensor]) -> Any:
 def _allocate(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
     """Empty outputs for a call."""
     device = next(t.device for a in arguments for t in tensors(a))
-    return [
-        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fitting(op, op.like, arguments)
-    ]
+    outputs = fitting(op, op.like, arguments)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
 
 
 def _implementations(op: Op, given: Sequence[str]) -> dict[str, Callable[..., Any]]:
@@ -186,35 +186,28 @@ _TYPES: Mapping[str, Any] = {
     "Tensor": torch.Tensor,
     "Tensor?": torch.Tensor | None,
     "Tensor[]": torch.Tensor | Sequence[torch.Tensor],  # packed tensors; a dense weight may be given as it is
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
+    **SCALARS,
 }
 """Type of a schema, without marks of what is written -> Python's."""
 
 
-def signature(op: Op) -> inspect.Signature:
-    """The signature of the function of `op`: its arguments, then ``plan`` and, where it has outputs, ``out``, by keyword only."""
-    return inspect.signature(_binder(op))
-
-
-def _binder(op: Op) -> Callable[..., Any]:
-    """A function with the signature of that of `op`, which returns the arguments in order."""
+def binder(op: Op) -> Callable[..., Any]:
+    """A function that returns the arguments in order, with the signature of the function of `op`: its arguments, then ``plan`` and,
+    where it has outputs, ``out``, by keyword only."""
     parameters = [*(p.python for p in op.parameters), "*", "plan=None", *(["out=None"] if op.outputs else [])]
     names = "".join(f"{p.name}, " for p in op.parameters)
-    binder: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}: ({names})")
+    bind: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}: ({names})")
     several = tuple[(torch.Tensor,) * len(op.outputs)] if op.outputs else None  # type: ignore[misc]
     returned: Any = torch.Tensor if len(op.outputs) == 1 else several
     types = {"plan": BoundPlan | None, "out": returned and returned | None, "return": returned}
     types |= {p.name: _TYPES[re.sub(r"\(.*\)", "", p.type)] for p in op.parameters}
-    binder.__annotations__ = types
-    return binder
+    bind.__annotations__ = types
+    return bind
 
 
 def _function(op: Op) -> Callable[..., Any]:
     """The function of `op`: torch's overloads with keyword arguments, defaults and `out`."""
-    bound, names, count = _binder(op), [p.name for p in op.parameters], len(op.parameters)
+    bound, names, count = binder(op), [p.name for p in op.parameters], len(op.parameters)
     packed = [place for place, p in enumerate(op.parameters) if p.type == "Tensor[]"]
     absent = [(names.index(name), name) for name in _absent(op)]
     overloads = getattr(torch.ops.gristmill, op.name)
@@ -257,7 +250,7 @@ def _function(op: Op) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = op.name
     call.__module__ = "gristmill.ops"
     call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
-    call.__doc__ = documentation(op)
+    call.__doc__ = f"{meaning(op)}\n\n{EVERY_OPERATION}"
     return call
 
 
@@ -274,16 +267,10 @@ Raises:
 """What the function of every operation takes and raises."""
 
 
-def documentation(op: Op) -> str:
-    """The docstring of the function of `op`."""
-    return f"{meaning(op)}\n\n{EVERY_OPERATION}"
-
-
 def meaning(op: Op) -> str:
     """What `op` computes, from its reference, and the axes of its problems."""
-    summary = (
-        op.summary if op.summary[1] == " " else op.summary[0].upper() + op.summary[1:]
-    )  # not the y of "y = x W^T"
+    summary = op.summary[0] if op.summary[1] == " " else op.summary[0].upper()  # not the y of "y = x W^T"
+    summary += op.summary[1:]
     parts = [f"{summary}.", inspect.cleandoc(op.reference.__doc__ or "")]
     if written := [p.name for p in op.parameters if p.mutable and p.name != "workspace"]:
         parts.append(f"Written in place: {', '.join(written)}.")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gristmill
-from gristmill.autotune.operators import EVERY_OPERATION, documentation, meaning, signature
+from gristmill.autotune.operators import EVERY_OPERATION, binder, meaning
 from gristmill.kernel_registry import DTYPES, default_registry
 from gristmill.kernel_registry.dtypes import ALIASES
 
@@ -174,7 +174,7 @@ def ops_section() -> list[str]:
         lines += function_section(f"ops.{name}", inspect.signature(helper), helper.__doc__, "####")
     lines += ["#### Operations", "", markdown(EVERY_OPERATION), ""]
     for name, op in sorted(default_registry().ops.items()):
-        lines += function_section(f"ops.{name}", signature(op), meaning(op), "####")
+        lines += function_section(f"ops.{name}", inspect.signature(binder(op)), meaning(op), "####")
     return lines
 
 
@@ -243,5 +243,7 @@ def stub() -> str:
     )
     parts = [stub_function(name, inspect.signature(made), made.__doc__) for name, made in helpers().items()]
     for name, op in sorted(default_registry().ops.items()):
-        parts.append(stub_function(name, signature(op), documentation(op)))
+        parts.append(
+            stub_function(name, inspect.signature(binder(op)), f"{meaning(op)}\n\n{EVERY_OPERATION}")
+        )
     return head + "\n" + "\n\n".join(parts) + "\n"

@@ -6,12 +6,13 @@ once; where that fails they are tested one by one, to name the first fault.
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from inspect import signature
 from typing import Any, NamedTuple
 
-from gristmill.kernel_registry.argument_names import Extent, Names, Shape, is_name, names_in
+from gristmill.kernel_registry.argument_names import Shape, is_name, names_in, solve
 from gristmill.kernel_registry.arguments import CONTIGUOUS, STRIDES, VECTORS, Declared, Scalar, Tensor, Weight
 from gristmill.kernel_registry.dtypes import TORCH_NAMES
 
@@ -30,6 +31,7 @@ class Check(NamedTuple):
     implied: bool = False
 
 
+Item = Tensor | Weight
 Step = str | Check
 """A check, or a statement between checks that assigns variables."""
 
@@ -39,23 +41,44 @@ def shown(declared: str) -> str:
     return f"{declared} elements" if declared.startswith("(") else f"[{declared.replace(' ', ', ')}]"
 
 
-def tuple_of(items: Iterable[str]) -> str:
-    """Source of a tuple."""
-    return f"({''.join(f'{item}, ' for item in items)})"
+Extent = tuple[str, Item, str, str, str]
+"""Where a call has a size: its name, the argument, source of the dimension, and the operator and operand that leave the size of it."""
 
 
-class Checks(Names):
+class Checks:
     """The checks of the calls of one operation: without a plan, which derive all axes, or with one, which has fixed the static axes.
 
+    sizes: names that shapes determine. static: axes that a plan fixes, and the arguments that its flags fix. stated: optional tensors
+    whose presence a plan fixes. scalar_axes: scalars that are static axes. values: names that are not those of arguments in sizes.
     constants: expressions that a plan fixes -> their variables.
     """
 
     def __init__(self, op: Declared, planned: bool = False) -> None:
-        super().__init__(op, planned)
+        self.op, self.planned = op, planned
+        self.axes = {axis.name: axis for axis in op.axes}
+        self.arguments: tuple[str, ...] = tuple(a.name for a in op.arguments)
+        self.tensors = [a for a in op.arguments if isinstance(a, Tensor)]
+        self.weights = [a for a in op.arguments if isinstance(a, Weight)]
+        self.scalars = [a for a in op.arguments if isinstance(a, Scalar)]
+        self.shapes = {a.name: a.shape for a in op.arguments if isinstance(a, Tensor | Weight)}
+        plain = [scalar.name for scalar in self.scalars if not scalar.states]
+        self.sizes = {name for shape in self.shapes.values() for name in self.names_of(shape)} - {*plain}
+        if any(Shape(shape).leading for shape in self.shapes.values()) and op.bucket is not None:
+            self.sizes.add(op.bucket)
+        flags = {flag for axis in op.axes if axis.kind == "flags" for flag in axis.choices}
+        self.static = {axis.name for axis in op.axes if not axis.dynamic} | flags
+        presence = flags | {axis.name for axis in op.axes if axis.kind == "bool"}
+        self.stated = [t.name for t in self.tensors if t.optional and t.name in presence]
+        self.scalar_axes = [n for n in plain if n in self.static and n not in {*self.sizes, *op.values}]
+        dtypes = {axis.name for axis in op.axes if axis.kind == "dtype"} - {*self.arguments}
+        self.own = {
+            *self.arguments
+        } - self.sizes  # what names in the expressions of computed axes refer to first
+        self.values = self.sizes.union(op.values, dtypes, self.static if planned else ())
         self.steps: list[Step] = []
         self.constants: dict[str, str] = {}
         declared = [*self.tensors, *(op.returns if planned else self.weights)]
-        self.items: list[Tensor | Weight] = sorted(declared, key=lambda item: item.optional)
+        self.items: list[Item] = sorted(declared, key=lambda item: item.optional)
         self.first = self.tensors[0].name
         self.firsts: dict[str, str] = {}  # an axis of dtypes or schemes -> the first argument that has it
         self.lead = next((item for item in self.items if Shape(item.shape).leading), None)
@@ -65,11 +88,9 @@ class Checks(Names):
         """All checks, each of which may rely on those before it, and source of what the function returns: axis values or, of a planned
         call, its size on the bucket axis."""
         self.dims(self.items)
-        extents = self.assign_sizes(self.items)
-        if not self.planned:
-            self.minimums(extents)
+        extents = self.assign_sizes(self.items, () if self.planned else ("", " - ", " // "))
         self.check_axes()
-        self.check_shapes({extent.name: extent.item.name for extent in extents})
+        self.check_shapes({name: item.name for name, item, *_ in extents})
         for item in self.items:
             self.kind(item)
         for scalar in self.scalars:
@@ -94,52 +115,48 @@ class Checks(Names):
         """
         same = {t.shape: t.name for t in reversed(self.tensors) if not t.optional and " " in t.shape}
         stated = {scalar.states: scalar.name for scalar in self.scalars if scalar.states}
-        extents = [extent for extent in self.extents(self.items) if extent.name not in stated]
-        sources = {extent.name: extent.operand for extent in extents} | dict(self.op.values)
+        extents = [extent for extent in self.extents(self.items) if extent[0] not in stated]
+        sources = {name: operand for name, *_, operand in extents} | dict(self.op.values)
         sources |= {scalar.name: str(scalar.maximum) for scalar in self.scalars}
         shapes = [item.shape for item in self.op.returns if item.shape not in same]
         needed = [name for shape in shapes for name in self.names_of(shape)]
         for name in needed:  # grows
             needed += [n for n in names_in(sources.get(name) or "0") if n not in needed]
         is_leading = self.op.bucket in needed or any(Shape(shape).leading for shape in shapes)
-        used = [self.lead] * is_leading + [extent.item for extent in extents if extent.name in needed]
+        used = [self.lead] * is_leading + [item for name, item, *_ in extents if name in needed]
         for weight in self.weights:
             for size in stated.keys() & {*weight.shape.split()}.intersection(needed):
                 arguments = f"where, {weight.name!r}, {weight.shape!r}, {weight.name}, {stated[size]}"
                 self.steps.append(f"s_{size} = stated_size({arguments})")
         items = [item for item in self.items if item in used]
         self.dims(items)
-        self.minimums([extent for extent in self.assign_sizes(items, stated) if extent.operator == " - "])
+        self.assign_sizes(items, (" - ",), stated)
         for scalar in self.scalars:
             if scalar.name in needed and not scalar.states:
                 self.bounds(scalar)
-        self.steps += [f"s_{axis} = {self.computed(axis)}" for axis in self.op.values if axis in needed]
+        for axis in [axis for axis in self.op.values if axis in needed]:
+            self.steps.append(f"s_{axis} = {self.resolve(self.op.values[axis], self.own)}")
         outputs = []
         for item in self.op.returns:
             owner = next((t.name for t in self.tensors if t.dtype == item.dtype in self.axes), "")
-            shape = f"{same[item.shape]}.shape" if item.shape in same else self.tuple(item)
-            outputs.append(f"({shape}, {f'{owner}.dtype' if owner else f'd_{item.dtype}'})")
-        return self.steps, tuple_of(outputs)
+            like = same.get(item.shape)
+            shape = f"{like}.shape" if like else self.shape_tuple(item, self.resolve)
+            outputs.append(f"({shape}, {f'{owner}.dtype' if owner else f'd_{item.dtype}'}),")
+        return self.steps, f"({' '.join(outputs)})"
 
     def bucket_size(self) -> str:
         """Source of a planned call's size on the bucket axis; at least 1 if an output has elements at size 0 too."""
         bucket, size = self.op.bucket, f"s_{self.op.bucket}"
-        if bucket is None:
-            return "1"
         if self.lead is not None:
             size = f"{self.lead.name}.numel() // {self.size('*'.join(Shape(self.lead.shape).sizes))}"
         shapes = [item.shape for item in self.op.returns]
         scaled = all(Shape(shape).leading or bucket in self.names_of(shape) for shape in shapes)
-        return size if scaled else f"max(1, {size})"
+        return "1" if bucket is None else size if scaled else f"max(1, {size})"
 
-    def check(self, condition: str, message: str, item: Tensor | Weight, **more: Any) -> None:
-        """Add a check of a tensor or a described weight."""
-        self.steps.append(Check(condition, message, item.name * item.optional, **more))
-
-    def shape(self, condition: str, item: Tensor | Weight, expected: str, **more: Any) -> None:
+    def shape(self, condition: str, item: Item, expected: str, **more: Any) -> None:
         """Add a check of a shape."""
         message = f"{item.name} must be {shown(item.shape)}{expected}, got {{list({item.name}.shape)}}"
-        self.check(condition, message, item, **more)
+        self.steps.append(Check(condition, message, item.name * item.optional, **more))
 
     def value(self, condition: str, name: str, expected: str, got: str = "") -> None:
         """Add a check of a number, flag or string, or of whether a tensor is given."""
@@ -155,25 +172,27 @@ class Checks(Names):
         resolved = self.resolve(text)
         return resolved if is_name(text) or text.isdigit() else self.constant(resolved, text)
 
-    def tuple(self, item: Tensor | Weight) -> str:
-        """Source of the declared shape."""
+    def shape_tuple(self, item: Item, source: Callable[[str], str]) -> str:
+        """Source of the declared shape, from that of each size."""
         shape = Shape(item.shape)
-        return tuple_of([f"*{self.leading}"] * shape.leading + [*map(self.resolve, shape.sizes)])
+        sizes = [f"*{self.leading}"] * shape.leading + [*map(source, shape.sizes)]
+        return f"({''.join(f'{size}, ' for size in sizes)})"
 
-    def dims(self, items: Iterable[Tensor | Weight]) -> None:
+    def dims(self, items: Iterable[Item]) -> None:
         """Types and numbers of dimensions. Weights get a description."""
         for item in items:
             if isinstance(item, Tensor) and not item.optional:
                 condition, got = f"hasattr({item.name}, 'dim')", f"{{type({item.name}).__name__}}"
                 message = f"{item.name} must be a tensor, got {got}"
-                self.check(condition, message, item, kind=TypeError, implied=self.planned)
+                self.steps.append(Check(condition, message, kind=TypeError, implied=self.planned))
         for item in items:
             shape = Shape(item.shape)
             if isinstance(item, Weight):
                 first = self.firsts.setdefault(item.scheme, item.name) == item.name
                 targets = f"{item.name}, {'s' if first else item.name}_{item.scheme}, order_{item.name}"
-                arguments = f"where, {item.name!r}, {item.shape!r}, {item.name}"
+                arguments = f"where, {item.name!r}, {shown(item.shape)!r}, {item.name}"
                 self.steps.append(f"{targets} = dense_or_quantized({arguments})")
+                self.shape(f"len({item.name}.shape) == {len(shape.sizes)}", item, "")
             elif not shape.flat:
                 own = [name for name in self.names_of(item.shape) if name in self.axes]
                 legend = f" ({'; '.join(f'{name}: {self.axes[name].help}' for name in own)})" if own else ""
@@ -181,8 +200,11 @@ class Checks(Names):
                 condition = f"{item.name}.dim() {'>=' if shape.leading else '=='} {len(shape.sizes)}"
                 self.shape(condition, item, legend, implied=self.planned)
 
-    def assign_sizes(self, items: Collection[Tensor | Weight], known: Iterable[str] = ()) -> list[Extent]:
-        """Assign the sizes that `items` determine, except those that are `known`."""
+    def assign_sizes(
+        self, items: Collection[Item], checked: Collection[str], known: Iterable[str] = ()
+    ) -> list[Extent]:
+        """Sizes that `items` determine, except those that are `known`. checked: the operators whose results are checked to be whole
+        numbers and not below the minimum of their axis."""
         extents = self.extents(items, known)
         for item in items:
             absent = f"None if {item.name} is None else " if item.optional else ""
@@ -190,21 +212,16 @@ class Checks(Names):
         if self.lead is not None and self.lead in items and not self.planned:
             self.steps.append(f"s_{self.op.bucket} = prod({self.leading})")
         for name, item, extent, operator, operand in extents:
-            absent = f"0 if {item.name} is None else " if item.optional else ""
-            self.steps.append(f"s_{name} = {absent}{extent}{operator}{operand and self.resolve(operand)}")
-        return extents
-
-    def minimums(self, extents: Iterable[Extent]) -> None:
-        """Sizes that are whole numbers and not below the minimum of their axis."""
-        for name, item, extent, operator, operand in extents:
             axis, other = self.axes.get(name), operand and self.resolve(operand)
-            if operator == " // ":
+            absent = f"0 if {item.name} is None else " if item.optional else ""
+            self.steps.append(f"s_{name} = {absent}{extent}{operator}{other}")
+            if operator == " // " and operator in checked:
                 self.shape(f"{extent} % {other} == 0", item, f" with {name} a whole number")
-            if axis is not None and not item.optional and (axis.minimum or operator == " - "):
-                why = f" with {name} at least {axis.minimum}"
-                if operator == " - " and not operand.isdigit():
-                    why += f" where {operand} is {{{other}}}"
-                self.shape(f"s_{name} >= {axis.minimum}", item, why)
+            if axis and not item.optional and operator in checked and (axis.minimum or operator == " - "):
+                where = f" where {operand} is {{{other}}}" * (operator == " - " and not operand.isdigit())
+                expected = f" with {name} at least {axis.minimum}{where}"
+                self.shape(f"s_{name} >= {axis.minimum}", item, expected)
+        return extents
 
     def check_axes(self) -> None:
         """Computed axes, and arguments that have the values that a plan fixes."""
@@ -212,9 +229,9 @@ class Checks(Names):
             if self.planned and name in self.static:
                 argument = next(n for n in names_in(text) if n in self.arguments)
                 expected = f"such that {name} is {{s_{name}!r}}"
-                self.value(f"({self.computed(name)}) == s_{name}", argument, expected)
+                self.value(f"({self.resolve(text, self.own)}) == s_{name}", argument, expected)
             else:
-                self.steps.append(f"s_{name} = {self.computed(name)}")
+                self.steps.append(f"s_{name} = {self.resolve(text, self.own)}")
         for name in self.stated if self.planned else ():
             self.value(f"({name} is not None) is s_{name}", name, f"{{'given' if s_{name} else None}}")
         for name in self.scalar_axes if self.planned else ():
@@ -235,22 +252,22 @@ class Checks(Names):
                 condition = f"{x} == {first}"
             elif item is self.lead:
                 condition = " and ".join(f"{x}[{i}] == {self.size(size)}" for i, size in shape.places())
-            elif shape.leading:
-                condition = f"{x} == {tuple_of([f'*{self.leading}', *map(self.size, shape.sizes)])}"
             else:
-                condition = f"{x} == {self.constant(tuple_of(map(self.size, shape.sizes)), *shape.sizes)}"
+                parts = [*shape.sizes, *[str(self.op.bucket)] * shape.leading]
+                condition = f"{x} == {self.constant(self.shape_tuple(item, self.size), *parts)}"
             others = {name: owners[name] for name in own if owners.get(name, item.name) != item.name}
             origins = "".join(f", {name} as in {owner}" for name, owner in others.items())
-            self.shape(condition, item, f" = {{list({self.tuple(item)})}}{origins}")
+            self.shape(condition, item, f" = {{list({self.shape_tuple(item, self.resolve)})}}{origins}")
 
-    def kind(self, item: Tensor | Weight) -> None:
+    def kind(self, item: Item) -> None:
         """The dtype or scheme of an argument, its device and its strides."""
         x, first = item.name, self.first
         if isinstance(item, Tensor):
             self.dtype(item)
         if x != first:
             message = f"{x} is on {{{x}.device}}, {first} on {{{first}.device}}"
-            self.check(f"{x}.device == {first}.device", message, item, implied=self.planned)
+            condition = f"{x}.device == {first}.device"
+            self.steps.append(Check(condition, message, x * item.optional, implied=self.planned))
         if isinstance(item, Tensor):
             self.strides(item)
         elif self.firsts[item.scheme] != x:
@@ -275,22 +292,23 @@ class Checks(Names):
                 expected = f"have {self.firsts[same]}'s dtype {{{like}}} or {choices}"
             self.steps.append(f"s_{axis} = {value}")
         kind = ValueError if self.planned else TypeError
-        self.check(condition, f"{x} must {expected}, got {{{x}.dtype}}", item, kind=kind)
+        message = f"{x} must {expected}, got {{{x}.dtype}}"
+        self.steps.append(Check(condition, message, x * item.optional, kind))
 
     def strides(self, item: Tensor) -> None:
         """The strides of a tensor; no two elements of one that is written share memory."""
-        x, condition = item.name, f"{item.name}.is_contiguous()"
+        x, given, condition = item.name, item.name * item.optional, f"{item.name}.is_contiguous()"
         got = f"got shape {{list({x}.shape)}} with strides {{{x}.stride()}}"
         message = f"{x} must be {STRIDES[item.strides]}, {got}; call .contiguous() first"
         if item.strides != CONTIGUOUS and (item.mutable or item in self.op.returns):
-            self.check(f"{item.strides}({x})", message, item, implied=True)
+            self.steps.append(Check(f"{item.strides}({x})", message, given, implied=True))
             condition = f"{condition} or {self.nested(item)}{item.strides}({x}) and apart({x})"
             message = f"{x} is written, so its elements must not overlap; {got}"
         elif item.strides == VECTORS:
             condition = f"{x}.stride(-1) == 1 or vectors({x})"
         elif item.strides != CONTIGUOUS:
             condition = f"{condition} or {item.strides}({x})"
-        self.check(condition, message, item)
+        self.steps.append(Check(condition, message, given))
 
     def nested(self, item: Tensor) -> str:
         """A fast test for the usual view that is written: the stride of each dimension is at least the span of those after it."""
@@ -313,8 +331,7 @@ class Checks(Names):
         if self.planned:
             return
         axis = self.axes.get(name) if name in self.scalar_axes else None
-        if minimum is None and scalar.kind == "int" and axis is not None:
-            minimum = axis.minimum
+        minimum = axis.minimum if minimum is None and scalar.kind == "int" and axis else minimum
         if minimum is not None:
             self.value(f"{name} >= {minimum!r}", name, f"at least {minimum:g}")
         if scalar.maximum is not None:
@@ -329,8 +346,8 @@ class Checks(Names):
     def packed(self, weight: Weight) -> None:
         """A packed weight whose first tensor can hold the codes of the planned one."""
         x, device, sizes = f"first_{weight.name}", f"{self.first}.device", weight.shape.split()
-        shape = tuple_of(map(self.resolve, sizes))
-        least = self.constant(f"code_bytes(s_{weight.scheme}, {shape})", weight.scheme, *sizes)
+        needed = f"code_bytes(s_{weight.scheme}, {self.shape_tuple(weight, self.resolve)})"
+        least = self.constant(needed, weight.scheme, *sizes)
         experts = f"{x}.shape[0] == s_{sizes[0]} and " if len(sizes) > 2 else ""
         condition = f"{experts}{x}.nbytes >= {least} and {x}.device == {device} and {x}.is_contiguous()"
         message = (
@@ -338,3 +355,57 @@ class Checks(Names):
             f"got {{list({x}.shape)}} {{{x}.dtype}} on {{{x}.device}}"
         )
         self.steps += [f"{x} = {weight.name}[0]", Check(condition, message)]
+
+    def names_of(self, shape: str) -> list[str]:
+        """The names in a shape."""
+        return list(dict.fromkeys(name for size in Shape(shape).sizes for name in names_in(size)))
+
+    def only_in(self, argument: str) -> set[str]:
+        """Sizes that only this argument determines."""
+        elsewhere = {n for name, s in self.shapes.items() if name != argument for n in self.names_of(s)}
+        return self.sizes.intersection(self.names_of(self.shapes.get(argument, ""))) - elsewhere
+
+    def extents(self, items: Collection[Item], known: Iterable[str] = ()) -> list[Extent]:
+        """The sizes that `items` determine, in the order in which they can be computed: plain names first, then names inside an
+        expression. ValueError for an expression that cannot be solved."""
+        known = {*known, *(self.static if self.planned else ())}
+        if any(Shape(item.shape).leading for item in items):
+            known.add(str(self.op.bucket))
+        places = [(item, *place) for item in items for place in Shape(item.shape).places()]
+        found: list[Extent] = []
+        for item, place, size in sorted(places, key=lambda entry: not is_name(entry[2])):
+            unknown = self.sizes.intersection(names_in(size)) - known
+            if len(unknown) == 1:
+                (name,) = unknown
+                known.add(name)
+                found.append((name, item, f"shape_{item.name}[{place}]", *solve(self.op.name, size, name)))
+        return found
+
+    def resolve(self, text: str, arguments: Collection[str] = ()) -> str:
+        """Source of an expression of sizes and arguments. arguments: names that are those of arguments, not of values."""
+        tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in self.values.difference(arguments):
+                node.id = f"s_{node.id}"
+            elif isinstance(node, ast.Name) and node.id not in (*self.arguments, "min", "max"):
+                wrong = f"{node.id} is neither a size of its arguments nor one of them"
+                raise ValueError(f"{self.op.name}: {wrong}")
+        return ast.unparse(tree)
+
+    def axis_values(self) -> str:
+        """Source of the axis values in `describe`. Dynamic axes that no argument determines are omitted."""
+        given = {name: f"{name} is not None" if name in self.stated else name for name in self.arguments}
+        values = {}
+        for name, axis in self.axes.items():
+            if name in self.values or axis.kind == "dtype" or any(w.scheme == name for w in self.weights):
+                values[name] = f"s_{name}"
+            elif axis.kind == "flags":
+                flags = "".join(f"({flag!r}, {given[flag]}), " for flag in axis.choices)
+                values[name] = f"'+'.join(name for name, on in ({flags}) if on) or 'none'"
+            elif any(weight.act_order == name for weight in self.weights):
+                values[name] = " or ".join(f"order_{weight.name}" for weight in self.weights)
+            elif name in self.arguments:
+                values[name] = given[name]
+            elif not axis.dynamic:
+                raise ValueError(f"{self.op.name}: no argument determines axis {name}")
+        return f"{{{', '.join(f'{axis!r}: {value}' for axis, value in values.items())}}}"

@@ -1,72 +1,140 @@
-"""The functions of an operation that follow from its declared arguments, and the checks of the declarations."""
+"""`describe`, `like` and the guards of an operation, generated from its declared arguments; and the functions that they call."""
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from keyword import iskeyword
 from math import isfinite, prod
 from typing import Any
 from zlib import crc32
 
-from gristmill.kernel_registry import argument_values
 from gristmill.kernel_registry.argument_checks import Check, Checks, Step
-from gristmill.kernel_registry.argument_names import Shape, names_in
-from gristmill.kernel_registry.arguments import Declared, Scalar, Tensor, Weight
-from gristmill.kernel_registry.dtypes import TORCH_NAMES
+from gristmill.kernel_registry.arguments import Declared
+from gristmill.kernel_registry.dtypes import TORCH_NAMES, dtype_name
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.scheme import QuantScheme
 
-SCOPE = {name: value for name, value in vars(argument_values).items() if not name.startswith("_")}
-SCOPE |= {"prod": prod, "isfinite": isfinite}
+
+def vectors(x: Any) -> bool:
+    """Whether the last dimension of x is contiguous."""
+    return bool(x.stride(-1) == 1 or x.shape[-1] <= 1)
+
+
+def rows(x: Any) -> bool:
+    """Whether the last dimension of x is contiguous and the leading ones flatten to rows of one stride."""
+    if not vectors(x):
+        return False
+    stride = None
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1 and stride is not None and step != stride:
+            return False
+        if size != 1 or stride is not None:
+            stride = step * size
+    return True
+
+
+def matrix(x: Any) -> bool:
+    """Whether x is contiguous, or at most two-dimensional with a contiguous last dimension."""
+    return bool(x.is_contiguous() or (x.dim() <= 2 and vectors(x)))
+
+
+def strided(x: Any) -> bool:
+    """True: any strides are allowed."""
+    return True
+
+
+def apart(x: Any) -> bool:
+    """Whether no two elements of x share memory. Required of tensors that are written."""
+    if _nested(zip(reversed(x.stride()), reversed(x.shape), strict=True)):  # the usual order
+        return True
+    return not x.numel() or _nested(sorted(zip(x.stride(), x.shape, strict=True)))
+
+
+def _nested(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether the stride of each dimension (stride, size) is at least the span of those before it."""
+    span = 1
+    for step, size in dimensions:
+        if size > 1:
+            if step < span:
+                return False
+            span += step * (size - 1)
+    return True
+
+
+def value_of(value: Any) -> str:
+    """A number, flag or string, or a tensor in their place, as messages print it."""
+    return f"a tensor {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+
+
+def dense_or_quantized(where: str, name: str, declared: str, argument: Any) -> tuple[Any, str, bool]:
+    """(weight, scheme, act-order) of a QuantTensor or of a list of one dense tensor; ValueError or TypeError otherwise.
+
+    The scheme of packed tensors is not stored in them: they need the plan that they were packed for.
+    """
+    head = f"{where}: {name}"
+    if not isinstance(argument, list | tuple):
+        if not hasattr(argument, "scheme"):
+            raise TypeError(
+                f"{head} must be a QuantTensor or a list of tensors, got {type(argument).__name__}"
+            )
+        return argument, str(argument.scheme), argument.g_idx is not None
+    if len(argument) != 1:
+        raise ValueError(
+            f"{head} has {len(argument)} packed tensors, from which the scheme cannot be derived; pass the plan they were packed "
+            f"for, or one dense {declared} tensor in a list"
+        )
+    weight, scheme = argument[0], dtype_name(argument[0].dtype)
+    if scheme not in ("fp32", "fp16", "bf16"):
+        expected = f"a dense {name} is fp32, fp16 or bf16"
+        raise TypeError(f"{where}: {expected}, got {scheme}; quantized weights need a plan")
+    if not weight.is_contiguous():
+        got = f"shape {list(weight.shape)} with strides {weight.stride()}"
+        raise ValueError(f"{head} must be contiguous, got {got}; call .contiguous() first")
+    return weight, scheme, False
+
+
+def stated_size(where: str, name: str, declared: str, argument: Any, stated: Any) -> Any:
+    """The number of rows of a weight: the stated one or, if that is 0, the one of its first tensor.
+
+    Raises:
+        ValueError: the tensors cannot hold that many rows, or the number of rows cannot be derived from them.
+    """
+    listed = isinstance(argument, list | tuple)
+    if stated > 0 and listed and not argument:
+        return stated
+    first = argument[0] if listed else argument
+    if not stated and len(first.shape) != len(declared.split()):
+        raise ValueError(f"{where}: the number of rows of {name} cannot be derived from its packing; pass it")
+    size = stated or first.shape[-2]
+    nbytes = first.numel() * first.element_size()  # .nbytes has no symbolic sizes, as torch.compile has
+    if size < 1 or (listed and size > 2 * nbytes):  # a row has at least half a byte
+        raise ValueError(
+            f"{where}: {name} has at least one row, and no more than its bytes can hold: not {size} in {list(first.shape)}"
+        )
+    return size
+
+
+def code_bytes(scheme: str, sizes: tuple[int, ...]) -> int:
+    """Bytes of the codes of a weight of the given sizes."""
+    return QuantScheme.parse(scheme).code_bytes(sizes[-1]) * prod(sizes[:-1])
+
+
+CALLED = (
+    prod,
+    isfinite,
+    vectors,
+    rows,
+    matrix,
+    strided,
+    apart,
+    value_of,
+    dense_or_quantized,
+    stated_size,
+    code_bytes,
+)
+SCOPE = {function.__name__: function for function in CALLED}
 """The functions that the generated source calls."""
-
-SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
-RESERVED = frozenset({"plan", "out", "inf", "nan"})
-"""Names that no argument may have: keyword arguments of every operation, and float literals of torch schemas. An output may be
-named ``out``."""
-
-
-def check_declared(op: Declared) -> None:
-    """ValueError for declarations from which no torch schema or no functions can be generated. Does not need torch."""
-    names = [item.name for item in (*op.arguments, *op.returns)]
-    for name in (op.name, *names):
-        if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or iskeyword(name):
-            raise ValueError(f"{op.name}: {name!r} is no name for an operation, an argument or an output")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{op.name}: {', '.join(repeated)}: declared twice")
-    if reserved := sorted(RESERVED.intersection(item.name for item in op.arguments)):
-        raise ValueError(f"{op.name}: {', '.join(reserved)}: no argument may have this name")
-    for item in (*op.arguments, *op.returns):
-        if isinstance(item, Scalar):
-            _check_scalar(op.name, item)
-        elif isinstance(item, Tensor | Weight):
-            _check_shape(op.name, item)
-    defaults = [parameter.default is not None for parameter in op.parameters]
-    if defaults != sorted(defaults):
-        raise ValueError(f"{op.name}: an argument with a default stands before one without")
-    Functions(op)
-
-
-def _check_scalar(op: str, item: Scalar) -> None:
-    if item.kind not in SCALARS:
-        raise ValueError(f"{op}: {item.name} must be one of {', '.join(SCALARS)}, got {item.kind!r}")
-    value = item.default
-    fits = value is None or type(value) is SCALARS[item.kind]
-    if isinstance(value, float):
-        fits = fits and isfinite(value)
-    if isinstance(value, str):
-        fits = fits and value.isascii() and value.isprintable() and not set(value) & set("\"'\\")
-    if not fits:
-        raise ValueError(f"{op}: {item.name} is {item.kind}, and {value!r} is no default for it")
-
-
-def _check_shape(op: str, item: Tensor | Weight) -> None:
-    for size in Shape(item.shape).sizes:
-        try:
-            names_in(size)
-        except SyntaxError as error:
-            raise ValueError(f"{op}: {item.name} has a size {size!r}: {error.msg}") from error
 
 
 class Function:
@@ -115,10 +183,10 @@ class Functions:
     """
 
     def __init__(self, op: Declared) -> None:
-        if taken := {*SCOPE, "where", "call", "fault"} & {*(p.name for p in op.parameters), *op.outputs}:
-            raise ValueError(
-                f"{op.name}: {', '.join(sorted(taken))}: the generated checks use this name; choose another"
-            )
+        taken = {*SCOPE, "where", "call", "fault"} & {*(p.name for p in op.parameters), *op.outputs}
+        if taken:
+            wrong = f"{', '.join(sorted(taken))}: the generated checks use this name; choose another"
+            raise ValueError(f"{op.name}: {wrong}")
         self._op, self._planned = op, Checks(op, planned=True)
         parameters = ", ".join(parameter.python for parameter in op.parameters)
         self._describe = Function(f"describe({parameters})", *Checks(op).all())

@@ -1,15 +1,18 @@
-"""Meaning of the names in the declared shapes, rules and computed axes of an operation.
-
-Expressions are Python source. In it an argument has its own name, and ``s_<name>`` is a size or another axis value.
-"""
+"""Parsed shapes and expressions of declared arguments, and checks of declarations."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from keyword import iskeyword
+from math import isfinite
 
 from gristmill.kernel_registry.arguments import Declared, Scalar, Tensor, Weight
+
+SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+RESERVED = frozenset({"plan", "out", "inf", "nan"})
+"""Names that no argument may have: keyword arguments of every operation, and float literals of torch schemas. An output may be
+named ``out``."""
 
 
 def names_in(text: str) -> list[str]:
@@ -42,109 +45,54 @@ class Shape:
             yield from ((place - back, size) for place, size in enumerate(self.sizes))
 
 
-class Extent(NamedTuple):
-    """Where a call has a size: source of a dimension of an argument, and the operator and operand that leave the size of it."""
+def solve(op: str, text: str, name: str) -> tuple[str, str]:
+    """The operator and the operand that leave `name` of an expression that contains it: ``2*n`` / 2, ``n+2`` - 2."""
+    tree = ast.parse(text, mode="eval").body
+    if isinstance(tree, ast.Name):
+        return "", ""
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult | ast.Add):
+        sides = [ast.unparse(tree.left), ast.unparse(tree.right)]
+        if sides.count(name) == 1:
+            return " // " if isinstance(tree.op, ast.Mult) else " - ", sides[1 - sides.index(name)]
+    raise ValueError(f"{op}: {name} cannot be determined from a size {text}")
 
-    name: str
-    item: Tensor | Weight
-    source: str
-    operator: str = ""
-    operand: str = ""
+
+def check_declared(op: Declared) -> None:
+    """ValueError for declarations from which no torch schema can be generated. Does not need torch."""
+    names = [item.name for item in (*op.arguments, *op.returns)]
+    for name in (op.name, *names):
+        if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or iskeyword(name):
+            raise ValueError(f"{op.name}: {name!r} is no name for an operation, an argument or an output")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{op.name}: {', '.join(repeated)}: declared twice")
+    if reserved := sorted(RESERVED.intersection(item.name for item in op.arguments)):
+        raise ValueError(f"{op.name}: {', '.join(reserved)}: no argument may have this name")
+    for item in (*op.arguments, *op.returns):
+        if isinstance(item, Scalar):
+            _check_scalar(op.name, item)
+        elif isinstance(item, Tensor | Weight):
+            _check_shape(op.name, item)
+    defaults = [parameter.default is not None for parameter in op.parameters]
+    if defaults != sorted(defaults):
+        raise ValueError(f"{op.name}: an argument with a default stands before one without")
 
 
-class Names:
-    """The names of one operation.
+def _check_scalar(op: str, item: Scalar) -> None:
+    if item.kind not in SCALARS:
+        raise ValueError(f"{op}: {item.name} must be one of {', '.join(SCALARS)}, got {item.kind!r}")
+    value = item.default
+    fits = value is None or type(value) is SCALARS[item.kind]
+    if isinstance(value, float):
+        fits = fits and isfinite(value)
+    if isinstance(value, str):
+        fits = fits and value.isascii() and value.isprintable() and not set(value) & set("\"'\\")
+    if not fits:
+        raise ValueError(f"{op}: {item.name} is {item.kind}, and {value!r} is no default for it")
 
-    planned: a plan fixes the static axes. sizes: determined by shapes. static: axes that a plan fixes, and the arguments that its
-    flags fix. stated: optional tensors whose presence a plan fixes. scalar_axes: scalars that are static axes.
-    """
 
-    def __init__(self, op: Declared, planned: bool = False) -> None:
-        self.op, self.planned = op, planned
-        self.axes = {axis.name: axis for axis in op.axes}
-        self.arguments: tuple[str, ...] = tuple(a.name for a in op.arguments)
-        self.tensors = [a for a in op.arguments if isinstance(a, Tensor)]
-        self.weights = [a for a in op.arguments if isinstance(a, Weight)]
-        self.scalars = [a for a in op.arguments if isinstance(a, Scalar)]
-        self.shapes = {a.name: a.shape for a in op.arguments if isinstance(a, Tensor | Weight)}
-        plain = [scalar.name for scalar in self.scalars if not scalar.states]
-        self.sizes = {name for shape in self.shapes.values() for name in self.names_of(shape)} - {*plain}
-        if any(Shape(shape).leading for shape in self.shapes.values()) and op.bucket is not None:
-            self.sizes.add(op.bucket)
-        flags = {flag for axis in op.axes if axis.kind == "flags" for flag in axis.choices}
-        self.static = {axis.name for axis in op.axes if not axis.dynamic} | flags
-        presence = flags | {axis.name for axis in op.axes if axis.kind == "bool"}
-        self.stated = [t.name for t in self.tensors if t.optional and t.name in presence]
-        self.scalar_axes = [n for n in plain if n in self.static and n not in {*self.sizes, *op.values}]
-        dtypes = {axis.name for axis in op.axes if axis.kind == "dtype"} - {*self.arguments}
-        self.values = self.sizes.union(op.values, dtypes, self.static if planned else ())
-
-    def names_of(self, shape: str) -> list[str]:
-        """The names in a shape."""
-        return list(dict.fromkeys(name for size in Shape(shape).sizes for name in names_in(size)))
-
-    def only_in(self, argument: str) -> set[str]:
-        """Sizes that only this argument determines."""
-        elsewhere = {n for name, s in self.shapes.items() if name != argument for n in self.names_of(s)}
-        return self.sizes.intersection(self.names_of(self.shapes.get(argument, ""))) - elsewhere
-
-    def extents(self, items: Collection[Tensor | Weight], known: Iterable[str] = ()) -> list[Extent]:
-        """The sizes that `items` determine, in the order in which they can be computed: plain names first, then names inside an
-        expression. ValueError for an expression that cannot be solved."""
-        known = {*known, *(self.static if self.planned else ())}
-        if any(Shape(item.shape).leading for item in items):
-            known.add(str(self.op.bucket))
-        places = [(item, *place) for item in items for place in Shape(item.shape).places()]
-        found = []
-        for item, place, size in sorted(places, key=lambda entry: not is_name(entry[2])):
-            unknown = self.sizes.intersection(names_in(size)) - known
-            if len(unknown) == 1:
-                known |= unknown
-                (name,) = unknown
-                found.append(Extent(name, item, f"shape_{item.name}[{place}]", *self._solve(size, name)))
-        return found
-
-    def _solve(self, text: str, name: str) -> tuple[str, ...]:
-        """The operator and the operand that leave `name` of an expression that contains it."""
-        tree = ast.parse(text, mode="eval").body
-        if isinstance(tree, ast.Name):
-            return ()
-        if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult | ast.Add):
-            sides = [ast.unparse(tree.left), ast.unparse(tree.right)]
-            if sides.count(name) == 1:
-                return " // " if isinstance(tree.op, ast.Mult) else " - ", sides[1 - sides.index(name)]
-        raise ValueError(f"{self.op.name}: {name} cannot be determined from a size {text}")
-
-    def resolve(self, text: str, arguments: Collection[str] = ()) -> str:
-        """Source of an expression of sizes and arguments. arguments: names that are those of arguments, not of values."""
-        tree = ast.parse(text, mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id in self.values.difference(arguments):
-                node.id = f"s_{node.id}"
-            elif isinstance(node, ast.Name) and node.id not in (*self.arguments, "min", "max"):
-                raise ValueError(
-                    f"{self.op.name}: {node.id} is neither a size of its arguments nor one of them"
-                )
-        return ast.unparse(tree)
-
-    def computed(self, axis: str) -> str:
-        """Source of the expression of a computed axis. Its names refer to sizes and arguments, not to axes."""
-        return self.resolve(self.op.values[axis], {*self.arguments} - self.sizes)
-
-    def axis_values(self) -> str:
-        """Source of the axis values in `describe`. Dynamic axes that no argument determines are omitted."""
-        given = {name: f"{name} is not None" if name in self.stated else name for name in self.arguments}
-        values = {}
-        for name, axis in self.axes.items():
-            if name in self.values or axis.kind == "dtype" or any(w.scheme == name for w in self.weights):
-                values[name] = f"s_{name}"
-            elif axis.kind == "flags":
-                flags = "".join(f"({flag!r}, {given[flag]}), " for flag in axis.choices)
-                values[name] = f"'+'.join(name for name, on in ({flags}) if on) or 'none'"
-            elif any(weight.act_order == name for weight in self.weights):
-                values[name] = " or ".join(f"order_{weight.name}" for weight in self.weights)
-            elif name in self.arguments:
-                values[name] = given[name]
-            elif not axis.dynamic:
-                raise ValueError(f"{self.op.name}: no argument determines axis {name}")
-        return f"{{{', '.join(f'{axis!r}: {value}' for axis, value in values.items())}}}"
+def _check_shape(op: str, item: Tensor | Weight) -> None:
+    for size in Shape(item.shape).sizes:
+        try:
+            names_in(size)
+        except SyntaxError as error:
+            raise ValueError(f"{op}: {item.name} has a size {size!r}: {error.msg}") from error

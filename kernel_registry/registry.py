@@ -221,8 +221,10 @@ def _check(spec: Op | Kernel | Layout) -> None:
         if not isinstance(spec.requires, Requirement) or not isinstance(spec.priority, int):
             raise TypeError(f"kernel {spec.name}: requires must be a Requirement and priority an int")
     elif isinstance(spec, Op):
-        from gristmill.kernel_registry.argument_functions import check_declared
+        from gristmill.kernel_registry.argument_functions import Functions
+        from gristmill.kernel_registry.argument_names import check_declared
 
         check_declared(spec)
+        Functions(spec)
         for text in (*spec.examples, *spec.bench):
             spec.problem(text)

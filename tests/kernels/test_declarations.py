@@ -21,8 +21,9 @@ import torch
 
 from gristmill.autotune.bound import fitting
 from gristmill.autotune.verify import kernel_arguments
-from gristmill.kernel_registry.argument_names import Names, Shape, names_in
-from gristmill.kernel_registry.argument_values import apart, matrix, rows, vectors
+from gristmill.kernel_registry.argument_checks import Checks
+from gristmill.kernel_registry.argument_functions import apart, matrix, rows, vectors
+from gristmill.kernel_registry.argument_names import Shape, names_in
 from gristmill.kernel_registry.arguments import CONTIGUOUS, ROWS, STRIDED, VECTORS, Scalar, Tensor, Weight
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
@@ -149,7 +150,7 @@ def every_other(x: torch.Tensor) -> torch.Tensor:
 
 def violations(op: Op, item: Tensor, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yields (what, a tensor that violates one declared property, whether only a plan can notice)."""
-    shape, names = Shape(item.shape), Names(op)
+    shape, names = Shape(item.shape), Checks(op)
     for place, size in shape.places():
         inside = set(names_in(size))
         # A change of this size alone makes another valid problem: a name that no other argument has absorbs it.
@@ -178,7 +179,7 @@ def violations(op: Op, item: Tensor, x: torch.Tensor) -> Iterator[tuple[str, tor
 
 def bad_scalars(op: Op, scalar: Scalar, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields numbers outside the declared bounds."""
-    axis = Names(op).axes.get(scalar.name)
+    axis = Checks(op).axes.get(scalar.name)
     if scalar.minimum is not None:
         yield "below", scalar.minimum - 1
     elif scalar.kind == "int" and axis is not None and axis.minimum and not scalar.states:
@@ -199,13 +200,13 @@ def tied(op: Op, item: Tensor | Weight | Scalar) -> set[str]:
     items = [i for i in (*op.arguments, *op.returns) if isinstance(i, Tensor | Weight)]
     if isinstance(item, Scalar):
         return {item.name, *(i.name for i in items)}
-    names = set(Names(op).names_of(item.shape)) | {op.bucket}
+    names = set(Checks(op).names_of(item.shape)) | {op.bucket}
     return (
         {item.name}
         | {
             i.name
             for i in items
-            if names & {*Names(op).names_of(i.shape)} or "..." in i.shape or i.shape.startswith("(")
+            if names & {*Checks(op).names_of(i.shape)} or "..." in i.shape or i.shape.startswith("(")
         }
         | {"max_q", "max_ctx", "rot"}
     )
@@ -262,7 +263,7 @@ def findings(op: Op, checked: Op | None = None) -> list[str]:
         elif isinstance(item, Scalar):
             for what, bad in bad_scalars(op, item, valid):
                 ask(place, item, what, bad, planned=bool(item.states))
-            if item.name in Names(op).scalar_axes:
+            if item.name in Checks(op).scalar_axes:
                 other = (
                     "softmax"
                     if isinstance(valid, str)
