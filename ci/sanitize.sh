@@ -1,6 +1,6 @@
 #!/bin/bash
-# Run the C++ cores under AddressSanitizer and UBSan: tests/native/*_asan.cpp, each a small program with its own main, built together
-# with the cores at every ISA level, or at those that GRISTMILL_CPU_LEVELS and GRISTMILL_CPU_HIGHEST leave (cmake/cpu.cmake). Torch is
+# Run the C++ kernels under AddressSanitizer and UBSan: tests/native/*_asan.cpp, each a small program with its own main, built together
+# with the kernels at every ISA level, or at those that GRISTMILL_CPU_LEVELS and GRISTMILL_CPU_HIGHEST leave (cmake/cpu.cmake). Torch is
 # not involved: a serial stub stands for its thread pool. Every entry that was built must have been run, at every level that this
 # processor has.
 #   ci/sanitize.sh [build directory]
@@ -20,7 +20,7 @@ for program in "$build"/*_asan; do
 done
 grep -v '__' "$build.ran"
 
-# What was built: a core that no program calls, or not at some level, would pass unseen.
+# What was built: a kernel that no program calls, or not at some level, would pass unseen.
 find "$build" -name '*.o' -path '*gm_cpu_*' -exec nm {} + | sed -n 's/^[0-9a-f]* T \(gm_[a-z0-9_]*__[a-z0-9_]*\)$/\1/p' | sort -u >"$build.built"
 missing=$(sed -n 's/^\(runs\|cannot run\) //p' "$build.ran" | sort -u | comm -23 "$build.built" -)
 if [ -n "$missing" ]; then

@@ -1,7 +1,7 @@
 # libgristmill_cpu.so: every _*_cpu.cpp under kernels/ and quant/, compiled once per ISA level with -DGM_LEVEL=<level>.
 include(CheckCXXCompilerFlag)
-option(GRISTMILL_SANITIZE "Build the CPU cores and tests/native/*_asan.cpp with AddressSanitizer and UBSan" OFF)
-option(GRISTMILL_CPU_HIGHEST "Build each core only for the highest level that it has" OFF)
+option(GRISTMILL_SANITIZE "Build the CPU kernels and tests/native/*_asan.cpp with AddressSanitizer and UBSan" OFF)
+option(GRISTMILL_CPU_HIGHEST "Build each kernel only for the highest level that it has" OFF)
 
 # gm_level(name flags...) offers a level; it is built if the compiler takes every flag.
 set(GM_CPU_LEVELS "")

@@ -1,4 +1,4 @@
-# tests/native/<op>_asan.cpp: a program per core, linked with the sanitized cores of every level and a serial thread stub.
+# tests/native/<op>_asan.cpp: a program per kernel, linked with the sanitized kernels of every level and a serial thread stub.
 file(GLOB GM_ASAN_SOURCES CONFIGURE_DEPENDS tests/native/*_asan.cpp)
 foreach(source IN LISTS GM_ASAN_SOURCES)
   get_filename_component(name "${source}" NAME_WE)

@@ -67,7 +67,7 @@ def manifest() -> dict[str, Any]:
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL:
-    """The library of CPU cores. Raises NativeLibraryError if this installation has none."""
+    """The library of C++ kernels. Raises NativeLibraryError if this installation has none."""
     return load_library(
         library_dir() / CPU_LIBRARY,
         "C++ kernels",
@@ -128,7 +128,7 @@ def _declare(library: ctypes.CDLL, symbol: str, argtypes: tuple[Any, ...]) -> Ca
 def best_level(name: str, level: str) -> str:
     """The highest level at or below ``level`` at which ``name`` was built.
 
-    A core may skip levels that gain it nothing (``// gm-levels:`` in its source).
+    A kernel may skip levels that gain it nothing (``// gm-levels:`` in its source).
     """
     if level not in LEVEL_CHAINS:
         raise ValueError(f"unknown CPU level {level!r}; expected one of {', '.join(LEVEL_CHAINS)}")

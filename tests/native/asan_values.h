@@ -1,4 +1,4 @@
-// Values for the sanitizer programs: storage types to float and back without the cores' own conversions, and
+// Values for the sanitizer programs: storage types to float and back without the kernels' own conversions, and
 // cheap repeatable numbers.
 #pragma once
 #include <cmath>

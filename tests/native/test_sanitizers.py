@@ -1,4 +1,4 @@
-"""ci/sanitize.sh catches the faults that it exists for: faults planted in a core, and a core that no
+"""ci/sanitize.sh catches the faults that it exists for: faults planted in a kernel, and a kernel that no
 sanitizer program calls."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from gristmill.kernel_registry.registry import default_registry
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = "kernels/norm/_rms_norm_cpu.cpp"
+KERNEL = "kernels/norm/_rms_norm_cpu.cpp"
 ROW = "kernels/norm/_rms_norm_row_cpu.h"
 needs_tools = pytest.mark.skipif(
     not all(map(shutil.which, ("g++", "cmake", "ninja"))), reason="g++, cmake or ninja is not installed"
@@ -25,7 +25,7 @@ def entries(source: Path) -> set[str]:
     return set(re.findall(r"^GM_(?:KERNEL|CPU_CALL|CPU_ARGS)\((\w+)", source.read_text(), re.MULTILINE))
 
 
-def test_every_core_has_a_program() -> None:
+def test_every_kernel_has_a_program() -> None:
     """Each entry of each C++ CPU source, and of each CPU kernel of the registry, is in the table of levels of
     some program."""
     called: set[str] = set()
@@ -33,7 +33,7 @@ def test_every_core_has_a_program() -> None:
         called |= set(re.findall(r"\bGM_LEVELS\((\w+)", program.read_text()))
     sources = [path for folder in ("kernels", "quant") for path in (ROOT / folder).rglob("_*_cpu.cpp")]
     built = set().union(*map(entries, sources))
-    assert built, "no cores found"
+    assert built, "no kernels found"
     assert built - called == set(), "add tests/native/<op>_asan.cpp; rms_norm_asan.cpp is the example"
     assert called - built == set(), "these programs call what is no more"
     modules = {path.stem: path for path in (ROOT / "kernels").rglob("*_cpu.py")}
@@ -49,7 +49,7 @@ def test_every_core_has_a_program() -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that ci/sanitize.sh reads, with one core at one level."""
+    """A copy of the files that ci/sanitize.sh reads, with one kernel at one level."""
     place = tmp_path_factory.mktemp("tree")
     for name in (
         "CMakeLists.txt",
@@ -57,7 +57,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "ci/sanitize.sh",
         "src/gristmill/__init__.py",
         "kernels/_native",
-        CORE,
+        KERNEL,
         ROW,
         "tests/native/rms_norm_asan.cpp",
         "tests/native/asan.h",
@@ -73,11 +73,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
-    """Runs ci/sanitize.sh with `old` in the core, or in the header that it includes, replaced by `new`. Returns its status and
+    """Runs ci/sanitize.sh with `old` in the kernel, or in the header that it includes, replaced by `new`. Returns its status and
     output."""
-    core, row = ((ROOT / name).read_text() for name in (CORE, ROW))
-    assert old in core or old in row, f"{CORE} and {ROW} have no {old!r} any more: plant the fault elsewhere"
-    (tree / CORE).write_text("// gm-levels: base neon\n" + (core.replace(old, new) if old else core))
+    kernel, row = ((ROOT / name).read_text() for name in (KERNEL, ROW))
+    assert old in kernel or old in row, (
+        f"{KERNEL} and {ROW} have no {old!r} any more: plant the fault elsewhere"
+    )
+    (tree / KERNEL).write_text("// gm-levels: base neon\n" + (kernel.replace(old, new) if old else kernel))
     (tree / ROW).write_text(row.replace(old, new) if old else row)
     process = subprocess.run(
         ["bash", "ci/sanitize.sh"],
@@ -92,7 +94,7 @@ def sanitize(tree: Path, old: str = "", new: str = "") -> tuple[int, str]:
 
 
 @needs_tools
-def test_a_clean_core_passes(tree: Path) -> None:
+def test_a_clean_kernel_passes(tree: Path) -> None:
     status, output = sanitize(tree)
     assert status == 0 and "sanitizers: 1 of 1 entries ran clean" in output, output
 
@@ -119,7 +121,7 @@ def test_planted_faults_are_caught(tree: Path, old: str, new: str, complaint: st
 
 
 @needs_tools
-def test_a_core_without_a_program_fails(tree: Path) -> None:
+def test_a_kernel_without_a_program_fails(tree: Path) -> None:
     orphan = tree / "kernels" / "norm" / "_orphan_cpu.cpp"
     orphan.write_text(
         '// gm-levels: base neon\n#include "gm_cpu.h"\nGM_KERNEL(gm_orphan)(int) { return GM_OK; }\n'
