@@ -63,9 +63,9 @@ def test_calls_of_a_layer(tokens: int, shared: Callable[..., LLM], monkeypatch: 
     model, launched, layers = llm.model, Counter[str](), Calls()
     call, first = BoundPlan.__call__, model.layers[0]
 
-    def count(plan: BoundPlan, *arguments: Any) -> None:
+    def count(plan: BoundPlan, *arguments: Any, **named: Any) -> None:
         launched.update([plan.op.name])
-        call(plan, *arguments)
+        call(plan, *arguments, **named)
 
     class Counted:
         def __call__(self, *arguments: Any) -> Any:
