@@ -38,10 +38,10 @@ _LIBRARY = torch.library.Library("gristmill", "DEF")
 
 def _define(op: Op) -> Callable[..., Any]:
     """Register the torch operator of `op`: its function."""
-    absent = _absent(op)
+    overloads = _overloads(op)
+    short, inputs = overloads[()]
     written = [f"Tensor({chr(ord('m') + index)}!)" for index in range(len(op.outputs))]
     outputs = ", ".join(f"{kind} {name}" for kind, name in zip(written, op.outputs, strict=True))
-    returned = f"({', '.join(['Tensor'] * len(written))})"
 
     def fake(*arguments: Any) -> None:
         # Also called for a meta tensor among real ones, which would get an empty tensor as its result.
@@ -55,28 +55,28 @@ def _define(op: Op) -> Callable[..., Any]:
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"gristmill::{name}", fake, lib=_LIBRARY)
 
-    def register_new(overload: str, given: Sequence[str], plan: str) -> None:
-        code = _implementations(op, given)
+    def register_new(overload: str, taken: Sequence[Parameter], plan: str) -> None:
+        code = _implementations(op, taken)
 
         def fake_new(*arguments: Any) -> Any:
             fake(*arguments)
             return _one_or_tuple(_allocate(op, code["arguments"](*arguments)))
 
-        schema = f"({_typed(op, given, '=' in plan)}, int {plan}) -> {returned}"
+        schema = f"({_typed(taken, '=' in plan)}, int {plan}) -> ({', '.join(['Tensor'] * len(written))})"
         register(overload, schema, code["new"], fake_new)
 
-    code = _implementations(op, absent)
+    code = _implementations(op, op.parameters)
     if not op.outputs:
         register("", f"({op.schema}, int plan=0) -> ()", code["run"], fake)
-        if absent:
-            schema = f"({_typed(op, (), True)}, int plan=0) -> ()"
-            register(_overload(op, ()), schema, _implementations(op, ())["run"], fake)
+        if short != "default":
+            code = _implementations(op, inputs)
+            register(short, f"({_typed(inputs, True)}, int plan=0) -> ()", code["run"], fake)
         return _function(op)
-    register_new("", (), "plan=0")
-    for given in _choices(op)[1:]:
-        register_new(_overload(op, given), given, "plan")
-    register("out", f"({_typed(op, absent, False)}, int plan, {outputs}) -> ()", code["run"], fake)
-    if _inductor_allocates(op):
+    register_new("", inputs, "plan=0")
+    for name, taken in [*overloads.values()][1:]:
+        register_new(name, taken, "plan")
+    register("out", f"({_typed(op.parameters, False)}, int plan, {outputs}) -> ()", code["run"], fake)
+    if short == "planned":
 
         def fake_planned_out(*arguments: Any, **out_tensors: torch.Tensor) -> Any:
             fake(*arguments)
@@ -84,57 +84,45 @@ def _define(op: Op) -> Callable[..., Any]:
 
         # Its last argument has another name than that of the default overload: torch treats overloads that differ only in defaults
         # as one when it deregisters them, and aborts the process.
-        register_new("planned", (), "handle")
-        schema = f"({_typed(op, (), False)}, int handle, *, {outputs}) -> ({', '.join(written)})"
-        into = _implementations(op, ())["planned_out"]
-        register("planned_out", schema, into, fake_planned_out, torch.Tag.out)
+        register_new("planned", inputs, "handle")
+        schema = f"({_typed(inputs, False)}, int handle, *, {outputs}) -> ({', '.join(written)})"
+        code = _implementations(op, inputs)
+        register("planned_out", schema, code["planned_out"], fake_planned_out, torch.Tag.out)
     return _function(op)
 
 
-def _absent(op: Op) -> list[str]:
-    """The arguments that are optional and written in place."""
-    return [p.name for p in op.parameters if p.mutable and "?" in p.type]
+def _overloads(op: Op) -> dict[tuple[str, ...], tuple[str, list[Parameter]]]:
+    """Given arguments, of those that are optional and written in place -> the overload for such calls, and its arguments."""
+    absent = [p.name for p in op.parameters if p.mutable and "?" in p.type]
+    found = {}
+    for given in [chosen for count in range(len(absent) + 1) for chosen in combinations(absent, count)]:
+        taken = [p for p in op.parameters if p.name in given or p.name not in absent]
+        if op.outputs and not given:
+            overload = "planned" if _inductor_allocates(op, taken) else "default"
+        elif op.outputs:
+            overload = "_".join(["with", *given])
+        else:
+            overload = "default" if given or not absent else "_".join(["without", *absent])
+        found[given] = overload, taken
+    return found
 
 
-def _choices(op: Op) -> list[tuple[str, ...]]:
-    """All combinations of these arguments, none first."""
-    absent = _absent(op)
-    return [chosen for count in range(len(absent) + 1) for chosen in combinations(absent, count)]
+def _typed(parameters: Sequence[Parameter], defaults: bool) -> str:
+    """Arguments in torch schema syntax, with or without defaults."""
+    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in parameters)
 
 
-def _overload(op: Op, given: Sequence[str]) -> str:
-    """The overload for calls with `given` of these arguments."""
-    if given:
-        return "_".join(["with", *given]) if op.outputs else "default"
-    if op.outputs:
-        return "planned" if _inductor_allocates(op) else "default"
-    return "_".join(["without", *_absent(op)]) if _absent(op) else "default"
-
-
-def _taken(op: Op, given: Sequence[str]) -> list[Parameter]:
-    """The parameters of that overload."""
-    return [p for p in op.parameters if p.name in given or p.name not in _absent(op)]
-
-
-def _typed(op: Op, given: Sequence[str], defaults: bool) -> str:
-    """These in torch schema syntax, with or without defaults."""
-    return ", ".join(str(p) if defaults else f"{p.type} {p.name}" for p in _taken(op, given))
-
-
-def _inductor_allocates(op: Op) -> bool:
+def _inductor_allocates(op: Op, inputs: Sequence[Parameter]) -> bool:
     """Whether this torch has `torch.Tag.out`, and Inductor of torch 2.13 calls the overload with that tag correctly.
 
     With one output, it passes the tensors first, then everything else, a list as its items, and the output as ``out``
     (torch/_inductor/ir.py, `FallbackKernel.create`). It supports no operator that writes into other arguments.
     """
-    inputs = _taken(op, ())
     if not hasattr(torch.Tag, "out") or any(p.mutable for p in inputs):  # before torch 2.13
         return False
-    if len(op.outputs) > 1:
-        return True
     kinds = [p.type for p in inputs]
-    in_order = kinds == sorted(kinds, key=lambda kind: kind != "Tensor")
-    return in_order and op.outputs == ("out",) and not {"Tensor?", "Tensor[]"} & {*kinds}
+    in_order = kinds == sorted(kinds, key=lambda kind: kind != "Tensor") and op.outputs == ("out",)
+    return len(op.outputs) > 1 or (in_order and not {"Tensor?", "Tensor[]"} & {*kinds})
 
 
 def _one_or_tuple(outputs: Sequence[torch.Tensor]) -> Any:
@@ -148,13 +136,12 @@ def _allocate(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
 
 
-def _implementations(op: Op, given: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """The functions of overloads that take `given` of the arguments that may be absent.
+def _implementations(op: Op, inputs: Sequence[Parameter]) -> dict[str, Callable[..., Any]]:
+    """The functions of overloads that take some of the arguments.
 
     Generated with the names of the arguments: slicing ``*arguments`` would cost a tenth of the call. The dispatcher omits
     trailing arguments that equal their defaults.
     """
-    inputs = _taken(op, given)
     passed, outputs = ", ".join(f"p_{p.name}" for p in inputs), ", ".join(op.outputs)
     taken = ", ".join(f"p_{p.python}" for p in inputs)
     filled = ", ".join(f"p_{p.name}" if p in inputs else "None" for p in op.parameters)
@@ -197,8 +184,8 @@ def binder(op: Op) -> Callable[..., Any]:
     parameters = [*(p.python for p in op.parameters), "*", "plan=None", *(["out=None"] if op.outputs else [])]
     names = "".join(f"{p.name}, " for p in op.parameters)
     bind: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}: ({names})")
-    several = tuple[(torch.Tensor,) * len(op.outputs)] if op.outputs else None  # type: ignore[misc]
-    returned: Any = torch.Tensor if len(op.outputs) == 1 else several
+    several: Any = tuple[(torch.Tensor,) * len(op.outputs)]  # type: ignore[misc]
+    returned: Any = {0: None, 1: torch.Tensor}.get(len(op.outputs), several)
     types = {"plan": BoundPlan | None, "out": returned and returned | None, "return": returned}
     types |= {p.name: _TYPES[re.sub(r"\(.*\)", "", p.type)] for p in op.parameters}
     bind.__annotations__ = types
@@ -209,14 +196,14 @@ def _function(op: Op) -> Callable[..., Any]:
     """The function of `op`: torch's overloads with keyword arguments, defaults and `out`."""
     bound, names, count = binder(op), [p.name for p in op.parameters], len(op.parameters)
     packed = [place for place, p in enumerate(op.parameters) if p.type == "Tensor[]"]
-    absent = [(names.index(name), name) for name in _absent(op)]
     overloads = getattr(torch.ops.gristmill, op.name)
     into = overloads.out if op.outputs else overloads.default
-    some = {}
-    for given in _choices(op):
-        taken = _taken(op, given)
-        some[given] = getattr(overloads, _overload(op, given)), [names.index(p.name) for p in taken]
-    new, _ = some[()]
+    some = {
+        given: (getattr(overloads, overload), [names.index(p.name) for p in taken])
+        for given, (overload, taken) in _overloads(op).items()
+    }
+    new, inputs = some[()]
+    absent = [(place, name) for place, name in enumerate(names) if place not in inputs]
 
     def call(*arguments: Any, plan: BoundPlan | None = None, out: Any = None, **named: Any) -> Any:
         if named or len(arguments) != count:

@@ -49,8 +49,8 @@ class Checks:
     """The checks of the calls of one operation: without a plan, which derive all axes, or with one, which has fixed the static axes.
 
     sizes: names that shapes determine. static: axes that a plan fixes, and the arguments that its flags fix. stated: optional tensors
-    whose presence a plan fixes. scalar_axes: scalars that are static axes. values: names that are not those of arguments in sizes.
-    constants: expressions that a plan fixes -> their variables.
+    whose presence a plan fixes. scalar_axes: scalars that are static axes. values: names with a variable ``s_<name>``. own:
+    names that mean the argument in the expression of a computed axis. constants: expressions that a plan fixes -> their variables.
     """
 
     def __init__(self, op: Declared, planned: bool = False) -> None:
@@ -71,9 +71,7 @@ class Checks:
         self.stated = [t.name for t in self.tensors if t.optional and t.name in presence]
         self.scalar_axes = [n for n in plain if n in self.static and n not in {*self.sizes, *op.values}]
         dtypes = {axis.name for axis in op.axes if axis.kind == "dtype"} - {*self.arguments}
-        self.own = {
-            *self.arguments
-        } - self.sizes  # what names in the expressions of computed axes refer to first
+        self.own = {*self.arguments} - self.sizes
         self.values = self.sizes.union(op.values, dtypes, self.static if planned else ())
         self.steps: list[Step] = []
         self.constants: dict[str, str] = {}
@@ -107,6 +105,14 @@ class Checks:
             arguments = [name for name in (*self.arguments, *self.op.outputs) if name in read]
             self.steps[:0] = [f"{name} = call.{name}" for name in arguments]
         return self.steps, self.bucket_size() if self.planned else self.axis_values()
+
+    def bucket_size(self) -> str:
+        """Source of a planned call's size on the bucket axis; at least 1 if an output has elements at size 0 too."""
+        bucket, size = self.op.bucket, f"s_{self.op.bucket}"
+        if self.lead is not None:
+            size = f"{self.lead.name}.numel() // {self.size('*'.join(Shape(self.lead.shape).sizes))}"
+        scaled = [Shape(o.shape).leading or bucket in self.names_of(o.shape) for o in self.op.returns]
+        return "1" if bucket is None else size if all(scaled) else f"max(1, {size})"
 
     def outputs(self) -> tuple[list[Step], str]:
         """The checks of arguments that determine outputs, and source of ((shape, dtype), ...).
@@ -144,15 +150,6 @@ class Checks:
             outputs.append(f"({shape}, {f'{owner}.dtype' if owner else f'd_{item.dtype}'}),")
         return self.steps, f"({' '.join(outputs)})"
 
-    def bucket_size(self) -> str:
-        """Source of a planned call's size on the bucket axis; at least 1 if an output has elements at size 0 too."""
-        bucket, size = self.op.bucket, f"s_{self.op.bucket}"
-        if self.lead is not None:
-            size = f"{self.lead.name}.numel() // {self.size('*'.join(Shape(self.lead.shape).sizes))}"
-        shapes = [item.shape for item in self.op.returns]
-        scaled = all(Shape(shape).leading or bucket in self.names_of(shape) for shape in shapes)
-        return "1" if bucket is None else size if scaled else f"max(1, {size})"
-
     def shape(self, condition: str, item: Item, expected: str, **more: Any) -> None:
         """Add a check of a shape."""
         message = f"{item.name} must be {shown(item.shape)}{expected}, got {{list({item.name}.shape)}}"
@@ -182,9 +179,8 @@ class Checks:
         """Types and numbers of dimensions. Weights get a description."""
         for item in items:
             if isinstance(item, Tensor) and not item.optional:
-                condition, got = f"hasattr({item.name}, 'dim')", f"{{type({item.name}).__name__}}"
-                message = f"{item.name} must be a tensor, got {got}"
-                self.steps.append(Check(condition, message, kind=TypeError, implied=self.planned))
+                message = f"{item.name} must be a tensor, got {{type({item.name}).__name__}}"
+                self.steps.append(Check(f"hasattr({item.name}, 'dim')", message, "", TypeError, self.planned))
         for item in items:
             shape = Shape(item.shape)
             if isinstance(item, Weight):
@@ -255,8 +251,8 @@ class Checks:
             else:
                 parts = [*shape.sizes, *[str(self.op.bucket)] * shape.leading]
                 condition = f"{x} == {self.constant(self.shape_tuple(item, self.size), *parts)}"
-            others = {name: owners[name] for name in own if owners.get(name, item.name) != item.name}
-            origins = "".join(f", {name} as in {owner}" for name, owner in others.items())
+            others = [name for name in own if owners.get(name, item.name) != item.name]
+            origins = "".join(f", {name} as in {owners[name]}" for name in others)
             self.shape(condition, item, f" = {{list({self.shape_tuple(item, self.resolve)})}}{origins}")
 
     def kind(self, item: Item) -> None:
@@ -291,8 +287,7 @@ class Checks:
                 value = f"{same!r} if {x}.dtype is {like} else {value}"
                 expected = f"have {self.firsts[same]}'s dtype {{{like}}} or {choices}"
             self.steps.append(f"s_{axis} = {value}")
-        kind = ValueError if self.planned else TypeError
-        message = f"{x} must {expected}, got {{{x}.dtype}}"
+        message, kind = f"{x} must {expected}, got {{{x}.dtype}}", ValueError if self.planned else TypeError
         self.steps.append(Check(condition, message, x * item.optional, kind))
 
     def strides(self, item: Tensor) -> None:
@@ -369,15 +364,13 @@ class Checks:
         """The sizes that `items` determine, in the order in which they can be computed: plain names first, then names inside an
         expression. ValueError for an expression that cannot be solved."""
         known = {*known, *(self.static if self.planned else ())}
-        if any(Shape(item.shape).leading for item in items):
-            known.add(str(self.op.bucket))
+        known |= {str(self.op.bucket)} if self.lead in items else set()
         places = [(item, *place) for item in items for place in Shape(item.shape).places()]
         found: list[Extent] = []
         for item, place, size in sorted(places, key=lambda entry: not is_name(entry[2])):
             unknown = self.sizes.intersection(names_in(size)) - known
             if len(unknown) == 1:
-                (name,) = unknown
-                known.add(name)
+                known.add(name := unknown.pop())
                 found.append((name, item, f"shape_{item.name}[{place}]", *solve(self.op.name, size, name)))
         return found
 

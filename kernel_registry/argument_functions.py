@@ -75,9 +75,8 @@ def dense_or_quantized(where: str, name: str, declared: str, argument: Any) -> t
     head = f"{where}: {name}"
     if not isinstance(argument, list | tuple):
         if not hasattr(argument, "scheme"):
-            raise TypeError(
-                f"{head} must be a QuantTensor or a list of tensors, got {type(argument).__name__}"
-            )
+            got = type(argument).__name__
+            raise TypeError(f"{head} must be a QuantTensor or a list of tensors, got {got}")
         return argument, str(argument.scheme), argument.g_idx is not None
     if len(argument) != 1:
         raise ValueError(
@@ -120,19 +119,8 @@ def code_bytes(scheme: str, sizes: tuple[int, ...]) -> int:
     return QuantScheme.parse(scheme).code_bytes(sizes[-1]) * prod(sizes[:-1])
 
 
-CALLED = (
-    prod,
-    isfinite,
-    vectors,
-    rows,
-    matrix,
-    strided,
-    apart,
-    value_of,
-    dense_or_quantized,
-    stated_size,
-    code_bytes,
-)
+PREDICATES = (vectors, rows, matrix, strided, apart)
+CALLED = (*PREDICATES, prod, isfinite, value_of, dense_or_quantized, stated_size, code_bytes)
 SCOPE = {function.__name__: function for function in CALLED}
 """The functions that the generated source calls."""
 
@@ -150,8 +138,7 @@ class Function:
             if isinstance(step, str):
                 all_of = [f"({absent}{' and '.join(c)})" if absent else c[0] for absent, *c in tests.values()]
                 test = "\n        and ".join(all_of)
-                lines += ["if not (", f"    {test}", "):", "    raise fault(locals())"] if tests else []
-                lines.append(step)
+                lines += ["if not (", f"    {test}", "):", "    raise fault(locals())"] * bool(tests) + [step]
                 tests = {}
         self.source = "\n    ".join(lines) + "\n"
         file = f"<gristmill {crc32(self.source.encode()):08x}>"
@@ -167,8 +154,7 @@ class Function:
     def _fault(self, values: dict[str, Any]) -> Exception:
         """The error of the first check that does not hold. values: of the variables so far."""
         for check in self._checks:
-            absent = check.given and values[check.given] is None
-            if not absent and not eval(check.condition, values):
+            if not (check.given and values[check.given] is None or eval(check.condition, values)):
                 message = eval(f'f"""{check.message}"""', values)
                 return check.kind(f"{values['where']}: {message}")
         raise AssertionError(f"{values['where']}: no check fails in {self.source}")
@@ -183,8 +169,7 @@ class Functions:
     """
 
     def __init__(self, op: Declared) -> None:
-        taken = {*SCOPE, "where", "call", "fault"} & {*(p.name for p in op.parameters), *op.outputs}
-        if taken:
+        if taken := {*SCOPE, "where", "call", "fault"} & {*(p.name for p in op.parameters), *op.outputs}:
             wrong = f"{', '.join(sorted(taken))}: the generated checks use this name; choose another"
             raise ValueError(f"{op.name}: {wrong}")
         self._op, self._planned = op, Checks(op, planned=True)

@@ -11,8 +11,7 @@ from gristmill.kernel_registry.arguments import Declared, Scalar, Tensor, Weight
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
 RESERVED = frozenset({"plan", "out", "inf", "nan"})
-"""Names that no argument may have: keyword arguments of every operation, and float literals of torch schemas. An output may be
-named ``out``."""
+"""Names that no argument may have: keyword arguments of every operation, float literals of schemas. An output may be named ``out``."""
 
 
 def names_in(text: str) -> list[str]:
@@ -70,29 +69,20 @@ def check_declared(op: Declared) -> None:
     for item in (*op.arguments, *op.returns):
         if isinstance(item, Scalar):
             _check_scalar(op.name, item)
-        elif isinstance(item, Tensor | Weight):
-            _check_shape(op.name, item)
-    defaults = [parameter.default is not None for parameter in op.parameters]
-    if defaults != sorted(defaults):
+        for size in Shape(item.shape).sizes if isinstance(item, Tensor | Weight) else ():
+            try:
+                names_in(size)
+            except SyntaxError as error:
+                raise ValueError(f"{op.name}: {item.name} has a size {size!r}: {error.msg}") from error
+    if (defaults := [parameter.default is not None for parameter in op.parameters]) != sorted(defaults):
         raise ValueError(f"{op.name}: an argument with a default stands before one without")
 
 
 def _check_scalar(op: str, item: Scalar) -> None:
     if item.kind not in SCALARS:
         raise ValueError(f"{op}: {item.name} must be one of {', '.join(SCALARS)}, got {item.kind!r}")
-    value = item.default
+    value, quoted = item.default, item.default if isinstance(item.default, str) else ""
     fits = value is None or type(value) is SCALARS[item.kind]
-    if isinstance(value, float):
-        fits = fits and isfinite(value)
-    if isinstance(value, str):
-        fits = fits and value.isascii() and value.isprintable() and not set(value) & set("\"'\\")
-    if not fits:
+    fits &= not isinstance(value, float) or isfinite(value)
+    if not fits or not quoted.isascii() or not quoted.isprintable() or set(quoted) & set("\"'\\"):
         raise ValueError(f"{op}: {item.name} is {item.kind}, and {value!r} is no default for it")
-
-
-def _check_shape(op: str, item: Tensor | Weight) -> None:
-    for size in Shape(item.shape).sizes:
-        try:
-            names_in(size)
-        except SyntaxError as error:
-            raise ValueError(f"{op}: {item.name} has a size {size!r}: {error.msg}") from error

@@ -21,13 +21,10 @@ def find_offer(offer: str, importing: bool = False) -> tuple[bool | None, str]:
     """
     module, _, attribute = offer.partition(":")
     offered, why = _by_source(module, attribute.partition(".")[0])
-    if offered is False or (offered is True and "." not in attribute) or not importing:
-        return (
-            (offered, why)
-            if offered is not True or "." not in attribute
-            else (None, f"{offer}: only an import can tell")
-        )
-    return _by_import(module, attribute)
+    undecided = offered is None or (offered and "." in attribute)
+    if undecided and importing:
+        return _by_import(module, attribute)
+    return (None, f"{offer}: only an import can tell") if offered and undecided else (offered, why)
 
 
 def _by_import(module: str, attribute: str) -> tuple[bool | None, str]:
@@ -73,7 +70,7 @@ def _names(file: Path, module: str, name: str) -> tuple[bool | None, str]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         return None, f"the source of {module} cannot be read: {error}"
-    dynamic = False
+    dynamic, unsure = False, f"{module}:{name}: only an import can tell"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if node.name == name and node in tree.body:
@@ -83,14 +80,11 @@ def _names(file: Path, module: str, name: str) -> tuple[bool | None, str]:
             for alias in node.names:
                 dynamic |= alias.name == "*"
                 if (alias.asname or alias.name.partition(".")[0]) == name:
-                    # An import inside try, if or a function may not happen.
-                    return (
-                        (True, "")
-                        if node in tree.body
-                        else (None, f"{module}:{name}: only an import can tell")
-                    )
+                    if node in tree.body:
+                        return True, ""
+                    return None, unsure  # an import inside try, if or a function may not happen
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            return (True, "") if _at_top(tree, name) else (None, f"{module}:{name}: only an import can tell")
+            return (True, "") if _at_top(tree, name) else (None, unsure)
     if any(isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name for n in ast.walk(tree)):
         return None, f"{module}:{name} is defined on a condition: only an import can tell"
     if dynamic:

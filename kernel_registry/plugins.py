@@ -7,7 +7,7 @@ A plugin is code that gristmill does not control. Any error while it is loaded b
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 
 
@@ -43,14 +43,7 @@ class PluginFailure:
 
     def as_dict(self) -> dict[str, str]:
         """The failure as JSON: group, name, module, distribution, reason."""
-        plugin = self.plugin
-        return {
-            "group": plugin.group,
-            "name": plugin.name,
-            "module": plugin.module,
-            "distribution": plugin.distribution,
-            "reason": self.reason,
-        }
+        return asdict(self.plugin) | {"reason": self.reason}
 
 
 def load_plugins(group: str) -> tuple[list[tuple[Plugin, ModuleType]], list[PluginFailure]]:
@@ -63,20 +56,11 @@ def load_plugins(group: str) -> tuple[list[tuple[Plugin, ModuleType]], list[Plug
         entry_points,
     )  # imports email and sockets: half of this package's import time
 
-    plugins = sorted(
-        (
-            Plugin(
-                group,
-                entry.name,
-                entry.value.partition(":")[0].strip(),
-                f"{entry.dist.name} {entry.dist.version}"
-                if entry.dist is not None
-                else "unknown distribution",
-            )
-            for entry in entry_points(group=group)
-        ),
-        key=lambda plugin: (plugin.distribution, plugin.name),
-    )
+    plugins = []
+    for entry in entry_points(group=group):
+        distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
+        plugins.append(Plugin(group, entry.name, entry.value.partition(":")[0].strip(), distribution))
+    plugins.sort(key=lambda plugin: (plugin.distribution, plugin.name))
     loaded: list[tuple[Plugin, ModuleType]] = []
     failures: list[PluginFailure] = []
     for plugin in plugins:
