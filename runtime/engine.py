@@ -16,31 +16,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.runtime.engine_config import EngineConfig, takes_options
+from gristmill.runtime.engine_loading import load_engine
 from gristmill.runtime.engine_memory import EngineMemory, freeze_heap
 from gristmill.runtime.errors import RankError, UsageError
-from gristmill.runtime.integers import as_integer, integers, plain
-from gristmill.runtime.kv_cache.groups import KVGroup
-from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
+from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
 from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.loader.config import open_checkpoint
-from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
-from gristmill.runtime.parallel.remote import RemoteResidency, start_ranks
+from gristmill.runtime.parallel.remote import RemoteResidency
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.sampling_params import SamplingParams, check_integers, check_params, check_timeout
+from gristmill.runtime.sampling_params import SamplingParams, check_params, check_timeout
 from gristmill.runtime.scheduler import (
     Pause,
     Request,
@@ -53,7 +51,6 @@ from gristmill.runtime.scheduler import (
 )
 from gristmill.runtime.speculation import DraftContext
 from gristmill.runtime.speculation.config import Speculation
-from gristmill.runtime.speculation.hidden_drafts import draft_blocks
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline
 from gristmill.runtime.steps_in_flight import DEPTH
@@ -82,46 +79,7 @@ class Engine(EngineMemory):
 
     Args:
         model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it.
-        dtype: the dtype of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
-            ``bfloat16``, or a torch.dtype.
-        quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
-        quant_head: a scheme for the embedding and the logits head, tied or not, such as ``int8``: in groups of 128, or by row where 128
-            does not divide the hidden size. None = as stored; in floats if `quant` is a float scheme.
-        kv_dtype: the format of the KV cache. ``auto``: the dtype of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor
-            or per head (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per
-            token and head, which is computed when they are written. MLA models take ``auto`` only.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:<index>``. ``auto``: the first GPU that kernels run on, else the CPU; a line says which.
-        policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
-        block_size: tokens per block of the cache.
-        num_blocks: number of blocks in the cache; None = as many as fit in `memory`.
-        memory: the size of the cache: bytes (an int), or a fraction of the device's free memory (a float up to 1). None = 85 % of a GPU's
-            free memory; on a CPU the memory of max_seqs full sequences, at most 1 GiB.
-        max_batch_tokens: tokens per step; None = 8192 on a GPU with at least 40 GiB, else 2048, and at least max_seqs.
-        max_seqs: requests per step; None = 256 on such a GPU, else 64.
-        max_model_len: tokens of prompt and output of one request; None = the model's own limit.
-        max_chunk: prompt tokens of one request per step; None = max_batch_tokens.
-        enable_prefix_cache: requests with a common prefix share blocks.
-        seed: source of the seeds of requests without one.
-        decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
-            without capture.
-        async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
-            outputs are the same. None = on a GPU, without tensor_parallel; on a CPU nothing overlaps.
-        queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
-        priority_span: under ``priority``, younger requests that may pass a request for each level they are ahead of it, so that
-            no request starves; None = any number.
-        max_queued, max_queued_tokens: waiting requests, and their prompt tokens, beyond which a request is refused (QueueFull);
-            None = no limit.
-        max_bypass: number of younger requests that may be admitted before one that waits for cache blocks.
-        inter_prefill_budget: prompt tokens that a step may compute in addition to those of its first prompt; None = no limit.
-        speculate: how tokens are drafted and verified several at a time, a `Speculation` or its text, such as ``ngram:4``; ids are
-            the same as without. None = not at all.
-        tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
-            weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
-        rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
-        context_parallel: the ranks of tensor_parallel share the cache of every context by tokens, for MLA models, whose latents each of
-            them has otherwise. On CPUs so far.
-        kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
-            without. None = nowhere.
+        options: those of `EngineConfig`, by name.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -129,143 +87,33 @@ class Engine(EngineMemory):
         NoKernelError: no kernel can run an operation of the model here under the policy.
     """
 
-    def __init__(
-        self,
-        model: str | Path | Checkpoint,
-        *,
-        dtype: str | torch.dtype = "auto",
-        quant: str | QuantScheme | torch.dtype | None = None,
-        quant_head: str | QuantScheme | None = None,
-        kv_dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        policy: Policy | str | Path | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory: int | float | None = None,
-        max_batch_tokens: int | None = None,
-        max_seqs: int | None = None,
-        max_model_len: int | None = None,
-        max_chunk: int | None = None,
-        enable_prefix_cache: bool = True,
-        seed: int = 0,
-        decode_graphs: bool | None = None,
-        async_steps: bool | None = None,
-        queue_order: Literal["fcfs", "priority"] = "fcfs",
-        priority_span: int | None = 256,
-        max_queued: int | None = None,
-        max_queued_tokens: int | None = None,
-        max_bypass: int = 8,
-        inter_prefill_budget: int | None = None,
-        speculate: Speculation | str | None = None,
-        tensor_parallel: int = 1,
-        rank_timeout: float = 300.0,
-        context_parallel: bool = False,
-        kv_transfer: KVTransfer | str | None = None,
-    ) -> None:
-        speculation = None if speculate is None else Speculation.parse(speculate)
-        transfer = None if kv_transfer is None else KVTransfer.parse(kv_transfer)
-        policy = Policy.load(policy) if isinstance(policy, str | Path) else policy
-        if policy is not None and not isinstance(policy, Policy):
-            raise UsageError(
-                f"policy must be a Policy or the path of a policy file, got {type(policy).__name__}"
-            )
-        block_size, num_blocks, memory = plain(block_size), plain(num_blocks), plain(memory)
-        max_seqs, max_batch_tokens = plain(max_seqs), plain(max_batch_tokens)
-        max_model_len, max_chunk = plain(max_model_len), plain(max_chunk)
-        max_queued, max_queued_tokens = plain(max_queued), plain(max_queued_tokens)
-        priority_span, max_bypass = plain(priority_span), plain(max_bypass)
-        inter_prefill_budget, tensor_parallel = plain(inter_prefill_budget), plain(tensor_parallel)
-        check_integers(
-            block_size=block_size,
-            max_seqs=max_seqs,
-            max_model_len=max_model_len,
-            tensor_parallel=tensor_parallel,
-        )
-        open_draft = load_draft = draft_model = None
-        spare = 0
-        if speculation is not None and tensor_parallel > 1:
-            raise UsageError(
-                "speculate cannot be combined with tensor_parallel: drafts are not sent to ranks"
-            )
-        if type(context_parallel) is not bool or (context_parallel and tensor_parallel == 1):
-            raise UsageError(
-                f"context_parallel is True or False, and True with tensor_parallel of at least 2, got {context_parallel!r} and {tensor_parallel}"
-            )
+    @takes_options(EngineConfig)
+    def __init__(self, model: str | Path | Checkpoint, **options: Any) -> None:
+        self._load(model, EngineConfig.of(options))
+
+    @classmethod
+    def from_config(cls, model: str | Path | Checkpoint, config: EngineConfig) -> Engine:
+        """As the constructor, with the options as one object."""
+        engine = cls.__new__(cls)
+        engine._load(model, config)
+        return engine
+
+    def _load(self, model: str | Path | Checkpoint, options: EngineConfig) -> None:
+        speculation, transfer = options.speculation, options.transfer
         if transfer is not None:
             model = open_checkpoint(model)
-            transfer = identity_of(transfer, model.path, quant, quant_head)
-        if speculation is not None and (open_draft := speculation.spec.open) is not None:
-            model = open_checkpoint(model)
-            load_draft = open_draft(model, speculation.model)
-        runner: Runner | ParallelRunner | None = None
-        groups: Sequence[KVGroup] = ()
-        if tensor_parallel > 1:
-            loading = {
-                "dtype": dtype,
-                "quant": quant,
-                "block_size": block_size,
-                "kv_dtype": kv_dtype,
-                "quant_head": quant_head,
-            }
-            runner = start_ranks(
-                model,
-                tensor_parallel,
-                rank_timeout,
-                device,
-                policy,
-                max_model_len,
-                loading,
-                memory=memory,
-                max_seqs=max_seqs,
-                max_batch_tokens=max_batch_tokens,
-                num_blocks=num_blocks,
-                decode_graphs=decode_graphs,
-                context_parallel=context_parallel,
-            )
-            num_blocks, block_size = runner.cache.num_blocks, runner.cache.block_size
-            max_seqs = runner.max_seqs
-            max_batch_tokens, limit = runner.max_batch_tokens, runner.ranks.limit
-        else:
-            loaded = load_model(model, dtype, quant, device, policy, block_size, kv_dtype, quant_head)
-            draft_model = None if load_draft is None else load_draft(loaded, policy, quant)
-            limit = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
-            max_seqs, max_batch_tokens = step_limits(loaded.plans.device, max_seqs, max_batch_tokens)
-            if speculation is not None and speculation.spec.shares_blocks:
-                spare = max_seqs * draft_blocks(speculation.most_tokens, block_size)
-            if draft_model is None:  # whose cache has the blocks of one table
-                groups = getattr(loaded, "kv_groups", ())
-            if num_blocks is None:
-                num_blocks = cache_blocks(
-                    loaded, block_size, memory, max_seqs, limit, draft_model, groups, spare
-                )
-        try:
-            config = SchedulerConfig(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_batch_tokens=max_batch_tokens,
-                max_seqs=max_seqs,
-                max_model_len=limit,
-                max_chunk=max_chunk,
-                prefix_caching=enable_prefix_cache,
-                policy=queue_order,
-                priority_span=priority_span,
-                max_queued=max_queued,
-                max_queued_tokens=max_queued_tokens,
-                max_bypass=max_bypass,
-                inter_prefill_budget=inter_prefill_budget,
-                windows=tuple(group.window for group in groups) or (0,),
-            )
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        if runner is None:
-            runner = Runner(
-                loaded, make_cache(loaded, num_blocks, block_size, groups), decode_graphs, max_seqs
-            )
-        draft = None
-        if draft_model is not None:
-            draft_cache = make_cache(draft_model, num_blocks + spare, block_size)
-            draft = Runner(draft_model, draft_cache, decode_graphs, max_seqs)
-        self._start(runner, config, seed, async_steps, quant, speculation, draft, transfer)
+            transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
+        runner, draft, config = load_engine(model, options)
+        self._start(
+            runner,
+            config,
+            options.seed,
+            options.async_steps,
+            options.quant,
+            speculation,
+            draft,
+            transfer,
+        )
 
     @classmethod
     def from_parts(

@@ -7,11 +7,10 @@ for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from gristmill.runtime.completion import (
     text_stream,
 )
 from gristmill.runtime.engine import Engine, PauseMode
+from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.integers import as_integer, as_prompt, described, integers, is_integers
@@ -38,27 +38,18 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.structured_output import Grammar, GrammarCompiler
 from gristmill.runtime.tokenizer import Tokenizer
 
-P = ParamSpec("P")
 Prompt = str | Sequence[int] | Tensor | NDArray[np.integer[Any]]
 """Text, or token ids: a list, or an array or tensor of one dimension."""
-
-
-def _with_arguments_of(
-    engine: Callable[P, Engine],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Declare that an ``__init__`` takes the arguments of another class, for type checkers, `help` and editors."""
-
-    def declare(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        init.__signature__ = inspect.signature(engine.__init__)  # type: ignore[attr-defined]
-        return init
-
-    return declare
 
 
 class LLM:
     """A model with its engine and tokenizer: from text or token ids to completions.
 
-    The arguments are those of `Engine`. engine, model and config are attributes.
+    engine, model and config are attributes.
+
+    Args:
+        model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it.
+        options: those of `EngineConfig`, by name.
 
     Raises:
         UsageError: an invalid argument; for an invalid directory, its kinds ConfigError or CheckpointError.
@@ -66,14 +57,24 @@ class LLM:
         NoKernelError: no kernel can run an operation of the model here under the policy.
     """
 
-    @_with_arguments_of(Engine)
+    @takes_options(EngineConfig)
     def __init__(self, model: str | Path | Checkpoint, **options: Any) -> None:
+        self._open(model, EngineConfig.of(options))
+
+    @classmethod
+    def from_config(cls, model: str | Path | Checkpoint, config: EngineConfig) -> LLM:
+        """As the constructor, with the options as one object."""
+        llm = cls.__new__(cls)
+        llm._open(model, config)
+        return llm
+
+    def _open(self, model: str | Path | Checkpoint, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(model)
         try:  # before any weight is read, so that an error in it is known at once
             self._tokenizer: Tokenizer | NoTokenizerError = Tokenizer(checkpoint)
         except NoTokenizerError as error:
             self._tokenizer = error
-        self.engine = Engine(checkpoint, **options)
+        self.engine = Engine.from_config(checkpoint, config)
         self.path = checkpoint.path
         self.model: Model | RemoteModel = self.engine.runner.model
         self.config = self.model.config

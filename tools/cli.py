@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gristmill import __version__, console
-from gristmill.tools.sampling_options import OPTIONS, sampling_options
 
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
@@ -42,101 +41,55 @@ def cli() -> None:
     """
 
 
-def model_options(function: F) -> F:
-    """The options for model, number formats, device and policy."""
-    for option in reversed(
-        [
-            click.option(
-                "--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout."
-            ),
-            click.option(
-                "--quant",
-                metavar="SCHEME",
-                help="Quantize linear and expert weights to this format at load: "
-                "int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ... Default: as stored. For a quantized checkpoint, bf16 "
-                "dequantizes the weights; schemes such as fp8_block.fp8_g128 also quantize activations.",
-            ),
-            click.option(
-                "--quant-head",
-                metavar="SCHEME",
-                help="Quantize the embedding and the logits head at load, tied or not: int8 (groups of 128), int8_ch, ... "
-                "Default: as stored.",
-            ),
-            click.option(
-                "--dtype",
-                default="auto",
-                show_default=True,
-                metavar="D",
-                help="Dtype of activations and cache: fp32, fp16, bf16, or auto (the checkpoint's).",
-            ),
-            click.option(
-                "--kv-dtype",
-                default="auto",
-                show_default=True,
-                metavar="D",
-                help="KV cache: auto (the dtype of activations), fp8 (the checkpoint's scales) or fp8_token_head.",
-            ),
-            click.option(
-                "--device",
-                default="auto",
-                show_default=True,
-                metavar="auto|cpu|cuda",
-                help="Where to run. auto: the first GPU that kernels run on, else the CPU.",
-            ),
-            click.option(
-                "--policy", metavar="FILE", help="Policy file (TOML or JSON) that pins or excludes kernels."
-            ),
-            click.option(
-                "--tensor-parallel",
-                type=int,
-                default=1,
-                show_default=True,
-                metavar="N",
-                help="Processes that share the model, each on its own GPU (cuda:0 and on), or on the CPU.",
-            ),
-            click.option(
-                "--context-parallel",
-                is_flag=True,
-                help="With --tensor-parallel, and for MLA models: each process has a part of the cache of every context.",
-            ),
-            click.option(
-                "--kv-transfer",
-                metavar="STORE[+STORE]",
-                help="Keep blocks of the KV cache for later requests and processes, such as host:8GiB or file:DIR:100GiB. "
-                "'gristmill supported' lists the stores; options follow after commas: save_after=1,timeout=5.",
-            ),
-        ]
-    ):
-        function = option(function)
-    return function
+class ModelCommand(click.Command):
+    """A command that takes every option of `EngineConfig`, and with ``sampling`` every parameter of `SamplingParams`.
+
+    They are made when the command is used: other commands need not import torch.
+    """
+
+    sampling = False
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The command's own parameters and those of the declarations, made once."""
+        if not self._declared:
+            from gristmill.runtime.engine_config import EngineConfig
+            from gristmill.runtime.sampling_params import SamplingParams
+            from gristmill.tools.declared_options import options_of
+
+            self._declared = True
+            self.params += [
+                *(options_of(SamplingParams) if self.sampling else ()),
+                *options_of(EngineConfig),
+            ]
+        return super().get_params(ctx)
+
+    _declared = False
 
 
-speculate_option = click.option(
-    "--speculate",
-    metavar="METHOD",
-    help="Draft tokens and verify several per step, with the same text, such as ngram:4. 'gristmill supported' lists the methods.",
+class SamplingCommand(ModelCommand):
+    """A model command that generates."""
+
+    sampling = True
+
+
+model_option = click.option(
+    "--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, or a GGUF file."
 )
 
 
-@cli.command()
-@model_options
+@cli.command(cls=SamplingCommand)
+@model_option
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
-@sampling_options
 @click.option(
-    "--decode-graphs/--no-decode-graphs",
-    default=None,
-    help="Run decode steps as CUDA graphs. Default: on a GPU.",
+    "--params",
+    "params_file",
+    metavar="FILE",
+    help="JSON object of sampling parameters, by the names of SamplingParams; options override it.",
 )
-@speculate_option
 @click.option(
     "--stats",
     is_flag=True,
     help="Print counts of the engine: of --speculate, drafts and their acceptance; of --kv-transfer, blocks.",
-)
-@click.option(
-    "--async-steps/--no-async-steps",
-    default=None,
-    help="Launch each step before the results of the one before it are on the host. Default: on a GPU.",
 )
 @click.option(
     "--explain",
@@ -154,59 +107,63 @@ speculate_option = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout, at the end.")
 def generate(
     prompt: str,
+    params_file: str | None,
     drain_seconds: float,
     stats: bool,
     explain: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Continue a text. The text is streamed to stdout; timings go to stderr.
+    """Continue a text. The text is streamed to stdout, or printed at the end where --n asks for several; timings go to stderr.
 
-    Sampling follows the options. Of the model's generation_config.json only the end tokens are used.
+    Sampling follows the options and --params. Of the model's generation_config.json only the end tokens are used.
 
     \b
     With --json, one object: {"prompt", "text", "token_ids", "finish_reason" ("stop", "length", "abort" or "error"), "error" (null, or
-    the cause of "error": {"code", "message"}), "logprobs" (null without --logprobs: {"token_id", "logprob", "rank", "top"}),
-    "prompt_tokens", "seconds", "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs"
+    the cause of "error": {"code", "message"}), "logprobs" (null without --logprobs: {"token_id", "logprob", "rank", "top"}), all of
+    the first completion; "choices" (these five of each), "prompt_logprobs" (null without the option), "prompt_tokens", "seconds",
+    "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs"
     (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason"}), "speculation" (null without
     --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens", "accepted_by_position", "reasons", "gains", "draft_bytes"}),
     "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens", "loaded_tokens", "loaded_blocks", "saved_blocks",
     "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
     """
+    from gristmill.runtime.completion import GrowingCompletion
     from gristmill.runtime.sampling_params import SamplingParams
+    from gristmill.tools.declared_options import given, params_of
     from gristmill.tools.reports import print_drafts, print_transfer
 
-    params = SamplingParams(**{name: options.pop(name) for name in OPTIONS})
+    params = params_of(params_file, given(SamplingParams, options))
     llm = _load(options, as_json, text=True)
     begin = time.perf_counter()
-    text, reason, error = "", None, None
-    ids: list[int] = []
-    logprobs: list[dict[str, Any]] = []
+    growing = [GrowingCompletion() for _ in range(params.n)]
     with _draining(llm, drain_seconds):
         for chunk in llm.stream(prompt, params):
-            logprobs += [asdict(token) for token in chunk.logprobs or ()]
-            text += chunk.text
-            ids += chunk.token_ids
-            reason, error = chunk.finish_reason or reason, chunk.error or error
-            if not as_json:
+            growing[chunk.choice].add(chunk)
+            if not as_json and params.n == 1:
                 click.echo(chunk.text, nl=False)
     seconds = time.perf_counter() - begin
+    prompt_ids = llm.tokenizer.encode(prompt)
+    completions = [one.completion(prompt_ids) for one in growing]
+    tokens = sum(len(one.token_ids) for one in completions)
     rows, graphs = (llm.explain(), llm.explain_graphs()) if explain else (None, None)
     llm.engine.flush_kv_transfer()
     status = llm.engine.status()
     speculation, transfer = status.speculation, status.kv_transfer
     if as_json:
+        choices = [
+            {name: asdict(one)[name] for name in ("text", "token_ids", "finish_reason", "error", "logprobs")}
+            for one in completions
+        ]
         console.emit(
             {
                 "prompt": prompt,
-                "text": text,
-                "token_ids": ids,
-                "finish_reason": reason,
-                "error": None if error is None else asdict(error),
-                "logprobs": None if params.logprobs is None else logprobs,
-                "prompt_tokens": len(llm.tokenizer.encode(prompt)),
+                **choices[0],
+                "choices": choices,
+                "prompt_logprobs": asdict(completions[0])["prompt_logprobs"],
+                "prompt_tokens": len(prompt_ids),
                 "seconds": seconds,
-                "tokens_per_second": len(ids) / seconds,
+                "tokens_per_second": tokens / seconds,
                 "weight_bytes": llm.weight_bytes,
                 "explain": rows,
                 "decode_graphs": graphs,
@@ -215,10 +172,14 @@ def generate(
             }
         )
         return
-    click.echo()
+    if params.n > 1:
+        for one in completions:
+            click.echo(f"[{one.choice}] {one.text}")
+    else:
+        click.echo()
+    ends = ", ".join(f"{one.finish_reason}{f' ({one.error})' if one.error else ''}" for one in completions)
     console.err().print(
-        f"{len(ids)} tokens in {seconds:.2f} s ({len(ids) / seconds:.1f}/s), finish: {reason}{f' ({error})' if error else ''}",
-        style="dim",
+        f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f}/s), finish: {ends}", style="dim"
     )
     if stats:
         print_drafts(speculation)
@@ -255,8 +216,8 @@ def _draining(llm: LLM, seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@cli.command(name="eval")
-@model_options
+@cli.command(name="eval", cls=ModelCommand)
+@model_option
 @click.option(
     "--tokens", "tokens_file", required=True, metavar="FILE", help="Token ids, little-endian uint16."
 )
@@ -282,6 +243,7 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
     from gristmill.tools.evaluate import read_tokens
 
     tokens = read_tokens(tokens_file)
+    model, quant = options["model"], options["quant"] or "as stored"
     llm = _load(options, as_json, max_batch_tokens=max(2048, window))
     with _bar("evaluating", as_json) as advance:
         evaluation = run(llm.engine, tokens, window, windows, advance)
@@ -291,7 +253,7 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
         )
         return
     console.table(
-        f"{options['model']} ({options['quant'] or 'as stored'}) on {tokens_file}",
+        f"{model} ({quant}) on {tokens_file}",
         ["loss (nats/token)", "perplexity", "tokens", "seconds"],
         [
             [
@@ -434,14 +396,8 @@ def quantize(
     )
 
 
-@cli.command()
-@model_options
-@speculate_option
-@click.option("--max-seqs", type=int, metavar="N", help="Requests per step. Default: by the device.")
-@click.option("--max-batch-tokens", type=int, metavar="N", help="Tokens per step. Default: by the device.")
-@click.option(
-    "--max-model-len", type=int, metavar="N", help="Tokens of a request. Default: the model's limit."
-)
+@cli.command(cls=ModelCommand)
+@model_option
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def warm(as_json: bool, **options: Any) -> None:
     """Select, verify and compile ahead of time every kernel that a model calls, so that later processes start from the store.
@@ -523,18 +479,20 @@ def supported(as_json: bool) -> None:
         console.err().print(str(failure), highlight=False, markup=False)
 
 
-def _load(options: dict[str, Any], quiet: bool, text: bool = False, **engine_options: Any) -> LLM:
-    """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read."""
+def _load(options: dict[str, Any], quiet: bool, text: bool = False, **defaults: Any) -> LLM:
+    """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read.
+    defaults: of the engine's options that are not given."""
     with console.err().status(f"loading {options['model']}") if not quiet else _silence():
         from gristmill.runtime.llm import LLM
         from gristmill.runtime.loader.config import open_checkpoint
+        from gristmill.tools.declared_options import config_of
 
+        config = config_of(options, **defaults)
         checkpoint = open_checkpoint(options["model"])
         if text:
             checkpoint.config()  # of a path that is no model, the better error
             checkpoint.tokenizer()
-        others = {name: value for name, value in options.items() if name != "model"}
-        return LLM(checkpoint, **others, **engine_options)
+        return LLM.from_config(checkpoint, config)
 
 
 @contextmanager

@@ -87,9 +87,9 @@ class Replica:
 
 def serve(connection: Connection) -> None:
     """Load the model, say so, and serve. The first message: arguments of `LLM`; how many replicas share the CPUs; seconds of a step."""
-    options, share, watchdog = connection.recv()
+    model, options, share, watchdog = connection.recv()
     torch.set_num_threads(max(1, torch.get_num_threads() // share))
-    llm = LLM(**options)
+    llm = LLM(model, **options)
     connection.send(("", None))
     try:
         asyncio.run(Replica(connection, AsyncEngine(llm, watchdog_seconds=watchdog)).serve())

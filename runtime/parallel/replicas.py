@@ -25,6 +25,7 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
+from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.integers import as_prompt, plain
 from gristmill.runtime.llm import Prompt
@@ -80,6 +81,7 @@ class Replicas:
         check_integers(count=count)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
             raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")
+        EngineConfig.of(options)  # before processes are started
         options["device"] = device_of(options)
         self._retry, self._timeout = retry, timeout
         self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()
@@ -89,9 +91,7 @@ class Replicas:
                 self._replicas.append(
                     _Replica(spawn("gristmill.runtime.parallel.replica", number, env=environment))
                 )
-                self._replicas[-1].child.connection.send(
-                    ({"model": model, **options}, count, LOADING * timeout)
-                )
+                self._replicas[-1].child.connection.send((model, options, count, LOADING * timeout))
             self._await_loaded(time.monotonic() + LOADING * timeout)
         except BaseException:
             end_all(replica.child for replica in self._replicas)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.completion import Completion as Completion
     from gristmill.runtime.engine import Engine as Engine
     from gristmill.runtime.engine import EngineDraining as EngineDraining
+    from gristmill.runtime.engine_config import EngineConfig as EngineConfig
     from gristmill.runtime.engine_thread import EngineDeadError as EngineDeadError
     from gristmill.runtime.errors import CheckpointError as CheckpointError
     from gristmill.runtime.errors import ConfigError as ConfigError

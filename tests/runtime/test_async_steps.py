@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gristmill.runtime import engine as engine_module
+from gristmill.runtime import engine_loading
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
@@ -49,7 +49,7 @@ def make_late(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Call
 
     def build(name: str, runner: type[Runner] = LateRunner, **options: Any) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "Runner", runner)
+            patch.setattr(engine_loading, "Runner", runner)
             return make(name, async_steps=True, **options)
 
     return build

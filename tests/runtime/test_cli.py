@@ -118,8 +118,46 @@ def test_generate_with_every_sampling_option(gristmill: Command) -> None:
     params = SamplingParams(max_tokens=12, bad_words=["query"], **wishes)  # type: ignore[arg-type]
     assert edited["token_ids"] == list(llm.generate("The SELECT", params)[0].token_ids)
     assert edited["text"] != text and edited["logprobs"] is None
+    few = {
+        "allowed_token_ids": [40, 41, 300],
+        "logit_bias": {300: 4.0},
+        "n": 2,
+        "temperature": 1.0,
+        "seed": 3,
+    }
+    flags = ["--allowed-token-ids", "40,41,300", "--logit-bias", '{"300": 4.0}', "--n", "2"]
+    several = json.loads(gristmill(*options, *flags, "--temperature", "1", "--seed", "3").stdout)
+    expected = llm.generate("The SELECT", SamplingParams(max_tokens=12, **few))  # type: ignore[arg-type]
+    assert [one["token_ids"] for one in several["choices"]] == [list(one.token_ids) for one in expected]
+    ends = str(llm.generate("The SELECT", SamplingParams(max_tokens=12))[0].token_ids[3])
+    stopped = json.loads(gristmill(*options, "--stop-token-ids", ends, "--prompt-logprobs", "0").stdout)
+    assert len(stopped["token_ids"]) == 4 and stopped["finish_reason"] == "stop"
+    assert len(stopped["prompt_logprobs"]) == stopped["prompt_tokens"] and not stopped["prompt_logprobs"][0]
+    whole = json.loads(gristmill(*options, "--stop", text[9:13], "--include-stop-str-in-output").stdout)
+    assert whole["text"] == text[: text.index(text[9:13]) + 4]
+    chosen = json.loads(gristmill(*options, "--structured-output", '{"choice": ["seven", "eight"]}').stdout)
+    assert chosen["text"] in ("seven", "eight")
     wrong = gristmill(*options, "--presence-penalty", "3")
     assert wrong.returncode == 2 and "presence_penalty must be a number in [-2, 2], got 3.0" in wrong.stderr
+
+
+def test_sampling_parameters_from_a_file(gristmill: Command, tmp_path: Path) -> None:
+    options = ("generate", "--model", MODEL, "--prompt", "The SELECT", "--dtype", "fp32", "--json")
+    file = tmp_path / "params.json"
+
+    def run(text: str, *more: str) -> CommandResult:
+        file.write_text(text)
+        return gristmill(*options, "--params", str(file), *more)
+
+    params = {"max_tokens": 9, "logit_bias": {"300": -50}, "structured_output": {"regex": "[a-z ]{20}"}}
+    first = json.loads(run(json.dumps(params)).stdout)
+    assert 300 not in first["token_ids"] and len(first["token_ids"]) <= 9 and first["text"].islower()
+    assert len(json.loads(run(json.dumps(params), "--max-tokens", "2").stdout)["token_ids"]) == 2
+    mistake(run("[1]"), "a JSON object is expected")
+    mistake(run('{"max_token": 3}'), "params.json has no max_token; known: max_tokens")
+    mistake(run('{"structured_output": {"regexp": "a"}}'), "structured output has no regexp; known: json")
+    mistake(gristmill(*options, "--params", str(tmp_path / "absent.json")), "cannot read")
+    mistake(gristmill(*options, "--logit-bias", "[3]"), "a JSON object is expected")
 
 
 def test_sigterm_ends_generation_with_what_there_is(gristmill: Command) -> None:
@@ -169,6 +207,8 @@ def test_generate(gristmill: Command) -> None:
         "explain",
         "decode_graphs",
         "speculation",
+        "choices",
+        "prompt_logprobs",
     }
     assert (
         len(output["token_ids"]),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.runtime import engine as engine_module
+from gristmill.runtime import engine_loading
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.paged import PagedCache
@@ -83,7 +83,7 @@ def test_ids_are_those_of_one_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if name.startswith("asynchronous"):
-        monkeypatch.setattr(engine_module, "Runner", LateRunner)
+        monkeypatch.setattr(engine_loading, "Runner", LateRunner)
     llm = make(folder, **OPTIONS[name])
     assert llm.engine.scheduler.config.windows == llm.engine.runner.cache.windows == (0, WINDOW)
     if not name.startswith("asynchronous") and name != "drafts in graphs":  # whose padding reads free blocks

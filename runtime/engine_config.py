@@ -1,0 +1,180 @@
+"""The options of an engine: declared once, for `Engine`, `LLM`, command lines, hosts and replicas."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec
+
+import torch
+
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.integers import plain
+from gristmill.runtime.kv_transfer.config import KVTransfer
+from gristmill.runtime.sampling_params import check_integers
+from gristmill.runtime.speculation.config import Speculation
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The options of `Engine`, and of everything that makes one.
+
+    Integers may be those of numpy; they are kept as Python's. A policy given as a path is loaded, and `speculate` and `kv_transfer` are parsed.
+
+    Args:
+        dtype: the dtype of activations, cache and weights kept in floats: ``auto`` (the checkpoint's), ``float32``, ``float16``,
+            ``bfloat16``, or a torch.dtype.
+        quant: a scheme to quantize linear weights to at load, such as ``int4_g128``; None = as stored.
+        quant_head: a scheme for the embedding and the logits head, tied or not, such as ``int8``: in groups of 128, or by row where 128
+            does not divide the hidden size. None = as stored; in floats if `quant` is a float scheme.
+        kv_dtype: the format of the KV cache. ``auto``: the dtype of activations. ``fp8``: e4m3 codes with the checkpoint's scales per tensor
+            or per head (1.0 where it has none, with a warning); half the memory of bf16. ``fp8_token_head``: e4m3 codes with a scale per
+            token and head, which is computed when they are written. MLA models take ``auto`` only.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:<index>``. ``auto``: the first GPU that kernels run on, else the CPU; a line says which.
+        policy: a Policy or the path of a policy file; None = the one that GRISTMILL_POLICY names.
+        block_size: tokens per block of the cache.
+        num_blocks: number of blocks in the cache; None = as many as fit in `memory`.
+        memory: the size of the cache: bytes (an int), or a fraction of the device's free memory (a float up to 1). None = 85 % of a GPU's
+            free memory; on a CPU the memory of max_seqs full sequences, at most 1 GiB.
+        max_batch_tokens: tokens per step; None = 8192 on a GPU with at least 40 GiB, else 2048, and at least max_seqs.
+        max_seqs: requests per step; None = 256 on such a GPU, else 64.
+        max_model_len: tokens of prompt and output of one request; None = the model's own limit.
+        max_chunk: prompt tokens of one request per step; None = max_batch_tokens.
+        enable_prefix_cache: requests with a common prefix share blocks.
+        seed: source of the seeds of requests without one.
+        decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
+            without capture.
+        async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
+            outputs are the same. None = on a GPU, without tensor_parallel; on a CPU nothing overlaps.
+        queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
+        priority_span: under ``priority``, younger requests that may pass a request for each level they are ahead of it, so that
+            no request starves; None = any number.
+        max_queued, max_queued_tokens: waiting requests, and their prompt tokens, beyond which a request is refused (QueueFull);
+            None = no limit.
+        max_bypass: number of younger requests that may be admitted before one that waits for cache blocks.
+        inter_prefill_budget: prompt tokens that a step may compute in addition to those of its first prompt; None = no limit.
+        speculate: how tokens are drafted and verified several at a time, a `Speculation` or its text, such as ``ngram:4``; ids are
+            the same as without. None = not at all.
+        tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
+            weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
+        rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
+        context_parallel: the ranks of tensor_parallel share the cache of every context by tokens, for MLA models, whose latents each of
+            them has otherwise. On CPUs so far.
+        kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
+            without. None = nowhere.
+
+    Raises:
+        UsageError: an invalid value; the message names it.
+        PolicyError: a policy file that is unreadable.
+    """
+
+    dtype: str | torch.dtype = "auto"
+    quant: str | QuantScheme | torch.dtype | None = None
+    quant_head: str | QuantScheme | None = None
+    kv_dtype: str | torch.dtype = "auto"
+    device: str | torch.device = "auto"
+    policy: Policy | str | Path | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory: int | float | None = None
+    max_batch_tokens: int | None = None
+    max_seqs: int | None = None
+    max_model_len: int | None = None
+    max_chunk: int | None = None
+    enable_prefix_cache: bool = True
+    seed: int = 0
+    decode_graphs: bool | None = None
+    async_steps: bool | None = None
+    queue_order: Literal["fcfs", "priority"] = "fcfs"
+    priority_span: int | None = 256
+    max_queued: int | None = None
+    max_queued_tokens: int | None = None
+    max_bypass: int = 8
+    inter_prefill_budget: int | None = None
+    speculate: Speculation | str | None = None
+    tensor_parallel: int = 1
+    rank_timeout: float = 300.0
+    context_parallel: bool = False
+    kv_transfer: KVTransfer | str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._set(field.name, plain(getattr(self, field.name)))
+        if isinstance(self.policy, str | Path):
+            self._set("policy", Policy.load(self.policy))
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise UsageError(
+                f"policy must be a Policy or the path of a policy file, got {type(self.policy).__name__}"
+            )
+        if self.speculate is not None:
+            self._set("speculate", Speculation.parse(self.speculate))
+        if self.kv_transfer is not None:
+            self._set("kv_transfer", KVTransfer.parse(self.kv_transfer))
+        check_integers(
+            block_size=self.block_size,
+            max_seqs=self.max_seqs,
+            max_model_len=self.max_model_len,
+            tensor_parallel=self.tensor_parallel,
+        )
+        if self.speculate is not None and self.tensor_parallel > 1:
+            raise UsageError(
+                "speculate cannot be combined with tensor_parallel: drafts are not sent to ranks"
+            )
+        if type(self.context_parallel) is not bool or (self.context_parallel and self.tensor_parallel == 1):
+            raise UsageError(
+                "context_parallel is True or False, and True with tensor_parallel of at least 2, "
+                f"got {self.context_parallel!r} and {self.tensor_parallel}"
+            )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """A configuration from options by name. UsageError: an option that there is not; the message has a similar one."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise UsageError(f"an engine has no option {name!r}; {hint}")
+        return cls(**options)
+
+    @property
+    def loaded_policy(self) -> Policy | None:
+        """`policy`, loaded."""
+        return Policy.load(self.policy) if isinstance(self.policy, str | Path) else self.policy
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """`speculate`, parsed."""
+        return None if self.speculate is None else Speculation.parse(self.speculate)
+
+    @property
+    def transfer(self) -> KVTransfer | None:
+        """`kv_transfer`, parsed."""
+        return None if self.kv_transfer is None else KVTransfer.parse(self.kv_transfer)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def takes_options(
+    config: Callable[P, EngineConfig],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, str | Path | Checkpoint, P], None]]:
+    """Declare that an ``__init__`` takes a model and the options of `config`, for type checkers, `help` and editors."""
+
+    def declare(
+        init: Callable[..., None],
+    ) -> Callable[Concatenate[Any, str | Path | Checkpoint, P], None]:
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = inspect.signature(config).parameters.values()
+        init.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return init
+
+    return declare

@@ -1,0 +1,86 @@
+"""The options of an engine: declared once, and reachable from everything that makes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+from gristmill import LLM, Engine, EngineConfig, SamplingParams
+from gristmill.integrations.options import engine_options
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_transfer.config import KVTransfer
+from gristmill.runtime.parallel.replicas import Replicas
+from gristmill.runtime.speculation.config import Speculation
+from gristmill.tools.cli import cli
+from gristmill.tools.declared_options import helps, options_of
+
+NAMES = [field.name for field in fields(EngineConfig)]
+
+
+@pytest.mark.parametrize("make", [Engine, LLM])
+def test_engines_take_every_option(make: Callable[..., Any]) -> None:
+    parameters = inspect.signature(make).parameters
+    assert [*parameters] == ["model", *NAMES]
+    assert all(parameters[field.name].default == field.default for field in fields(EngineConfig))
+
+
+@pytest.mark.parametrize("name", ["generate", "eval", "warm"])
+def test_commands_take_every_option(name: str) -> None:
+    command = cli.commands[name]
+    options = [parameter.name for parameter in command.get_params(click.Context(command))]
+    assert len({*options}) == len(options)
+    assert {"engine_seed" if name == "seed" else name for name in NAMES} <= {*options}
+    if name == "generate":
+        assert {field.name for field in fields(SamplingParams)} - {"bad_words"} <= {*options}
+
+
+@pytest.mark.parametrize("declared", [EngineConfig, SamplingParams])
+def test_every_option_is_explained(declared: type) -> None:
+    assert helps(declared).keys() == {field.name for field in fields(declared)}
+    texts = [option.help or "" for option in options_of(declared)]
+    assert all(len(text) > 10 and "`" not in text and "None" not in text for text in texts), texts
+
+
+def test_a_new_option_needs_no_second_place() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class More(EngineConfig):
+        """Options.
+
+        Args:
+            watermark: blocks that stay free; None = by the
+                device.
+        """
+
+        watermark: int | None = None
+
+    assert More.of({"watermark": 3}).watermark == 3  # type: ignore[attr-defined]
+    assert helps(More)["watermark"] == "Blocks that stay free. Default: by the device."
+
+
+def test_hosts_take_every_option() -> None:
+    assert engine_options(dict.fromkeys(NAMES)).keys() == {*NAMES}
+    texts = {"max_seqs": "4", "decode_graphs": "false"}
+    assert engine_options(texts) == {"max_seqs": 4, "decode_graphs": False}
+
+
+def test_a_configuration_is_frozen_and_parsed() -> None:
+    options = {"speculate": "ngram:4", "kv_transfer": "host:1MiB", "max_seqs": np.int64(3)}
+    config = EngineConfig.of(options)
+    assert isinstance(config.speculate, Speculation) and isinstance(config.kv_transfer, KVTransfer)
+    assert type(config.max_seqs) is int and config == EngineConfig.of({**options, "max_seqs": 3})
+    with pytest.raises(FrozenInstanceError):
+        config.max_seqs = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("make", [LLM, Engine, lambda model, **options: Replicas(model, 2, **options)])
+def test_unknown_options_are_refused_before_anything_is_loaded(make: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="an engine has no option 'max_seq'; did you mean max_seqs?"):
+        make("/absent", max_seq=3)
+    with pytest.raises(UsageError, match="an engine has no option 'zzz'; known: dtype, quant"):
+        make("/absent", zzz=1)
