@@ -37,7 +37,7 @@ unexport PYTHONPATH PYTHONHOME
 KEY := $(shell { cat $(CONSTRAINTS) pyproject.toml; echo "$(TORCH_SPEC)" "$(PYTHON)" "$(VENV_DIR)"; } 2>/dev/null | cksum | cut -d' ' -f1)
 SETUP := $(VENV)/.setup-$(KEY)
 
-.PHONY: help run test test-full build lint format generate setup clean
+.PHONY: help run test test-full hosts build lint format generate setup clean
 
 help:  ## this list
 	@echo "gristmill: LLM inference kernels, chosen by measurement"
@@ -58,6 +58,9 @@ test: build  ## what CI runs: lint, types, import contracts, tests, wheels (unde
 
 test-full: build  ## test, with the slow tests, sanitizers everywhere and the whole compile matrix (under 75 minutes)
 	@exec env GRISTMILL_FULL=1 bash ci/test.sh "$(JOBS)"
+
+hosts: build  ## the tests inside vLLM, SGLang, Ray, Dynamo and other hosts (10 minutes, 15 the first time)
+	@exec bash ci/hosts.sh
 
 build: $(SETUP)  ## compile what changed; libraries land in src/gristmill/_lib
 	@if [ "$${GRISTMILL_RARE:-on}" = on ] && grep -q '^GRISTMILL_RARE:STRING=off' build/CMakeCache.txt; then

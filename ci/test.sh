@@ -50,11 +50,9 @@ budget=(-p ci.budget)
 if [ -n "$full" ]; then budget=(); fi  # the slow tests have none
 # A worker that has nothing left takes tests of the other: neither waits for the last long file.
 step "tests" python -m pytest -q -n "$jobs" --dist worksteal -m "$marks" "${budget[@]}"
-for list in ${full:+ci/hosts/*.txt}; do  # programs that gristmill runs inside, each in its own environment
-  host=$(basename "$list" .txt)
-  step "environment of $host" bash ci/host_env.sh "$host" python
-  step "inside $host" ".venv-$host/bin/python" -m pytest -q -m "$marks" "tests/integrations/$host"
-done
+if [ -n "$full" ]; then
+  step "hosts" bash ci/hosts.sh "$marks"
+fi
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}
 fi

@@ -230,6 +230,7 @@ def test_a_killed_worker_ends_the_server(server: Server) -> None:
     end_by_killing_the_worker(server)
 
 
+@pytest.mark.host
 @pytest.mark.slow
 def test_vllms_own_model_by_the_commands_of_the_page(tmp_path: Path, environment: dict[str, str]) -> None:
     """Serve it with --quantization gristmill, ask it; then vLLM's own worker is killed, and the server ends."""
