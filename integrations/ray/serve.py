@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from gristmill.integrations.options import engine_options
 from gristmill.integrations.ray.params import sampling_params
+from gristmill.integrations.ray.resources import resources
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.completion import Chunk, Completion
 from gristmill.runtime.engine import EngineDraining
@@ -125,7 +126,8 @@ def _values(part: Completion | Chunk) -> dict[str, Any]:
 
 
 def build(arguments: Mapping[str, str]) -> serve.Application:
-    """``serve run gristmill.integrations.ray:build model=MODEL quant=int4_g128``: an application of one deployment.
+    """``serve run gristmill.integrations.ray:build model=MODEL quant=int4_g128``: an application of one deployment, whose replicas have a
+    GPU for each of ``tensor_parallel`` where the cluster has GPUs.
 
     Args:
         arguments: ``model``, and options of `gristmill.LLM`, which may be texts.
@@ -136,4 +138,7 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
     if "model" not in arguments:
         raise UsageError("model=MODEL is missing: a directory or a GGUF file")
     options = engine_options({name: value for name, value in arguments.items() if name != "model"})
-    return serve.deployment(Server, max_ongoing_requests=MAX_ONGOING).bind(arguments["model"], options)
+    deployment = serve.deployment(
+        Server, max_ongoing_requests=MAX_ONGOING, ray_actor_options=resources(options)
+    )
+    return deployment.bind(arguments["model"], options)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gristmill import LLM, SamplingParams
-from gristmill.integrations.ray import Generate
+from gristmill.integrations.ray import Generate, resources
 from gristmill.runtime.errors import UsageError
 from tests.runtime.oracle import LLAMA, MODELS, eval_tokens
 
@@ -40,6 +40,23 @@ def test_rows_get_their_completions(cluster: Any, expected: dict[str, tuple[str,
         assert (row["generated_text"], [*row["generated_ids"]], row["finish_reason"]) == expected[
             row["prompt"]
         ]
+
+
+def test_two_processes_share_the_model_of_an_actor(
+    cluster: Any, expected: dict[str, tuple[str, list[int], str]]
+) -> None:
+    options = {**OPTIONS, "tensor_parallel": 2, "device": "cpu"}
+    rows = run(cluster, [{"prompt": prompt} for prompt in PROMPTS], batch_size=4, options=options)
+    assert {row["prompt"]: [*row["generated_ids"]] for row in rows} == {
+        prompt: ids for prompt, (_, ids, _) in expected.items()
+    }
+
+
+def test_what_an_actor_asks_for(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resources({}) == resources({"tensor_parallel": 2}) == {}  # this cluster has no GPU
+    assert resources({"tensor_parallel": 2, "device": "cuda"}) == {"num_gpus": 2}
+    monkeypatch.setattr(cluster, "cluster_resources", lambda: {"GPU": 4.0})
+    assert resources({}) == {"num_gpus": 1} and resources({"device": "cpu"}) == {}
 
 
 def test_token_ids_and_rows_that_are_refused(

@@ -130,6 +130,16 @@ def test_refusals(served: tuple[Any, str], body: bytes, status: int, message: st
     assert answer.status_code == status and message in answer.json()["error"]
 
 
+def test_two_processes_share_the_model_of_a_replica(served: tuple[Any, str], expected: Any) -> None:
+    from ray import serve
+
+    options = {"dtype": "fp32", "num_blocks": "512", "tensor_parallel": "2", "device": "cpu"}
+    handle = serve.run(build({"model": MODEL, **options}), name="two", route_prefix="/two")
+    [answer] = handle.generate.remote(PROMPT, PARAMS).result(timeout_s=300)
+    serve.delete("two")
+    assert tuple(answer["token_ids"]) == expected.token_ids
+
+
 def test_a_full_queue(served: tuple[Any, str]) -> None:
     async def flood() -> list[int]:
         async with httpx.AsyncClient(timeout=120) as client:
