@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from importlib import import_module
 from math import isfinite, prod
 from typing import Any
 from zlib import crc32
@@ -181,10 +182,8 @@ class Functions:
 
     @cached_property
     def _scope(self) -> dict[str, Any]:
-        import torch
-
         scope = {f"rule_{index}": rule for index, rule in enumerate(self._op.rules)}
-        scope |= {f"d_{name}": getattr(torch, text) for name, text in TORCH_NAMES.items()}
+        scope |= {f"d_{name}": getattr(import_module("torch"), text) for name, text in TORCH_NAMES.items()}
         return SCOPE | {"where": self._op.name} | scope
 
     @cached_property

@@ -173,11 +173,6 @@ class QuantScheme:
         return self.weight.startswith("int")
 
     @property
-    def weight_only(self) -> bool:
-        """Quantized weights with activations in their own dtype."""
-        return not self.is_dense and self.activation is None
-
-    @property
     def symmetric(self) -> bool:
         """Neither zero points nor minimums are stored."""
         return not self.zero_points and not self.minimums

@@ -17,8 +17,6 @@ from gristmill import __version__, console
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
 
-F = Callable[..., None]
-
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gristmill")

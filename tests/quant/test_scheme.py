@@ -53,7 +53,6 @@ def test_names_print_back(name: str) -> None:
     assert QuantScheme.parse(scheme) is scheme
     assert scheme.weights == name.split(".")[0]
     assert str(scheme.without_activation) == scheme.weights
-    assert scheme.weight_only == (not scheme.is_dense and "." not in name)
 
 
 @pytest.mark.parametrize(
