@@ -92,14 +92,17 @@ class BoundPlan:
         self.is_warm = False
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Run with the operation's arguments and outputs, by position or by name; weights are the tensors of the plan's layouts.
+        """Run with the operation's arguments and outputs, by position or by name; raises what `run` does."""
+        self.run(self._call(*arguments, **named))
+
+    def run(self, call: Any) -> None:
+        """Run a call of the operation (`Op.Call`); weights are the tensors of the plan's layouts.
 
         Raises:
             ValueError: a tensor on another device, or a call that does not match the plan.
             UnpreparedError: a size that was not prepared, during CUDA-graph capture.
             NoKernelError: a size that no kernel can run here.
         """
-        call = self._call(*arguments, **named)
         if self._tensor(call).get_device() != self._index:
             raise ValueError(
                 f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "

@@ -147,7 +147,7 @@ def _implementations(op: Op, inputs: Sequence[Parameter]) -> dict[str, Callable[
     filled = ", ".join(f"p_{p.name}" if p in inputs else "None" for p in op.parameters)
     source = f"""def run({taken}, handle=0{"".join(f", {name}=None" for name in op.outputs)}):
     plan = plans[handle] if handle else automatic(op, ({filled},))
-    plan({filled}, {outputs})
+    plan.run(Call({filled}, {outputs}))
 
 def arguments({taken}, handle=0):
     return ({filled},)
@@ -163,7 +163,7 @@ def planned_out({taken}, handle=0, *, {outputs}):
     run({passed}, handle, {outputs})
     return {outputs}
 """
-    scope: dict[str, Any] = {"plans": PLANS, "automatic": automatic, "op": op}
+    scope: dict[str, Any] = {"plans": PLANS, "automatic": automatic, "op": op, "Call": op.Call}
     scope |= {"allocate": _allocate, "one_or_tuple": _one_or_tuple}
     exec(compile(source, f"<gristmill.ops.{op.name}>", "exec"), scope)
     return scope

@@ -28,24 +28,23 @@ def capturing() -> Iterator[Counter[tuple[str, str]]]:
     from gristmill.autotune.bound import BoundPlan
 
     counts: Counter[tuple[str, str]] = Counter()
-    plain = BoundPlan.__call__
+    plain = BoundPlan.run
 
-    def run(plan: Any, *arguments: Any, **named: Any) -> None:
+    def run(plan: Any, call: Any) -> None:
         op = plan.op
-        call = op.Call(*arguments, **named)
         if op.pack is None:
             problem = op.problem(op.describe(*call.arguments()))
         else:
             problem = op.at_bucket(plan.static, plan._guard(call))
         if op.bucket is None or problem[op.bucket]:
             counts[op.name, str(problem)] += 1
-        plain(plan, *arguments, **named)
+        plain(plan, call)
 
-    BoundPlan.__call__ = run  # type: ignore[method-assign, assignment]
+    BoundPlan.run = run  # type: ignore[method-assign, assignment]
     try:
         yield counts
     finally:
-        BoundPlan.__call__ = plain  # type: ignore[method-assign]
+        BoundPlan.run = plain  # type: ignore[method-assign]
 
 
 def write(path: Path, counts: Counter[tuple[str, str]], command: str) -> None:
