@@ -20,6 +20,8 @@ GENERATED = {
     "kernels/calls.pyi",
     "src/gristmill/ops.pyi",
 }
+RECORDS = "kernel_registry/grades.json"
+"""Generated too; it changes where the CPU kernels that get the new struct have a proof report of their present code."""
 OUR_OWN = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
@@ -118,7 +120,7 @@ def test_the_diff_is_small(tree: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.split("\0") if name and not (ROOT / name).is_symlink()]
     changed = {name for name in names if (tree / name).read_bytes() != (ROOT / name).read_bytes()}
-    by_hand = changed - GENERATED
+    by_hand = changed - GENERATED - {RECORDS}
     assert by_hand == diffs((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")).keys()
     assert len(by_hand) <= MOST_FILES and changed >= GENERATED
 
