@@ -17,7 +17,7 @@ for host in "${hosts[@]}"; do
   made=$((SECONDS - start)) log=$(mktemp)
   echo "== inside $host"
   "$interpreter" -m pytest -q -m "$marks" "tests/integrations/$host" </dev/null 2>&1 | tee "$log"
-  summary+=$(printf '%-14s %s; environment in %d s' "$host" "$(tail -n 1 "$log")" "$made")$'\n'
+  summary+=$(printf '%-14s %s; environment in %d s' "$host" "$(grep -E "[0-9]+ (passed|failed|skipped)" "$log" | tail -n 1)" "$made")$'\n'
   rm -f "$log"
 done
 printf '== inside hosts: %d s\n%s' $((SECONDS - begin)) "$summary"
