@@ -148,17 +148,17 @@ class EngineConfig:
     @property
     def loaded_policy(self) -> Policy | None:
         """`policy`, loaded."""
-        return Policy.load(self.policy) if isinstance(self.policy, str | Path) else self.policy
+        return self.policy if isinstance(self.policy, Policy) else None
 
     @property
     def speculation(self) -> Speculation | None:
         """`speculate`, parsed."""
-        return None if self.speculate is None else Speculation.parse(self.speculate)
+        return self.speculate if isinstance(self.speculate, Speculation) else None
 
     @property
     def transfer(self) -> KVTransfer | None:
         """`kv_transfer`, parsed."""
-        return None if self.kv_transfer is None else KVTransfer.parse(self.kv_transfer)
+        return self.kv_transfer if isinstance(self.kv_transfer, KVTransfer) else None
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
