@@ -8,7 +8,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, parts, symmetric
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.native_call import CallEntry
 
@@ -27,19 +27,27 @@ def launch(config: Config, call: AllGatherCall) -> None:
             raise ValueError(
                 f"all_gather: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
             )
-    ENTRY.cuda({**config, **memory.options}, call, call.x.get_device())
+    options, device = {**config, **memory.options}, call.x.get_device()
+    most = BUFFER_BYTES // ((call.world - 1) * call.x.shape[1] * call.x.element_size())
+    if call.x.shape[0] <= most:
+        ENTRY.cuda(options, call, device)
+        return
+    for begin, end in parts(call.x.shape[0], most):
+        ENTRY.cuda(options, call.replace(x=call.x[begin:end], out=call.out[begin:end]), device)
 
 
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
-    (m, n), world = problem.integers("m", "n"), problem.integer("world")
+    n, world = problem.integer("n"), problem.integer("world")
     row = n * ITEM_BYTES[problem.text("x")]
     if not 2 <= world <= RANKS:
         return f"made for 2 to {RANKS} ranks, not {world}"
     if row % 16:
         return f"made for rows of a multiple of 16 bytes, not {row}"
-    if (world - 1) * m * row > BUFFER_BYTES:
-        return f"a rank receives {(world - 1) * m * row} bytes, more than the {BUFFER_BYTES} of its memory"
+    if (world - 1) * row > BUFFER_BYTES:
+        return (
+            f"a rank receives {(world - 1) * row} bytes per row, more than the {BUFFER_BYTES} of its memory"
+        )
     return None
 
 
@@ -58,7 +66,7 @@ KERNEL = Kernel(
     summary="every rank writes its columns into the memory of all others, which wait for each vector; no barrier",
     accepts=accepts,
     examples=problems(
-        "m=0,n=64,world=2  m=1,n=8,world=2  m=7,n=264,world=2,x=fp32  m=33,n=768,world=2,x=fp16"
+        "m=0,n=64,world=2  m=1,n=8,world=2  m=7,n=264,world=2,x=fp32  m=33,n=768,world=2,x=fp16  m=70,n=64128,world=2"
     ),
     batch_invariant=True,
     waits=True,

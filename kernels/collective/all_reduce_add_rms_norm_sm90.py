@@ -13,7 +13,7 @@ from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, parts, symmetric
 from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
@@ -37,20 +37,31 @@ def launch(config: Config, call: AllReduceAddRmsNormCall) -> None:
             raise ValueError(
                 f"all_reduce_add_rms_norm: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
             )
-    ENTRY.cuda({**config, **memory.options}, call, call.x.get_device())
+    options, device = {**config, **memory.options}, call.x.get_device()
+    most = _most_rows(call.x.shape[1], call.world)
+    if call.x.shape[0] <= most:
+        ENTRY.cuda(options, call, device)
+        return
+    for begin, end in parts(call.x.shape[0], most):
+        rows = {name: getattr(call, name)[begin:end] for name in ("x", "residual", "out")}
+        ENTRY.cuda(options, call.replace(**rows), device)
+
+
+def _most_rows(n: int, world: int) -> int:
+    """Rows of a launch, whose values fit in the memory of a rank."""
+    return BUFFER_BYTES // ((world - 1) * n * 2)
 
 
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
-    (m, n), world, x = problem.integers("m", "n"), problem.integer("world"), problem.text("x")
+    n, world, x = problem.integer("n"), problem.integer("world"), problem.text("x")
     if not 2 <= world <= RANKS:
         return f"made for 2 to {RANKS} ranks, not {world}"
     if x not in ("fp16", "bf16"):
         return f"takes fp16 or bf16, not {x}"
     if n % 8 or n > 16 * _THREADS:
         return f"made for rows of up to {16 * _THREADS} values, a multiple of 8, not {n}"
-    received = (world - 1) * m * n * 2
-    if received > BUFFER_BYTES:
+    if world > 2 and (received := (world - 1) * problem.integer("m") * n * 2) > BUFFER_BYTES:
         return f"a rank receives {received} bytes, more than the {BUFFER_BYTES} of its memory"
     return None
 
@@ -81,7 +92,7 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     examples=problems(
-        "m=0,n=64,world=2  m=1,n=8,world=2  m=33,n=768,world=2,x=fp16  m=3,n=4104,world=2  m=257,n=4096,world=2"
+        "m=0,n=64,world=2  m=1,n=8,world=2  m=33,n=768,world=2,x=fp16  m=3,n=4104,world=2  m=257,n=4096,world=2  m=1030,n=4096,world=2"
     ),
     space=space,
     batch_invariant=True,

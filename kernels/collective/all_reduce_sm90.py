@@ -13,7 +13,7 @@ from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, symmetric
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, parts, symmetric
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.native_call import CallEntry
 
@@ -31,7 +31,14 @@ def launch(config: Config, call: AllReduceCall) -> None:
     memory = symmetric(call.group)
     if x.data_ptr() % 16:
         raise ValueError(f"all_reduce: x must begin at a multiple of 16 bytes, got address {x.data_ptr():#x}")
-    ENTRY.cuda({**config, **memory.options}, call, call.x.get_device())
+    options, device = {**config, **memory.options}, x.get_device()
+    most = BUFFER_BYTES // (2 * (call.world - 1)) // 16 * 16 // x.element_size() * call.world
+    if x.numel() <= most or config["shots"] == 1:
+        ENTRY.cuda(options, call, device)
+        return
+    values = x.view(1, -1)
+    for begin, end in parts(x.numel(), most):
+        ENTRY.cuda(options, call.replace(x=values[:, begin:end]), device)
 
 
 def _received(problem: Problem, shots: int) -> int:
@@ -41,24 +48,19 @@ def _received(problem: Problem, shots: int) -> int:
     return 16 * (world - 1) * (vectors if shots == 1 else 2 * -(-vectors // world))
 
 
-def _accepts(problem: Problem, shots: int) -> str | None:
-    world = problem.integer("world")
-    if not 2 <= world <= RANKS:
-        return f"made for 2 to {RANKS} ranks, not {world}"
-    received = _received(problem, shots)
-    if received > BUFFER_BYTES:
+def accepts_one(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    if reason := accepts_two(problem):
+        return reason
+    if (received := _received(problem, 1)) > BUFFER_BYTES:
         return f"a rank receives {received} bytes, more than the {BUFFER_BYTES} of its memory"
     return None
 
 
-def accepts_one(problem: Problem) -> str | None:
-    """None, or the reason why not."""
-    return _accepts(problem, 1)
-
-
 def accepts_two(problem: Problem) -> str | None:
-    """None, or the reason why not."""
-    return _accepts(problem, 2)
+    """None, or the reason why not. A call that does not fit in the memory of a rank is made in several launches."""
+    world = problem.integer("world")
+    return None if 2 <= world <= RANKS else f"made for 2 to {RANKS} ranks, not {world}"
 
 
 def config_one(problem: Problem, target: Target) -> dict[str, int]:
@@ -120,7 +122,7 @@ KERNELS = (
         summary="every rank adds a part of x and sends the sums to all others; values wait in memory as in the one-shot kernel",
         accepts=accepts_two,
         config=config_two,
-        examples=EXAMPLES,
+        examples=(*EXAMPLES, *problems("m=1030,n=4096,world=2")),
         space=space_two,
         batch_invariant=True,
         waits=True,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import addressof, c_uint64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ RANKS = 8
 """Most ranks of a group (kMaxRanks)."""
 BUFFERS = 3
 BUFFER_BYTES = 8 << 20
-"""Bytes that a rank receives in one call."""
+"""Bytes that a rank receives in one launch; a longer call is made in several."""
 _ABSENT = -(2**31)
 
 
@@ -99,6 +100,11 @@ def symmetric(name: str) -> Symmetric:
         raise RuntimeError(f"group {name!r} has no symmetric memory: {memory}")
     memory.check()
     return memory
+
+
+def parts(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the launches of a call of `count` rows or elements, of at most `most` each."""
+    return ((begin, min(count, begin + most)) for begin in range(0, count, most))
 
 
 def check(name: str) -> None:

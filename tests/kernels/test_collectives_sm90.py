@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from ctypes import addressof, c_uint64
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernels.collective import all_gather_sm90, all_reduce_add_rms_norm_sm90, all_reduce_sm90
+from gristmill.kernels.collective import (
+    all_gather_sm90,
+    all_reduce_add_rms_norm_sm90,
+    all_reduce_sm90,
+    groups,
+)
 from gristmill.kernels.collective import symmetric as memories
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, Symmetric, check, symmetric
 from gristmill.kernels.native import library_dir
@@ -32,6 +39,7 @@ SHAPE, ARGUMENT, DTYPE = -2, -5, -1
         ("all_reduce_one_shot_sm90", "m=1025,n=4096,world=2", "more than the 8388608"),
         ("all_reduce_one_shot_sm90", "m=1024,n=4096,world=4", "more than the 8388608"),
         ("all_reduce_two_shot_sm90", "m=640,n=4096,world=4", None),
+        ("all_reduce_two_shot_sm90", "m=65536,n=8192,world=8", None),
         ("all_reduce_one_shot_sm90", "m=640,n=4096,world=4", "more than the 8388608"),
         ("all_reduce_two_shot_sm90", "m=1,n=1,world=8,x=fp32", None),
         ("all_reduce_two_shot_sm90", "m=1,n=1,world=9", "2 to 8 ranks"),
@@ -40,10 +48,12 @@ SHAPE, ARGUMENT, DTYPE = -2, -5, -1
         ("all_reduce_add_rms_norm_sm90", "m=1,n=8200,world=2", "up to 8192 values"),
         ("all_reduce_add_rms_norm_sm90", "m=1,n=4092,world=2", "a multiple of 8"),
         ("all_reduce_add_rms_norm_sm90", "m=1,n=4096,world=2,x=fp32", "fp16 or bf16"),
-        ("all_reduce_add_rms_norm_sm90", "m=1025,n=4096,world=2", "more than the 8388608"),
+        ("all_reduce_add_rms_norm_sm90", "m=1025,n=4096,world=2", None),
+        ("all_reduce_add_rms_norm_sm90", "m=1025,n=4096,world=4", "more than the 8388608"),
         ("all_gather_sm90", "m=64,n=64128,world=2", None),
         ("all_gather_sm90", "m=1,n=257,world=2", "multiple of 16 bytes"),
-        ("all_gather_sm90", "m=128,n=64128,world=2", "more than the 8388608"),
+        ("all_gather_sm90", "m=128,n=64128,world=2", None),
+        ("all_gather_sm90", "m=1,n=4194312,world=2", "more than the 8388608"),
     ],
 )
 def test_accepts(kernel: str, problem: str, reason: str | None) -> None:
@@ -119,6 +129,33 @@ def test_the_library_refuses_what_would_leave_its_memory() -> None:
     assert gather(options(), 1, 12) == SHAPE
     assert gather(options(), 65, BUFFER_BYTES // 128) == SHAPE
     assert gather(options(9), 1, 8) == ARGUMENT
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("elements", [8, 4 * BUFFER_BYTES // 2, 3 * BUFFER_BYTES + 8])
+def test_long_calls_are_made_in_launches_that_fit(
+    monkeypatch: pytest.MonkeyPatch, world: int, elements: int
+) -> None:
+    """Values and sums of each launch fit in the memory of a rank, and together the launches are the whole tensor, in order."""
+    group = SimpleNamespace(size=lambda: world)
+    memory = Symmetric(options(world), 60.0, torch.zeros(1, dtype=torch.int32), ())
+    monkeypatch.setattr(groups, "_GROUPS", {"g": group})
+    monkeypatch.setattr(memories, "_MEMORY", {"g": memory})
+    x = torch.empty(1, elements, dtype=torch.bfloat16, device="meta")
+    launched: list[tuple[int, int]] = []
+
+    def entry(at: dict[str, int], call: Any, device: int) -> None:
+        part = -(-call.x.numel() // 8 // -world)
+        assert 2 * (world - 1) * part <= at["capacity"]
+        assert call.x.storage_offset() % 8 == 0
+        launched.append((call.x.storage_offset(), call.x.numel()))
+
+    monkeypatch.setattr(all_reduce_sm90.ENTRY, "cuda", entry)
+    call: Any = REGISTRY.op("all_reduce").Call(x, "g", world)
+    all_reduce_sm90.launch({"shots": 2, "threads": 512}, call)
+    begins = [0, *itertools.accumulate(count for _, count in launched)]
+    assert [begin for begin, _ in launched] == begins[:-1] and begins[-1] == elements
+    assert (len(launched) > 1) == (elements > 8)
 
 
 def test_a_missing_rank_is_named() -> None:

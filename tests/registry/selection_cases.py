@@ -298,9 +298,10 @@ qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=128,rot=128,kv=fp8,kv_sca
 qk_norm_rope_cache | t=16,heads=32,kv_heads=8,head_dim=2048,rot=64,kv=fp8,kv_scale=head | cpu:avx2 | torch | - | qk_norm_rope_cache_torch
 all_reduce | m=16,n=4096,world=2 | h200 | cuda | - | all_reduce_torch
 all_reduce | m=16,n=4096,world=2 | h200 | sm90a | - | all_reduce_one_shot_sm90
-all_reduce | m=4096,n=4096,world=2 | h200 | sm90a | - | all_reduce_torch
+all_reduce | m=4096,n=4096,world=2 | h200 | sm90a | - | all_reduce_two_shot_sm90
 all_reduce_add_rms_norm | m=16,n=4096,world=2 | h200 | sm90a | - | all_reduce_add_rms_norm_sm90
-all_reduce_add_rms_norm | m=4096,n=4096,world=2 | h200 | sm90a | - | all_reduce_add_rms_norm_triton
+all_reduce_add_rms_norm | m=4096,n=4096,world=2 | h200 | sm90a | - | all_reduce_add_rms_norm_sm90
+all_reduce_add_rms_norm | m=4096,n=4096,world=4 | h200 | sm90a | - | all_reduce_add_rms_norm_triton
 all_reduce_add_rms_norm | m=16,n=4096,world=4 | cpu:avx2 | x86 | - | all_reduce_add_rms_norm_cpu@avx2
 all_reduce | m=16,n=4096,world=4 | cpu:avx2 | x86 | - | all_reduce_torch
 all_gather | m=16,n=4096,world=2 | h200 | cuda | - | all_gather_torch
