@@ -24,12 +24,18 @@ _ABSENT = -(2**31)
 
 @dataclass(frozen=True)
 class Symmetric:
-    """The memory of one group on this rank, with the options of the entries that use it (`push_params` of `_push.h`)."""
+    """The memory of one group on this rank, with the options of the entries that use it (`push_params` of `_push.h`).
+
+    Attributes:
+        staging: bytes that all ranks map, for torch's own kernels over symmetric memory, with torch's name of the group.
+    """
 
     options: dict[str, int]
     seconds: float
     failed: Tensor
     holds: tuple[object, ...]
+    staging: Tensor | None = None
+    group_name: str = ""
 
     def check(self) -> None:
         """RuntimeError if a rank did not send its values in time in a call that has ended."""
@@ -70,6 +76,8 @@ def share(name: str, group: ProcessGroup, seconds: float) -> None:
     try:
         memory = symm_mem.empty(BUFFERS * BUFFER_BYTES // 4, dtype=torch.int32, device=device)
         handle = symm_mem.rendezvous(memory, group)
+        staging = symm_mem.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        of_staging = symm_mem.rendezvous(staging, group)
     except RuntimeError as error:  # by the driver or the container; other kernels do not need it
         _MEMORY[name] = f"torch cannot map it: {error}"
         dist.barrier(group)
@@ -90,7 +98,9 @@ def share(name: str, group: ProcessGroup, seconds: float) -> None:
         "world": world,
         "sms": torch.cuda.get_device_properties(device).multi_processor_count,
     }
-    _MEMORY[name] = Symmetric(options, seconds, failed, (memory, handle, state, peers))
+    _MEMORY[name] = Symmetric(
+        options, seconds, failed, (memory, handle, of_staging, state, peers), staging, group.group_name
+    )
 
 
 def symmetric(name: str) -> Symmetric:
