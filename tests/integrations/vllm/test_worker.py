@@ -168,7 +168,8 @@ def test_the_host_goes_on_after_refusals(engine: tuple[str, Any]) -> None:
 def test_preempted_requests_end_with_the_same_ids(host: Host) -> None:
     ids = [text[:100] for text in texts(5)[2:]] * 2
     # 6 requests of up to 220 tokens need 12 blocks of 128 tokens; one of the 8 is vLLM's own.
-    llm = host("docs-llama", max_model_len=256, num_gpu_blocks_override=8, enable_prefix_caching=False)
+    options = {"block_size": 128, "num_gpu_blocks_override": 8, "enable_prefix_caching": False}
+    llm = host("docs-llama", max_model_len=256, **options)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     outputs = generated(llm.generate(prompts(ids), params))
     preempted = next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")

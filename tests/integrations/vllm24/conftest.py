@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
-from tests.integrations.vllm.conftest import environment, host  # fixtures
+from tests.integrations.vllm.conftest import (
+    environment,
+    host,
+    installed,
+)  # fixtures, and whether this is that environment
 
 __all__ = ["environment", "host"]
-
-
-def installed() -> bool:
-    """Whether this is the environment with vLLM 0.24."""
-    try:
-        return version("vllm").startswith("0.24.")
-    except PackageNotFoundError:
-        return False
-
-
-collect_ignore_glob = [] if installed() else ["test_[!i]*.py"]  # test_installed.py says so
+collect_ignore_glob = [] if installed("0.24.") else ["test_[!i]*.py"]  # test_installed.py says so

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gristmill.integrations.vllm import HOST
-from tests.integrations.vllm.conftest import ROOT
-from tests.integrations.vllm24.conftest import installed
+from tests.integrations.vllm.conftest import ROOT, installed
 
 
 @pytest.mark.skipif(
-    not installed(),
+    not installed("0.24."),
     reason='vllm 0.24 is not installed: "$(bash ci/host_env.sh vllm24 python)" -m pytest tests/integrations/vllm24',
 )
 def test_the_version_is_the_pinned_and_the_oldest_one() -> None:

@@ -1,0 +1,12 @@
+"""Tests inside vLLM 0.33, in its own environment: ``$(bash ci/host_env.sh vllm33 python) -m pytest tests/integrations/vllm33``."""
+
+from __future__ import annotations
+
+from tests.integrations.vllm.conftest import (
+    environment,
+    host,
+    installed,
+)  # fixtures, and whether this is that environment
+
+__all__ = ["environment", "host"]
+collect_ignore_glob = [] if installed("0.33.") else ["test_[!i]*.py"]  # test_installed.py says so
