@@ -197,6 +197,12 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def fetch(values: Tensor) -> Tensor:
+    """A copy of a device's tensor in host memory, without synchronization: it is there when the work launched so far has ended."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    return host.copy_(values, non_blocking=True)
+
+
 ALIGNMENT = 16
 """Bytes to which every part of a copy is aligned, as memory of its own is: Triton compiles a kernel again for less aligned arguments."""
 

@@ -86,6 +86,22 @@ class DecodeGraph:
         return self.graph is not None
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """The device's part of a decode step. `run` launches it; its result is valid until the next step: the sampled ids, padded, or of a graph
+    without sampling the logits [rows, vocab]."""
+
+    buffers: Buffers
+    run: Callable[[], Tensor]
+
+    def fed(self, rows: int) -> Tensor:
+        """After `run`: int64 [rows], the token whose successor each row predicts."""
+        buffers = self.buffers
+        if buffers.per_seq == 1:
+            return buffers.tokens[:rows]
+        return buffers.tokens[buffers.parts["logit_rows"][:rows]]
+
+
 class DecodeGraphs:
     """The decode graphs of a model over its cache, made as steps need them.
 
@@ -125,10 +141,9 @@ class DecodeGraphs:
 
     def prepare(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
-    ) -> Callable[[], Tensor] | None:
-        """The device's part of a decode step, whose inputs are in the host memory of this slot from now on. Its result is valid until the
-        next step: the sampled ids, padded, or with samples=False the logits [rows, vocab]. None if no graph fits the step, with the
-        reason counted in `refused`.
+    ) -> PreparedStep | None:
+        """A decode step whose inputs are in the host memory of this slot from now on; None if no graph fits it, with the reason counted in
+        `refused`.
         """
         if reason := self.why_not(entries):
             self.refused[reason] += 1
@@ -150,7 +165,7 @@ class DecodeGraphs:
                 self.compute(graph)
             return graph.buffers.ids if graph.logits is None else graph.logits[: len(rows)]
 
-        return run
+        return PreparedStep(graph.buffers, run)
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
         """Why a step cannot run as a graph; "" if it can."""

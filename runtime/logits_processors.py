@@ -5,19 +5,25 @@ token (logit_bias; -inf for tokens that are never allowed), how often each is in
 written when its request first samples. Afterwards a step sends the tokens that are new since the last one, and the bans that depend
 on them. Tokens are counted, and grammars advanced, from the host's list of known tokens, so a step that failed, or a preemption,
 counts nothing twice.
+
+A step may be launched before the host knows the token that it feeds, which the step before samples. That one token is read on the
+device, and counts in this step only; the slot gets it when the host knows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import send
+from gristmill.runtime.batch import fetch, send
 from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.structured_output import Grammar, bar, next_tokens
 
 ROWS = 64
@@ -33,6 +39,7 @@ class _State:
         tokens: its known tokens, a list that grows.
         slot: None before its first step.
         counted: the number of tokens that its slot contains.
+        ended: whether it was removed.
     """
 
     params: SamplingParams
@@ -43,6 +50,7 @@ class _State:
     grammar: Grammar | None = None
     slot: int | None = None
     counted: int = 0
+    ended: bool = False
     consumed: int = 0  # known tokens that are the prompt's, or that the grammar has seen
 
     @property
@@ -67,26 +75,112 @@ class _State:
         }
         return [name for name, bars in given.items() if bars]
 
-    def bans(self, drafted: Sequence[int]) -> list[int]:
-        """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred."""
+    def why_no_token(self, largest: float, processed: float) -> ErrorInfo:
+        """Why no token could be sampled from a row, by the largest of the model's logits, NaN if one is, and of the processed ones."""
+        if not math.isfinite(largest):
+            return INVALID_LOGITS
+        if processed != -math.inf:
+            return ErrorInfo(
+                "invalid_logits",
+                "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
+            )
+        if self.grammar is not None and self.grammar.failed:
+            return ErrorInfo("grammar_failed", f"structured_output cannot go on: {self.grammar.error}")
+        return ErrorInfo(
+            "no_token_allowed",
+            f"{' and '.join(self.limits())} allow no token after {len(self.tokens) - self.prompt_len} tokens of output",
+        )
+
+    def bans(self, drafted: Sequence[int], pending: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred: the tokens; and
+        (pending token, barred token) pairs, if a pending token follows the known ones instead of drafts.
+        """
         banned: list[int] = []
-        if len(self.tokens) + len(drafted) - self.prompt_len < self.params.min_tokens:
+        after: list[tuple[int, int]] = []
+        if len(self.tokens) + pending + len(drafted) - self.prompt_len < self.params.min_tokens:
             banned += self.stop_ids
         for before, last in self.bad_words:
-            known = len(before) - len(drafted)
-            end = [*self.tokens[-known:], *drafted] if known > 0 else drafted[-len(before) :]
-            if list(end) == before:
+            words = before[:-1] if pending else before
+            known = len(words) - len(drafted)
+            end = [*self.tokens[-known:], *drafted] if known > 0 else drafted[len(drafted) - len(words) :]
+            if list(end) != words:
+                continue
+            if pending:
+                after.append((before[-1], last))
+            else:
                 banned.append(last)
-        return banned
+        return banned, after
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of logits that is processed: its place among all rows, its request, and the drafts that precede it."""
+    """A row of logits that is processed, as far as the host knows it at its launch.
+
+    Attributes:
+        place: its place among all rows.
+        known: the number of known tokens of its request.
+        drafted: the drafts that precede the row.
+        pending: whether the token that the row is fed follows the known ones, and is on the device only.
+        bans, bans_after: as `_State.bans` returns them.
+        first: whether it is its request's first.
+    """
 
     place: int
+    request_id: str
     state: _State
+    known: int
     drafted: Sequence[int]
+    pending: bool
+    bans: list[int]
+    bans_after: list[tuple[int, int]]
+    first: bool
+
+
+class ProcessedRows:
+    """The processed rows of a step, whose grammars allow the tokens of `mask` next: as of `next_tokens`, for each row with a grammar."""
+
+    def __init__(self, processors: LogitsProcessors, rows: Sequence[_Row], mask: Tensor | None) -> None:
+        self._processors, self._rows, self._mask = processors, rows, mask
+        self._largest: Tensor | None = None
+
+    @property
+    def places(self) -> list[int]:
+        """The places of the rows, ascending."""
+        return [row.place for row in self._rows]
+
+    def process(self, logits: Tensor, fed: Tensor) -> Tensor:
+        """The processed rows of a step's logits [rows, vocab] as float32 [processed, vocab], on the device without synchronization.
+
+        Args:
+            fed: int64 [rows], the token whose successor each row predicts.
+        """
+        processors, rows, device = self._processors, self._rows, logits.device
+        known = {row.state: row.known for row in rows}
+        out = torch.empty(len(rows), logits.shape[1], dtype=torch.float32, device=device)
+        largest = []
+        with processors.prepared(known):
+            for first in range(0, len(rows), ROWS):
+                some = rows[first : first + ROWS]
+                places = send([row.place for row in some], torch.int64, device)
+                x = logits[places].to(torch.float32)
+                largest.append(x.amax(1))
+                out[first : first + len(some)] = processors.edit(x, some, fed[places])
+        if self._mask is not None:
+            with_grammar = [i for i, row in enumerate(rows) if row.state.grammar is not None]
+            for first in range(0, len(with_grammar), ROWS):
+                places = send(with_grammar[first : first + ROWS], torch.int64, device)
+                bar(out, places, self._mask[first : first + ROWS].to(device, non_blocking=True))
+        self._largest = fetch(torch.stack([torch.cat(largest), out.amax(1)]))
+        return out
+
+    def errors(self, ids: Sequence[int]) -> dict[str, ErrorInfo]:
+        """Why requests end here, by request id: those whose first row has no id, of the ids of all rows. The step has ended. Rows after a draft may
+        have no id either, which does not matter."""
+        failed = [i for i, row in enumerate(self._rows) if row.first and ids[row.place] < 0]
+        if not failed or self._largest is None:
+            return {}
+        rows, largest = self._rows, self._largest.tolist()
+        return {rows[i].request_id: rows[i].state.why_no_token(largest[0][i], largest[1][i]) for i in failed}
 
 
 class LogitsProcessors:
@@ -134,54 +228,36 @@ class LogitsProcessors:
     def remove(self, request_id: str) -> None:
         """The request has ended; unknown ids are ignored."""
         state = self._states.pop(request_id, None)
-        if state is not None and state.slot is not None:
-            self._free.append(state.slot)
+        if state is not None:
+            state.ended = True
+            self._release(state)
 
-    def apply(
-        self,
-        logits: Tensor,
-        request_ids: Sequence[str],
-        drafted: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Process the logits [rows, vocab] of these requests: returns `logits` itself if no row is processed, else a new tensor, float32
-        [rows, vocab]. Does not synchronize.
+    def prepare(self, entries: Sequence[ScheduledRequest]) -> ProcessedRows | None:
+        """The rows of a step that are processed, among the 1 + drafts rows of each entry that samples; None if there are none.
 
-        Args:
-            drafted: for each row the drafts that precede it, as if they were known; None = no row has any. The rows of a request are one
-                after another, each with one draft more than the one before it.
+        Everything that the host knows is taken now; the device's part, `ProcessedRows.process`, may run later, in the order of steps.
         """
-        rows = [
-            _Row(place, self._states[name], () if drafted is None else drafted[place])
-            for place, name in enumerate(request_ids)
-            if name in self._states
-        ]
-        if not rows:
-            return logits
-        states = list(dict.fromkeys(row.state for row in rows))
-        self._assign_slots(states)
-        self._count(states)
-        processed = logits.to(torch.float32, copy=True)
-        self._apply_grammars(processed, rows)
-        for first in range(0, len(rows), ROWS):
-            self._process(processed, rows[first : first + ROWS])
-        return processed
+        rows = []
+        place = 0
+        for entry in entries:
+            if not entry.samples:
+                continue
+            if (state := self._states.get(entry.id)) is not None:
+                pending = entry.tokens is None
+                for count in range(1 + entry.drafts):
+                    drafted = entry.draft_tokens[:count]
+                    bans = state.bans(drafted, pending)
+                    known = len(state.tokens)
+                    rows.append(
+                        _Row(place + count, entry.id, state, known, drafted, pending, *bans, count == 0)
+                    )
+            place += 1 + entry.drafts
+        return ProcessedRows(self, rows, self._next_tokens(rows)) if rows else None
 
-    def why_no_token(self, request_id: str, logits: Tensor, processed: Tensor) -> ErrorInfo:
-        """Why no token could be sampled from a row [vocab], by the model's logits and by what `apply` made of them."""
+    def has_grammar(self, request_id: str) -> bool:
+        """Whether a grammar bars tokens of the request."""
         state = self._states.get(request_id)
-        if (logits.isnan() | (logits == torch.inf)).any() or (logits == -torch.inf).all():
-            return INVALID_LOGITS
-        if state is None or not (processed == -torch.inf).all():
-            return ErrorInfo(
-                "invalid_logits",
-                "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
-            )
-        if state.grammar is not None and state.grammar.failed:
-            return ErrorInfo("grammar_failed", f"structured_output cannot go on: {state.grammar.error}")
-        return ErrorInfo(
-            "no_token_allowed",
-            f"{' and '.join(state.limits())} allow no token after {len(state.tokens) - state.prompt_len} tokens of output",
-        )
+        return state is not None and state.grammar is not None
 
     def legal(self, request_id: str, drafts: Sequence[int]) -> int:
         """How many of the drafts the request's grammar allows after its known tokens; all of them without one."""
@@ -190,16 +266,18 @@ class LogitsProcessors:
             return len(drafts)
         return state.advanced_grammar(state.grammar).allowed(drafts)
 
-    def _process(self, logits: Tensor, rows: Sequence[_Row]) -> None:
-        """Process these rows of float32 logits [rows, vocab] in place."""
-        places, slots = [row.place for row in rows], [_slot(row.state) for row in rows]
-        row_index, slot_index = send([*places, *slots], torch.int64, self.device).view(2, len(rows))
-        x = logits[row_index]
+    def edit(self, x: Tensor, rows: Sequence[_Row], fed: Tensor) -> Tensor:
+        """Bias, bans and penalties of these rows, from float32 logits [rows, vocab] that may be written over, and the tokens [rows] that they are
+        fed."""
+        slot_index = send([_slot(row.state) for row in rows], torch.int64, self.device)
         if self._bias is not None:
             x += self._bias[slot_index]
-        bans = [(i, token) for i, row in enumerate(rows) for token in row.state.bans(row.drafted)]
+        bans = [(i, token) for i, row in enumerate(rows) for token in row.bans]
         if bans:
             _fill(x, bans, -torch.inf)
+        after = [(i, *pair) for i, row in enumerate(rows) for pair in row.bans_after]
+        if after:
+            _bar_after(x, after, fed)
         if self._counts is not None and self._in_prompt is not None:
             params = [row.state.params for row in rows]
             values = [p.repetition_penalty for p in params]
@@ -209,28 +287,44 @@ class LogitsProcessors:
             drafts = [(i, t) for i, row in enumerate(rows) if row.state.penalized for t in row.drafted]
             if drafts:
                 _add_one(counts, drafts)
+            pending = [int(row.pending and row.state.penalized) for row in rows]
+            if any(pending):
+                counts.scatter_add_(1, fed[:, None], send(pending, torch.int32, self.device)[:, None])
             output = counts > 0
             repeated = torch.where(x > 0, x / repetition, x * repetition)
             x = torch.where(output | self._in_prompt[slot_index], repeated, x)
             x -= frequency * counts
             x -= presence * output
-        logits[row_index] = x
+        return x
 
-    def _apply_grammars(self, logits: Tensor, rows: Sequence[_Row]) -> None:
-        """Bar, in these rows of float32 logits [rows, vocab], what their grammars do not allow next."""
-        places: list[int] = []
+    def _next_tokens(self, rows: Sequence[_Row]) -> Tensor | None:
+        """The tokens that the grammars of rows allow, as of `next_tokens`, one row for each with a grammar; None if none has one."""
         drafts: dict[_State, Sequence[int]] = {}
         for row in rows:
             if row.state.grammar is not None:
-                places.append(row.place)
                 drafts[row.state] = row.drafted  # at last those of the request's last row, which are all
-        if not places:
-            return
+        if not drafts:
+            return None
         grammars = [state.advanced_grammar(state.grammar) for state in drafts if state.grammar is not None]
-        mask = next_tokens(grammars, list(drafts.values()), pinned=self.device.type == "cuda")
-        for first in range(0, len(places), ROWS):
-            row_index = send(places[first : first + ROWS], torch.int64, self.device)
-            bar(logits, row_index, mask[first : first + ROWS].to(self.device, non_blocking=True))
+        return next_tokens(grammars, list(drafts.values()), pinned=self.device.type == "cuda")
+
+    @contextmanager
+    def prepared(self, known: Mapping[_State, int]) -> Iterator[None]:
+        """Bring the slots of these requests up to as many known tokens; a request that has ended meanwhile has one for now."""
+        self._assign_slots(list(known))
+        try:
+            self._count(known)
+            yield
+        finally:
+            for state in known:
+                if state.ended:
+                    self._release(state)
+
+    def _release(self, state: _State) -> None:
+        if state.slot is not None:
+            self._free.append(state.slot)
+            state.slot = None
+            state.counted = 0
 
     def _assign_slots(self, states: Sequence[_State]) -> None:
         """Give slots to the requests that have none, and initialize them."""
@@ -257,23 +351,23 @@ class LogitsProcessors:
             state.slot = slot
         del self._free[-len(new) :]
 
-    def _count(self, states: Sequence[_State]) -> None:
-        """Bring prompt and counts up to the known tokens."""
+    def _count(self, known: Mapping[_State, int]) -> None:
+        """Bring prompt and counts up to as many known tokens."""
         if self._counts is None or self._in_prompt is None:
             return
         prompt: list[tuple[int, int]] = []
         output: list[tuple[int, int]] = []
-        for state in states:
-            if state.penalized and state.counted < len(state.tokens):
-                slot = _slot(state)
-                prompt += [(slot, token) for token in state.tokens[state.counted : state.prompt_len]]
-                output += [(slot, t) for t in state.tokens[max(state.counted, state.prompt_len) :]]
+        for state, count in known.items():
+            if state.penalized and state.counted < count:
+                slot, tokens = _slot(state), state.tokens
+                prompt += [(slot, token) for token in tokens[state.counted : state.prompt_len]]
+                output += [(slot, t) for t in tokens[max(state.counted, state.prompt_len) : count]]
         if prompt:
             _fill(self._in_prompt, prompt, True)
         if output:
             _add_one(self._counts, output)
-        for state in states:
-            state.counted = len(state.tokens)
+        for state, count in known.items():
+            state.counted = count
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self._slots, self.vocab_size, dtype=dtype, device=self.device)
@@ -319,6 +413,15 @@ def _write_bias(bias: Tensor, slots: Sequence[tuple[int, SamplingParams]]) -> No
     words = [(slot, word[0]) for slot, p in slots for word in p.bad_words if len(word) == 1]
     if words:
         _fill(bias, [(slot, token) for slot, token in words if isinstance(token, int)], -torch.inf)
+
+
+def _bar_after(x: Tensor, bans: Sequence[tuple[int, int, int]], fed: Tensor) -> None:
+    """Bar a token in a row of logits [rows, vocab] if the row was fed another one: for each (row, other token, token)."""
+    rows, others, tokens = send(
+        [n for ban in zip(*bans, strict=True) for n in ban], torch.int64, x.device
+    ).view(3, -1)
+    values = torch.where(fed[rows] == others, -torch.inf, 0.0)
+    x.view(-1).index_add_(0, rows * x.shape[1] + tokens, values)
 
 
 def _places(tensor: Tensor, entries: Sequence[tuple[int, int]]) -> Tensor:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import send
-from gristmill.runtime.scheduler import TokenLogprobs
+from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
 
 ROWS = 64
 """Rows of logits per log-softmax; bounds the memory of float32 results."""
 ONE = 2.0**40
 """The largest weight of a row as an integer; the sum over a vocabulary of up to 2^22 tokens fits in int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Tokens of a prompt that the positions of one step predict.
+
+    Attributes:
+        first: the place of the first of them in the prompt.
+        targets: their ids, at least one.
+        top: the number of most likely tokens at each position.
+    """
+
+    first: int
+    targets: list[int]
+    top: int
 
 
 @dataclass(slots=True)
@@ -31,6 +45,23 @@ class PromptLogprobs:
     top: int
     logprobs: list[TokenLogprobs | None]
 
+    def part(self, entry: ScheduledRequest) -> PromptPart | None:
+        """The tokens that the positions of an entry predict; None if there are none."""
+        targets = self.ids[entry.start + 1 : entry.context + 1]
+        return PromptPart(entry.start + 1, targets, self.top) if targets else None
+
+    def add(self, part: PromptPart, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The log-probabilities of a part are known."""
+        self.logprobs[part.first : part.first + len(logprobs)] = logprobs
+
+
+def prompt_parts(
+    entries: Sequence[ScheduledRequest], prompts: Mapping[str, PromptLogprobs]
+) -> dict[str, PromptPart]:
+    """By request id, the parts of these prompts that the entries of a step predict."""
+    parts = {entry.id: prompts[entry.id].part(entry) for entry in entries if entry.id in prompts}
+    return {name: part for name, part in parts.items() if part is not None}
+
 
 def row_norms(x: Tensor) -> Tensor:
     """log(sum(exp(x))) of each row of float32 [rows, vocab] -> [rows, 1].
@@ -43,26 +74,31 @@ def row_norms(x: Tensor) -> Tensor:
     return peak + (weights.sum(1, keepdim=True).double() / ONE).log().float()
 
 
-def token_logprobs(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
-    """The log-probability of one token for each row of logits [rows, vocab], computed in float32.
+def logprob_rows(logits: Tensor, ids: Tensor, most: int) -> Tensor:
+    """The log-probability of one token for each row of logits [rows, vocab], computed in float32, on the device.
 
     Args:
-        ids: the token of each row.
-        tops: how many of the row's most likely tokens are returned with it.
+        ids: int64 [rows], the token of each row.
+        most: the number of most likely tokens that are read with it; those past the vocabulary are not.
+
+    Returns:
+        float64 [rows, 2 + 2 * most]: log-probability and rank of the token, then the log-probabilities and ids of the most likely ones.
+        float64 represents ranks and ids exactly, and one tensor is one copy to the host.
     """
-    most = min(max(tops, default=0), logits.shape[1])
-    parts = []
-    for first in range(0, len(ids), ROWS):
-        x = logits[first : first + ROWS].float()
-        chosen = x.gather(1, send(ids[first : first + ROWS], torch.int64, x.device)[:, None])
-        norm = row_norms(x)
-        rank = 1 + (x > chosen).sum(1, keepdim=True)
-        values, places = x.topk(most, 1)
-        # One tensor, one copy to the host: float64 represents ranks and ids exactly.
-        parts.append(torch.cat([part.double() for part in (chosen - norm, rank, values - norm, places)], 1))
-    rows: list[list[float]] = torch.cat(parts).tolist() if parts else []
+    x = logits.float()
+    chosen = x.gather(1, ids[:, None])
+    norm = row_norms(x)
+    rank = 1 + (x > chosen).sum(1, keepdim=True)
+    values, places = x.topk(min(most, x.shape[1]), 1)
+    return torch.cat([part.double() for part in (chosen - norm, rank, values - norm, places)], 1)
+
+
+def read_rows(parts: Sequence[Tensor], ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """What `logprob_rows` returned for the rows of these ids, in parts on the host, with the `tops` most likely tokens of each."""
     logprobs = []
+    rows = (row for part in parts for row in part.tolist())
     for token, top, row in zip(ids, tops, rows, strict=True):
+        most = len(row) // 2 - 1
         likeliest = zip(row[2 + most : 2 + most + top], row[2 : 2 + top], strict=True)
         logprobs.append(TokenLogprobs(token, row[0], int(row[1]), tuple((int(i), p) for i, p in likeliest)))
     return logprobs

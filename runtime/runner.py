@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Batch, make_batch, make_feedback, send, shard_context
-from gristmill.runtime.decode_graphs import DecodeGraphs
-from gristmill.runtime.errors import ErrorInfo, UsageError
+from gristmill.runtime.batch import Batch, make_batch, make_feedback, shard_context
+from gristmill.runtime.decode_graphs import DecodeGraphs, PreparedStep
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
-from gristmill.runtime.logprobs import ROWS, PromptLogprobs, token_logprobs
+from gristmill.runtime.logprobs import PromptLogprobs, PromptPart, prompt_parts
 from gristmill.runtime.models import Model
 from gristmill.runtime.sampler import Sampler, SamplingRow
-from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
+from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.step_details import StepDetails, StepResult
 from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
 
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The results of a step.
-
-    Attributes:
-        ids: as `Runner.run` returns them.
-        logprobs: by request id, the log-probabilities of each of its ids, for requests with logprobs.
-        errors: by request id, why its first row has no id, as far as that is known.
-    """
-
-    ids: list[int]
-    logprobs: dict[str, list[TokenLogprobs]]
-    errors: dict[str, ErrorInfo] = field(default_factory=dict)
+NO_PROMPTS: Mapping[str, PromptPart] = {}
 
 
 class Runner:
@@ -101,25 +88,50 @@ class Runner:
 
         Logits are computed only for those, and only ids are copied from the device.
         """
-        if self.processors:
-            return self.run_detailed(entries, rows, {}).ids
-        return self.collect(self.launch(entries, rows))
+        return self.collect(self.launch(entries, rows)).ids
+
+    def run_detailed(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        prompts: Mapping[str, PromptLogprobs],
+    ) -> StepResult:
+        """`run` with all results. `prompts` has the log-probabilities of prompts by request id, which are updated in place."""
+        parts = prompt_parts(entries, prompts)
+        result = self.collect(self.launch(entries, rows, parts))
+        for request_id, part in parts.items():
+            prompts[request_id].add(part, result.prompts[request_id])
+        return result
 
     @torch.inference_mode()
-    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> LaunchedStep:
-        """Launch a step as in `run`, without processors; does not wait for the device.
+    def launch(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        prompts: Mapping[str, PromptPart] = NO_PROMPTS,
+    ) -> LaunchedStep:
+        """Launch a step as in `run`; does not wait for the device.
+
+        Args:
+            prompts: by request id, the tokens of prompts whose log-probabilities are read, as `prompt_parts` returns them.
 
         Raises RuntimeError if two steps are in flight already.
         """
         step = self._ring.take(len(rows))
-        work = self._graph(entries, rows, step.slot, samples=True)
-        self._start(step, self._kernel_by_kernel(entries, rows) if work is None else work)
+        step.details = details = StepDetails.of(entries, rows, prompts, self.processors)
+        work: Callable[[], Tensor | None] | None
+        if details is None:
+            work = self._graph(entries, rows, step.slot)
+        else:
+            work = self._graph_with_details(entries, rows, step.slot, details)
+        self._start(step, self._kernel_by_kernel(entries, rows, details) if work is None else work)
         return step
 
-    def collect(self, step: LaunchedStep) -> list[int]:
-        """Wait for the oldest step in flight; its ids, one per entry that samples, -1 for a row without a result."""
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for the oldest step in flight; its results. ids: one per row, -1 for a row without a result."""
         step.open = False
-        return step.ids()
+        ids = step.ids()
+        return StepResult(ids) if step.details is None else step.details.result(ids)
 
     def drop(self, step: LaunchedStep) -> None:
         """The step will not be collected. It runs to its end."""
@@ -130,7 +142,10 @@ class Runner:
         step.launch(work)
 
     def _kernel_by_kernel(
-        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        details: StepDetails | None,
     ) -> Callable[[], Tensor | None]:
         batch = self._batch(entries)
         feedback = make_feedback(entries, self.device)
@@ -139,9 +154,44 @@ class Runner:
             if feedback is not None and len(feedback.places):
                 batch.tokens.index_copy_(0, feedback.places, self._sampled.read(feedback.read_rows))
             hidden = self._forward(batch, entries)
+            if details is not None:
+                details.read_prompts(hidden, self.model.logits)
             if not rows:
                 return None
-            ids = self.sampler.sample(self.model.logits(hidden[batch.rows]), rows)
+            logits = self.model.logits(hidden[batch.rows])
+            ids = self.sampler.sample(logits, rows)
+            if details is not None:
+                details.finish(logits, batch.tokens[batch.rows], ids, self.sampler)
+            if feedback is not None:
+                self._sampled.write(feedback.write_rows, ids)
+            return ids
+
+        return run
+
+    def _graph(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int
+    ) -> Callable[[], Tensor] | None:
+        """The device's part of a decode step, by a graph; None if none fits."""
+        prepared = self._prepare_graph(entries, rows, slot, samples=True)
+        return None if prepared is None else prepared.run
+
+    def _graph_with_details(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        slot: int,
+        details: StepDetails,
+    ) -> Callable[[], Tensor] | None:
+        """As `_graph`, with a graph that ends with the logits."""
+        prepared = self._prepare_graph(entries, rows, slot, samples=False)
+        if prepared is None:
+            return None
+        feedback = make_feedback(entries, self.device)
+
+        def run() -> Tensor:
+            logits = prepared.run()
+            ids = self.sampler.sample(logits, rows)
+            details.finish(logits, prepared.fed(len(rows)), ids, self.sampler)
             if feedback is not None:
                 self._sampled.write(feedback.write_rows, ids)
             return ids
@@ -155,108 +205,15 @@ class Runner:
         self.hidden = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
         return hidden
 
-    def _graph(
+    def _prepare_graph(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
-    ) -> Callable[[], Tensor] | None:
+    ) -> PreparedStep | None:
         if self.decode is None:
             return None
-        work = self.decode.prepare(entries, rows, slot, samples)
-        if work is not None and self.decode.hidden is not None:
+        prepared = self.decode.prepare(entries, rows, slot, samples)
+        if prepared is not None and self.decode.hidden is not None:
             self.hidden = HiddenStates(self.decode.hidden, self.decode.first_rows(entries))
-        return work
-
-    @torch.inference_mode()
-    def run_detailed(
-        self,
-        entries: Sequence[ScheduledRequest],
-        rows: Sequence[SamplingRow],
-        prompts: Mapping[str, PromptLogprobs],
-    ) -> StepResult:
-        """`run` with the logits between model and sampler: processed, and read for log-probabilities.
-
-        A decode graph then ends with the logits, and the sampler is launched after it. `prompts` has the log-probabilities of prompts by request
-        id, which are updated in place.
-        """
-        logits = self._graph_logits(entries, rows)
-        if logits is None:
-            batch = self._batch(entries)
-            hidden = self._forward(batch, entries)
-            if prompts:
-                self._read_prompts(hidden, entries, prompts)
-            if not rows:
-                return StepResult([], {})
-            logits = self.model.logits(hidden[batch.rows])
-        sampling = [entry for entry in entries if entry.samples]
-        request_ids = [entry.id for entry in sampling for _ in range(1 + entry.drafts)]
-        drafted = [prefix for entry in sampling for prefix in _drafted_prefixes(entry)]
-        processed = self.processors.apply(logits, request_ids, drafted)
-        ids = self.sampler(processed, rows)
-        errors = self._errors(sampling, ids, logits, processed)
-        with_logprobs = [
-            (place, row.params.logprobs)
-            for place, row in enumerate(rows)
-            if row.params.logprobs is not None and ids[place] >= 0
-        ]
-        if not with_logprobs:
-            return StepResult(ids, {}, errors)
-        places = [place for place, _ in with_logprobs]
-        chosen = logits[send(places, torch.int64, self.device)]
-        of_tokens = token_logprobs(
-            chosen, [ids[place] for place in places], [top for _, top in with_logprobs]
-        )
-        logprobs: dict[str, list[TokenLogprobs]] = {}
-        for place, token in zip(places, of_tokens, strict=True):
-            logprobs.setdefault(request_ids[place], []).append(token)
-        return StepResult(ids, logprobs, errors)
-
-    def _errors(
-        self, sampling: Sequence[ScheduledRequest], ids: Sequence[int], logits: Tensor, processed: Tensor
-    ) -> dict[str, ErrorInfo]:
-        """Why requests end here: those whose first row has no id. Rows after a draft may have none either, which does not matter."""
-        errors, place = {}, 0
-        for entry in sampling:
-            if ids[place] < 0:
-                errors[entry.id] = self.processors.why_no_token(entry.id, logits[place], processed[place])
-            place += 1 + entry.drafts
-        return errors
-
-    def _graph_logits(
-        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]
-    ) -> Tensor | None:
-        """The logits [entries, vocab] of a decode step, by a graph; None if none fits."""
-        if self.decode is None:
-            return None
-        step = self._ring.take(0)
-        work = self._graph(entries, rows, step.slot, samples=False)
-        if work is None:
-            return None
-        logits = None
-
-        def run() -> None:
-            nonlocal logits
-            logits = work()
-
-        step.launch(run)
-        step.open = False
-        return logits
-
-    def _read_prompts(
-        self, hidden: Tensor, entries: Sequence[ScheduledRequest], prompts: Mapping[str, PromptLogprobs]
-    ) -> None:
-        """Write the log-probabilities of the prompt tokens that the positions of this step predict."""
-        begin = 0
-        for entry in entries:
-            if (prompt := prompts.get(entry.id)) is not None:
-                targets = prompt.ids[entry.start + 1 : entry.context + 1]
-                for first in range(0, len(targets), ROWS):
-                    some = targets[first : first + ROWS]
-                    start = begin + first
-                    logits = self.model.logits(hidden[start : start + len(some)])
-                    place = entry.start + 1 + first
-                    prompt.logprobs[place : place + len(some)] = token_logprobs(
-                        logits, some, [prompt.top] * len(some)
-                    )
-            begin += entry.count
+        return prepared
 
     def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
         mesh, size = self.model.plans.mesh, self.cache.block_size
@@ -270,9 +227,3 @@ class Runner:
         """float32 logits [tokens, vocab] of every token of the entries."""
         batch = self._batch(entries, all_rows=True)
         return self.model.logits(self.model.forward(batch, self.cache)).float()
-
-
-def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:
-    """For each row that an entry samples, the drafts that precede it."""
-    drafts = entry.draft_tokens
-    return [drafts[:count] for count in range(len(drafts) + 1)]

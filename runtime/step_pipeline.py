@@ -11,8 +11,9 @@ everything in the order of launches, on one stream, so what is left is bookkeepi
 - The end by length is known in advance: the request is scheduled no further. The end by an end token is seen one step late: what the step in
   flight computes for that request is dropped. Row and blocks are free at once, because their next owner runs later.
 - A block is registered in the prefix cache when the results of the step that filled it are there.
-- A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where logits are processed or read
-  on the host (penalties, bans, grammars, log-probabilities), where drafts are verified, and where the scheduler must preempt a request.
+- Log-probabilities are copied to the host with the ids. Penalties and bans count the token that the host has not seen on the device.
+- A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where a grammar says which
+  tokens may come next, where drafts are verified, and where the scheduler must preempt a request.
 - An exception discards both steps; their requests are as the results before left them. A row without a result (NaN) ends its request one
   step late, with ``finish_reason="error"`` and the cause.
 - Host memory that a copy reads or writes belongs to its step until an event says that it has ended (`StepRing`). The host waits for
@@ -25,13 +26,13 @@ two calls joins the step after the one in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gristmill.runtime.logprobs import PromptLogprobs
+from gristmill.runtime.logprobs import PromptLogprobs, PromptPart, prompt_parts
 from gristmill.runtime.parallel.driver import ParallelRunner
-from gristmill.runtime.runner import Runner, StepResult
+from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import (
     RequestOutput,
@@ -45,13 +46,17 @@ from gristmill.runtime.speculation.speculator import Speculator, sampling_rows
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step whose outputs were not taken yet. `step` is what the runner's `launch` returned, or a StepResult if the step is computed already,
-    because its logits are processed on the host.
+    """A step whose outputs were not taken yet.
+
+    Attributes:
+        step: what the runner's `launch` returned.
+        prompts: the log-probabilities of prompts that it reads, by request id: those of the requests that it was launched with.
     """
 
     scheduled: ScheduledStep
     step: Any
     launched: float
+    prompts: Mapping[str, tuple[PromptLogprobs, PromptPart]]
 
 
 class StepPipeline:
@@ -59,7 +64,6 @@ class StepPipeline:
 
     Args:
         sampling_row: how the first token that an entry samples is sampled.
-        with_logprobs: the requests whose logits are read.
         prompts: the log-probabilities of those prompts that are read.
         speculator: drafts before each step, which is synchronous then; None = no drafts.
     """
@@ -70,7 +74,6 @@ class StepPipeline:
         scheduler: Scheduler,
         depth: int,
         sampling_row: Callable[[ScheduledRequest], SamplingRow],
-        with_logprobs: Collection[str],
         prompts: Mapping[str, PromptLogprobs],
         speculator: Speculator | None,
     ) -> None:
@@ -81,7 +84,7 @@ class StepPipeline:
         self.last_step: ScheduledStep | None = None
         self.last_launched = 0.0
         self._sampling_row = sampling_row
-        self._with_logprobs, self._prompts = with_logprobs, prompts
+        self._prompts = prompts
 
     def advance(self) -> tuple[list[RequestOutput], Mapping[str, list[TokenLogprobs]]]:
         """Launch what can be launched, and wait for the oldest step. Its outputs, and the log-probabilities of their tokens by request.
@@ -95,8 +98,7 @@ class StepPipeline:
             return [], {}
         oldest = self.in_flight[0]
         try:
-            step = oldest.step
-            result = step if isinstance(step, StepResult) else StepResult(self.runner.collect(step), {})
+            result = self.runner.collect(oldest.step)
             runs = (
                 result.ids
                 if self.speculator is None
@@ -107,6 +109,8 @@ class StepPipeline:
             self.discard()
             raise
         del self.in_flight[0]
+        for request_id, (prompt, part) in oldest.prompts.items():
+            prompt.add(part, result.prompts[request_id])
         if result.errors:
             for output in outputs:
                 if output.error is not None:
@@ -122,8 +126,7 @@ class StepPipeline:
     def discard(self) -> None:
         """Forget all steps in flight; what is left of their requests is scheduled again."""
         for one in self.in_flight:
-            if not isinstance(one.step, StepResult):
-                self.runner.drop(one.step)
+            self.runner.drop(one.step)
         self.in_flight.clear()
         if self.scheduler.in_flight:
             self.scheduler.discard(self.scheduler.in_flight[0])
@@ -131,16 +134,13 @@ class StepPipeline:
     def _launch(self) -> bool:
         """Schedule a step and launch it; False if there is none to run before the results of the step in flight."""
         ahead = bool(self.in_flight)
-        if ahead and isinstance(self.in_flight[-1].step, StepResult):
-            return False
         if self.speculator is not None:
             self.speculator.propose()
         begin = time.monotonic()
         scheduled = self.scheduler.schedule()
         if not ahead:
             self.last_step = scheduled
-        detailed = self._needs_logits(scheduled)
-        if not scheduled.entries or (ahead and detailed):
+        if not scheduled.entries or (ahead and self._needs_results(scheduled)):
             return False
         self.scheduler.commit(scheduled)
         try:
@@ -148,20 +148,16 @@ class StepPipeline:
             if scheduled.has_drafts:
                 pairs = zip(scheduled.sampling(), rows, strict=True)
                 rows = [row for entry, first in pairs for row in sampling_rows(entry, first)]
-            step: Any
-            if detailed:
-                step = self.runner.run_detailed(scheduled.entries, rows, self._prompts)
-            else:
-                step = self.runner.launch(scheduled.entries, rows)
+            parts = prompt_parts(scheduled.entries, self._prompts) if self._prompts else {}
+            step = self.runner.launch(scheduled.entries, rows, parts)
         except BaseException:
             self.discard()
             raise
-        self.in_flight.append(_InFlight(scheduled, step, begin))
+        prompts = {name: (self._prompts[name], part) for name, part in parts.items()}
+        self.in_flight.append(_InFlight(scheduled, step, begin, prompts))
         return True
 
-    def _needs_logits(self, scheduled: ScheduledStep) -> bool:
-        """Whether logits of the step are processed or read on the host, which takes the tokens of all steps before it."""
-        processed, read = self.runner.processors, self._with_logprobs
-        return bool(processed or read) and any(
-            entry.id in processed or entry.id in read for entry in scheduled.entries
-        )
+    def _needs_results(self, scheduled: ScheduledStep) -> bool:
+        """Whether a grammar must know the tokens of all steps before this one."""
+        processors = self.runner.processors
+        return bool(processors) and any(processors.has_grammar(entry.id) for entry in scheduled.entries)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gristmill.runtime.step_details import StepDetails
 
 DEPTH = 2
 """Steps that may be in flight."""
@@ -60,6 +64,7 @@ class LaunchedStep:
         host: int64, pinned on a GPU, where its ids arrive.
         count: the number of ids.
         open: whether its ids can still be asked for.
+        details: what else is read of it; None = nothing.
     """
 
     slot: int
@@ -67,6 +72,7 @@ class LaunchedStep:
     ended: StreamEvent | None
     count: int = 0
     open: bool = False
+    details: StepDetails | None = None
 
     def launch(self, work: Callable[[], Tensor | None]) -> None:
         """Launch the device's part of the step: `work`, with everything that reads the slot's memory, and the copy of the sampled ids

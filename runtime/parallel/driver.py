@@ -26,13 +26,14 @@ from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import RankError, UsageError
-from gristmill.runtime.logprobs import PromptLogprobs
+from gristmill.runtime.logprobs import PromptPart
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.wire import PROGRESS, Job, Loaded, Sender
-from gristmill.runtime.runner import StepResult
+from gristmill.runtime.runner import NO_PROMPTS
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
+from gristmill.runtime.step_details import StepResult
 from gristmill.runtime.warm_up import WarmUp
 
 LOADING = 10
@@ -134,41 +135,28 @@ class ParallelRunner:
 
     def run(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> list[int]:
         """As `Runner.run`."""
-        if self.processors:
-            return self.run_detailed(entries, rows, {}).ids
-        return self.collect(self.launch(entries, rows))
+        return self.collect(self.launch(entries, rows)).ids
 
-    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> int:
+    def launch(
+        self,
+        entries: Sequence[ScheduledRequest],
+        rows: Sequence[SamplingRow],
+        prompts: Mapping[str, PromptPart] = NO_PROMPTS,
+    ) -> int:
         """As `Runner.launch`: the ranks have the step, and do not answer before it is collected. Returns the number of the message."""
         self.ensure_started()
-        self._send("launch", self._number + 1, self.processors.step(entries, rows))
+        self._send("launch", self._number + 1, self.processors.step(entries, rows), prompts)
         return self._number
 
-    def collect(self, step: int) -> list[int]:
+    def collect(self, step: int) -> StepResult:
         """As `Runner.collect`."""
-        ids: list[int] = self.call("collect", step)[0]
-        return ids
+        result: StepResult = self.call("collect", step)[0]
+        return result
 
     def drop(self, step: int) -> None:
         """As `Runner.drop`."""
         if self._processes:
             self._send("drop", step)
-
-    def run_detailed(
-        self,
-        entries: Sequence[ScheduledRequest],
-        rows: Sequence[SamplingRow],
-        prompts: Mapping[str, PromptLogprobs],
-    ) -> StepResult:
-        """As `Runner.run_detailed`."""
-        self.ensure_started()
-        ids = {entry.id for entry in entries}
-        read = {request_id: prompt for request_id, prompt in prompts.items() if request_id in ids}
-        result: StepResult
-        result, updated = self.call("detailed", self.processors.step(entries, rows), read)[0]
-        for request_id, prompt in updated.items():
-            prompts[request_id].logprobs[:] = prompt.logprobs
-        return result
 
     def logits(self, entries: Sequence[ScheduledRequest]) -> torch.Tensor:
         """As `Runner.logits`, on the CPU."""

@@ -24,14 +24,15 @@ from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.kv_transfer.remote_blocks import copy_shared
 from gristmill.runtime.loader.load import load_model
-from gristmill.runtime.logprobs import PromptLogprobs
+from gristmill.runtime.logprobs import PromptPart
 from gristmill.runtime.parallel import child_process
 from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
 from gristmill.runtime.parallel.mesh import Mesh
 from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Job, Loaded, Mirror, Step
 from gristmill.runtime.residency import Residency
-from gristmill.runtime.runner import Runner, StepResult
+from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import SchedulerConfig
+from gristmill.runtime.step_details import StepResult
 from gristmill.runtime.steps_in_flight import LaunchedStep
 from gristmill.runtime.warm_up import WarmUp, warm_up
 
@@ -95,27 +96,19 @@ class Rank:
         self._residency = Residency(self._runner)
         return cache.nbytes
 
-    def launch(self, number: int, message: Step) -> None:
+    def launch(self, number: int, message: Step, prompts: Mapping[str, PromptPart]) -> None:
         """Launch a step. All ranks sample, with the same result, which the next step may read on the device."""
-        self._steps[number] = self._runner.launch(*self._mirror.read(message))
+        self._steps[number] = self._runner.launch(*self._mirror.read(message), prompts)
 
-    def collect(self, number: int) -> list[int] | None:
-        """Wait for a step that was launched; its ids, which only rank 0 sends."""
-        ids = self._runner.collect(self._steps.pop(number))
+    def collect(self, number: int) -> StepResult | None:
+        """Wait for a step that was launched; its results, which only rank 0 sends."""
+        result = self._runner.collect(self._steps.pop(number))
         symmetric.check(GROUP)
-        return ids if self.job.rank == 0 else None
+        return result if self.job.rank == 0 else None
 
     def drop(self, number: int) -> None:
         """A step will not be collected."""
         self._runner.drop(self._steps.pop(number))
-
-    def detailed(
-        self, message: Step, prompts: Mapping[str, PromptLogprobs]
-    ) -> tuple[StepResult, Mapping[str, PromptLogprobs]] | None:
-        """As `Runner.run_detailed`, with the prompts as they are then."""
-        result = self._runner.run_detailed(*self._mirror.read(message), prompts)
-        symmetric.check(GROUP)
-        return (result, prompts) if self.job.rank == 0 else None
 
     def logits(self, message: Step) -> Any:
         """As `Runner.logits`, as an array; None on ranks other than 0."""

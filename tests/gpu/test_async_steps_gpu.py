@@ -56,7 +56,7 @@ def test_the_second_step_is_launched_while_the_first_runs() -> None:
     llm.generate([[1, 2, 3]], params)  # captures the graphs
     launched: list[float] = []
     launch = runner.launch
-    runner.launch = lambda entries, rows: (launched.append(time.perf_counter()), launch(entries, rows))[1]  # type: ignore[method-assign, func-returns-value]
+    runner.launch = lambda *step: (launched.append(time.perf_counter()), launch(*step))[1]  # type: ignore[method-assign, func-returns-value]
     llm.engine.add_request("a", [4, 5, 6], params)
     begin = time.perf_counter()
     torch.cuda._sleep(600_000_000)  # cycles, of a clock of at most 2 GHz

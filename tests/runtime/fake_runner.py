@@ -16,6 +16,7 @@ from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, ScheduledStep, SchedulerConfig
 from gristmill.runtime.speculation.config import Speculation
+from gristmill.runtime.step_details import StepResult
 from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
 
@@ -51,7 +52,9 @@ class FakeRunner:
         self.most_in_flight = 0
         self._launched: list[LateStep] = []
 
-    def launch(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> LateStep:
+    def launch(
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], prompts: object = None
+    ) -> LateStep:
         self.before_step()
         self.steps += 1
         sampling = [entry for entry in entries if entry.samples]
@@ -63,11 +66,11 @@ class FakeRunner:
         self.most_in_flight = max(self.most_in_flight, in_flight)
         return step
 
-    def collect(self, step: LateStep) -> list[Any]:
+    def collect(self, step: LateStep) -> StepResult:
         self.before_collect()
         self._run_to(step)
         assert step.ids is not None and not step.dropped
-        return step.ids
+        return StepResult(step.ids)
 
     def expect_drafts(self, most: int) -> None:
         """Any number will do."""

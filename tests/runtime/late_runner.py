@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gristmill.runtime.logprobs import PromptLogprobs
-from gristmill.runtime.runner import Runner, StepResult
-from gristmill.runtime.sampler import SamplingRow
-from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.runner import Runner
 from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
 
 
@@ -71,15 +68,6 @@ class LateRunner(Runner):
             slot.ended = Event(self.queue)  # type: ignore[assignment]
         if graphs:
             self.make_decode_graphs()
-
-    def run_detailed(
-        self,
-        entries: Sequence[ScheduledRequest],
-        rows: Sequence[SamplingRow],
-        prompts: Mapping[str, PromptLogprobs],
-    ) -> StepResult:
-        self.queue.run_to(self.queue.added)
-        return super().run_detailed(entries, rows, prompts)
 
     def _start(self, step: LaunchedStep, work: Callable[[], Tensor | None]) -> None:
         self.queue.add(partial(self._compute, step, work))

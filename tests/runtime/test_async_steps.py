@@ -60,9 +60,9 @@ def count_steps_ahead(llm: LLM) -> list[int]:
     counts: list[int] = []
     launch = llm.engine.runner.launch
 
-    def counted(entries: list[ScheduledRequest], rows: list[SamplingRow]) -> LaunchedStep:
+    def counted(entries: list[ScheduledRequest], *others: Any) -> LaunchedStep:
         counts.append(sum(entry.tokens is None for entry in entries))
-        return launch(entries, rows)
+        return launch(entries, *others)
 
     llm.engine.runner.launch = counted  # type: ignore[method-assign, assignment]
     return counts
@@ -112,23 +112,30 @@ def test_same_ids_at_batches(
     assert make_late(name, **options).generate(prompts(batch), params) == expected
 
 
-def test_steps_that_need_the_host(make: Callable[..., LLM], make_late: Callable[..., LLM]) -> None:
-    """Requests with processed logits and log-probabilities beside others: their steps wait, and those of the others run ahead."""
-    params = [
-        SamplingParams(max_tokens=12, repetition_penalty=1.3, ignore_eos=True),
-        SamplingParams(max_tokens=30),
-        SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=2),
-        SamplingParams(max_tokens=8, prompt_logprobs=1),
-        SamplingParams(max_tokens=20, temperature=0.9, seed=2, bad_words=[[5], [6, 7]], min_tokens=3),
-        SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True),
-        SamplingParams(max_tokens=16, presence_penalty=1.0, stop=["e"]),
-    ]
-    for graphs in (False, True):
-        expected = make(LLAMA, decode_graphs=graphs).generate(prompts(), params)
-        late = make_late(LLAMA, decode_graphs=graphs)
-        counts = count_steps_ahead(late)
-        assert late.generate(prompts(), params) == expected
-        assert 5 < sum(counts) < 40
+DETAILED = [
+    SamplingParams(max_tokens=12, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=30, frequency_penalty=0.7),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=2),
+    SamplingParams(max_tokens=8, prompt_logprobs=1, logit_bias={40: 4.0}),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=2, bad_words=[[5], [6, 7]], min_tokens=3),
+    SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True, logprobs=0),
+    SamplingParams(max_tokens=16, presence_penalty=1.0, stop=["e"]),
+]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("options", [PLAIN, TINY_POOL], ids=["plain", "preemption"])
+def test_penalties_and_logprobs_do_not_wait(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], graphs: bool, options: dict[str, Any]
+) -> None:
+    """All steps run ahead, with the results of synchronous ones, bit for bit."""
+    expected = make(LLAMA, decode_graphs=graphs, **options).generate(prompts(), DETAILED)
+    late = make_late(LLAMA, decode_graphs=graphs, **options)
+    counts = count_steps_ahead(late)
+    for _ in range(2):
+        assert late.generate(prompts(), DETAILED) == expected
+    decoded = 2 * sum(len(one.token_ids) - 1 for one in expected)
+    assert sum(counts) > decoded * (0.6 if options else 0.9)
 
 
 class OneSlot(StepRing):
@@ -152,6 +159,23 @@ class NextRow(SampledTokens):
 
     def read(self, rows: Tensor) -> Tensor:
         return super().read(rows.roll(1))
+
+
+class Uncounted(LateRunner):
+    """Planted fault: a penalty does not count the token that the host has not seen."""
+
+    def launch(self, entries: Any, rows: Any, prompts: Any = None) -> LaunchedStep:
+        step = super().launch(entries, rows, prompts or {})
+        if step.details is not None and step.details._processed is not None:
+            process = step.details._processed.process
+            step.details._processed.process = lambda logits, fed: process(logits, torch.zeros_like(fed))  # type: ignore[method-assign]
+        return step
+
+
+def test_a_token_that_is_not_counted_shows(make: Callable[..., LLM], make_late: Callable[..., LLM]) -> None:
+    params = SamplingParams(max_tokens=20, frequency_penalty=1.0, ignore_eos=True)
+    expected = make(LLAMA).generate(prompts(), params)
+    assert make_late(LLAMA, Uncounted).generate(prompts(), params) != expected
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -21,8 +21,10 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.logits_processors import FIRST_SLOTS, ROWS, LogitsProcessors
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import ScheduledRequest
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
+from tests.runtime.processed import apply, entry
 
 VOCAB = 257
 CPU = torch.device("cpu")
@@ -105,7 +107,7 @@ def compare(params: Sequence[SamplingParams], seed: int = 0, steps: int = 6) -> 
         order = torch.randperm(len(tokens), generator=rng).tolist()
         logits = 3 * torch.randn(len(tokens), VOCAB, generator=rng)
         original = logits.clone()
-        processed = ours.apply(logits, [str(i) for i in order])
+        processed = apply(ours, logits, [str(i) for i in order])
         assert torch.equal(logits, original), "the logits that came in were changed"
         for row, i in enumerate(order):
             expected = transformers_processors(params[i], prompts[i], STOP_IDS)(
@@ -136,14 +138,14 @@ def test_more_rows_than_are_processed_at_a_time() -> None:
     processors = LogitsProcessors(VOCAB, CPU)
     for i in range(rows):
         processors.add(str(i), SamplingParams(logit_bias={i: 1.0 + i}), [1], 1, [])
-    processed = processors.apply(torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
+    processed = apply(processors, torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
     assert torch.equal(processed, torch.zeros(rows, VOCAB).diagonal_scatter(1.0 + torch.arange(rows)))
 
 
 @pytest.mark.parametrize(
     ("fault", "changed"),
     [
-        ("_count", lambda self, states: None),
+        ("_count", lambda self, known: None),
         ("_in_prompt", None),
     ],
 )
@@ -151,15 +153,14 @@ def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: An
     if changed is not None:
         monkeypatch.setattr(LogitsProcessors, fault, changed)
     else:  # only output tokens count as repeated
-        apply = LogitsProcessors.apply
+        edit = LogitsProcessors.edit
 
         def forgetful(self: LogitsProcessors, *arguments: Any) -> torch.Tensor:
-            apply(self, *arguments)
             if self._in_prompt is not None:
                 self._in_prompt.zero_()
-            return apply(self, *arguments)
+            return edit(self, *arguments)
 
-        monkeypatch.setattr(LogitsProcessors, "apply", forgetful)
+        monkeypatch.setattr(LogitsProcessors, "edit", forgetful)
     assert compare([SamplingParams(repetition_penalty=1.3)]) > 0.1
 
 
@@ -167,7 +168,7 @@ def test_slots_are_given_back_and_written_anew() -> None:
     processors = LogitsProcessors(VOCAB, CPU)
     for i in range(5 * FIRST_SLOTS):
         processors.add("r", SamplingParams(logit_bias={i: -3.0}, repetition_penalty=2.0), [i, i], 1, [])
-        processed = processors.apply(torch.ones(1, VOCAB), ["r"])
+        processed = apply(processors, torch.ones(1, VOCAB), ["r"])
         expected = torch.ones(1, VOCAB)
         expected[0, i] = -2 * 2.0
         assert torch.equal(processed, expected)
@@ -180,15 +181,15 @@ def test_rows_without_wishes_are_the_same_tensor() -> None:
     processors = LogitsProcessors(VOCAB, CPU)
     processors.add("r", SamplingParams(min_tokens=1), [1], 1, [2])
     logits = torch.randn(3, VOCAB)
-    assert processors.apply(logits, ["a", "b", "c"]) is logits
-    processed = processors.apply(logits, ["a", "r", "c"])
+    assert apply(processors, logits, ["a", "b", "c"]) is logits
+    processed = apply(processors, logits, ["a", "r", "c"])
     assert torch.equal(processed[[0, 2]], logits[[0, 2]]) and processed[1, 2] == -torch.inf
 
 
 def test_steps_without_wishes_do_not_meet_the_processors(
     shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LogitsProcessors, "apply", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(LogitsProcessors, "prepare", lambda *arguments: 1 / 0)
     llm = shared(LLAMA)
     llm.generate(TEXT, SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, stop_token_ids=[5]))
     with pytest.raises(ZeroDivisionError):
@@ -198,7 +199,7 @@ def test_steps_without_wishes_do_not_meet_the_processors(
 def test_bf16_logits_are_processed_in_float32() -> None:
     processors = LogitsProcessors(VOCAB, CPU)
     processors.add("r", SamplingParams(logit_bias={1: 0.001}), [1], 1, [])
-    processed = processors.apply(torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
+    processed = apply(processors, torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
     assert processed.dtype is torch.float32 and float(processed[0, 1]) == pytest.approx(100.001)
 
 
@@ -207,14 +208,16 @@ def test_a_step_that_failed_counts_nothing_twice() -> None:
     tokens = [5, 6]
     processors.add("r", SamplingParams(frequency_penalty=1.0), tokens, 1, [])
     for _ in range(3):  # the same step, tried again
-        assert float(processors.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -1.0
+        assert float(apply(processors, torch.zeros(1, VOCAB), ["r"])[0, 6]) == -1.0
     tokens += [6, 6]  # two drafts at once
-    assert float(processors.apply(torch.zeros(1, VOCAB), ["r"])[0, 6]) == -3.0
+    assert float(apply(processors, torch.zeros(1, VOCAB), ["r"])[0, 6]) == -3.0
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 @pytest.mark.parametrize("fault", [False, True])
-def test_drafts_are_processed_as_if_they_were_known(params: SamplingParams, fault: bool) -> None:
+def test_drafts_are_processed_as_if_they_were_known(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, fault: bool
+) -> None:
     """Every row of two requests with drafts equals the row of a request that has these tokens, bit for bit, also in a later step.
 
     Planted fault: the rows do not see their drafts.
@@ -222,7 +225,6 @@ def test_drafts_are_processed_as_if_they_were_known(params: SamplingParams, faul
     rng = torch.Generator().manual_seed(3)
     prompt, drafts = [1, 2, 5], [[2, 2, 1, 4], [1, 2, 2]]
     ours, known = LogitsProcessors(VOCAB, CPU), LogitsProcessors(VOCAB, CPU)
-    ids = ["a"] * 5 + ["b"] * 4
     drafted = [some[:count] for some in drafts for count in range(len(some) + 1)]
     for tokens in ([*prompt], [*prompt, 1], [*prompt, 1, 2]):
         for name in "ab":
@@ -231,12 +233,44 @@ def test_drafts_are_processed_as_if_they_were_known(params: SamplingParams, faul
         for row, prefix in enumerate(drafted):
             known.remove(str(row))
             known.add(str(row), params, [*tokens, *prefix], len(prompt), STOP_IDS)
-        logits = 3 * torch.randn(len(ids), VOCAB, generator=rng)
-        expected = known.apply(logits, [str(row) for row in range(len(ids))])
-        seen = [[] for _ in drafted] if fault else drafted
-        assert torch.equal(ours.apply(logits, ids, seen), expected) != (fault and depends_on_tokens(params))
-        without = ours.apply(logits[:2], ["b", "a"])  # nothing of the drafts is left in the slots
-        assert torch.equal(without, known.apply(logits[:2], ["5", "0"]))
+        logits = 3 * torch.randn(9, VOCAB, generator=rng)
+        expected = apply(known, logits, [str(row) for row in range(9)])
+        if fault:
+            monkeypatch.setattr(ScheduledRequest, "draft_tokens", property(lambda self: []))
+        actual = apply(ours, logits, [entry("a", drafts[0]), entry("b", drafts[1])])
+        monkeypatch.undo()
+        assert torch.equal(actual, expected) != (fault and depends_on_tokens(params))
+        without = apply(ours, logits[:2], ["b", "a"])  # nothing of the drafts is left in the slots
+        assert torch.equal(without, apply(known, logits[:2], ["5", "0"]))
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_token_on_the_device_is_processed_as_if_it_were_known(params: SamplingParams, fault: bool) -> None:
+    """Step by step, as asynchronous steps run: the host learns of a token one step late.
+
+    Planted fault: rows do not see the token.
+    """
+    rng = torch.Generator().manual_seed(5)
+    prompt, output = [1, 2, 5], [1, 2, 2, 1, 2, 3, 1, 2]
+    ours, known = LogitsProcessors(VOCAB, CPU), LogitsProcessors(VOCAB, CPU)
+    late = [*prompt]
+    ours.add("a", params, late, len(prompt), STOP_IDS)
+    same = True
+    for count, token in enumerate(output):
+        known.remove("a")
+        known.add("a", params, [*prompt, *output[: count + 1]], len(prompt), STOP_IDS)
+        logits = 3 * torch.randn(1, VOCAB, generator=rng)
+        fed = torch.tensor([9 if fault else token])
+        processed = apply(ours, logits, [entry("a", tokens=None)], fed)
+        same = same and torch.equal(processed, apply(known, logits, ["a"]))
+        late.append(token)
+    assert same != (fault and depends_on_tokens(params) and not only_counts(params))
+
+
+def only_counts(params: SamplingParams) -> bool:
+    """Whether only the number of tokens matters, not which they are."""
+    return params == SamplingParams(min_tokens=params.min_tokens)
 
 
 def depends_on_tokens(params: SamplingParams) -> bool:

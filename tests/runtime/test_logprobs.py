@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.runtime import logprobs as module
+from gristmill.runtime import step_details
 from gristmill.runtime.completion import Completion
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.logprobs import row_norms, token_logprobs
+from gristmill.runtime.logprobs import logprob_rows, read_rows, row_norms
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledStep, TokenLogprobs
 from tests.runtime import oracle
@@ -114,26 +114,28 @@ def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
 def test_a_planted_fault_shows(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: each token is compared with the distribution of the next position."""
     llm = make(LLAMA)
-    from gristmill.runtime import runner
-
     monkeypatch.setattr(
-        runner, "token_logprobs", lambda logits, ids, tops: token_logprobs(logits.roll(1, 0), ids, tops)
+        step_details, "logprob_rows", lambda logits, ids, most: logprob_rows(logits.roll(1, 0), ids, most)
     )
     [result] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))
     with pytest.raises(AssertionError):
         assert differences(LLAMA, PROMPT, [one for one in result.prompt_logprobs or () if one], 1) < LIMIT
 
 
-def test_rows_in_slices_and_a_top_past_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_slices_and_a_top_past_the_vocabulary() -> None:
     logits = torch.randn(9, 7, dtype=torch.float64).bfloat16()
     ids, tops = [0, 1, 2, 3, 4, 5, 6, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 0]
-    unsliced = token_logprobs(logits, ids, tops)
-    monkeypatch.setattr(module, "ROWS", 2)
-    assert token_logprobs(logits, ids, tops) == unsliced
+
+    def read(size: int) -> list[TokenLogprobs]:
+        parts = zip(logits.split(size), torch.tensor(ids).split(size), strict=True)
+        return read_rows([logprob_rows(*part, 9) for part in parts], ids, tops)
+
+    unsliced = read(9)
+    assert read(2) == unsliced
     expected = logits.float().log_softmax(-1)
     for row, (token, top, one) in enumerate(zip(ids, tops, unsliced, strict=True)):
         assert one.logprob == pytest.approx(float(expected[row, token]), abs=1e-6) and len(one.top) == top
-    assert token_logprobs(logits[:0], [], []) == []
+    assert read_rows([], [], []) == []
 
 
 def test_norms_do_not_depend_on_the_order_of_additions() -> None:
@@ -171,9 +173,9 @@ def test_logprobs_are_checked(shared: Callable[..., LLM]) -> None:
 def test_n_completions_compute_the_prompt_once(make: Callable[..., LLM]) -> None:
     llm = make(LLAMA)
     launch, computed = llm.engine.runner.launch, []
-    llm.engine.runner.launch = lambda entries, rows: (  # type: ignore[method-assign]
+    llm.engine.runner.launch = lambda entries, *others: (  # type: ignore[method-assign]
         computed.extend(entry.count for entry in entries),
-        launch(entries, rows),
+        launch(entries, *others),
     )[1]
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=7, n=4, ignore_eos=True)
     several = llm.generate([PROMPT, PROMPT[:3]], params)

@@ -257,9 +257,9 @@ def test_engines_give_up_what_is_rejected(make: Callable[..., LLM]) -> None:
     assert speculator is not None
     launch = llm.engine.runner.launch
 
-    def timed(entries: Any, rows: Any) -> Any:
+    def timed(entries: Any, *others: Any) -> Any:
         now[0] += 3.0 if any(entry.drafts for entry in entries) else 0.5
-        return launch(entries, rows)
+        return launch(entries, *others)
 
     llm.engine.runner.launch = timed  # type: ignore[method-assign]
     speculator._clock = lambda: now[0]

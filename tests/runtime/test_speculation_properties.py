@@ -137,8 +137,8 @@ def test_a_draft_that_is_computed_as_another_token_shows(monkeypatch: pytest.Mon
     """Planted fault: the last draft of each run is replaced before the step is computed."""
     launch = FakeRunner.launch
 
-    def shifted(self: FakeRunner, entries: Any, rows: Any) -> Any:
-        step = launch(self, entries, rows)
+    def shifted(self: FakeRunner, entries: Any, *others: Any) -> Any:
+        step = launch(self, entries, *others)
         for entry in step.plan.entries:
             if entry.drafts:
                 entry.tokens = [*entry.tokens[:-1], (entry.tokens[-1] + 1) % VOCAB]

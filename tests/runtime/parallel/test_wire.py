@@ -20,6 +20,7 @@ from gristmill.runtime.parallel.wire import Mirror, Sender, Step
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
+from tests.runtime.processed import apply
 
 GREEDY, WARM = SamplingParams(), SamplingParams(temperature=1.0)
 
@@ -75,7 +76,7 @@ def test_ranks_know_the_tokens_of_processed_requests() -> None:
     tokens += [9]
     assert pair.send([entry("a", 3, [9], [4])], [SamplingRow(params, 0, 1)]).grown == {"a": [9]}
     logits = torch.ones(1, 64)
-    assert sorted((pair.processors.apply(logits, ["a"])[0] != 1).nonzero().flatten().tolist()) == tokens
+    assert sorted((apply(pair.processors, logits, ["a"])[0] != 1).nonzero().flatten().tolist()) == tokens
     pair.sender.remove("a")
     pair.send([entry("b", 0, [1], [4])], [SamplingRow(GREEDY, 0, 0)])
     assert len(pair.processors) == 0

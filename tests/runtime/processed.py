@@ -1,0 +1,37 @@
+"""Logits processors applied to all logits of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gristmill.runtime.logits_processors import LogitsProcessors
+from gristmill.runtime.scheduler import ScheduledRequest
+
+
+def entry(
+    request_id: str, drafts: Sequence[int] = (), tokens: Sequence[int] | None = (0,)
+) -> ScheduledRequest:
+    """An entry that feeds the last known token, or with tokens=None one that is on the device only, and drafts."""
+    fed = None if tokens is None else [*tokens, *drafts]
+    count = 1 if fed is None else len(fed)
+    return ScheduledRequest(request_id, 0, count, True, fed, [], [], len(drafts))
+
+
+def apply(
+    processors: LogitsProcessors,
+    logits: torch.Tensor,
+    entries: Sequence[str | ScheduledRequest],
+    fed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the logits [rows, vocab] of these entries with the processed rows in float32; a name stands for an entry without drafts."""
+    steps = [one if isinstance(one, ScheduledRequest) else entry(one) for one in entries]
+    rows = processors.prepare(steps)
+    if rows is None:
+        return logits
+    processed = logits.to(torch.float32, copy=True)
+    processed[rows.places] = rows.process(
+        logits, torch.zeros(len(logits), dtype=torch.int64) if fed is None else fed
+    )
+    return processed
