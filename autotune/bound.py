@@ -46,7 +46,8 @@ class BoundPlan:
         layouts: the layouts of the packed weights; None for operations without packed weights. Where they are several, a weight is the list of
             the tensors of all of them, in the order of their names, and each bucket's kernel gets those of its own.
         sealed: nothing is verified any more (see `gristmill.ops.seal`).
-        is_warm: a kernel that is selected from now on is reported by a warning.
+        is_warm: a kernel that is selected from now on is late: reported by a warning, and counted.
+        late: the kernels that were.
         binds: how often it was bound.
     """
 
@@ -62,6 +63,7 @@ class BoundPlan:
         "entries",
         "handle",
         "is_warm",
+        "late",
         "layouts",
         "op",
         "resolver",
@@ -90,6 +92,7 @@ class BoundPlan:
         self.binds = 0
         self.sealed = False
         self.is_warm = False
+        self.late = 0
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """Run with the operation's arguments and outputs, by position or by name; raises what `run` does."""
@@ -136,7 +139,8 @@ class BoundPlan:
         return self
 
     def record(self, calls: dict[tuple[BoundPlan, int], None]) -> None:
-        """Until `stop_recording`, add the plan and the bucket of each call by this thread to `calls` instead of running it."""
+        """Until `stop_recording`, add the plan and the bucket of each call by this thread to `calls` instead of running it. Outputs of
+        integers are zeros, those of floats undefined."""
         self._recorded = self._runners
         self._runners = [
             partial(self._record_call, calls, threading.get_ident(), index)
@@ -152,6 +156,10 @@ class BoundPlan:
     ) -> None:
         if threading.get_ident() == thread:
             calls[self, index] = None
+            for name in self.op.outputs:  # ids that no kernel has written must be valid as indices
+                output = getattr(call, name)
+                if not output.is_floating_point():
+                    output.zero_()
             return
         runner = self._recorded[index]  # another model that shares the plan is serving
         if runner is None:
@@ -191,6 +199,7 @@ class BoundPlan:
         begin = time.perf_counter()
         runner = self._bind(bucket_index(size))
         if self.is_warm:
+            self.late += 1
             warnings.warn(
                 f"{self.op.name} {self.static}: the kernel for size {size} was selected while serving, in "
                 f"{time.perf_counter() - begin:.2f} s: the warm-up did not cover it",

@@ -224,17 +224,11 @@ def start(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     imported = time.time()
     llm = LLM(folder, quant=options.quant, device=options.device, **options.limits)
     wait()
-    loaded = time.time()
-    report = llm.engine.warm_up()
-    wait()
     warm = time.time()
     llm.generate([[1, 2, 3]], greedy(1))
-    row = {
-        "load": loaded - imported,
-        **report.seconds,
-        "warm-up": warm - loaded,
-        "first token": time.time() - warm,
-    }
+    report = llm.engine.warmed
+    assert report is not None
+    row = {**report.seconds, "load and warm-up": warm - imported, "first token": time.time() - warm}
     return {"import": imported - options.began, **row, "total": time.time() - options.began}
 
 
@@ -265,7 +259,14 @@ def starts(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 def measure(folder: Path, async_steps: bool, options: argparse.Namespace) -> dict[str, Any]:
     """A row: one engine."""
     begin = time.perf_counter()
-    llm = LLM(folder, quant=options.quant, device=options.device, async_steps=async_steps, **options.limits)
+    llm = LLM(
+        folder,
+        quant=options.quant,
+        device=options.device,
+        async_steps=async_steps,
+        warm="off",
+        **options.limits,
+    )
     wait()
     row: dict[str, Any] = {"async_steps": async_steps, "load_seconds": time.perf_counter() - begin}
     begin = time.perf_counter()

@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,6 +22,7 @@ import torch
 
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.runtime.devices import notice
 from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.engine_loading import load_engine
 from gristmill.runtime.engine_memory import EngineMemory, freeze_heap
@@ -35,6 +36,7 @@ from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency
+from gristmill.runtime.progress import progress_bar
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
@@ -100,20 +102,33 @@ class Engine(EngineMemory):
 
     def _load(self, model: str | Path | Checkpoint, options: EngineConfig) -> None:
         speculation, transfer = options.speculation, options.transfer
+        model = open_checkpoint(model)
         if transfer is not None:
-            model = open_checkpoint(model)
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
-        runner, draft, config = load_engine(model, options)
-        self._start(
-            runner,
-            config,
-            options.seed,
-            options.async_steps,
-            options.quant,
-            speculation,
-            draft,
-            transfer,
-        )
+        begin = time.perf_counter()
+        with progress_bar() as progress:
+            progress("weights", 0, 0)
+            runner, draft, config = load_engine(model, options)
+            self._start(
+                runner,
+                config,
+                options.seed,
+                options.async_steps,
+                options.quant,
+                speculation,
+                draft,
+                transfer,
+            )
+            if options.warm == "off":
+                return
+            seconds = {"weights": time.perf_counter() - begin}
+            try:
+                report = self._warm_up(progress, run=runner.device.type == "cuda")
+            except BaseException:
+                self.close()
+                raise
+        self.warmed = replace(report, seconds=seconds | report.seconds)
+        notice(f"{model.path}: {self.warmed}")
 
     @classmethod
     def from_parts(
@@ -184,6 +199,8 @@ class Engine(EngineMemory):
             self.transfer = start_transfer(transfer, runner, self.scheduler, speculation)
         self._quant = quant
         self._active: dict[str, _Active] = {}
+        self.warmed: WarmUp | None = None
+        """The report of the last warm-up; None before the first, and after `sleep`."""
         self._followers: dict[
             str, list[str]
         ] = {}  # id -> requests held until the prompt of that id is computed
@@ -235,15 +252,18 @@ class Engine(EngineMemory):
     def warm_up(self, progress: Progress | None = None) -> WarmUp:
         """Select, verify, compile and load every kernel that steps within the limits call, and capture the decode graphs.
 
-        From then on a kernel that is selected while requests wait is reported by a warning. Graphs of steps whose logits are processed,
-        and all graphs after `sleep`, are captured when needed. On a GPU this takes from seconds (with a filled store) to over a
-        minute; on a CPU kernels are verified, which the store records for later processes.
+        An engine made with ``warm="auto"`` has done so at load: then this returns the report of that at once. On a CPU it runs the steps, too,
+        which loading leaves out. After `sleep` it captures the graphs again.
 
-        Python's garbage collection leaves out what is alive then (`gc.freeze`) until the engine is freed: a full collection takes as long
-        as up to a hundred steps.
+        From then on a kernel that is selected while requests wait is reported by a warning, and counted in
+        `EngineStatus.late_kernels`. Graphs of steps whose logits are processed, and all graphs after `sleep`, are captured when needed. On
+        a GPU this takes from seconds (with a filled store) to over a minute.
+
+        Where steps run, Python's garbage collection then leaves out what is alive (`gc.freeze`) until the engine is freed: a full
+        collection takes as long as up to a hundred steps.
 
         Args:
-            progress: called with a stage, its steps done, and its steps in all.
+            progress: called with a phase, what is done of it, and what there is in all.
 
         Raises:
             UsageError: a request has begun and not ended, or the engine sleeps.
@@ -252,20 +272,25 @@ class Engine(EngineMemory):
         self._require_none_started("warm_up")
         if self.residency.reason:
             raise UsageError(f"warm_up needs weights and cache: {self.residency.reason}")
-        self.reset_prefix_cache()
-        report = self._warm_up(progress)
-        freeze_heap(self)
+        if self.warmed is None or not self.warmed.ran:
+            self.reset_prefix_cache()
+            self.warmed = self._warm_up(progress, run=True)
+        return self.warmed
+
+    def _warm_up(self, progress: Progress | None, run: bool) -> WarmUp:
+        report = self._warm_models(progress, run)
+        if run:
+            freeze_heap(self)
         return report
 
-    def _warm_up(self, progress: Progress | None) -> WarmUp:
+    def _warm_models(self, progress: Progress | None, run: bool) -> WarmUp:
         speculator, config = self.speculator, self.scheduler.config
         if isinstance(self.runner, ParallelRunner):
-            return self.runner.warm_up(config)
-        if speculator is None:
-            return warm_up(self.runner, config, progress)
-        report = warm_up(self.runner, config, progress, drafts=speculator.config.most_tokens)
-        draft = speculator.proposer.runner
-        return report if draft is None else report.with_draft_model(warm_up(draft, config, progress))
+            return self.runner.warm_up(config, run)
+        drafts = 0 if speculator is None else speculator.config.most_tokens
+        report = warm_up(self.runner, config, progress, drafts=drafts, run=run)
+        draft = None if speculator is None else speculator.proposer.runner
+        return report if draft is None else report.with_draft_model(warm_up(draft, config, progress, run=run))
 
     def close(self) -> None:
         """End the processes of `tensor_parallel`, after which no step can run, and close the stores of `kv_transfer`. Nothing happens in
@@ -366,6 +391,7 @@ class Engine(EngineMemory):
         try:
             return self._advance()
         except RankError:  # the caches of the ranks are gone
+            self.warmed = None
             self.abort()
             for request_id in list(self._active):  # those that the step has ended
                 self._forget(request_id)

@@ -70,6 +70,9 @@ class EngineConfig:
             them has otherwise. On CPUs so far.
         kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
             without. None = nowhere.
+        warm: ``auto``: before the first request, kernels for every step within the limits are selected, verified where they have no record,
+            and loaded; on a GPU steps also run, which compiles what is left, and decode graphs are captured. ``off``: the first requests wait for
+            that; for programs that end after a few requests, as `gristmill generate` and `eval` do by default.
 
     Raises:
         UsageError: an invalid value; the message names it.
@@ -104,6 +107,7 @@ class EngineConfig:
     rank_timeout: float = 300.0
     context_parallel: bool = False
     kv_transfer: KVTransfer | str | None = None
+    warm: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -118,6 +122,8 @@ class EngineConfig:
             self._set("speculate", Speculation.parse(self.speculate))
         if self.kv_transfer is not None:
             self._set("kv_transfer", KVTransfer.parse(self.kv_transfer))
+        if self.warm not in ("auto", "off"):
+            raise UsageError(f"warm must be 'auto' or 'off', got {self.warm!r}")
         check_integers(
             block_size=self.block_size,
             max_seqs=self.max_seqs,

@@ -22,6 +22,7 @@ from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import Scheduler
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.status import EngineStatus, State
+from gristmill.runtime.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from gristmill.runtime.weight_update import WeightSource
@@ -37,6 +38,7 @@ class EngineMemory:
     transfer: Transfer | None
     _quant: str | QuantScheme | torch.dtype | None
     ownership: Ownership
+    warmed: WarmUp | None
     _draining: bool
 
     def sleep(self, level: int = 1) -> None:
@@ -57,6 +59,7 @@ class EngineMemory:
         if self.speculator is not None:
             self.speculator.sleep()
         self.residency.sleep(level)
+        self.warmed = None  # graphs are gone
 
     def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
         """Allocate what `sleep` gave back. `parts` can be given one by one, so that weights are updated before the cache takes its memory."""
@@ -147,6 +150,7 @@ class EngineMemory:
             max_batch_tokens=config.max_batch_tokens,
             weight_bytes=self.runner.model.plans.weight_bytes,
             cache_bytes=self.runner.cache.nbytes,
+            late_kernels=self.runner.model.plans.late,
             speculation=None if self.speculator is None else self.speculator.status(),
             kv_transfer=None if self.transfer is None else self.transfer.status(),
         )

@@ -40,6 +40,7 @@ GAUGES = {
     "num_requests_running": "Requests that have cache blocks",
     "num_requests_waiting": "Requests in the queue",
     "kv_cache_usage_perc": "Fraction of the cache blocks in use by requests, 0 to 1",
+    "late_kernels": "Kernels that were selected while requests waited, because the warm-up did not cover them",
 }
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
@@ -145,6 +146,7 @@ class Metrics:
         metrics["num_requests_running"].set(len(scheduler.running))
         metrics["num_requests_waiting"].set(len(scheduler.waiting) + len(scheduler.held))
         metrics["kv_cache_usage_perc"].set(scheduler.pool.num_referenced / scheduler.config.num_blocks)
+        metrics["late_kernels"].set(engine.runner.model.plans.late or 0)
         step = engine.last_step
         if step is not None and step.entries:
             metrics["iteration_tokens_total"].observe(step.num_tokens)

@@ -1,10 +1,10 @@
 """Warm-up: what the steps of an engine call is selected, verified, compiled, loaded and captured before the first request.
 
-Steps are recorded first, without running: the kernels that they need are verified, and so compiled, by several processes at a time.
-Then they run on an unused cache: prompts of each bucket of tokens, from their beginning and after cached tokens, with other
-sequences in the step; decode steps of each number of sequences and each bound of the context that has a graph, with and without
-drafts if the engine drafts; and the logits and samples of each bucket of rows. What a step of the engine can meet within its limits
-has then run once.
+Steps are recorded first, without running. The kernels that they need are selected, those without a record verified, and so compiled, by
+several processes at a time, and then loaded. On a GPU they also run, on an unused cache: prompts of each bucket of tokens, from their beginning and
+after cached tokens, with other sequences in the step; the logits and samples of each bucket of rows; and decode steps of each
+number of sequences and each bound of the context that has a graph, with and without drafts if the engine drafts. What a step of the
+engine can meet within its limits has then run once. On a CPU nothing is compiled or captured, so steps run only where `Engine.warm_up` asks for it.
 
 Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and for integers that are 1 or multiples of 16. Every tensor of a
 step is therefore aligned (`send_parts`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
@@ -17,12 +17,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from gristmill.kernel_registry.plan import BUCKETS
+from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.decode_graphs import LARGEST, SIZES
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
@@ -33,7 +36,8 @@ from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
 from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage, its steps done, and its steps in all."""
+"""Called with a phase, what is done of it, and what there is in all; 0 = not known."""
+Step = Callable[[], object]
 
 MOST_WORKERS = 8
 """Processes that verify kernels on one GPU at a time."""
@@ -48,19 +52,40 @@ class WarmUp:
     """What a warm-up did.
 
     Attributes:
-        seconds: by stage, in the order of time.
+        seconds: by phase, in the order of time. ``weights``: loading, where the engine warmed up at load; ``selection`` of kernels;
+            ``verification`` of those without a record, in child processes, which compile them; ``compilation``: kernels are
+            loaded, and steps run that compile what is left; ``graphs``: decode steps run and are captured.
         graphs: number of decode graphs that exist now.
         kernels: number of plan entries that are resolved.
+        verified: number of problems whose kernels were verified, for want of a record.
+        ran: whether steps of every kind have run; if not, kernels are selected, verified and loaded.
     """
 
     seconds: dict[str, float]
     graphs: int
     kernels: int
+    verified: int = 0
+    ran: bool = True
 
     def with_draft_model(self, other: WarmUp) -> WarmUp:
         """This warm-up and that of the draft model, as one."""
-        seconds = self.seconds | {f"draft model: {stage}": time for stage, time in other.seconds.items()}
-        return WarmUp(seconds, self.graphs + other.graphs, self.kernels + other.kernels)
+        seconds = self.seconds | {f"draft model: {phase}": time for phase, time in other.seconds.items()}
+        return WarmUp(
+            seconds,
+            self.graphs + other.graphs,
+            self.kernels + other.kernels,
+            self.verified + other.verified,
+            self.ran and other.ran,
+        )
+
+    def __str__(self) -> str:
+        """In one line, for people."""
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
+        graphs = f", {self.graphs} decode graphs" if self.graphs else ""
+        return (
+            f"warm in {sum(self.seconds.values()):.1f} s ({phases}): {self.kernels} kernels, "
+            f"{self.verified} verified now{graphs}"
+        )
 
 
 def warm_up(
@@ -69,75 +94,94 @@ def warm_up(
     progress: Progress | None = None,
     workers: int | None = None,
     drafts: int = 0,
+    run: bool = True,
 ) -> WarmUp:
-    """Run every kind of step once. No request may be unfinished: the cache is written over.
+    """Prepare every kind of step. No request may be unfinished: the cache is written over.
 
     From then on a kernel that is selected while requests wait is reported by a RuntimeWarning.
 
     Args:
         workers: processes that verify kernels at a time; None = by the machine.
         drafts: the most drafts per request and step of an engine that verifies drafts; its steps with drafts run with as many.
+        run: run the steps; False = kernels are selected, verified and loaded.
     """
-    plans = runner.model.plans
-    plans.set_warm(False)
-    seconds = {}
-    begin = time.perf_counter()
-    _verify(runner, lambda: _stages(runner, config, drafts), workers, progress)
-    seconds["kernels"] = time.perf_counter() - begin
-    for stage, steps in _stages(runner, config, drafts).items():
-        begin = time.perf_counter()
-        for done, step in enumerate(steps):
+    plans, seconds = runner.model.plans, dict[str, float]()
+
+    @contextmanager
+    def phase(name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
+        def report(done: int) -> None:
             if progress is not None:
-                progress(stage, done, len(steps))
-            step()
+                progress(name, done, total)
+
+        begin = time.perf_counter()
+        report(0)
+        yield report
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
-        if progress is not None:
-            progress(stage, len(steps), len(steps))
-        seconds[stage] = time.perf_counter() - begin
+        seconds[name] = time.perf_counter() - begin
+
+    plans.set_warm(False)
+    with phase("selection"):
+        calls = _recorded(runner, config, drafts)
+        unverified = _unverified(plans.resolver, calls)
+    with phase("verification", len(unverified)) as report:
+        problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in unverified]
+        plans.resolver.resolve_all(problems, workers or _workers(runner.device), report)
+    phases: dict[str, list[Step]] = {"compilation": [partial(_load, plan, index) for plan, index in calls]}
+    if run:
+        phases["compilation"] += _compiling(runner, config, drafts)
+        phases["graphs"] = _capturing(runner, config, drafts)
+    for name, steps in phases.items():
+        with phase(name, len(steps)) as report:
+            for done, step in enumerate(steps, 1):
+                step()
+                report(done)
     plans.set_warm(True)
     entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
     graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
-    return WarmUp(seconds, len(graphs), entries)
+    return WarmUp(seconds, len(graphs), entries, len(unverified), run)
 
 
-def _stages(runner: Runner, config: SchedulerConfig, drafts: int) -> dict[str, list[Callable[[], object]]]:
-    """The steps to run, by stage."""
-    stages = {
-        "prompts": list(_prompts(runner, config)),
-        "decode steps": list(_decode_steps(runner, config)),
-    }
-    if drafts:
-        stages["verified steps"] = list(_decode_steps(runner, config, drafts))
+def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
+    """Steps with prompts, and what else is no decode step."""
+    steps = [*_prompts(runner, config)]
     if isinstance(runner.model, HiddenStateModel):
-        stages["hidden states"] = list(_states(runner.model, config))
-    return stages | {"sampling": list(_samples(runner, config, drafts))}
+        steps += _states(runner.model, config)
+    return [*steps, *_samples(runner, config, drafts)]
 
 
-def _verify(
-    runner: Runner,
-    stages: Callable[[], dict[str, list[Callable[[], object]]]],
-    workers: int | None,
-    progress: Progress | None,
-) -> None:
-    """Verify the kernels that the steps of the stages call."""
+def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
+    """Decode steps, and those that verify drafts."""
+    return [*_decode_steps(runner, config), *(_decode_steps(runner, config, drafts) if drafts else ())]
+
+
+def _recorded(runner: Runner, config: SchedulerConfig, drafts: int) -> list[tuple[BoundPlan, int]]:
+    """The plans that the steps call, each with the buckets of its calls."""
     graphs, runner.decode = runner.decode, None  # whose steps call the same kernels, in fewer kinds of steps
     try:
         with runner.model.plans.recorded() as calls:
-            for steps in reversed(stages().values()):  # kernels of sampling take longest to compile
-                for step in steps:
-                    step()
+            # Kernels of sampling take longest to compile.
+            for step in [*reversed(_compiling(runner, config, drafts)), *_capturing(runner, config, drafts)]:
+                step()
     finally:
         runner.decode = graphs
-    problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in calls]
-    resolver = runner.model.plans.resolver
+    return [*calls]
 
-    def done(count: int) -> None:
-        if progress is not None:
-            progress("kernels", count, len(problems))
 
-    done(0)
-    resolver.resolve_all(problems, workers or _workers(runner.device), done)
+def _unverified(resolver: Resolver, calls: list[tuple[BoundPlan, int]]) -> list[tuple[BoundPlan, int]]:
+    """The calls whose kernels have no record yet; all, if another process chooses."""
+    if resolver.chooser is not None:
+        return calls
+
+    def is_verified(plan: BoundPlan, index: int) -> bool:
+        best = resolver.select(plan.op, plan.problem(index), plan.layouts).best
+        return best is not None and best.verdict == "selected"
+
+    return [(plan, index) for plan, index in calls if not is_verified(plan, index)]
+
+
+def _load(plan: BoundPlan, index: int) -> None:
+    plan.prepare([bucket_sizes()[index]])
 
 
 def _workers(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def generate(
     from gristmill.tools.reports import print_drafts, print_transfer
 
     params = params_of(params_file, given(SamplingParams, options))
-    llm = _load(options, as_json, text=True)
+    llm = _load(options, as_json, text=True, warm="off")
     begin = time.perf_counter()
     growing = [GrowingCompletion() for _ in range(params.n)]
     with _draining(llm, drain_seconds):
@@ -242,7 +242,7 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 
     tokens = read_tokens(tokens_file)
     model, quant = options["model"], options["quant"] or "as stored"
-    llm = _load(options, as_json, max_batch_tokens=max(2048, window))
+    llm = _load(options, as_json, max_batch_tokens=max(2048, window), warm="off")
     with _bar("evaluating", as_json) as advance:
         evaluation = run(llm.engine, tokens, window, windows, advance)
     if as_json:
@@ -400,19 +400,20 @@ def quantize(
 def warm(as_json: bool, **options: Any) -> None:
     """Select, verify and compile ahead of time every kernel that a model calls, so that later processes start from the store.
 
-    For the image of a container, or after an update. The cache of Triton and the store of the policy keep the results.
+    For the image of a container, or after an update. The cache of Triton and the store of the policy keep the results. This is what
+    every engine does when it is loaded; --warm is ignored.
 
-    With --json: "seconds" by stage, "graphs" (decode graphs captured), "kernels" (plan entries resolved).
+    With --json: "seconds" by phase ("weights", "selection", "verification", "compilation", "graphs"), "graphs" (decode graphs captured),
+    "kernels" (plan entries resolved), "verified" (problems without a record before), "ran" (whether steps ran, as on a GPU).
     """
-    llm = _load(options, as_json)
-    with _bar("warming up", as_json) as bar:
-        report = llm.engine.warm_up(lambda stage, done, total: bar(done, total))
+    options["warm"] = "auto"
+    report = _load(options, as_json).engine.warmed
+    assert report is not None
     if as_json:
         console.emit(asdict(report))
         return
-    rows = [[stage, f"{seconds:.1f}"] for stage, seconds in report.seconds.items()]
-    console.table("Warm-up", ["stage", "seconds"], rows, right=("seconds",))
-    console.err().print(f"{report.kernels} kernels resolved, {report.graphs} decode graphs", highlight=False)
+    rows = [[phase, f"{seconds:.1f}"] for phase, seconds in report.seconds.items()]
+    console.table("Warm-up", ["phase", "seconds"], rows, right=("seconds",))
 
 
 @cli.command()
@@ -480,9 +481,10 @@ def supported(as_json: bool) -> None:
 def _load(options: dict[str, Any], quiet: bool, text: bool = False, **defaults: Any) -> LLM:
     """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read.
     defaults: of the engine's options that are not given."""
-    with console.err().status(f"loading {options['model']}") if not quiet else _silence():
+    with console.err().status(f"loading {options['model']}") if not quiet else nullcontext():
         from gristmill.runtime.llm import LLM
         from gristmill.runtime.loader.config import open_checkpoint
+        from gristmill.runtime.progress import no_bar
         from gristmill.tools.declared_options import config_of
 
         config = config_of(options, **defaults)
@@ -490,12 +492,8 @@ def _load(options: dict[str, Any], quiet: bool, text: bool = False, **defaults: 
         if text:
             checkpoint.config()  # of a path that is no model, the better error
             checkpoint.tokenizer()
+    with no_bar() if quiet else nullcontext():
         return LLM.from_config(checkpoint, config)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import UsageError
 
 KEY = "gristmill"
-TAKE = ("measured", "all")
+CHOICES = {"take": ("measured", "all"), "warm": ("auto", "off")}
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class Options:
         policy: the path of a policy file; None = the one that GRISTMILL_POLICY names.
         take: linear layers of a quantized checkpoint that run on gristmill: ``measured``, those that are faster on this device than with
             vLLM's own kernels, measured at the first start; ``all`` that a kernel serves.
+        warm: of the worker: ``auto`` prepares every kernel, and captures decode graphs, before the first request; ``off`` does not.
     """
 
     quant: str | None = None
     policy: str | None = None
     take: str = "measured"
+    warm: str = "auto"
 
     @staticmethod
     def parse(additional_config: Any) -> Options:
@@ -38,9 +40,9 @@ class Options:
                 f"additional_config[{KEY!r}] must be an object with entries of {', '.join(known)}, got {given!r}"
             )
         for name, value in given.items():
-            if name == "take" and value not in TAKE:
+            if name in CHOICES and value not in CHOICES[name]:
                 raise UsageError(
-                    f"additional_config[{KEY!r}]['take'] must be {' or '.join(TAKE)}, got {value!r}"
+                    f"additional_config[{KEY!r}][{name!r}] must be {' or '.join(CHOICES[name])}, got {value!r}"
                 )
             if value is not None and not isinstance(value, str):
                 raise UsageError(f"additional_config[{KEY!r}][{name!r}] must be text, got {value!r}")

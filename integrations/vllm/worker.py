@@ -155,7 +155,10 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         self.requests = Requests(self.model_config.seed, self.runner.processors)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Resolve, verify and load every kernel that a step can need, and capture decode graphs, so that no request waits for one."""
+        """Resolve, verify and load every kernel that a step can need, and capture decode graphs, so that no request waits for one; nothing with
+        the option ``warm`` off."""
+        if self.options.warm == "off":
+            return CompilationTimes(language_model=0.0, encoder=0.0)
         runner, limits = _loaded(self.runner), self.scheduler_config
         tokens = limits.max_num_batched_tokens
         report = warm_up(
@@ -167,12 +170,9 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
                 max_seqs=min(limits.max_num_seqs, tokens),
                 max_model_len=self.model_config.max_model_len,
             ),
+            run=self.device.type == "cuda",
         )
-        logger.info(
-            "gristmill: warmed up in %.1f s, with %d decode graphs and these kernels:",
-            sum(report.seconds.values()),
-            report.graphs,
-        )
+        logger.info("gristmill: %s", report)
         for row in self.explain():
             formats = f" ({', '.join(row['formats'])})" if row["formats"] else ""
             logger.info("gristmill: %s%s: %s, %s", row["op"], formats, row["kernel"], row["reason"])

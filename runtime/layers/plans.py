@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill import ops
 from gristmill.autotune.bound import BoundPlan
@@ -216,15 +214,20 @@ class Plans:
         for plan in self.bound.values():
             plan.is_warm = warm
 
+    @property
+    def late(self) -> int:
+        """The kernels that were selected after a warm-up, while requests waited."""
+        return sum(plan.late for plan in self.bound.values())
+
     @contextmanager
     def recorded(self) -> Iterator[dict[tuple[BoundPlan, int], None]]:
-        """The plans that are called meanwhile, with their buckets, in the order of first calls: no kernel runs, and outputs are zeros."""
+        """The plans that are called meanwhile, with their buckets, in the order of first calls: no kernel runs. Outputs of integers are zeros,
+        those of floats undefined."""
         self._calls = calls = dict[tuple[BoundPlan, int], None]()
         for plan in self.bound.values():
             plan.record(calls)
         try:
-            with _Zeros():  # type: ignore[no-untyped-call]  # torch declares no type
-                yield calls
+            yield calls
         finally:
             self._calls = None
             for plan in self.bound.values():
@@ -246,26 +249,3 @@ class Plans:
         if need is None:
             need = self._needs[id(plan), bound] = (plan.entry(bound).kernel, plan.workspace(bound))
         return self.workspaces.take(*need)
-
-
-class _Zeros(TorchDispatchMode):
-    """New memory is zero: an index that no kernel has written is valid."""
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        named: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = function(*arguments, **(named or {}))
-        return result.zero_() if function.overloadpacket in _EMPTY else result
-
-
-_EMPTY = {
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_strided,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-}

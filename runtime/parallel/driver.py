@@ -70,10 +70,11 @@ class RanksConfig:
 
 @dataclass(frozen=True)
 class RemoteState:
-    """The bytes of weights of all ranks together, and the type of their devices, ``cpu`` or ``cuda``."""
+    """The bytes of weights of all ranks together, and the type of their devices, ``cpu`` or ``cuda``. What is selected late, only the ranks know."""
 
     weight_bytes: int
     device: torch.device
+    late: None = None
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,9 @@ class ParallelRunner:
         logits: torch.Tensor = torch.from_numpy(self.call("logits", self.processors.step(entries, ()))[0])
         return logits
 
-    def warm_up(self, config: SchedulerConfig) -> WarmUp:
+    def warm_up(self, config: SchedulerConfig, run: bool) -> WarmUp:
         """As `gristmill.runtime.warm_up.warm_up`, on all ranks; then all ranks must have chosen the same kernels."""
-        report: WarmUp = self.call("warm_up", config, seconds=LOADING * self.ranks.timeout)[0]
+        report: WarmUp = self.call("warm_up", config, run, seconds=LOADING * self.ranks.timeout)[0]
         self._compare(self.call("choices"))
         return report
 

@@ -118,9 +118,9 @@ class Rank:
         symmetric.check(GROUP)
         return values
 
-    def warm_up(self, config: SchedulerConfig) -> WarmUp:
-        """As `Engine.warm_up`."""
-        return warm_up(self._runner, config)
+    def warm_up(self, config: SchedulerConfig, run: bool) -> WarmUp:
+        """As `gristmill.runtime.warm_up.warm_up`."""
+        return warm_up(self._runner, config, run=run)
 
     def sleep(self, level: int) -> None:
         """As `Residency.sleep`."""

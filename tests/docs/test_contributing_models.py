@@ -61,7 +61,9 @@ def install(tmp_path: Path) -> Iterator[Callable[[ModuleType, str], None]]:
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., LLM]:
     policy = Policy(cache=str(tmp_path / "cache"))
-    return lambda folder, **more: LLM(folder, dtype="float32", policy=policy, num_blocks=32, **more)
+    return lambda folder, **more: LLM(
+        folder, dtype="float32", policy=policy, num_blocks=32, warm="off", **more
+    )
 
 
 def tiny(folder: Path, name: str, **more: Any) -> Any:

@@ -72,5 +72,6 @@ def test_the_readme_has_the_weights_that_a_run_reports() -> None:
             quant=None if scheme == "bf16" else scheme,
             device="cpu",
             num_blocks=8,
+            warm="off",
         )
         assert f"{llm.weight_bytes / 1e6:.2f}" == shown, (name, scheme)

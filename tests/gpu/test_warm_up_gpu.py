@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -38,7 +38,15 @@ def served_compilations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return compiled
 
 
-def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(MODELS / LLAMA, dtype="bf16", device="cuda", num_blocks=512, max_seqs=32, max_batch_tokens=512)
-    llm.engine.warm_up()
-    assert served_compilations(llm, monkeypatch) == []
+@pytest.mark.parametrize("warm", ["auto", "off"], ids=["by default", "planted: off"])
+def test_nothing_is_compiled_while_serving(
+    warm: Literal["auto", "off"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a call of `warm_up`. What one has compiled the other would find: each has a dtype of its own."""
+    dtype = "bf16" if warm == "auto" else "fp16"
+    sizes = {"num_blocks": 512, "max_seqs": 32, "max_batch_tokens": 512}
+    llm = LLM(MODELS / LLAMA, dtype=dtype, device="cuda", warm=warm, **sizes)
+    assert (llm.engine.warmed is None) == (warm == "off")
+    compiled = served_compilations(llm, monkeypatch)
+    assert (compiled == []) == (warm == "auto"), compiled
+    assert llm.engine.status().late_kernels == 0

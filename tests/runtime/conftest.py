@@ -32,7 +32,8 @@ def make(policy: Policy) -> Callable[..., LLM]:
     def build(name: str | Path, *, activations: str | None = None, **options: Any) -> LLM:
         folder = name if isinstance(name, Path) else MODELS / name
         mine = replace(policy, activations=activations)
-        return LLM(folder, **{"dtype": "fp32", "device": "cpu", "policy": mine, "num_blocks": 256, **options})
+        defaults = {"dtype": "fp32", "device": "cpu", "policy": mine, "num_blocks": 256, "warm": "off"}
+        return LLM(folder, **{**defaults, **options})
 
     return build
 

@@ -40,7 +40,9 @@ class FakeRunner:
     when its ids are asked for."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB, eos_ids=()))
+        self.model = SimpleNamespace(
+            config=SimpleNamespace(vocab_size=VOCAB, eos_ids=()), plans=SimpleNamespace(late=0)
+        )
         self.cache = SimpleNamespace(num_blocks=config.num_blocks, block_size=config.block_size)
         self.processors = LogitsProcessors(VOCAB, torch.device("cpu"))
         self.fake = FakeModel(config)

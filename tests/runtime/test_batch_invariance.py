@@ -39,7 +39,7 @@ def bits(completion: Completion) -> tuple[object, ...]:
 def check_model(model: str, count: int, longest: int, **options: Any) -> None:
     """Compare a batch, and a batch in chunks, with each request in an engine without a prefix cache."""
     prompts, params = requests(count, longest)
-    shared: dict[str, Any] = {"num_blocks": 512, "policy": INVARIANT, **options}
+    shared: dict[str, Any] = {"num_blocks": 512, "policy": INVARIANT, "warm": "off", **options}
     alone = LLM(MODELS / model, enable_prefix_cache=False, **shared)
     expected = [bits(alone.generate([p], [s])[0]) for p, s in zip(prompts, params, strict=True)]
     alone.close()
@@ -72,7 +72,7 @@ def test_a_form_of_attention_that_depends_on_the_batch_is_seen(monkeypatch: pyte
 
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
 def test_every_size_runs_one_kernel(model: str) -> None:
-    llm = LLM(MODELS / model, num_blocks=64, policy=INVARIANT)
+    llm = LLM(MODELS / model, num_blocks=64, policy=INVARIANT, warm="off")
     plans = llm.model.plans
     assert isinstance(plans, Plans)
     for plan in plans.bound.values():

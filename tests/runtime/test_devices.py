@@ -73,7 +73,7 @@ def test_a_model_runs_there_and_a_line_says_so(
 ) -> None:
     policy = gpus()
     with caplog.at_level(logging.INFO, "gristmill"):
-        llm = LLM(LLAMA, policy=policy, num_blocks=8)
+        llm = LLM(LLAMA, policy=policy, num_blocks=8, warm="off")
     assert llm.model.plans.device == torch.device("cpu")
     assert [r.getMessage() for r in caplog.records if "device auto" in r.getMessage()] == [
         f"device auto: the CPU; torch {torch.__version__} sees no CUDA device"

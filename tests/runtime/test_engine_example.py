@@ -28,7 +28,7 @@ def test_the_example_works_as_written(policy_file, capsys: pytest.CaptureFixture
     assert len(printed) == 16 and all(re.match(r"a [\[(]\d+[\])] ", line) for line in printed), printed
     assert printed[-1].endswith("FinishReason.LENGTH")
     assert not scope["engine"].has_unfinished()
-    llm = gristmill.LLM(MODELS / LLAMA, num_blocks=64)
+    llm = gristmill.LLM(MODELS / LLAMA, num_blocks=64, warm="off")
     [expected] = llm.generate([1, 2, 3], gristmill.SamplingParams(max_tokens=16))
     assert [int(re.findall(r"\d+", line)[0]) for line in printed] == list(expected.token_ids)
 

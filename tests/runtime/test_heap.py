@@ -28,7 +28,7 @@ def no_collection() -> Iterator[None]:
 
 
 def test_an_engine_goes_with_its_last_reference() -> None:
-    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64)
+    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64, warm="off")
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     parts = [weakref.ref(part) for part in (llm.engine, llm.engine.runner, llm.model, llm.engine.scheduler)]
     del llm
@@ -36,7 +36,7 @@ def test_an_engine_goes_with_its_last_reference() -> None:
 
 
 def test_a_warm_up_freezes_the_heap_until_the_engine_is_gone() -> None:
-    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64)
+    llm = LLM(MODELS / LLAMA, max_seqs=4, max_model_len=64, warm="off")
     llm.engine.warm_up()
     assert gc.get_freeze_count() > 10_000
     model = weakref.ref(llm.model)

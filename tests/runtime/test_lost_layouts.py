@@ -27,7 +27,13 @@ PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3], [5, 8]]
 
 
 def load(policy: Policy) -> LLM:
-    limits: dict[str, Any] = {"num_blocks": 32, "max_seqs": 8, "max_batch_tokens": 64, "max_model_len": 64}
+    limits: dict[str, Any] = {
+        "num_blocks": 32,
+        "max_seqs": 8,
+        "max_batch_tokens": 64,
+        "max_model_len": 64,
+        "warm": "off",
+    }
     return LLM(Random("cpu", MIXTRAL, **SIZES), quant="int4_g128", device="cpu", policy=policy, **limits)
 
 

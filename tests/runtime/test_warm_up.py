@@ -16,6 +16,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
@@ -25,6 +26,7 @@ from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.warm_up import warm_up
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
+PHASES = ["selection", "verification", "compilation", "graphs"]
 LIMITS = {"num_blocks": 40, "max_batch_tokens": 90, "max_seqs": 6, "max_model_len": 600}
 
 
@@ -84,14 +86,16 @@ def test_nothing_is_selected_while_serving(model: str, graphs: bool, make: Calla
     engine = make(model, decode_graphs=graphs, **LIMITS).engine
     stages: list[tuple[str, int, int]] = []
     report = engine.warm_up(lambda *progress: stages.append(progress))
-    assert list(report.seconds) == ["kernels", "prompts", "decode steps", "sampling"] and report.kernels > 20
+    assert list(report.seconds) == PHASES and report.kernels > 20 and report.ran
     assert (report.graphs > 3) == graphs
-    assert {stage for stage, done, total in stages if done == total > 0} == set(report.seconds)
+    assert {stage for stage, done, total in stages if done == total} == set(report.seconds)
+    assert engine.warm_up() is report  # there is nothing left to do
     with nothing_is_made() as made, warnings.catch_warnings():
         warnings.simplefilter("error")
         served = [serve(engine, seed) for seed in range(2)]
     # Steps with processed logits have graphs of their own, which end with the logits: captured when one is needed.
     assert [one for one in made if not one.endswith("False")] == []
+    assert engine.status().late_kernels == 0
     cold = make(model, decode_graphs=graphs, **LIMITS).engine
     assert [serve(cold, seed) for seed in range(2)] == served
 
@@ -105,9 +109,7 @@ def test_verified_steps_are_covered(covered: bool, make: Callable[..., LLM]) -> 
     assert engine.speculator is not None and engine.speculator.proposer.runner is not None
     if covered:
         report = engine.warm_up()
-        stages = ["kernels", "prompts", "decode steps", "verified steps", "sampling"]
-        unverified = [name for name in stages if name != "verified steps"]
-        assert list(report.seconds) == [*stages, *(f"draft model: {name}" for name in unverified)]
+        assert list(report.seconds) == [*PHASES, *(f"draft model: {name}" for name in PHASES)]
     else:
         warm_up(engine.runner, engine.scheduler.config)
         warm_up(engine.speculator.proposer.runner, engine.scheduler.config)
@@ -140,7 +142,7 @@ def test_each_stage_is_needed(
     assert late
     selected = [one for one in late if not one.startswith("graph")]
     messages = [str(one.message) for one in caught if "was selected while serving" in str(one.message)]
-    assert len(messages) == len(selected)
+    assert len(messages) == len(selected) == engine.status().late_kernels
     assert all("the warm-up did not cover it" in message for message in messages)
 
 
@@ -157,9 +159,9 @@ def test_all_kernels_are_verified_before_a_step_runs(
     from gristmill.runtime import warm_up
 
     if planted:
-        monkeypatch.setattr(warm_up, "_verify", lambda *arguments: None)
+        monkeypatch.setattr(warm_up, "_recorded", lambda *arguments: [])
     engine = make(model, decode_graphs=True, policy=replace(policy, cache=str(tmp_path)), **LIMITS).engine
-    stages, verified, operations = ["kernels"], [], []
+    stages, verified, operations = ["selection"], [], []
     verify = Worker.verify
 
     def counted(worker: Worker, op: Op, *task: object) -> object:
@@ -169,9 +171,59 @@ def test_all_kernels_are_verified_before_a_step_runs(
 
     monkeypatch.setattr(Worker, "verify", counted)
     engine.warm_up(lambda stage, done, total: stages.append(stage))
-    assert len(verified) > 5 and (set(verified) != {"kernels"}) == planted
+    assert len(verified) > 5 and (set(verified) != {"verification"}) == planted
     # On a GPU these take longest to compile: if they came last, one process would work while the others wait.
     assert (operations[0] == "sample") != planted
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["all", "planted: no prompts"])
+def test_loading_warms_up(
+    planted: bool,
+    make: Callable[..., LLM],
+    policy: Policy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An engine that nobody has warmed up selects nothing while it serves; planted: what a phase leaves out is noticed."""
+    from gristmill.runtime import warm_up
+
+    if planted:
+        monkeypatch.setattr(warm_up, "_prompts", lambda *arguments: iter(()))
+    own = replace(policy, weight_memory=1.31 + planted)  # whose plans no other engine has used
+    with caplog.at_level("INFO"):
+        engine = make(LLAMA, warm="auto", policy=own, **LIMITS).engine
+    report = engine.warmed
+    assert report is not None and not report.ran and list(report.seconds) == ["weights", *PHASES[:-1]]
+    assert f"{MODELS / LLAMA}: {report}" in caplog.messages
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        serve(engine, 0)
+    late = [one for one in caught if "was selected while serving" in str(one.message)]
+    assert bool(late) == planted and engine.status().late_kernels == len(late)
+
+
+def test_warm_off_prepares_nothing(make: Callable[..., LLM], policy: Policy) -> None:
+    engine = make(LLAMA, policy=replace(policy, weight_memory=1.52), warm="off", **LIMITS).engine
+    assert engine.warmed is None and not any(any(p.entries) for p in engine.runner.model.plans.bound.values())
+    serve(engine, 0)
+    assert engine.status().late_kernels == 0
+    with pytest.raises(UsageError, match="warm must be 'auto' or 'off', got 'on'"):
+        make(LLAMA, warm="on")
+
+
+def test_a_warm_up_that_fails_leaves_no_engine(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+
+    def fail(*arguments: object) -> None:
+        raise NoKernelError("no kernel for a size")
+
+    monkeypatch.setattr("gristmill.runtime.warm_up._recorded", fail)
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(NoKernelError, match="no kernel for a size"):
+        make(LLAMA, warm="auto", **LIMITS)
+    assert len(closed) == 1
 
 
 def test_another_thread_serves_while_calls_are_recorded(make: Callable[..., LLM]) -> None:

@@ -214,7 +214,7 @@ def test_no_kernel_is_resolved_while_requests_are_served(
     from gristmill.runtime.warm_up import WarmUp
 
     if not warmed:
-        monkeypatch.setattr(worker, "warm_up", lambda *_: WarmUp({}, 0, 0))
+        monkeypatch.setattr(worker, "warm_up", lambda *_, **named: WarmUp({}, 0, 0))
     # Plans are shared in a process: no other test has this dtype.
     llm = host("docs-llama", dtype=dtype, max_num_batched_tokens=200, max_num_seqs=5)
     asked: list[str] = []

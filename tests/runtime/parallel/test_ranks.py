@@ -92,7 +92,9 @@ def test_two_ranks_generate_the_ids_of_one(llama: LLM, make: Callable[..., LLM])
 
 
 def test_experts_and_latent_attention_on_two_ranks(make: Callable[..., LLM]) -> None:
-    alone, ranks = make(DEEPSEEK), make(DEEPSEEK, tensor_parallel=2, rank_timeout=60)
+    limits = {"max_batch_tokens": 128, "max_seqs": 8}
+    alone, ranks = make(DEEPSEEK), make(DEEPSEEK, tensor_parallel=2, rank_timeout=60, warm="auto", **limits)
+    assert ranks.engine.warmed is not None and ranks.engine.warmed.kernels > 50
     try:
         prompts = oracle.prompts()[3:15:4]
         params = SamplingParams(max_tokens=16)

@@ -46,7 +46,14 @@ def start(policy: Policy) -> Iterator[Callable[..., Any]]:
     fronts: list[Any] = []
 
     def make(kind: type, *arguments: Any, **options: Any) -> Any:
-        given = {"dtype": "fp32", "num_blocks": 256, "policy": policy, "timeout": 30.0, **options}
+        given = {
+            "dtype": "fp32",
+            "num_blocks": 256,
+            "policy": policy,
+            "timeout": 30.0,
+            "warm": "off",
+            **options,
+        }
         fronts.append(kind(MODELS / LLAMA, *arguments, **given))
         return fronts[-1]
 
