@@ -6,7 +6,8 @@ A step computes prompts of T random ids and one token of each of --others reques
 launch the next step, parted into what its launchers take (by operation: calls of a step and microseconds each), `plans` (guards and the
 choice of the kernel, of all calls), `layers` (Python of the model, allocation and workspaces), and `step` (inputs, logits, sampling).
 `whole` is the time until the ids are on the host. On a GPU a trace adds kernels and copies, and their time without pauses. On a CPU
-launchers do nothing: the other parts are those of a GPU's host.
+launchers do nothing: the other parts are those of a GPU's host. Each value of --prompt-graphs is an engine of its own: 0 launches kernel by
+kernel, `auto` is the default of an engine. A step that runs as graphs is `step` alone.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ def measure(runner: Runner, entries: list[ScheduledRequest], steps: int) -> dict
         "whole_us": statistics.median(us for _, us in times),
         "parts_us": {
             "launchers": launchers,
-            PLANS: per_step[PLANS] - launchers,
-            LAYERS: per_step[LAYERS] - per_step[PLANS],
-            STEP: per_step[STEP] - per_step[LAYERS],
+            PLANS: per_step.get(PLANS, 0.0) - launchers,
+            LAYERS: per_step.get(LAYERS, 0.0) - per_step.get(PLANS, 0.0),
+            STEP: per_step[STEP] - per_step.get(LAYERS, 0.0),
         },
         "calls_per_layer": sum(clock.calls[name] for name in operations) / steps / layers,
         "operations": {
@@ -146,6 +147,29 @@ def measure(runner: Runner, entries: list[ScheduledRequest], steps: int) -> dict
         },
         **(kernels(step, steps, layers) if runner.device.type == "cuda" else {}),
     }
+
+
+def measured(folder: Path, prompt_graphs: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of an engine."""
+    largest = max(options.tokens)
+    llm = LLM(
+        folder,
+        quant=options.quant,
+        device=options.device,
+        max_batch_tokens=max(largest, 256),
+        max_seqs=max(1, options.others) + 1,
+        num_blocks=cdiv(max(largest, OTHERS_CONTEXT), 16) + 1,
+        prompt_graphs=None if prompt_graphs == "auto" else int(prompt_graphs),
+    )
+    runner, room = llm.engine.runner, min(largest, llm.config.max_position - 1)
+    if not isinstance(runner, Runner):
+        raise TypeError(f"measured is the runner of one device, got {type(runner).__name__}")
+    rows = []
+    for tokens in options.tokens:
+        entries = entries_of(tokens, min(options.others, tokens - 1), room, 16)
+        rows.append({"prompt_graphs": prompt_graphs, **measure(runner, entries, options.steps)})
+    llm.close()
+    return rows
 
 
 def kernels(step: Callable[[], object], steps: int, layers: int) -> dict[str, Any]:
@@ -172,6 +196,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", default="256,512,1024,2048,4096,8192", help="of the steps")
     parser.add_argument("--others", type=int, default=16, help="requests in decode in each step")
+    parser.add_argument("--prompt-graphs", default="0,auto", help="values of the option of LLM; auto = None")
     parser.add_argument("--steps", type=int, default=20, help="steps of each size")
     parser.add_argument("--out", required=True, help="where the JSON goes")
     options = parser.parse_args(argv)
@@ -186,23 +211,7 @@ def main(argv: list[str] | None = None) -> None:
         changes = {"num_hidden_layers": options.layers} if options.layers else {}
         named = options.model in SHAPES
         folder = random_model(options.model, Path(scratch), **changes) if named else Path(options.model)
-        largest = max(options.tokens)
-        llm = LLM(
-            folder,
-            quant=options.quant,
-            device=options.device,
-            max_batch_tokens=max(largest, 256),
-            max_seqs=max(1, options.others) + 1,
-            num_blocks=cdiv(max(largest, OTHERS_CONTEXT), 16) + 1,
-        )
-    runner, room = llm.engine.runner, min(largest, llm.config.max_position - 1)
-    if not isinstance(runner, Runner):
-        raise TypeError(f"measured is the runner of one device, got {type(runner).__name__}")
-    others = [min(options.others, tokens - 1) for tokens in options.tokens]
-    rows = [
-        measure(runner, entries_of(tokens, beside, room, 16), options.steps)
-        for tokens, beside in zip(options.tokens, others, strict=True)
-    ]
+        rows = [row for text in options.prompt_graphs.split(",") for row in measured(folder, text, options)]
     command = f"python -m lab.launches {shlex.join(argv)}"
     about = environment(device_target(options.device, Policy()), command)
     write_result(options.out, {"about": about, "rows": rows})
@@ -210,8 +219,8 @@ def main(argv: list[str] | None = None) -> None:
         device = f", kernels {row['kernels_us']:.0f}" if "kernels_us" in row else ""
         parts = ", ".join(f"{name} {us:.0f}" for name, us in row["parts_us"].items())
         print(
-            f"{row['tokens']:6} tokens: launch {row['launch_us']:.0f} µs ({parts}), whole {row['whole_us']:.0f}{device}, "
-            f"{row['calls_per_layer']:.1f} calls per layer"
+            f"{row['tokens']:6} tokens, prompt graphs {row['prompt_graphs']:>4}: launch {row['launch_us']:.0f} µs ({parts}), "
+            f"whole {row['whole_us']:.0f}{device}, {row['calls_per_layer']:.1f} calls per layer"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ class ContextShard:
     empty: Tensor
 
 
+class Cuts(NamedTuple):
+    """How a step that is captured in pieces is cut (`prompt_graphs`).
+
+    Attributes:
+        memory: (name, shape, dtype) -> memory that is the same in each step.
+        apart: takes what runs between two pieces, and the group of the batch.
+    """
+
+    memory: Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+    apart: Callable[[Callable[[Batch], None], int], None]
+
+
 @dataclass(frozen=True)
 class Batch:
     """New tokens of several sequences, one sequence after another: T tokens of S sequences.
@@ -49,6 +61,8 @@ class Batch:
         lengths: new tokens and context of each sequence, if the host knows them; () in a step that is captured.
         others: the step for the other groups of layers (`kv_cache.groups`), with their own slots and block tables.
         context_shard: None = the cache has the whole context of each token.
+        group: the group of layers that it is for.
+        cuts: None = the step is not captured in pieces.
     """
 
     tokens: Tensor
@@ -63,6 +77,8 @@ class Batch:
     lengths: tuple[tuple[int, int], ...]
     others: tuple[Batch, ...] = ()
     context_shard: ContextShard | None = None
+    group: int = 0
+    cuts: Cuts | None = None
     _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
@@ -70,6 +86,21 @@ class Batch:
         if name not in self._derived:
             self._derived[name] = make()
         return cast("T", self._derived[name])
+
+    def empty(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Memory in the dtype of `like` for what a call `apart` reads or writes. It is valid until the next one of this name is taken."""
+        return like.new_empty(shape) if self.cuts is None else self.cuts.memory(name, shape, like.dtype)
+
+    def apart(self, call: Apart) -> None:
+        """`call(self)`. What depends on the lengths of sequences goes here: with a step that is captured in pieces, it runs between two of
+        them, with the batch of the actual step, which has fewer tokens than the tensors of padded layers."""
+        if self.cuts is None:
+            call(self)
+        else:
+            self.cuts.apart(call, self.group)
+
+
+Apart = Callable[[Batch], None]
 
 
 def make_batch(
@@ -132,8 +163,8 @@ def with_groups(batch: Batch, slots: Sequence[Tensor], tables: Sequence[Tensor])
     """The batch, with those of the groups after the first; slots [T] and tables [S, width] of each group."""
     if len(slots) == 1:
         return batch
-    others = zip(slots[1:], tables[1:], strict=True)
-    return replace(batch, others=tuple(replace(batch, slots=s, block_table=t) for s, t in others))
+    others = zip(slots[1:], tables[1:], range(1, len(slots)), strict=True)
+    return replace(batch, others=tuple(replace(batch, slots=s, block_table=t, group=g) for s, t, g in others))
 
 
 def shard_context(batch: Batch, rank: int, world: int, block_size: int) -> Batch:

@@ -52,6 +52,8 @@ class EngineConfig:
         seed: source of the seeds of requests without one.
         decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
             without capture.
+        prompt_graphs: tokens of the largest other step that runs as CUDA graphs of what lies between attention calls, padded; 0 = none.
+            None = as long as launches take longer than the arithmetic of a step, on a GPU with decode graphs.
         async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
             outputs are the same. None = on a GPU, without tensor_parallel; on a CPU nothing overlaps.
         queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
@@ -95,6 +97,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     seed: int = 0
     decode_graphs: bool | None = None
+    prompt_graphs: int | None = None
     async_steps: bool | None = None
     queue_order: Literal["fcfs", "priority"] = "fcfs"
     priority_span: int | None = 256
@@ -130,6 +133,8 @@ class EngineConfig:
             max_model_len=self.max_model_len,
             tensor_parallel=self.tensor_parallel,
         )
+        if self.prompt_graphs != 0 or isinstance(self.prompt_graphs, bool):
+            check_integers(prompt_graphs=self.prompt_graphs)
         if self.speculate is not None and self.tensor_parallel > 1:
             raise UsageError(
                 "speculate cannot be combined with tensor_parallel: drafts are not sent to ranks"

@@ -50,6 +50,7 @@ def _ranks(
         max_batch_tokens=options.max_batch_tokens,
         num_blocks=options.num_blocks,
         decode_graphs=options.decode_graphs,
+        prompt_graphs=options.prompt_graphs,
         context_parallel=options.context_parallel,
     )
     limits = (runner.max_seqs, runner.max_batch_tokens, runner.ranks.limit)
@@ -92,10 +93,10 @@ def _one_process(
     windows = tuple(group.window for group in groups) or (0,)
     config = _scheduler_config(options, num_blocks, block_size, max_seqs, max_batch_tokens, limit, windows)
     cache = make_cache(loaded, num_blocks, block_size, groups)
-    runner = Runner(loaded, cache, options.decode_graphs, max_seqs)
+    runner = Runner(loaded, cache, options.decode_graphs, max_seqs, options.prompt_graphs)
     if draft_model is not None:
         draft_cache = make_cache(draft_model, num_blocks + spare, block_size)
-        draft = Runner(draft_model, draft_cache, options.decode_graphs, max_seqs)
+        draft = Runner(draft_model, draft_cache, options.decode_graphs, max_seqs, prompt_graphs=0)
     return runner, draft, config
 
 

@@ -170,12 +170,12 @@ class LLM:
         )
 
     def explain_graphs(self) -> list[dict[str, Any]]:
-        """The steps that have run as CUDA graphs so far, and why the others have not; rows as in `DecodeGraphs.explain`."""
+        """The steps that have run as CUDA graphs so far, and why the others have not; rows as in `DecodeGraphs.explain`. Those of steps that
+        run in pieces (`PromptGraphs`) have None for sequences, tokens, context and samples."""
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             return runner.explain()[1]
-        decode = runner.decode
-        return [] if decode is None else decode.explain()
+        return runner.explain_graphs()
 
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], priorities: list[int]

@@ -52,7 +52,7 @@ class Residency:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a step whose requests have ended may still run
         self._graphs = runner.decode is not None
-        runner.decode = None
+        runner.decode = runner.prompts = None
         runner.model.plans.workspaces.clear()
         runner.cache.release()
         self.absent = {"kv_cache"}
@@ -94,9 +94,11 @@ class Residency:
         if "kv_cache" in waking:
             self.runner.cache.allocate()
         self.absent -= waking
-        if not self.absent and self._graphs:
-            self._graphs = False
-            self.runner.make_decode_graphs()
+        if not self.absent:
+            if self._graphs:
+                self._graphs = False
+                self.runner.make_decode_graphs()
+            self.runner.make_prompt_graphs()
 
     @torch.inference_mode()
     def _restore_weights(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import PromptLogprobs, PromptPart, prompt_parts
 from gristmill.runtime.models import Model
+from gristmill.runtime.prompt_graphs import PromptGraphs, most_tokens
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.step_details import StepDetails, StepResult
@@ -33,6 +35,8 @@ class Runner:
     Args:
         decode_graphs: whether decode steps run by `DecodeGraphs`; None = on a GPU.
         max_seqs: the number of rows of requests, above any row of an entry.
+        prompt_graphs: tokens of the largest other step that runs by `PromptGraphs`; 0 = none. None = `most_tokens` of the model on a GPU with
+            decode graphs.
 
     Attributes:
         hidden: the hidden states of the last step, valid until the next one is launched; None unless `keep_hidden` was called.
@@ -44,7 +48,12 @@ class Runner:
     hidden: HiddenStates | None = None
 
     def __init__(
-        self, model: Model, cache: PagedCache, decode_graphs: bool | None = None, max_seqs: int = 256
+        self,
+        model: Model,
+        cache: PagedCache,
+        decode_graphs: bool | None = None,
+        max_seqs: int = 256,
+        prompt_graphs: int | None = None,
     ) -> None:
         if cache.block_size != model.plans.block_size:
             raise UsageError(
@@ -62,8 +71,19 @@ class Runner:
         self._most_drafts = 0
         self._kept: KeptStates | None = None
         self.decode: DecodeGraphs | None = None
-        if self.device.type == "cuda" if decode_graphs is None else decode_graphs:
+        self.prompts: PromptGraphs | None = None
+        graphs = self.device.type == "cuda" if decode_graphs is None else decode_graphs
+        if prompt_graphs is None:
+            prompt_graphs = most_tokens(model.config) if graphs and self.device.type == "cuda" else 0
+        self._most_prompt_tokens = prompt_graphs if getattr(model, "in_pieces", False) else 0
+        if graphs:
             self.make_decode_graphs()
+        self.make_prompt_graphs()
+
+    def make_prompt_graphs(self) -> None:
+        """Run other steps by graphs from now on, as far as that was asked for; they are captured again."""
+        if self._most_prompt_tokens and self.prompts is None:
+            self.prompts = PromptGraphs(self.model, self.cache, self._most_prompt_tokens)
 
     def make_decode_graphs(self) -> None:
         """Run decode steps by graphs from now on, which are captured again."""
@@ -71,9 +91,16 @@ class Runner:
             self.model, self.cache, self.sampler, self._sampled, self._most_drafts, self._kept
         )
 
+    def explain_graphs(self) -> list[dict[str, Any]]:
+        """The rows of `DecodeGraphs.explain` and of `PromptGraphs.explain`."""
+        return [
+            row for graphs in (self.decode, self.prompts) if graphs is not None for row in graphs.explain()
+        ]
+
     def keep_hidden(self, layers: tuple[int, ...] = ()) -> None:
         """From now on leave the hidden states of each step in `hidden`: as `KeptStates`."""
         self._kept = KeptStates(self.model, layers)
+        self.prompts, self._most_prompt_tokens = None, 0
         if self.decode is not None:
             self.make_decode_graphs()
 
@@ -200,7 +227,8 @@ class Runner:
 
     def _forward(self, batch: Batch, entries: Sequence[ScheduledRequest]) -> Tensor:
         if self._kept is None:
-            return self.model.forward(batch, self.cache)
+            hidden = None if self.prompts is None else self.prompts.forward(batch)
+            return self.model.forward(batch, self.cache) if hidden is None else hidden
         hidden, states = self._kept.forward(batch, self.cache)
         self.hidden = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
         return hidden

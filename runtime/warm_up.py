@@ -29,6 +29,7 @@ from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.decode_graphs import LARGEST, SIZES
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
+from gristmill.runtime.prompt_graphs import PromptGraphs
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
@@ -54,8 +55,8 @@ class WarmUp:
     Attributes:
         seconds: by phase, in the order of time. ``weights``: loading, where the engine warmed up at load; ``selection`` of kernels;
             ``verification`` of those without a record, in child processes, which compile them; ``compilation``: kernels are
-            loaded, and steps run that compile what is left; ``graphs``: decode steps run and are captured.
-        graphs: number of decode graphs that exist now.
+            loaded, and steps run that compile what is left; ``graphs``: decode steps and steps with prompts run and are captured.
+        graphs: number of decode graphs that exist now, and of steps with prompts that are captured in pieces.
         kernels: number of plan entries that are resolved.
         verified: number of problems whose kernels were verified, for want of a record.
         ran: whether steps of every kind have run; if not, kernels are selected, verified and loaded.
@@ -81,7 +82,7 @@ class WarmUp:
     def __str__(self) -> str:
         """In one line, for people."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
-        graphs = f", {self.graphs} decode graphs" if self.graphs else ""
+        graphs = f", {self.graphs} graphs" if self.graphs else ""
         return (
             f"warm in {sum(self.seconds.values()):.1f} s ({phases}): {self.kernels} kernels, "
             f"{self.verified} verified now{graphs}"
@@ -139,7 +140,8 @@ def warm_up(
     plans.set_warm(True)
     entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
     graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
-    return WarmUp(seconds, len(graphs), entries, len(unverified), run)
+    pieces = [] if runner.prompts is None else [g for g in runner.prompts.graphs.values() if not g.reason]
+    return WarmUp(seconds, len(graphs) + len(pieces), entries, len(unverified), run)
 
 
 def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
@@ -151,20 +153,26 @@ def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Ste
 
 
 def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
-    """Decode steps, and those that verify drafts."""
-    return [*_decode_steps(runner, config), *(_decode_steps(runner, config, drafts) if drafts else ())]
+    """Steps with prompts of the sizes of graphs, decode steps, and those that verify drafts."""
+    prompts = [] if runner.prompts is None else _prompt_graphs(runner.prompts, runner, config)
+    return [
+        *prompts,
+        *_decode_steps(runner, config),
+        *(_decode_steps(runner, config, drafts) if drafts else ()),
+    ]
 
 
 def _recorded(runner: Runner, config: SchedulerConfig, drafts: int) -> list[tuple[BoundPlan, int]]:
     """The plans that the steps call, each with the buckets of its calls."""
-    graphs, runner.decode = runner.decode, None  # whose steps call the same kernels, in fewer kinds of steps
+    # Steps of graphs call the same kernels, in fewer kinds of steps.
+    graphs, runner.decode, prompts, runner.prompts = runner.decode, None, runner.prompts, None
     try:
         with runner.model.plans.recorded() as calls:
             # Kernels of sampling take longest to compile.
             for step in [*reversed(_compiling(runner, config, drafts)), *_capturing(runner, config, drafts)]:
                 step()
     finally:
-        runner.decode = graphs
+        runner.decode, runner.prompts = graphs, prompts
     return [*calls]
 
 
@@ -210,6 +218,16 @@ def _sequence(start: int, count: int, config: SchedulerConfig, drafts: int = 0) 
     return ScheduledRequest("warm-up", start, count, True, [0] * count, blocks, [], drafts)
 
 
+def _prompt_graphs(prompts: PromptGraphs, runner: Runner, config: SchedulerConfig) -> Iterator[Step]:
+    """A step for each graph of `PromptGraphs`, largest first: later ones use the memory of the first."""
+    longest = min(config.max_chunk or config.max_batch_tokens, config.capacity)
+    most = min(config.max_batch_tokens, longest * config.max_seqs)
+    for size in sorted({min(size, most) for size in prompts.sizes}, reverse=True):
+        lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
+        entries = [_sequence(0, count, config) for count in lengths]
+        yield partial(runner.run, entries, [_ROW] * len(entries))
+
+
 def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
     """Steps with prompts: of as many tokens as each bucket has, in as few sequences as the limits allow."""
     block = config.block_size
@@ -219,7 +237,12 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
     mla = runner.model.config.mla
 
     def step(lengths: list[int], start: int) -> None:
-        runner.run([_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
+        # Kernel by kernel: a graph may be left out for want of memory.
+        prompts, runner.prompts = runner.prompts, None
+        try:
+            runner.run([_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
+        finally:
+            runner.prompts = prompts
 
     for size in _sizes(min(config.max_batch_tokens, longest * config.max_seqs)):
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from gristmill.quant.checkpoints.weights import Weights
@@ -84,7 +86,7 @@ class Attention:
         k_scale, v_scale = token_scales or self.scales
         tokens = x.shape[0]
         qkv = self.qkv(x).view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
-        q = qkv.new_empty(tokens, self.heads, self.head_dim)
+        q = batch.empty("q", qkv, tokens, self.heads, self.head_dim)
         self.write(
             qkv,
             self.q_norm,
@@ -100,7 +102,24 @@ class Attention:
             v_scale,
             q=q,
         )
-        out = q.new_empty(q.shape)
+        out = batch.empty("attended", qkv, tokens, self.heads, self.head_dim)
+        batch.apart(partial(self._attend, q, k_cache, v_cache, k_scale, v_scale, out))
+        return self.out(out.view(tokens, -1))
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        out: Tensor,
+        batch: Batch,
+    ) -> None:
+        """Attention of the tokens of `batch`, the first rows of q, into those of out."""
+        tokens = len(batch.tokens)
+        if tokens < len(q):
+            q, out = q[:tokens], out[:tokens]
         self.attend(
             q,
             k_cache,
@@ -118,4 +137,3 @@ class Attention:
             v_scale=v_scale,
             out=out,
         )
-        return self.out(out.view(tokens, -1))

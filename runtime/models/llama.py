@@ -143,6 +143,11 @@ class Decoder:
         self.norm = RMSNorm(plans, weights.tensor("norm"), config.rms_eps)
         self.embedding, self.head = embedding_and_head(plans, weights, config.tie_embeddings)
 
+    @property
+    def in_pieces(self) -> bool:
+        """Whether steps can be captured in pieces: the lengths of sequences are used in `Batch.apart` alone."""
+        return all(type(getattr(layer, "attention", None)) is Attention for layer in self.layers)
+
     def forward(
         self, batch: Batch, cache: PagedCache, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:

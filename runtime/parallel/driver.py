@@ -49,7 +49,7 @@ class RanksConfig:
     Attributes:
         loading: arguments of `load_model` other than device and policy.
         limit: tokens of the longest request.
-        memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs: as in `Engine`.
+        memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs, prompt_graphs: as in `Engine`.
         timeout: seconds that a step may take.
         context_parallel: as in `Mesh`.
     """
@@ -64,6 +64,7 @@ class RanksConfig:
     max_batch_tokens: int | None = None
     num_blocks: int | None = None
     decode_graphs: bool | None = None
+    prompt_graphs: int | None = None
     timeout: float = 300.0
     context_parallel: bool = False
 
@@ -301,8 +302,9 @@ class ParallelRunner:
         if self.num_blocks is None:
             self.num_blocks = min(rank.num_blocks for rank in loaded)
         self.weight_bytes = sum(rank.weight_bytes for rank in loaded)
+        graphs = ranks.decode_graphs, ranks.prompt_graphs
         self.cache_bytes = sum(
-            self.call("allocate", self.num_blocks, self.max_seqs, ranks.decode_graphs, seconds=seconds)
+            self.call("allocate", self.num_blocks, self.max_seqs, *graphs, seconds=seconds)
         )
 
     def _compare(self, choices: Sequence[dict[str, str]]) -> None:

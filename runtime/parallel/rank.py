@@ -88,10 +88,12 @@ class Rank:
             digests(plans),
         )
 
-    def allocate(self, num_blocks: int, max_seqs: int, decode_graphs: bool | None) -> int:
+    def allocate(
+        self, num_blocks: int, max_seqs: int, decode_graphs: bool | None, prompt_graphs: int | None
+    ) -> int:
         """Allocate the cache, which has as many blocks on every rank; returns its bytes."""
         cache = make_cache(self._model, num_blocks, self._model.plans.block_size)
-        self._runner = Runner(self._model, cache, decode_graphs, max_seqs)
+        self._runner = Runner(self._model, cache, decode_graphs, max_seqs, prompt_graphs)
         self._mirror = Mirror(self._runner.processors)
         self._residency = Residency(self._runner)
         return cache.nbytes
@@ -132,8 +134,7 @@ class Rank:
 
     def explain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows of `LLM.explain` and of `LLM.explain_graphs`."""
-        decode = self._runner.decode
-        return explain_plans(self._model.plans), [] if decode is None else decode.explain()
+        return explain_plans(self._model.plans), self._runner.explain_graphs()
 
     def copy_shared(self, *arguments: Any) -> int:
         """As `copy_shared`."""

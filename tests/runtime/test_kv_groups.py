@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"max_chunk": 7, "block_size": 4},
     "preemption": {"num_blocks": 62, "block_size": 4, "max_seqs": 4, "max_batch_tokens": 16},
     "decode graphs": {"decode_graphs": True, "block_size": 4},
+    "prompt graphs": {"prompt_graphs": 64, "max_chunk": 9, "block_size": 4},
     "drafts in graphs": {"speculate": "ngram:3", "block_size": 4, "decode_graphs": True},
     "drafts": {"speculate": "ngram:3", "block_size": 4},
     "asynchronous": {"async_steps": True, "block_size": 4, "max_chunk": 9},

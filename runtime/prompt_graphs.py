@@ -1,0 +1,225 @@
+"""Steps with prompts as CUDA graphs of what lies between two attention calls: a layer takes two launches instead of ten.
+
+Only attention depends on the lengths of sequences (`Batch.apart`). Everything else depends on the number of tokens alone, so a step is
+padded to the next of a few sizes, and its pieces are replayed, with the attention of the actual sequences after each of them. What an
+attention reads and writes is at fixed addresses, which all graphs share. Padding reads token 0 at position 0 and writes nothing to the cache.
+
+This pays as long as launches take longer than the arithmetic of a step (`most_tokens`): larger steps run kernel by kernel, unpadded. A graph is
+captured when a step first needs it, after a run that resolves and loads its kernels. On a CPU the same padded steps run without capture.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gristmill.autotune.captures import capturing_on
+from gristmill.autotune.errors import UnpreparedError
+from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
+from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import is_out_of_memory
+from gristmill.runtime.kv_cache.paged import PagedCache
+from gristmill.runtime.models import Model
+
+LOG = logging.getLogger("gristmill")
+SMALLEST = 16
+"""Tokens of the smallest graph."""
+LARGEST = 8192
+"""Tokens of the largest one, unless more are asked for."""
+LAUNCHES, LAUNCH_US, FLOPS_PER_US = 8, 40.0, 4e8
+"""Operations of a layer, what each costs the host, and what a large GPU computes meanwhile: a step of 8,192 tokens of Qwen3-0.6B took 15 to 22 ms
+of launches and 18.1 ms of kernels (docs/performance/engine.md)."""
+
+
+def most_tokens(c: ModelConfig) -> int:
+    """Tokens of a step whose arithmetic takes as long as its launches."""
+    heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    inner = c.intermediate_size if c.moe is None else c.moe.top_k * c.moe.intermediate_size
+    flops = 2 * c.hidden_size * (heads + 3 * inner)
+    return min(LARGEST, int(LAUNCHES * LAUNCH_US * FLOPS_PER_US / flops))
+
+
+def sizes(most: int) -> list[int]:
+    """Tokens of the graphs for steps of up to `most`: each at most a quarter more than the one before it above 64, an eighth above 512."""
+    found, size = [], SMALLEST
+    while size < most:
+        found.append(size)
+        octave = 1 << (size.bit_length() - 1)
+        size += max(SMALLEST, octave // (4 if size < 512 else 8))
+    return [*found, most] if most > 0 else []
+
+
+@dataclass
+class PromptGraph:
+    """Steps of `size` tokens, padding included.
+
+    Attributes:
+        pieces: the graphs, one more than `calls`, which lie between them.
+        holds: tensors that the graphs use and that must live as long as they do.
+        reason: why steps cannot be captured; "" if they can, and on a CPU.
+    """
+
+    size: int
+    pieces: list[torch.cuda.CUDAGraph] = field(default_factory=list, repr=False)
+    calls: list[tuple[Apart, int]] = field(default_factory=list, repr=False)
+    holds: tuple[Tensor, ...] = field(default=(), repr=False)
+    reason: str = ""
+    steps: int = 0
+
+
+class PromptGraphs:
+    """The graphs of a model over its cache for steps of up to `most` tokens, made as steps need them.
+
+    Attributes:
+        sizes: tokens of the graphs.
+    """
+
+    def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
+        self.model, self.cache = model, cache
+        self.device = model.plans.device
+        self.sizes = sizes(most)
+        self.graphs: dict[int, PromptGraph] = {}
+        self._memory: dict[str, Tensor] = {}
+        # Tokens and positions, then the slots of each group.
+        self._inputs = torch.zeros(2 + len(cache.windows), most, dtype=torch.int64, device=self.device)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._pool: tuple[int, int] | None = None
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor | None:
+        """The hidden states [tokens, hidden] of a step, valid until the next one; None if no graph fits it."""
+        count = len(batch.tokens)
+        place = bisect_left(self.sizes, count)
+        if place == len(self.sizes) or batch.context_shard is not None:
+            return None
+        size = self.sizes[place]
+        graph = self.graphs.get(size)
+        if graph is None:
+            graph = self.graphs[size] = self._make(size)
+        if graph.reason:
+            return None
+        graph.steps += 1
+        self._write(batch, size)
+        parts = (batch, *batch.others)
+        if self._stream is None:
+            return self._compute(size, lambda call, group: call(parts[group]))[:count]
+        for piece, (call, group) in zip(graph.pieces, graph.calls, strict=False):
+            piece.replay()
+            call(parts[group])
+        graph.pieces[-1].replay()
+        return self._hidden(size)[:count]
+
+    def _write(self, batch: Batch, size: int) -> None:
+        """The inputs of a step, padded to `size` tokens."""
+        count, inputs = len(batch.tokens), self._inputs
+        slots = [part.slots for part in (batch, *batch.others)]
+        for row, values in zip(inputs.unbind(), (batch.tokens, batch.positions, *slots), strict=True):
+            row[:count].copy_(values)
+        if count < size:
+            inputs[:2, count:size] = 0
+            inputs[2:, count:size] = -1
+
+    def _batch(self, size: int, apart: Callable[[Apart, int], None]) -> Batch:
+        """A step of `size` tokens in these inputs, without sequences."""
+        tokens, positions, *slots = self._inputs[:, :size].unbind()
+        none = torch.empty(0, dtype=torch.int32, device=self.device)
+        table = none.view(0, 0)
+        cuts = Cuts(self._take, apart)
+        batch = Batch(tokens, positions, slots[0], none, none, table, none, 0, 0, (), cuts=cuts)
+        return with_groups(batch, slots, [table] * len(slots))
+
+    def _compute(self, size: int, apart: Callable[[Apart, int], None]) -> Tensor:
+        """Run the layers over the inputs; returns the hidden states in memory of their own."""
+        hidden = self._hidden(size)
+        hidden.copy_(self.model.forward(self._batch(size, apart), self.cache))
+        return hidden
+
+    def _hidden(self, size: int) -> Tensor:
+        return self._take("hidden", (size, self.model.config.hidden_size), self.model.plans.dtype)
+
+    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The first rows of the memory of this name, which all graphs and layers share."""
+        memory = self._memory.get(name)
+        if memory is None:
+            whole = (self.sizes[-1], *shape[1:])
+            memory = self._memory[name] = torch.zeros(prod(whole), dtype=dtype, device=self.device)
+        return memory[: prod(shape)].view(shape)
+
+    def _make(self, size: int) -> PromptGraph:
+        made = PromptGraph(size)
+        if self._stream is None:
+            return made
+        failure = None
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            self._capture(made, self._stream)
+        except UnpreparedError as error:
+            made.reason = str(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error)
+        finally:
+            current.wait_stream(self._stream)
+        if (
+            failure is not None or made.reason
+        ):  # here, where nothing holds the frames of the exception and their tensors
+            made.pieces, made.calls, made.holds = [], [], ()
+        if failure is not None:
+            made.reason = "there was no memory to capture it"
+            torch.cuda.empty_cache()
+            LOG.warning(
+                "there is no memory to capture steps of %d tokens, which run kernel by kernel: %s",
+                size,
+                failure,
+            )
+        return made
+
+    def _capture(self, made: PromptGraph, stream: torch.cuda.Stream) -> None:
+        """Run a step of padding once, without attention, and capture it."""
+        with torch.cuda.device(self.device):
+            with torch.cuda.stream(stream):
+                self._hidden(made.size)
+                self._inputs[:2, : made.size] = 0
+                self._inputs[2:, : made.size] = -1
+                self._compute(made.size, lambda call, group: None)
+                made.holds = self.model.plans.workspaces.held()
+            if not any(graph.pieces for graph in self.graphs.values()):
+                # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.
+                self._pool = torch.cuda.graph_pool_handle()
+            with ExitStack() as stack:
+
+                def begin() -> None:
+                    piece = torch.cuda.CUDAGraph()
+                    # Other threads may use the device during the capture.
+                    stack.enter_context(
+                        capturing_on(stream, piece, pool=self._pool, capture_error_mode="thread_local")
+                    )
+                    made.pieces.append(piece)
+
+                def cut(call: Apart, group: int) -> None:
+                    stack.close()
+                    made.calls.append((call, group))
+                    begin()
+
+                begin()
+                self._compute(made.size, cut)
+
+    def explain(self) -> list[dict[str, Any]]:
+        """A row for each graph, with the keys of `DecodeGraphs.explain`."""
+        row = dict.fromkeys(("seqs", "tokens_per_seq", "max_ctx", "samples"))
+        return [
+            row
+            | {"captured": bool(graph.pieces), "steps": graph.steps}
+            | {"reason": graph.reason or f"up to {graph.size} tokens, in pieces between attention calls"}
+            for graph in self.graphs.values()
+        ]
