@@ -24,6 +24,12 @@ class AllReduceAddRmsNormCall(Call):
     world: int
     out: Tensor
 
+class AllToAllCall(Call):
+    x: Tensor
+    group: str
+    world: int
+    out: Tensor
+
 class CombineCall(Call):
     y: Tensor
     inverse: Tensor

@@ -72,6 +72,13 @@ def rendezvous(
 
 def enter(name: str, world: int) -> ProcessGroup:
     """The process group of a name, for a collective call that begins now; ValueError unless it has `world` ranks."""
+    group = _found(name, world)
+    if (on_call := _CALLBACKS.get(name)) is not None:
+        on_call()
+    return group
+
+
+def _found(name: str, world: int) -> ProcessGroup:
     group = _GROUPS.get(name)
     if group is None:
         raise ValueError(
@@ -79,8 +86,6 @@ def enter(name: str, world: int) -> ProcessGroup:
         )
     if group.size() != world:
         raise ValueError(f"group {name!r} has {group.size()} ranks, and the call is for {world}")
-    if (on_call := _CALLBACKS.get(name)) is not None:
-        on_call()
     return group
 
 
@@ -91,6 +96,11 @@ def group_of(world: int) -> tuple[str, int]:
     """
     joined = ((name, int(group.rank())) for name, group in _GROUPS.items() if group.size() == world > 1)
     return next(joined, ("", 0))
+
+
+def rank_in(name: str, world: int) -> int:
+    """The rank of this process in a group of `world` ranks; 0 in a world of one. ValueError as for `enter`."""
+    return int(_found(name, world).rank()) if world > 1 else 0
 
 
 def gathered(x: Tensor, name: str, world: int) -> Tensor:

@@ -184,6 +184,37 @@ def all_reduce_add_rms_norm(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def all_to_all(
+    x: Tensor,
+    group: str,
+    world: int,
+    out: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+) -> None:
+    """The columns that each rank has for this one, in rank order.
+
+    out[:, s] of rank r becomes x[:, r] of rank s; both are [M, world, N].
+
+    group: a name in `gristmill.kernels.collective.groups`; not used with a world of one. Every rank calls with the same shape.
+
+    Written in place: out.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: columns from one rank to another; an integer of at least 1
+        world: ranks; an integer of at least 1
+        x: dtype of x and out; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def combine(
     y: Tensor,
     inverse: Tensor,

@@ -26,7 +26,7 @@ pytestmark = [
 REGISTRY, TARGET = default_registry(), Target.parse("h200")
 KERNELS = [
     kernel
-    for op in ("all_reduce", "all_reduce_add_rms_norm", "all_gather")
+    for op in ("all_reduce", "all_reduce_add_rms_norm", "all_gather", "all_to_all")
     for kernel in REGISTRY.kernels_of(op)
     if "cpu" not in kernel.requires.vendors
 ]
@@ -82,9 +82,15 @@ def late_ranks(rank: int) -> None:
             torch.cuda._sleep(own.randint(1000, 200000))
         if kind == 3:
             out = x.new_empty(shape[0], 2 * shape[1])
-            _gather(x, out)
             ranks = torch.arange(1.0, 3.0, device=x.device).repeat_interleave(shape[1])
-            wrong += (out != (value * ranks).to(x.dtype)).any()
+            if shared.random() < 0.5:
+                _gather(x, out)
+                wrong += (out != (value * ranks).to(x.dtype)).any()
+            else:
+                _run_kernel(
+                    "all_to_all_sm90", {}, torch.stack([x, x + 100], 1), "pair", 2, out.view(shape[0], 2, -1)
+                )
+                wrong += (out != (value * ranks + 100 * rank).to(x.dtype)).any()
             continue
         if kind == 2:
             residual, weight = torch.zeros_like(x), torch.ones(shape[1], dtype=x.dtype, device=x.device)

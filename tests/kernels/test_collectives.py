@@ -17,8 +17,13 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.collective.groups import enter, group_of
 
 REGISTRY = default_registry()
-OPS = ("all_reduce", "all_reduce_add_rms_norm", "all_gather")
-KERNELS = [k for op in OPS for k in REGISTRY.kernels_of(op) if k.language in ("python", "cpp")]
+OPS = ("all_reduce", "all_reduce_add_rms_norm", "all_gather", "all_to_all")
+KERNELS = [
+    k
+    for op in OPS
+    for k in REGISTRY.kernels_of(op)
+    if k.language in ("python", "cpp") and k.requires.vendors in ((), ("cpu",))
+]
 SHAPES = ("m=1,n=1", "m=7,n=257,x=fp32", "m=7,n=257", "m=33,n=64,x=fp16")
 
 

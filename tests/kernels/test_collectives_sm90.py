@@ -12,9 +12,9 @@ import torch
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.collective import (
-    all_gather_sm90,
     all_reduce_add_rms_norm_sm90,
     all_reduce_sm90,
+    columns_sm90,
     groups,
 )
 from gristmill.kernels.collective import symmetric as memories
@@ -81,7 +81,8 @@ class Matrix:
     """What a call is packed from, without memory."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, address: int = 4096) -> None:
-        self.shape, self.dtype, self.data_ptr = (rows, columns), dtype, lambda: address
+        self.shape: tuple[int, ...] = (rows, columns)
+        self.dtype, self.data_ptr = dtype, lambda: address
 
 
 @needs_library
@@ -120,15 +121,18 @@ def test_the_library_refuses_what_would_leave_its_memory() -> None:
     assert sum_and_norm(1, 8, torch.float32) == DTYPE
     assert sum_and_norm(1, 8, each=3) == ARGUMENT
 
-    def gather(at: dict[str, int], rows: int, n: int) -> int:
+    def send(name: str, at: dict[str, int], rows: int, n: int) -> int:
         x = Matrix(rows, n, torch.bfloat16)
-        call: Any = REGISTRY.op("all_gather").Call(x, world=2, group="", out=x)
-        return all_gather_sm90.ENTRY.ask(at, call)
+        x.shape = (rows, n) if name == "all_gather" else (rows, 2, n)
+        call: Any = REGISTRY.op(name).Call(x, world=2, group="", out=x)
+        entry = columns_sm90.ALL_GATHER if name == "all_gather" else columns_sm90.ALL_TO_ALL
+        return entry.ask(at, call)
 
-    assert gather(options(), 0, 8) == 0
-    assert gather(options(), 1, 12) == SHAPE
-    assert gather(options(), 65, BUFFER_BYTES // 128) == SHAPE
-    assert gather(options(9), 1, 8) == ARGUMENT
+    for name in ("all_gather", "all_to_all"):
+        assert send(name, options(), 0, 8) == 0
+        assert send(name, options(), 1, 12) == SHAPE
+        assert send(name, options(), 65, BUFFER_BYTES // 128) == SHAPE
+        assert send(name, options(9), 1, 8) == ARGUMENT
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -32,6 +32,7 @@ from gristmill.kernel_registry.registry import default_registry
 REGISTRY = default_registry()
 SCHEMAS = {
     "all_gather": ("Tensor x, str group, int world, Tensor(a!) out", ()),
+    "all_to_all": ("Tensor x, str group, int world, Tensor(a!) out", ()),
     "all_reduce": ("Tensor(a!) x, str group, int world", ()),
     "all_reduce_add_rms_norm": (
         "Tensor x, Tensor(a!) residual, Tensor weight, float eps, str group, int world",
@@ -112,6 +113,7 @@ SCHEMAS = {
 
 MORE = {
     "all_gather": "m=5,n=7,world=3",
+    "all_to_all": "m=5,n=7,world=3",
     "all_reduce": "m=5,n=7,world=3",
     "all_reduce_add_rms_norm": "m=5,n=7,world=3",
     "paged_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,sinks=true,lse=true,"

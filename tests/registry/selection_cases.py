@@ -306,6 +306,8 @@ all_reduce_add_rms_norm | m=16,n=4096,world=4 | cpu:avx2 | x86 | - | all_reduce_
 all_reduce | m=16,n=4096,world=4 | cpu:avx2 | x86 | - | all_reduce_torch
 all_gather | m=16,n=4096,world=2 | h200 | cuda | - | all_gather_torch
 all_gather | m=16,n=4096,world=2 | h200 | sm90a | - | all_gather_sm90
+all_to_all | m=16,n=4096,world=2 | h200 | sm90a | - | all_to_all_sm90
+all_to_all | m=16,n=4096,world=2 | cpu:avx2 | x86 | - | all_to_all_torch
 reshape_and_cache_mla | t=16 | gfx950 | hip | - | reshape_and_cache_mla_triton
 reshape_and_cache_mla | t=16 | xpu:lnl | torch | - | reshape_and_cache_mla_torch
 merge_attention_states | t=16,h=8,d=128 | sm_89 | cuda | - | merge_attention_states_triton
