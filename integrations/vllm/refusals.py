@@ -46,7 +46,6 @@ def _reasons(config: Any) -> Iterator[str]:
     for name in (
         "enable_prompt_embeds",
         "enable_return_routed_experts",
-        "enable_sleep_mode",
         "enable_trace_replay",
         "return_sampling_mask",
     ):

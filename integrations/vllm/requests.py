@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gristmill.integrations.vllm.cache import BlockTables
 from gristmill.integrations.vllm.sampling import seed_of, translate
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.logits_processors import LogitsProcessors
@@ -21,7 +22,7 @@ class ActiveRequest:
 
     Attributes:
         tokens: the prompt and every sampled token; vLLM's scheduler may be one step behind.
-        block_ids: its blocks of the cache.
+        block_ids: its blocks of the cache, of all groups, as `BlockTables.interleaved`.
         stop_ids: tokens that are barred until min_tokens.
         prompt: log-probabilities of the prompt until all are computed, None if none are wanted.
     """
@@ -46,11 +47,13 @@ class Requests:
     Args:
         seed: source of the seeds of requests without one.
         processors: the runner's, told of requests that edit logits.
+        tables: the groups of the cache.
     """
 
-    def __init__(self, seed: int, processors: LogitsProcessors) -> None:
+    def __init__(self, seed: int, processors: LogitsProcessors, tables: BlockTables) -> None:
         self.seed = seed
         self.processors = processors
+        self.tables = tables
         self.active: dict[str, ActiveRequest] = {}
 
     def step(self, output: Any) -> list[ScheduledRequest]:
@@ -107,7 +110,7 @@ class Requests:
         self.active[new.req_id] = ActiveRequest(
             tokens=list(tokens),
             prompt_len=len(new.prompt_token_ids),
-            block_ids=list(new.block_ids[0]),
+            block_ids=self.tables.interleaved(new.block_ids),
             params=params,
             seed=seed_of(params, self.seed, new.req_id),
             stop_ids=tuple(sorted(new.sampling_params.all_stop_token_ids)),
@@ -127,9 +130,9 @@ class Requests:
     def _resume(self, cached: Any, index: int, name: str) -> None:
         request, blocks = self.active[name], cached.new_block_ids[index]
         if name in cached.resumed_req_ids:
-            request.block_ids = list(blocks[0])
+            request.block_ids = self.tables.interleaved(blocks)
         elif blocks is not None:
-            request.block_ids += blocks[0]
+            request.block_ids += self.tables.interleaved(blocks)
         known = request.prompt_len + cached.num_output_tokens[index]
         if known < len(
             request.tokens

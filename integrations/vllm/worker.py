@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from gristmill.integrations.vllm import logprobs
+from gristmill.integrations.vllm.cache import BlockTables, cache_bytes, layer_specs
 from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.refusals import require_served
 from gristmill.integrations.vllm.requests import Requests
@@ -23,12 +23,13 @@ from gristmill.runtime.errors import INVALID_LOGITS, UsageError
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.loader.load import load_model, parse_scheme
+from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import Model
-from gristmill.runtime.runner import Runner, StepResult
+from gristmill.runtime.residency import Residency
+from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
+from gristmill.runtime.step_details import StepResult
 from gristmill.runtime.warm_up import warm_up
-from gristmill.runtime.weight_update import build_like, copy_weights
 from gristmill.tools.random_model import random_model
 
 # Below "vllm", whose handlers print.
@@ -53,6 +54,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         self.options = Options.parse(vllm_config.additional_config)
         self.model: Model | None = None
         self.runner: Runner | None = None
+        self.residency: Residency | None = None
         self.requests: Requests | None = None
         self._output: ModelRunnerOutput | None = None
 
@@ -109,50 +111,25 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         return f"gristmill {model.config.architecture}, {model.config.num_layers} layers, {model.plans.weight_bytes} bytes of weights"
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """The bytes of a block in each layer. Layers with a window keep all tokens."""
-        model = _loaded(self.model)
-        config, plans = model.config, model.plans
-        if config.mla is not None:
-            spec = MLAAttentionSpec(
-                block_size=plans.block_size,
-                num_kv_heads=1,
-                head_size=config.mla.latent_dim,
-                dtype=plans.dtype,
-            )
-        else:
-            spec = FullAttentionSpec(
-                block_size=plans.block_size,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_dim,
-                dtype=plans.dtype,
-            )
-        return {f"layers.{index}": spec for index in range(config.num_layers)}
+        """What a block holds in each layer, as `layer_specs`."""
+        return layer_specs(_loaded(self.model))
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """vLLM's name for the order layers, blocks, tokens, heads."""
         return ["LBNHC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes for the cache: --kv-cache-memory-bytes, or --gpu-memory-utilization of the device less what is in use."""
-        given = self.cache_config.kv_cache_memory_bytes
-        if given is not None:
-            return int(given)
-        free, total = _memory(self.device)
-        room = int(total * self.cache_config.gpu_memory_utilization) - (total - free)
-        if room <= 0:
-            raise UsageError(
-                f"nothing is left for the cache: {free} of {total} bytes are free, and --gpu-memory-utilization is "
-                f"{self.cache_config.gpu_memory_utilization}"
-            )
-        return room
+        """Bytes for the cache, as `cache_bytes`, which runs the largest steps."""
+        return cache_bytes(_loaded(self.model), self.vllm_config)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache that vLLM's scheduler hands out."""
-        model = _loaded(self.model)
-        (group,) = kv_cache_config.kv_cache_groups
-        cache = make_cache(model, kv_cache_config.num_blocks, group.kv_cache_spec.block_size)
+        model, tables = _loaded(self.model), BlockTables(kv_cache_config)
+        size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        cache = make_cache(model, kv_cache_config.num_blocks, size, tables.groups)
         self.runner = Runner(model, cache)
-        self.requests = Requests(self.model_config.seed, self.runner.processors)
+        self.residency = Residency(self.runner)
+        self.requests = Requests(self.model_config.seed, self.runner.processors, tables)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Resolve, verify and load every kernel that a step can need, and capture decode graphs, so that no request waits for one; nothing with
@@ -169,6 +146,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
                 max_batch_tokens=tokens,
                 max_seqs=min(limits.max_num_seqs, tokens),
                 max_model_len=self.model_config.max_model_len,
+                windows=runner.cache.windows,
             ),
             run=self.device.type == "cuda",
         )
@@ -190,8 +168,25 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         Raises:
             CheckpointError: a tensor is missing or of a wrong shape, or the model would change; the old weights stay.
         """
-        model = _loaded(self.model)
-        copy_weights(model, build_like(model, path, parse_scheme(self.options.quant), None))
+        _loaded(self.residency).update(path, self.options.quant, None)
+
+    def sleep(self, level: int = 1) -> None:
+        """``llm.sleep``: give back the cache, decode graphs and the weights, to host memory (1) or discarded (2). On a CPU, level 1 leaves the
+        weights where they are."""
+        _loaded(self.residency).sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """``llm.wake_up``: tags are ``weights`` and ``kv_cache``; None = both. After level 2 come new weights: `gristmill_update_weights`."""
+        _loaded(self.residency).wake_up(["weights", "kv_cache"] if tags is None else tags)
+
+    def discard(self, tags: Sequence[str]) -> None:
+        """vLLM's ``release_kv_cache_memory``: UsageError."""
+        raise UsageError(
+            f"the gristmill worker does not release {', '.join(tags)} alone: sleep(level=1) gives back the cache and the weights"
+        )
+
+    def reset_encoder_cache(self) -> None:
+        """There is none: multimodal models are refused."""
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         """Compute a step; `sample_tokens` returns its ids."""
@@ -199,6 +194,8 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         entries = requests.step(scheduler_output)
         if not entries:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        if reason := _loaded(self.residency).reason:
+            raise UsageError(reason)
         runner, rows, prompts = _loaded(self.runner), requests.rows(entries), requests.prompts(entries)
         if prompts or any(row.params.logprobs is not None for row in rows):
             self._output = self._answer(entries, runner.run_detailed(entries, rows, prompts))
@@ -238,7 +235,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
 
     def shutdown(self) -> None:
         """Give the memory of model and cache back."""
-        self.runner = self.requests = self.model = None
+        self.runner = self.requests = self.residency = self.model = None
 
 
 def _loaded(part: Any) -> Any:
@@ -248,11 +245,3 @@ def _loaded(part: Any) -> Any:
             "vLLM called the worker before load_model and initialize_from_config, or after shutdown"
         )
     return part
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Free and all bytes of a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)
-    page = os.sysconf("SC_PAGE_SIZE")
-    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page

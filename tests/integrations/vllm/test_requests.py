@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,16 +10,31 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from gristmill import UsageError
 from gristmill.integrations.vllm import HOST
+from gristmill.integrations.vllm.cache import BlockTables
 from gristmill.integrations.vllm.requests import Requests
 from gristmill.integrations.vllm.sampling import SERVED_BY_RUNTIME, SERVED_BY_VLLM, check, translate, unserved
 from gristmill.runtime.logits_processors import LogitsProcessors
 
+SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
+
+
+def config_of(*groups: tuple[Any, list[int]]) -> Any:
+    """A KVCacheConfig as far as it is read."""
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layers.{layer}" for layer in layers])
+            for spec, layers in groups
+        ]
+    )
+
 
 def requests_of() -> Requests:
-    return Requests(0, LogitsProcessors(100, torch.device("cpu")))
+    tables = BlockTables(config_of((FullAttentionSpec(**SHAPE), [0])))
+    return Requests(0, LogitsProcessors(100, torch.device("cpu")), tables)
 
 
 def new(name: str, prompt: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewRequestData:

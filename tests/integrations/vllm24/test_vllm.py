@@ -15,6 +15,7 @@ from tests.integrations.vllm.test_attention import (  # noqa: F401  # collected 
     test_the_cache_of_each_version,
     test_what_is_not_served_is_refused_by_name,
 )
+from tests.integrations.vllm.test_cache import *  # noqa: F403  # collected here
 from tests.integrations.vllm.test_mla import (  # noqa: F401  # collected here
     test_custom_is_the_class_that_the_model_needs,
     test_decoding_over_a_latent_cache,
