@@ -7,21 +7,21 @@ on them. Tokens are counted, and grammars advanced, from the host's list of know
 counts nothing twice.
 
 A step may be launched before the host knows the token that it feeds, which the step before samples. That one token is read on the
-device, and counts in this step only; the slot gets it when the host knows it.
+device, and counts in this step only; the slot gets it when the host knows it. A grammar must know all tokens: its rows are processed, and
+sampled, behind the rest of the step (`GrammarRows`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import fetch, send
-from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
+from gristmill.runtime.errors import ErrorInfo
+from gristmill.runtime.processed_requests import ProcessedRequest, ProcessedRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.structured_output import Grammar, bar, next_tokens
@@ -31,115 +31,12 @@ ROWS = 64
 FIRST_SLOTS = 8
 
 
-@dataclass(slots=True, eq=False)
-class _State:
-    """The state of a request.
-
-    Attributes:
-        tokens: its known tokens, a list that grows.
-        slot: None before its first step.
-        counted: the number of tokens that its slot contains.
-        ended: whether it was removed.
-    """
-
-    params: SamplingParams
-    tokens: Sequence[int]
-    prompt_len: int
-    stop_ids: tuple[int, ...]
-    bad_words: tuple[tuple[list[int], int], ...]  # bad words of several tokens: (all but the last, the last)
-    grammar: Grammar | None = None
-    slot: int | None = None
-    counted: int = 0
-    ended: bool = False
-    consumed: int = 0  # known tokens that are the prompt's, or that the grammar has seen
-
-    @property
-    def penalized(self) -> bool:
-        p = self.params
-        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
-
-    def advanced_grammar(self, grammar: Grammar) -> Grammar:
-        """The request's grammar, advanced past the known tokens."""
-        if self.consumed < len(self.tokens):
-            grammar.consume(self.tokens[self.consumed :])
-            self.consumed = len(self.tokens)
-        return grammar
-
-    def limits(self) -> list[str]:
-        """The parameters that bar tokens after the known ones."""
-        given = {
-            "structured_output": self.grammar is not None,
-            "allowed_token_ids": self.params.allowed_token_ids is not None,
-            "bad_words": bool(self.params.bad_words),
-            "min_tokens": len(self.tokens) - self.prompt_len < self.params.min_tokens,
-        }
-        return [name for name, bars in given.items() if bars]
-
-    def why_no_token(self, largest: float, processed: float) -> ErrorInfo:
-        """Why no token could be sampled from a row, by the largest of the model's logits, NaN if one is, and of the processed ones."""
-        if not math.isfinite(largest):
-            return INVALID_LOGITS
-        if processed != -math.inf:
-            return ErrorInfo(
-                "invalid_logits",
-                "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
-            )
-        if self.grammar is not None and self.grammar.failed:
-            return ErrorInfo("grammar_failed", f"structured_output cannot go on: {self.grammar.error}")
-        return ErrorInfo(
-            "no_token_allowed",
-            f"{' and '.join(self.limits())} allow no token after {len(self.tokens) - self.prompt_len} tokens of output",
-        )
-
-    def bans(self, drafted: Sequence[int], pending: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred: the tokens; and
-        (pending token, barred token) pairs, if a pending token follows the known ones instead of drafts.
-        """
-        banned: list[int] = []
-        after: list[tuple[int, int]] = []
-        if len(self.tokens) + pending + len(drafted) - self.prompt_len < self.params.min_tokens:
-            banned += self.stop_ids
-        for before, last in self.bad_words:
-            words = before[:-1] if pending else before
-            known = len(words) - len(drafted)
-            end = [*self.tokens[-known:], *drafted] if known > 0 else drafted[len(drafted) - len(words) :]
-            if list(end) != words:
-                continue
-            if pending:
-                after.append((before[-1], last))
-            else:
-                banned.append(last)
-        return banned, after
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of logits that is processed, as far as the host knows it at its launch.
-
-    Attributes:
-        place: its place among all rows.
-        known: the number of known tokens of its request.
-        drafted: the drafts that precede the row.
-        pending: whether the token that the row is fed follows the known ones, and is on the device only.
-        bans, bans_after: as `_State.bans` returns them.
-        first: whether it is its request's first.
-    """
-
-    place: int
-    request_id: str
-    state: _State
-    known: int
-    drafted: Sequence[int]
-    pending: bool
-    bans: list[int]
-    bans_after: list[tuple[int, int]]
-    first: bool
-
-
 class ProcessedRows:
-    """The processed rows of a step, whose grammars allow the tokens of `mask` next: as of `next_tokens`, for each row with a grammar."""
+    """Processed rows of a step. `mask` has what grammars allow next, as `next_tokens` returns it, for each row with a grammar."""
 
-    def __init__(self, processors: LogitsProcessors, rows: Sequence[_Row], mask: Tensor | None) -> None:
+    def __init__(
+        self, processors: LogitsProcessors, rows: Sequence[ProcessedRow], mask: Tensor | None = None
+    ) -> None:
         self._processors, self._rows, self._mask = processors, rows, mask
         self._largest: Tensor | None = None
 
@@ -155,7 +52,7 @@ class ProcessedRows:
             fed: int64 [rows], the token whose successor each row predicts.
         """
         processors, rows, device = self._processors, self._rows, logits.device
-        known = {row.state: row.known for row in rows}
+        known = {row.request: row.known for row in rows}
         out = torch.empty(len(rows), logits.shape[1], dtype=torch.float32, device=device)
         largest = []
         with processors.prepared(known):
@@ -166,7 +63,7 @@ class ProcessedRows:
                 largest.append(x.amax(1))
                 out[first : first + len(some)] = processors.edit(x, some, fed[places])
         if self._mask is not None:
-            with_grammar = [i for i, row in enumerate(rows) if row.state.grammar is not None]
+            with_grammar = [i for i, row in enumerate(rows) if row.request.grammar is not None]
             for first in range(0, len(with_grammar), ROWS):
                 places = send(with_grammar[first : first + ROWS], torch.int64, device)
                 bar(out, places, self._mask[first : first + ROWS].to(device, non_blocking=True))
@@ -179,8 +76,32 @@ class ProcessedRows:
         failed = [i for i, row in enumerate(self._rows) if row.first and ids[row.place] < 0]
         if not failed or self._largest is None:
             return {}
-        rows, largest = self._rows, self._largest.tolist()
-        return {rows[i].request_id: rows[i].state.why_no_token(largest[0][i], largest[1][i]) for i in failed}
+        largest, errors = self._largest.tolist(), {}
+        for i in failed:
+            request = self._rows[i].request
+            errors[request.id] = request.why_no_token(largest[0][i], largest[1][i])
+        return errors
+
+
+class GrammarRows:
+    """Rows of a step whose grammars must know the tokens of all steps before it: (place of the first row, entry, request)."""
+
+    def __init__(
+        self,
+        processors: LogitsProcessors,
+        entries: Sequence[tuple[int, ScheduledRequest, ProcessedRequest]],
+    ) -> None:
+        self._processors, self._entries = processors, entries
+
+    def ready(self) -> ProcessedRows | None:
+        """The rows, now that the results of all steps before are known; None if their requests have ended."""
+        rows = [
+            row
+            for place, entry, request in self._entries
+            if not request.ended
+            for row in request.rows(place, entry, pending=False)
+        ]
+        return ProcessedRows(self._processors, rows, self._processors.mask(rows)) if rows else None
 
 
 class LogitsProcessors:
@@ -189,7 +110,7 @@ class LogitsProcessors:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self._states: dict[str, _State] = {}
+        self._requests: dict[str, ProcessedRequest] = {}
         self._free: list[int] = []
         self._slots = 0
         self._bias: Tensor | None = None  # float32 [slots, vocab]
@@ -197,10 +118,10 @@ class LogitsProcessors:
         self._in_prompt: Tensor | None = None  # bool [slots, vocab]
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._states
+        return request_id in self._requests
 
     def add(
         self,
@@ -221,55 +142,51 @@ class LogitsProcessors:
         """
         words = [list(word) for word in params.bad_words if not isinstance(word, str) and len(word) > 1]
         bad = tuple((word[:-1], word[-1]) for word in words)
-        self._states[request_id] = _State(
-            params, tokens, prompt_len, tuple(stop_ids), bad, grammar, consumed=prompt_len
+        self._requests[request_id] = ProcessedRequest(
+            request_id, params, tokens, prompt_len, tuple(stop_ids), bad, grammar, consumed=prompt_len
         )
 
     def remove(self, request_id: str) -> None:
         """The request has ended; unknown ids are ignored."""
-        state = self._states.pop(request_id, None)
-        if state is not None:
-            state.ended = True
-            self._release(state)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.ended = True
+            self._release(request)
 
-    def prepare(self, entries: Sequence[ScheduledRequest]) -> ProcessedRows | None:
-        """The rows of a step that are processed, among the 1 + drafts rows of each entry that samples; None if there are none.
+    def prepare(self, entries: Sequence[ScheduledRequest]) -> tuple[ProcessedRows | None, GrammarRows | None]:
+        """The rows of a step that are processed, among the 1 + drafts rows of each entry that samples: those without and with a grammar, None if
+        there are none.
 
-        Everything that the host knows is taken now; the device's part, `ProcessedRows.process`, may run later, in the order of steps.
+        What the host knows is taken now; the device's part, `ProcessedRows.process`, may run later, in the order of steps.
         """
-        rows = []
+        rows: list[ProcessedRow] = []
+        with_grammar = []
         place = 0
         for entry in entries:
             if not entry.samples:
                 continue
-            if (state := self._states.get(entry.id)) is not None:
-                pending = entry.tokens is None
-                for count in range(1 + entry.drafts):
-                    drafted = entry.draft_tokens[:count]
-                    bans = state.bans(drafted, pending)
-                    known = len(state.tokens)
-                    rows.append(
-                        _Row(place + count, entry.id, state, known, drafted, pending, *bans, count == 0)
-                    )
+            if (request := self._requests.get(entry.id)) is not None:
+                if request.grammar is not None:
+                    with_grammar.append((place, entry, request))
+                else:
+                    rows += request.rows(place, entry, pending=entry.tokens is None)
             place += 1 + entry.drafts
-        return ProcessedRows(self, rows, self._next_tokens(rows)) if rows else None
-
-    def has_grammar(self, request_id: str) -> bool:
-        """Whether a grammar bars tokens of the request."""
-        state = self._states.get(request_id)
-        return state is not None and state.grammar is not None
+        return (
+            ProcessedRows(self, rows) if rows else None,
+            GrammarRows(self, with_grammar) if with_grammar else None,
+        )
 
     def legal(self, request_id: str, drafts: Sequence[int]) -> int:
         """How many of the drafts the request's grammar allows after its known tokens; all of them without one."""
-        state = self._states.get(request_id)
-        if state is None or state.grammar is None:
+        request = self._requests.get(request_id)
+        if request is None or request.grammar is None:
             return len(drafts)
-        return state.advanced_grammar(state.grammar).allowed(drafts)
+        return request.advanced_grammar(request.grammar).allowed(drafts)
 
-    def edit(self, x: Tensor, rows: Sequence[_Row], fed: Tensor) -> Tensor:
+    def edit(self, x: Tensor, rows: Sequence[ProcessedRow], fed: Tensor) -> Tensor:
         """Bias, bans and penalties of these rows, from float32 logits [rows, vocab] that may be written over, and the tokens [rows] that they are
         fed."""
-        slot_index = send([_slot(row.state) for row in rows], torch.int64, self.device)
+        slot_index = send([_slot(row.request) for row in rows], torch.int64, self.device)
         if self._bias is not None:
             x += self._bias[slot_index]
         bans = [(i, token) for i, row in enumerate(rows) for token in row.bans]
@@ -279,15 +196,15 @@ class LogitsProcessors:
         if after:
             _bar_after(x, after, fed)
         if self._counts is not None and self._in_prompt is not None:
-            params = [row.state.params for row in rows]
+            params = [row.request.params for row in rows]
             values = [p.repetition_penalty for p in params]
             values += [p.frequency_penalty for p in params] + [p.presence_penalty for p in params]
             repetition, frequency, presence = send(values, torch.float32, self.device).view(3, len(rows), 1)
             counts = self._counts[slot_index]
-            drafts = [(i, t) for i, row in enumerate(rows) if row.state.penalized for t in row.drafted]
+            drafts = [(i, t) for i, row in enumerate(rows) if row.request.penalized for t in row.drafted]
             if drafts:
                 _add_one(counts, drafts)
-            pending = [int(row.pending and row.state.penalized) for row in rows]
+            pending = [int(row.pending and row.request.penalized) for row in rows]
             if any(pending):
                 counts.scatter_add_(1, fed[:, None], send(pending, torch.int32, self.device)[:, None])
             output = counts > 0
@@ -297,45 +214,47 @@ class LogitsProcessors:
             x -= presence * output
         return x
 
-    def _next_tokens(self, rows: Sequence[_Row]) -> Tensor | None:
+    def mask(self, rows: Sequence[ProcessedRow]) -> Tensor | None:
         """The tokens that the grammars of rows allow, as of `next_tokens`, one row for each with a grammar; None if none has one."""
-        drafts: dict[_State, Sequence[int]] = {}
+        drafts: dict[ProcessedRequest, Sequence[int]] = {}
         for row in rows:
-            if row.state.grammar is not None:
-                drafts[row.state] = row.drafted  # at last those of the request's last row, which are all
+            if row.request.grammar is not None:
+                drafts[row.request] = row.drafted  # at last those of the request's last row, which are all
         if not drafts:
             return None
-        grammars = [state.advanced_grammar(state.grammar) for state in drafts if state.grammar is not None]
+        grammars = [
+            request.advanced_grammar(request.grammar) for request in drafts if request.grammar is not None
+        ]
         return next_tokens(grammars, list(drafts.values()), pinned=self.device.type == "cuda")
 
     @contextmanager
-    def prepared(self, known: Mapping[_State, int]) -> Iterator[None]:
+    def prepared(self, known: Mapping[ProcessedRequest, int]) -> Iterator[None]:
         """Bring the slots of these requests up to as many known tokens; a request that has ended meanwhile has one for now."""
         self._assign_slots(list(known))
         try:
             self._count(known)
             yield
         finally:
-            for state in known:
-                if state.ended:
-                    self._release(state)
+            for request in known:
+                if request.ended:
+                    self._release(request)
 
-    def _release(self, state: _State) -> None:
-        if state.slot is not None:
-            self._free.append(state.slot)
-            state.slot = None
-            state.counted = 0
+    def _release(self, request: ProcessedRequest) -> None:
+        if request.slot is not None:
+            self._free.append(request.slot)
+            request.slot = None
+            request.counted = 0
 
-    def _assign_slots(self, states: Sequence[_State]) -> None:
+    def _assign_slots(self, requests: Sequence[ProcessedRequest]) -> None:
         """Give slots to the requests that have none, and initialize them."""
-        new = [state for state in states if state.slot is None]
+        new = [request for request in requests if request.slot is None]
         if not new:
             return
         while len(self._free) < len(new):
             self._grow()
-        if self._bias is None and any(_biased(state.params) for state in new):
+        if self._bias is None and any(_biased(request.params) for request in new):
             self._bias = self._zeros(torch.float32)
-        if self._counts is None and any(state.penalized for state in new):
+        if self._counts is None and any(request.penalized for request in new):
             self._in_prompt = self._zeros(torch.bool)
             self._counts = self._zeros(torch.int32)
         slots = self._free[-len(new) :]
@@ -344,30 +263,30 @@ class LogitsProcessors:
             if tensor is not None:
                 tensor.index_fill_(0, slot_index, 0)
         if self._bias is not None:
-            params = [(slot, state.params) for slot, state in zip(slots, new, strict=True)]
+            params = [(slot, request.params) for slot, request in zip(slots, new, strict=True)]
             _write_bias(self._bias, [(slot, p) for slot, p in params if _biased(p)])
         # Last, so that a request has no slot if writing it fails for lack of memory.
-        for slot, state in zip(slots, new, strict=True):
-            state.slot = slot
+        for slot, request in zip(slots, new, strict=True):
+            request.slot = slot
         del self._free[-len(new) :]
 
-    def _count(self, known: Mapping[_State, int]) -> None:
+    def _count(self, known: Mapping[ProcessedRequest, int]) -> None:
         """Bring prompt and counts up to as many known tokens."""
         if self._counts is None or self._in_prompt is None:
             return
         prompt: list[tuple[int, int]] = []
         output: list[tuple[int, int]] = []
-        for state, count in known.items():
-            if state.penalized and state.counted < count:
-                slot, tokens = _slot(state), state.tokens
-                prompt += [(slot, token) for token in tokens[state.counted : state.prompt_len]]
-                output += [(slot, t) for t in tokens[max(state.counted, state.prompt_len) : count]]
+        for request, count in known.items():
+            if request.penalized and request.counted < count:
+                slot, tokens = _slot(request), request.tokens
+                prompt += [(slot, token) for token in tokens[request.counted : request.prompt_len]]
+                output += [(slot, t) for t in tokens[max(request.counted, request.prompt_len) : count]]
         if prompt:
             _fill(self._in_prompt, prompt, True)
         if output:
             _add_one(self._counts, output)
-        for state, count in known.items():
-            state.counted = count
+        for request, count in known.items():
+            request.counted = count
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self._slots, self.vocab_size, dtype=dtype, device=self.device)
@@ -385,11 +304,11 @@ class LogitsProcessors:
                 setattr(self, name, new)
 
 
-def _slot(state: _State) -> int:
+def _slot(request: ProcessedRequest) -> int:
     """The slot of a request that has one."""
-    if state.slot is None:
+    if request.slot is None:
         raise RuntimeError("a request without a slot was processed")
-    return state.slot
+    return request.slot
 
 
 def _biased(params: SamplingParams) -> bool:

@@ -137,7 +137,7 @@ class Runner:
         rows: Sequence[SamplingRow],
         prompts: Mapping[str, PromptPart] = NO_PROMPTS,
     ) -> LaunchedStep:
-        """Launch a step as in `run`; does not wait for the device.
+        """Launch a step as in `run`, but for what waits for the results of the step before (`complete`); does not wait for the device.
 
         Args:
             prompts: by request id, the tokens of prompts whose log-probabilities are read, as `prompt_parts` returns them.
@@ -154,8 +154,26 @@ class Runner:
         self._start(step, self._kernel_by_kernel(entries, rows, details) if work is None else work)
         return step
 
+    @torch.inference_mode()
+    def complete(self, step: LaunchedStep) -> None:
+        """Launch the rest of a step, now that the requests have the tokens of all steps before it: rows with grammars, which must know them. No
+        step may be launched in between. Nothing happens if nothing waits."""
+        details = step.details
+        if details is None or not details.waits:
+            return
+        rest = details.prepare_rest()
+
+        def run() -> Tensor:
+            ids = details.complete(rest, self.sampler)
+            if details.feedback is not None:
+                self._sampled.write(details.feedback.write_rows, ids)
+            return ids
+
+        self._start(step, run)
+
     def collect(self, step: LaunchedStep) -> StepResult:
-        """Wait for the oldest step in flight; its results. ids: one per row, -1 for a row without a result."""
+        """Complete the oldest step in flight, and wait for it; its results. ids: one per row, -1 for a row without a result."""
+        self.complete(step)
         step.open = False
         ids = step.ids()
         return StepResult(ids) if step.details is None else step.details.result(ids)
@@ -176,6 +194,8 @@ class Runner:
     ) -> Callable[[], Tensor | None]:
         batch = self._batch(entries)
         feedback = make_feedback(entries, self.device)
+        if details is not None:
+            details.feedback = feedback
 
         def run() -> Tensor | None:
             if feedback is not None and len(feedback.places):
@@ -213,7 +233,7 @@ class Runner:
         prepared = self._prepare_graph(entries, rows, slot, samples=False)
         if prepared is None:
             return None
-        feedback = make_feedback(entries, self.device)
+        feedback = details.feedback = make_feedback(entries, self.device)
 
         def run() -> Tensor:
             logits = prepared.run()

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import fetch, send
+from gristmill.runtime.batch import Feedback, fetch, send
 from gristmill.runtime.errors import ErrorInfo
-from gristmill.runtime.logits_processors import LogitsProcessors, ProcessedRows
+from gristmill.runtime.logits_processors import GrammarRows, LogitsProcessors, ProcessedRows
 from gristmill.runtime.logprobs import ROWS, PromptPart, logprob_rows, read_rows
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
@@ -37,12 +37,16 @@ class StepResult:
 
 
 class StepDetails:
-    """The details of one step: made when it is launched; computed on the device by `read_prompts` and `finish`; taken by `result` when the
-    step has ended.
+    """The details of one step: made when it is launched; computed on the device by `read_prompts`, `finish` and, if it `waits`, `complete`;
+    taken by `result` when the step has ended.
 
     Args:
         prompts: by request id, the tokens of prompts whose log-probabilities are read.
         processed: the rows that are processed before they are sampled.
+        later: those that wait for the results of the step before.
+
+    Attributes:
+        feedback: where ids of the step go, for `complete`.
     """
 
     def __init__(
@@ -51,12 +55,17 @@ class StepDetails:
         rows: Sequence[SamplingRow],
         prompts: Mapping[str, PromptPart],
         processed: ProcessedRows | None,
+        later: GrammarRows | None,
     ) -> None:
         self._entries, self._rows = entries, rows
-        self._prompts, self._processed = prompts, processed
+        self._prompts = prompts
+        self._processed = [] if processed is None else [processed]
+        self._later, self._has_rest = later, later is not None
         self._read = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
         self._of_rows: list[Tensor] = []
         self._of_prompts: dict[str, list[Tensor]] = {}
+        self._first_part: tuple[Tensor, Tensor, Tensor] | None = None
+        self.feedback: Feedback | None = None
 
     @staticmethod
     def of(
@@ -66,10 +75,16 @@ class StepDetails:
         processors: LogitsProcessors,
     ) -> StepDetails | None:
         """The details of a step; None if it has none."""
-        processed = processors.prepare(entries) if processors else None
-        if processed is None and not prompts and all(row.params.logprobs is None for row in rows):
+        processed, later = processors.prepare(entries) if processors else (None, None)
+        plain = processed is None and later is None and not prompts
+        if plain and all(row.params.logprobs is None for row in rows):
             return None
-        return StepDetails(entries, rows, prompts, processed)
+        return StepDetails(entries, rows, prompts, processed, later)
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait for the results of the step before: `prepare_rest` comes then, and `complete` behind it."""
+        return self._later is not None
 
     def read_prompts(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
         """Read the log-probabilities of prompts from the hidden states of all tokens of the step."""
@@ -85,29 +100,57 @@ class StepDetails:
             begin += entry.count
 
     def finish(self, logits: Tensor, fed: Tensor, ids: Tensor, sampler: Sampler) -> None:
-        """Sample the processed rows, and read log-probabilities.
+        """Sample the processed rows that do not wait, and read log-probabilities if none does.
 
         Args:
             logits: those of the model, [at least rows, vocab].
             fed: int64 [at least rows], the token whose successor each row predicts.
             ids: int64 [at least rows], a sample of each row, where the processed ones get theirs.
         """
-        if self._processed is not None:
-            places = self._processed.places
-            processed = self._processed.process(logits, fed)
-            drawn = sampler.sample(processed, [self._rows[place] for place in places])
-            ids.index_copy_(0, send(places, torch.int64, ids.device), drawn)
-        if self._read:
-            places_read = send(self._read, torch.int64, ids.device)
-            tokens = ids[places_read].clamp_(min=0)
-            most = max(self._rows[place].params.logprobs or 0 for place in self._read)
-            for first in range(0, len(self._read), ROWS):
-                some = slice(first, first + ROWS)
-                self._of_rows.append(fetch(logprob_rows(logits[places_read[some]], tokens[some], most)))
+        for processed in self._processed:
+            self._sample(processed, logits, fed, ids, sampler)
+        if self._has_rest:
+            self._first_part = logits, fed, ids
+        else:
+            self._read_logprobs(logits, ids)
+
+    def prepare_rest(self) -> ProcessedRows | None:
+        """The rows that waited, now that the results of the step before are known; None if their requests have ended."""
+        later, self._later = self._later, None
+        return None if later is None else later.ready()
+
+    def complete(self, rest: ProcessedRows | None, sampler: Sampler) -> Tensor:
+        """Sample the rows that waited, behind `finish`, whose tensors must still be valid. The ids of all rows."""
+        if self._first_part is None:
+            raise RuntimeError("the first part of the step was not computed")
+        logits, fed, ids = self._first_part
+        self._first_part = None
+        if rest is not None:
+            self._processed.append(rest)
+            self._sample(rest, logits, fed, ids, sampler)
+        self._read_logprobs(logits, ids)
+        return ids
+
+    def _sample(
+        self, processed: ProcessedRows, logits: Tensor, fed: Tensor, ids: Tensor, sampler: Sampler
+    ) -> None:
+        places = processed.places
+        drawn = sampler.sample(processed.process(logits, fed), [self._rows[place] for place in places])
+        ids.index_copy_(0, send(places, torch.int64, ids.device), drawn)
+
+    def _read_logprobs(self, logits: Tensor, ids: Tensor) -> None:
+        if not self._read:
+            return
+        places = send(self._read, torch.int64, ids.device)
+        tokens = ids[places].clamp_(min=0)
+        most = max(self._rows[place].params.logprobs or 0 for place in self._read)
+        for first in range(0, len(self._read), ROWS):
+            some = slice(first, first + ROWS)
+            self._of_rows.append(fetch(logprob_rows(logits[places[some]], tokens[some], most)))
 
     def result(self, ids: list[int]) -> StepResult:
         """The results of the step, which has ended, with its ids."""
-        errors = {} if self._processed is None else self._processed.errors(ids)
+        errors = {name: error for rows in self._processed for name, error in rows.errors(ids).items()}
         prompts = {}
         for name, parts in self._of_prompts.items():
             targets, top = self._prompts[name].targets, self._prompts[name].top

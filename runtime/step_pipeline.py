@@ -12,8 +12,10 @@ everything in the order of launches, on one stream, so what is left is bookkeepi
   flight computes for that request is dropped. Row and blocks are free at once, because their next owner runs later.
 - A block is registered in the prefix cache when the results of the step that filled it are there.
 - Log-probabilities are copied to the host with the ids. Penalties and bans count the token that the host has not seen on the device.
-- A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where a grammar says which
-  tokens may come next, where drafts are verified, and where the scheduler must preempt a request.
+- A row with a grammar must know the tokens before it: the rest of its step is launched ahead, and when the results of the step before are there, the
+  host computes which tokens may come next, beside the step that runs, and the row is sampled behind that.
+- A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where drafts are verified, and where
+  the scheduler must preempt a request.
 - An exception discards both steps; their requests are as the results before left them. A row without a result (NaN) ends its request one
   step late, with ``finish_reason="error"`` and the cause.
 - Host memory that a copy reads or writes belongs to its step until an event says that it has ended (`StepRing`). The host waits for
@@ -92,6 +94,8 @@ class StepPipeline:
         last_step becomes that step; it is empty if there was nothing to do. last_launched: when it was scheduled, by
         time.monotonic. An exception discards all steps in flight.
         """
+        if self.in_flight:
+            self._complete()
         while len(self.in_flight) < self.depth and self._launch():
             pass
         if not self.in_flight:
@@ -140,7 +144,7 @@ class StepPipeline:
         scheduled = self.scheduler.schedule()
         if not ahead:
             self.last_step = scheduled
-        if not scheduled.entries or (ahead and self._needs_results(scheduled)):
+        if not scheduled.entries:
             return False
         self.scheduler.commit(scheduled)
         try:
@@ -155,9 +159,14 @@ class StepPipeline:
             raise
         prompts = {name: (self._prompts[name], part) for name, part in parts.items()}
         self.in_flight.append(_InFlight(scheduled, step, begin, prompts))
+        if not ahead:
+            self._complete()
         return True
 
-    def _needs_results(self, scheduled: ScheduledStep) -> bool:
-        """Whether a grammar must know the tokens of all steps before this one."""
-        processors = self.runner.processors
-        return bool(processors) and any(processors.has_grammar(entry.id) for entry in scheduled.entries)
+    def _complete(self) -> None:
+        """Launch what is left of the oldest step, all results before which are there."""
+        try:
+            self.runner.complete(self.in_flight[0].step)
+        except BaseException:
+            self.discard()
+            raise

@@ -150,6 +150,9 @@ class ParallelRunner:
         self._send("launch", self._number + 1, self.processors.step(entries, rows), prompts)
         return self._number
 
+    def complete(self, step: int) -> None:
+        """As `Runner.complete`: no request has a grammar."""
+
     def collect(self, step: int) -> StepResult:
         """As `Runner.collect`."""
         result: StepResult = self.call("collect", step)[0]

@@ -137,10 +137,6 @@ class Sender:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._processed
 
-    def has_grammar(self, request_id: str) -> bool:
-        """As of `LogitsProcessors`: none has."""
-        return False
-
     def step(self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow]) -> Step:
         """The message of a committed step, with one of `rows` for each entry that samples. Entries have no drafts."""
         message = Step([], [], self._ended)

@@ -68,6 +68,9 @@ class FakeRunner:
         self.most_in_flight = max(self.most_in_flight, in_flight)
         return step
 
+    def complete(self, step: LateStep) -> None:
+        """Nothing waits: there are no grammars."""
+
     def collect(self, step: LateStep) -> StepResult:
         self.before_collect()
         self._run_to(step)

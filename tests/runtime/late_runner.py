@@ -60,6 +60,7 @@ class LateRunner(Runner):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.queue = Queue()
+        self._failed: LaunchedStep | None = None
         super().__init__(*arguments, **options)
         graphs = self.decode is not None
         self._sampled = self.sampled(self.max_seqs, self.device)
@@ -77,6 +78,12 @@ class LateRunner(Runner):
 
     @torch.inference_mode()
     def _compute(self, step: LaunchedStep, work: Callable[[], Tensor | None]) -> None:
-        step.compute(work)
+        if step is self._failed:
+            return  # a device would not have got the rest of a step whose first part failed
+        try:
+            step.compute(work)
+        except BaseException:
+            self._failed = step
+            raise
         if self.decode is not None:
             self.decode.memory.host[step.slot].fill_(255)  # whatever reads it later reads nonsense

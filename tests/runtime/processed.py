@@ -27,11 +27,11 @@ def apply(
 ) -> torch.Tensor:
     """Returns the logits [rows, vocab] of these entries with the processed rows in float32; a name stands for an entry without drafts."""
     steps = [one if isinstance(one, ScheduledRequest) else entry(one) for one in entries]
-    rows = processors.prepare(steps)
-    if rows is None:
-        return logits
+    now, later = processors.prepare(steps)
     processed = logits.to(torch.float32, copy=True)
-    processed[rows.places] = rows.process(
-        logits, torch.zeros(len(logits), dtype=torch.int64) if fed is None else fed
-    )
-    return processed
+    if fed is None:
+        fed = torch.zeros(len(logits), dtype=torch.int64)
+    parts = [part for part in (now, None if later is None else later.ready()) if part is not None]
+    for rows in parts:
+        processed[rows.places] = rows.process(logits, fed)
+    return processed if parts else logits

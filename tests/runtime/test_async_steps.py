@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import FinishReason, ScheduledRequest
 from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
+from gristmill.runtime.structured_output import StructuredOutput
 from tests.runtime import oracle
 from tests.runtime.fake_runner import fake_engine
 from tests.runtime.late_runner import LateRunner
@@ -138,6 +141,98 @@ def test_penalties_and_logprobs_do_not_wait(
     assert sum(counts) > decoded * (0.6 if options else 0.9)
 
 
+DATE = StructuredOutput(regex=r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9](, 20[0-9]{2}){1,5}")
+LIST = StructuredOutput(
+    json_schema={"type": "array", "items": {"enum": ["a", "bcd", 17]}, "minItems": 2, "maxItems": 9}
+)
+WITH_GRAMMARS = [
+    SamplingParams(max_tokens=40, structured_output=DATE, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=40, structured_output=LIST, logprobs=2, frequency_penalty=0.4),
+    SamplingParams(max_tokens=25, repetition_penalty=1.3, logprobs=1),
+    SamplingParams(max_tokens=3, structured_output=LIST, n=2),
+    SamplingParams(max_tokens=30),
+    SamplingParams(max_tokens=40, structured_output=DATE, prompt_logprobs=1),
+]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("options", [PLAIN, TINY_POOL], ids=["plain", "preemption"])
+def test_grammars_do_not_wait(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], graphs: bool, options: dict[str, Any]
+) -> None:
+    """Every step is launched before the tokens that its grammars must know, with the results of synchronous steps, bit for bit."""
+    pytest.importorskip("llguidance")
+    expected = make(LLAMA, decode_graphs=graphs, **options).generate(prompts(), WITH_GRAMMARS)
+    late = make_late(LLAMA, decode_graphs=graphs, **options)
+    counts = count_steps_ahead(late)
+    assert late.generate(prompts(), WITH_GRAMMARS) == expected
+    assert sum(counts) > sum(len(one.token_ids) - 1 for one in expected) * (0.6 if options else 0.9)
+    assert re.fullmatch(DATE.regex or "", expected[0].text) and not late.engine.runner.processors
+
+
+class Incomplete(LateRunner):
+    """Planted fault: rows with grammars keep the ids of the first part of their step."""
+
+    def complete(self, step: LaunchedStep) -> None:
+        if step.details is not None and step.details.waits:
+            step.details.prepare_rest()
+
+
+class Early(LateRunner):
+    """Planted fault: rows with grammars are completed before the token that they are fed is known."""
+
+    def launch(self, *arguments: Any) -> LaunchedStep:
+        step = super().launch(*arguments)
+        self.complete(step)
+        return step
+
+
+@pytest.mark.parametrize("fault", [Incomplete, Early])
+def test_a_grammar_that_does_not_know_the_last_token_shows(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], fault: type[Runner]
+) -> None:
+    pytest.importorskip("llguidance")
+    expected = make(LLAMA).generate(prompts(1), WITH_GRAMMARS[0])
+    assert make_late(LLAMA, fault).generate(prompts(1), WITH_GRAMMARS[0]) != expected
+
+
+def test_requests_that_end_between_the_parts_of_a_step(
+    make: Callable[..., LLM], make_late: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with grammars are aborted while a step of theirs is half launched; another request takes the id, and steps fail."""
+    pytest.importorskip("llguidance")
+    [expected] = make(LLAMA).generate(prompts(1), WITH_GRAMMARS[2])
+    late = make_late(LLAMA)
+    engine, draw, calls = late.engine, Sampler.draw, itertools.count(1)
+
+    def failing(self: Sampler, logits: Tensor, sampling: Any, ids: Tensor) -> None:
+        if next(calls) % 7 == 0:
+            raise MemoryError("planted")
+        draw(self, logits, sampling, ids)
+
+    monkeypatch.setattr(Sampler, "draw", failing)
+    wish = WITH_GRAMMARS[2]
+    ids: list[int] = []
+    for life in range(4):
+        [grammar] = late.compile_grammars(wish)
+        plain = replace(wish, structured_output=None)
+        engine.add_request("a", prompts(1)[0], plain, grammar=grammar)
+        engine.add_request("b", prompts(2)[1], SamplingParams(max_tokens=50, ignore_eos=True))
+        ids.clear()
+        steps = 0
+        while engine.has_unfinished() and (life == 3 or steps < 3 + life):
+            try:
+                outputs = engine.step()
+            except MemoryError:
+                continue
+            steps += 1
+            ids += [token for output in outputs if output.id == "a" for token in output.new_ids]
+            engine.scheduler.check()
+        engine.abort()
+    assert tuple(ids) == expected.token_ids and not engine.runner.processors
+
+
 class OneSlot(StepRing):
     """Planted fault: the inputs of a step are written over those of the step in flight."""
 
@@ -166,9 +261,10 @@ class Uncounted(LateRunner):
 
     def launch(self, entries: Any, rows: Any, prompts: Any = None) -> LaunchedStep:
         step = super().launch(entries, rows, prompts or {})
-        if step.details is not None and step.details._processed is not None:
-            process = step.details._processed.process
-            step.details._processed.process = lambda logits, fed: process(logits, torch.zeros_like(fed))  # type: ignore[method-assign]
+        if step.details is not None and step.details._processed:
+            [rows] = step.details._processed
+            process = rows.process
+            rows.process = lambda logits, fed: process(logits, torch.zeros_like(fed))  # type: ignore[method-assign]
         return step
 
 

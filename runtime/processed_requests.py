@@ -1,0 +1,125 @@
+"""What the host knows of requests whose logits are processed, and of their rows in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.structured_output import Grammar
+
+
+@dataclass(slots=True, eq=False)
+class ProcessedRequest:
+    """A request whose logits are processed.
+
+    Attributes:
+        id: its id.
+        tokens: its known tokens, a list that grows.
+        slot: None before its first step.
+        counted: the number of tokens that its slot contains.
+        ended: whether it was removed.
+    """
+
+    id: str
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+    stop_ids: tuple[int, ...]
+    bad_words: tuple[tuple[list[int], int], ...]  # bad words of several tokens: (all but the last, the last)
+    grammar: Grammar | None = None
+    slot: int | None = None
+    counted: int = 0
+    ended: bool = False
+    consumed: int = 0  # known tokens that are the prompt's, or that the grammar has seen
+
+    @property
+    def penalized(self) -> bool:
+        p = self.params
+        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+    def advanced_grammar(self, grammar: Grammar) -> Grammar:
+        """The request's grammar, advanced past the known tokens."""
+        if self.consumed < len(self.tokens):
+            grammar.consume(self.tokens[self.consumed :])
+            self.consumed = len(self.tokens)
+        return grammar
+
+    def limits(self) -> list[str]:
+        """The parameters that bar tokens after the known ones."""
+        given = {
+            "structured_output": self.grammar is not None,
+            "allowed_token_ids": self.params.allowed_token_ids is not None,
+            "bad_words": bool(self.params.bad_words),
+            "min_tokens": len(self.tokens) - self.prompt_len < self.params.min_tokens,
+        }
+        return [name for name, bars in given.items() if bars]
+
+    def rows(self, place: int, entry: ScheduledRequest, pending: bool) -> Iterator[ProcessedRow]:
+        """The rows of an entry that samples, of which the first is at `place`. pending: whether the host does not know the token that it is fed."""
+        for count in range(1 + entry.drafts):
+            drafted, known = entry.draft_tokens[:count], len(self.tokens)
+            bans = self.bans(drafted, pending)
+            yield ProcessedRow(place + count, self, known, drafted, pending, *bans, first=count == 0)
+
+    def why_no_token(self, largest: float, processed: float) -> ErrorInfo:
+        """Why no token could be sampled from a row, by the largest of the model's logits, NaN if one is, and of the processed ones."""
+        if not math.isfinite(largest):
+            return INVALID_LOGITS
+        if processed != -math.inf:
+            return ErrorInfo(
+                "invalid_logits",
+                "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
+            )
+        if self.grammar is not None and self.grammar.failed:
+            return ErrorInfo("grammar_failed", f"structured_output cannot go on: {self.grammar.error}")
+        return ErrorInfo(
+            "no_token_allowed",
+            f"{' and '.join(self.limits())} allow no token after {len(self.tokens) - self.prompt_len} tokens of output",
+        )
+
+    def bans(self, drafted: Sequence[int], pending: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred: the tokens; and
+        (pending token, barred token) pairs, if a pending token follows the known ones instead of drafts.
+        """
+        banned: list[int] = []
+        after: list[tuple[int, int]] = []
+        if len(self.tokens) + pending + len(drafted) - self.prompt_len < self.params.min_tokens:
+            banned += self.stop_ids
+        for before, last in self.bad_words:
+            words = before[:-1] if pending else before
+            known = len(words) - len(drafted)
+            end = [*self.tokens[-known:], *drafted] if known > 0 else drafted[len(drafted) - len(words) :]
+            if list(end) != words:
+                continue
+            if pending:
+                after.append((before[-1], last))
+            else:
+                banned.append(last)
+        return banned, after
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRow:
+    """A row of logits that is processed, as far as the host knows it at its launch.
+
+    Attributes:
+        place: its place among all rows of the step.
+        known: the number of known tokens of its request.
+        drafted: the drafts that precede the row.
+        pending: whether the token that the row is fed follows the known ones, and is on the device only.
+        bans, bans_after: as `ProcessedRequest.bans` returns them.
+        first: whether it is its request's first.
+    """
+
+    place: int
+    request: ProcessedRequest
+    known: int
+    drafted: Sequence[int]
+    pending: bool
+    bans: list[int]
+    bans_after: list[tuple[int, int]]
+    first: bool
