@@ -168,6 +168,7 @@ def measure(case: Case, settings: Settings) -> dict[str, Any]:
             notes = write_quantized(Path(model), directory, table, parsed, method=chosen)["notes"]
         llm = LLM(
             directory,
+            warm="off",
             dtype="fp32",
             quant="fp32",
             kv_dtype=kv,

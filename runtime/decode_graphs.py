@@ -11,7 +11,7 @@ engine's most tokens per sequence; sequences with fewer are padded at their end.
 
 A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their
 workspaces, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
-no memory is left out: its steps run kernel by kernel.
+no memory, or which goes over the bound of `graph_memory`, is left out: its steps run kernel by kernel.
 
 Layers share workspaces: one per stream, and one per kernel that needs zeroed memory and leaves it zeroed. A graph holds the workspaces that it
 was captured with. ``gristmill generate --explain`` prints which steps ran how, and why.
@@ -35,6 +35,7 @@ from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
 from gristmill.runtime.errors import is_out_of_memory
+from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory
 from gristmill.runtime.hidden_states import KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
@@ -68,6 +69,7 @@ class DecodeGraph:
         samples: whether the graph ends with sampled ids, in its buffers; otherwise it ends with logits.
         reason: why steps cannot be captured; "" if they can, and on a CPU.
         holds: tensors that the graph uses and that must live as long as it does.
+        nbytes: memory that its capture took; graphs share a pool, so one that fits in what others left takes little.
     """
 
     seqs: int
@@ -80,6 +82,7 @@ class DecodeGraph:
     graph: Any = None
     steps: int = 0
     holds: tuple[Tensor, ...] = field(default=(), repr=False)
+    nbytes: int = 0
 
     @property
     def captured(self) -> bool:
@@ -108,6 +111,7 @@ class DecodeGraphs:
     Args:
         most_drafts: drafts per sequence to which steps with drafts are padded, so that one graph serves them all.
         kept: the states that a step leaves in `hidden`, [LARGEST, width], of which all graphs write the first rows.
+        taken: the memory that captures take; None = of its own, without another bound than the default.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class DecodeGraphs:
         sampled: SampledTokens,
         most_drafts: int = 0,
         kept: KeptStates | None = None,
+        taken: GraphMemory | None = None,
     ) -> None:
         self.most_drafts = most_drafts
         self.model, self.cache, self.sampler = model, cache, sampler
@@ -127,9 +132,11 @@ class DecodeGraphs:
         if kept is not None:
             self.hidden = torch.zeros(LARGEST, kept.width, dtype=model.plans.dtype, device=self.device)
         self.graphs: dict[tuple[int, int, bool, int], DecodeGraph] = {}
+        self.taken = taken or GraphMemory(None, self.device)
         self.refused: Counter[str] = Counter()
         self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
         width = cdiv(self._limit, cache.block_size)
+        self._rows = sampled.rows
         self.state = RowState(
             max(sampled.rows, LARGEST), width, sampler.vocab_size, cache.windows, cache.num_blocks
         )
@@ -205,15 +212,15 @@ class DecodeGraphs:
         return self.graphs[key]
 
     def explain(self) -> list[dict[str, Any]]:
-        """A row for each graph, {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason"}, and one for each
+        """A row for each graph, {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "bytes", "steps", "reason"}, and one for each
         kind of step without a graph, whose first four are None. samples: the graph includes sampling; otherwise it ends with the
-        logits, for steps whose logits are processed."""
+        logits, for steps whose logits are processed. bytes: what its capture took, beside those before it."""
         rows: list[tuple[Any, ...]] = [
-            (g.seqs, g.per_seq, g.bound, g.samples, g.captured, g.steps, g.reason)
+            (g.seqs, g.per_seq, g.bound, g.samples, g.captured, g.nbytes, g.steps, g.reason)
             for g in self.graphs.values()
         ]
-        rows += [(None, None, None, None, False, count, reason) for reason, count in self.refused.items()]
-        names = ("seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason")
+        rows += [(None, None, None, None, False, 0, count, reason) for reason, count in self.refused.items()]
+        names = ("seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "bytes", "steps", "reason")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     @torch.inference_mode()
@@ -221,6 +228,9 @@ class DecodeGraphs:
         buffers = Buffers(seqs, cdiv(bound, self.cache.block_size), self.memory, per_seq)
         made = DecodeGraph(seqs, bound, samples, per_seq, buffers)
         if self._stream is None:
+            return made
+        if self.taken.is_full:
+            made.reason = OVER_BOUND
             return made
         failure = None
         try:
@@ -233,6 +243,8 @@ class DecodeGraphs:
             failure = str(error)
         if failure is not None:  # here, where nothing holds the frames of the exception and their tensors
             self._leave_out(made, failure)
+        elif self.taken.is_full and made.captured:
+            self._end_captures(made)
         return made
 
     def _capture(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -260,9 +272,14 @@ class DecodeGraphs:
             # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.
             self._pool = torch.cuda.graph_pool_handle()
         try:
+            before = self.taken.used
             # Other threads may use the device during the capture.
-            with capturing_on(stream, graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                self.taken.measured(),
+                capturing_on(stream, graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 self.compute(made)
+            made.nbytes = self.taken.used - before
         except UnpreparedError:
             raise
         except RuntimeError as error:
@@ -289,6 +306,37 @@ class DecodeGraphs:
                 made.bound,
                 failure,
             )
+
+    def _end_captures(self, made: DecodeGraph) -> None:
+        """Give up the graph that went over the bound, and say which are left out with it."""
+        self.taken.give_back(made.nbytes)
+        made.graph, made.reason, made.logits, made.holds, made.nbytes = None, OVER_BOUND, None, (), 0
+        torch.cuda.empty_cache()
+        LOG.warning(
+            "%s: decode graphs that are not captured yet are left out, and their steps run kernel by kernel, which is slower: %s. A larger "
+            "graph_memory, or a smaller max_seqs or max_model_len, has all of them",
+            self.taken,
+            self._missing(made),
+        )
+
+    def _missing(self, made: DecodeGraph) -> str:
+        """The sizes of the kind of a graph that are not captured, as text."""
+        bounds, most = [self.bound(1)], padded(min(self._rows, LARGEST // made.per_seq))
+        while bounds[-1] < self._limit:
+            bounds.append(self.bound(bounds[-1] + 1))
+        have = {key for key, graph in self.graphs.items() if graph.captured}
+        missing = {
+            size: [bound for bound in bounds if (size, bound, made.samples, made.per_seq) not in have]
+            for size in SIZES
+            if size <= most
+        }
+        each = "" if made.per_seq == 1 else f" of {made.per_seq} tokens each"
+        kinds = [
+            f"{size}" + ("" if left == bounds else f" (contexts up to {', '.join(map(str, left))})")
+            for size, left in missing.items()
+            if left
+        ]
+        return f"{', '.join(kinds)} requests{each}"
 
     @torch.inference_mode()
     def compute(self, made: DecodeGraph) -> None:

@@ -479,10 +479,10 @@ class Engine(EngineMemory):
         return self.scheduler.has_unfinished()
 
     def dump(self) -> str:
-        """The state as text: queues, blocks, requests."""
-        return (
-            f"{len(self._active)} requests{', draining' if self._draining else ''}\n{self.scheduler.dump()}"
-        )
+        """The state as text: queues, blocks, requests, memory of graphs."""
+        graphs = f"decode graphs: {self.runner.graph_bytes or 0} bytes"
+        draining = ", draining" if self._draining else ""
+        return f"{len(self._active)} requests{draining}\n{graphs}\n{self.scheduler.dump()}"
 
     def _attach(self, outputs: Sequence[RequestOutput], logprobs: Mapping[str, list[TokenLogprobs]]) -> None:
         for output in outputs:

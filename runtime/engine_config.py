@@ -15,6 +15,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.graph_memory import check_graph_memory
 from gristmill.runtime.integers import plain
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.sampling_params import check_integers
@@ -54,6 +55,9 @@ class EngineConfig:
             without capture.
         prompt_graphs: tokens of the largest other step that runs as CUDA graphs of what lies between attention calls, padded; 0 = none.
             None = as long as launches take longer than the arithmetic of a step, on a GPU with decode graphs.
+        graph_memory: the most memory that all these graphs take: bytes (an int), or a fraction of the device's memory (a float up to 1); of a draft
+            model likewise. Graphs that go over it are left out, with a warning: small steps are captured first. None = 5 % of the device's
+            memory.
         async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
             outputs are the same. None = on a GPU, without tensor_parallel; on a CPU nothing overlaps.
         queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
@@ -98,6 +102,7 @@ class EngineConfig:
     seed: int = 0
     decode_graphs: bool | None = None
     prompt_graphs: int | None = None
+    graph_memory: int | float | None = None
     async_steps: bool | None = None
     queue_order: Literal["fcfs", "priority"] = "fcfs"
     priority_span: int | None = 256
@@ -127,6 +132,7 @@ class EngineConfig:
             self._set("kv_transfer", KVTransfer.parse(self.kv_transfer))
         if self.warm not in ("auto", "off"):
             raise UsageError(f"warm must be 'auto' or 'off', got {self.warm!r}")
+        check_graph_memory(self.graph_memory)
         check_integers(
             block_size=self.block_size,
             max_seqs=self.max_seqs,

@@ -51,6 +51,7 @@ def _ranks(
         num_blocks=options.num_blocks,
         decode_graphs=options.decode_graphs,
         prompt_graphs=options.prompt_graphs,
+        graph_memory=options.graph_memory,
         context_parallel=options.context_parallel,
     )
     limits = (runner.max_seqs, runner.max_batch_tokens, runner.ranks.limit)
@@ -93,10 +94,12 @@ def _one_process(
     windows = tuple(group.window for group in groups) or (0,)
     config = _scheduler_config(options, num_blocks, block_size, max_seqs, max_batch_tokens, limit, windows)
     cache = make_cache(loaded, num_blocks, block_size, groups)
-    runner = Runner(loaded, cache, options.decode_graphs, max_seqs, options.prompt_graphs)
+    runner = Runner(
+        loaded, cache, options.decode_graphs, max_seqs, options.prompt_graphs, options.graph_memory
+    )
     if draft_model is not None:
         draft_cache = make_cache(draft_model, num_blocks + spare, block_size)
-        draft = Runner(draft_model, draft_cache, options.decode_graphs, max_seqs, prompt_graphs=0)
+        draft = Runner(draft_model, draft_cache, options.decode_graphs, max_seqs, 0, options.graph_memory)
     return runner, draft, config
 
 

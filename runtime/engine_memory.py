@@ -150,6 +150,7 @@ class EngineMemory:
             max_batch_tokens=config.max_batch_tokens,
             weight_bytes=self.runner.model.plans.weight_bytes,
             cache_bytes=self.runner.cache.nbytes,
+            graph_bytes=self.runner.graph_bytes,
             late_kernels=self.runner.model.plans.late,
             speculation=None if self.speculator is None else self.speculator.status(),
             kv_transfer=None if self.transfer is None else self.transfer.status(),

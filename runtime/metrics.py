@@ -40,6 +40,7 @@ GAUGES = {
     "num_requests_running": "Requests that have cache blocks",
     "num_requests_waiting": "Requests in the queue",
     "kv_cache_usage_perc": "Fraction of the cache blocks in use by requests, 0 to 1",
+    "decode_graph_bytes": "Memory that captured decode graphs take",
     "late_kernels": "Kernels that were selected while requests waited, because the warm-up did not cover them",
 }
 COUNTERS = {
@@ -146,6 +147,7 @@ class Metrics:
         metrics["num_requests_running"].set(len(scheduler.running))
         metrics["num_requests_waiting"].set(len(scheduler.waiting) + len(scheduler.held))
         metrics["kv_cache_usage_perc"].set(scheduler.pool.num_referenced / scheduler.config.num_blocks)
+        metrics["decode_graph_bytes"].set(engine.runner.graph_bytes or 0)
         metrics["late_kernels"].set(engine.runner.model.plans.late or 0)
         step = engine.last_step
         if step is not None and step.entries:

@@ -26,6 +26,7 @@ from gristmill.autotune.errors import UnpreparedError
 from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import is_out_of_memory
+from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 
@@ -65,6 +66,7 @@ class PromptGraph:
         pieces: the graphs, one more than `calls`, which lie between them.
         holds: tensors that the graphs use and that must live as long as they do.
         reason: why steps cannot be captured; "" if they can, and on a CPU.
+        nbytes: memory that the capture took.
     """
 
     size: int
@@ -73,20 +75,22 @@ class PromptGraph:
     holds: tuple[Tensor, ...] = field(default=(), repr=False)
     reason: str = ""
     steps: int = 0
+    nbytes: int = 0
 
 
 class PromptGraphs:
-    """The graphs of a model over its cache for steps of up to `most` tokens, made as steps need them.
+    """The graphs of a model over its cache for steps of up to `most` tokens, made as steps need them. `taken` is the memory that they take.
 
     Attributes:
         sizes: tokens of the graphs.
     """
 
-    def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
+    def __init__(self, model: Model, cache: PagedCache, most: int, taken: GraphMemory | None = None) -> None:
         self.model, self.cache = model, cache
         self.device = model.plans.device
         self.sizes = sizes(most)
         self.graphs: dict[int, PromptGraph] = {}
+        self.taken = taken or GraphMemory(None, self.device)
         self._memory: dict[str, Tensor] = {}
         # Tokens and positions, then the slots of each group.
         self._inputs = torch.zeros(2 + len(cache.windows), most, dtype=torch.int64, device=self.device)
@@ -157,6 +161,9 @@ class PromptGraphs:
         made = PromptGraph(size)
         if self._stream is None:
             return made
+        if self.taken.is_full:
+            made.reason = OVER_BOUND
+            return made
         failure = None
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -170,10 +177,21 @@ class PromptGraphs:
             failure = str(error)
         finally:
             current.wait_stream(self._stream)
+        if self.taken.is_full and not made.reason and failure is None:
+            made.reason = OVER_BOUND
+            self.taken.give_back(made.nbytes)
         if (
             failure is not None or made.reason
         ):  # here, where nothing holds the frames of the exception and their tensors
-            made.pieces, made.calls, made.holds = [], [], ()
+            made.pieces, made.calls, made.holds, made.nbytes = [], [], (), 0
+        if made.reason == OVER_BOUND:
+            torch.cuda.empty_cache()
+            LOG.warning(
+                "%s: steps with prompts of %d tokens, and others whose graphs are not captured yet, run kernel by kernel, which is slower; "
+                "a larger graph_memory or a smaller prompt_graphs has all of them",
+                self.taken,
+                size,
+            )
         if failure is not None:
             made.reason = "there was no memory to capture it"
             torch.cuda.empty_cache()
@@ -196,7 +214,8 @@ class PromptGraphs:
             if not any(graph.pieces for graph in self.graphs.values()):
                 # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.
                 self._pool = torch.cuda.graph_pool_handle()
-            with ExitStack() as stack:
+            before = self.taken.used
+            with self.taken.measured(), ExitStack() as stack:
 
                 def begin() -> None:
                     piece = torch.cuda.CUDAGraph()
@@ -213,13 +232,14 @@ class PromptGraphs:
 
                 begin()
                 self._compute(made.size, cut)
+            made.nbytes = self.taken.used - before
 
     def explain(self) -> list[dict[str, Any]]:
         """A row for each graph, with the keys of `DecodeGraphs.explain`."""
         row = dict.fromkeys(("seqs", "tokens_per_seq", "max_ctx", "samples"))
         return [
             row
-            | {"captured": bool(graph.pieces), "steps": graph.steps}
+            | {"captured": bool(graph.pieces), "bytes": graph.nbytes, "steps": graph.steps}
             | {"reason": graph.reason or f"up to {graph.size} tokens, in pieces between attention calls"}
             for graph in self.graphs.values()
         ]

@@ -52,7 +52,7 @@ class Residency:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a step whose requests have ended may still run
         self._graphs = runner.decode is not None
-        runner.decode = runner.prompts = None
+        runner.drop_graphs()
         runner.model.plans.workspaces.clear()
         runner.cache.release()
         self.absent = {"kv_cache"}

@@ -12,6 +12,7 @@ from torch import Tensor
 from gristmill.runtime.batch import Batch, make_batch, make_feedback, shard_context
 from gristmill.runtime.decode_graphs import DecodeGraphs, PreparedStep
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.graph_memory import GraphMemory
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
@@ -37,6 +38,7 @@ class Runner:
         max_seqs: the number of rows of requests, above any row of an entry.
         prompt_graphs: tokens of the largest other step that runs by `PromptGraphs`; 0 = none. None = `most_tokens` of the model on a GPU with
             decode graphs.
+        graph_memory: the bound of the memory that graphs take, as in `EngineConfig`.
 
     Attributes:
         hidden: the hidden states of the last step, valid until the next one is launched; None unless `keep_hidden` was called.
@@ -54,6 +56,7 @@ class Runner:
         decode_graphs: bool | None = None,
         max_seqs: int = 256,
         prompt_graphs: int | None = None,
+        graph_memory: int | float | None = None,
     ) -> None:
         if cache.block_size != model.plans.block_size:
             raise UsageError(
@@ -70,6 +73,7 @@ class Runner:
         self._ring = StepRing(self.device)
         self._most_drafts = 0
         self._kept: KeptStates | None = None
+        self._graph_memory = GraphMemory(graph_memory, self.device)
         self.decode: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
         graphs = self.device.type == "cuda" if decode_graphs is None else decode_graphs
@@ -83,19 +87,35 @@ class Runner:
     def make_prompt_graphs(self) -> None:
         """Run other steps by graphs from now on, as far as that was asked for; they are captured again."""
         if self._most_prompt_tokens and self.prompts is None:
-            self.prompts = PromptGraphs(self.model, self.cache, self._most_prompt_tokens)
+            self.prompts = PromptGraphs(self.model, self.cache, self._most_prompt_tokens, self._graph_memory)
 
     def make_decode_graphs(self) -> None:
         """Run decode steps by graphs from now on, which are captured again."""
         self.decode = DecodeGraphs(
-            self.model, self.cache, self.sampler, self._sampled, self._most_drafts, self._kept
+            self.model,
+            self.cache,
+            self.sampler,
+            self._sampled,
+            self._most_drafts,
+            self._kept,
+            self._graph_memory,
         )
+
+    def drop_graphs(self) -> None:
+        """Give graphs back, until they are made again."""
+        self.decode = self.prompts = None
+        self._graph_memory.give_back()
 
     def explain_graphs(self) -> list[dict[str, Any]]:
         """The rows of `DecodeGraphs.explain` and of `PromptGraphs.explain`."""
         return [
             row for graphs in (self.decode, self.prompts) if graphs is not None for row in graphs.explain()
         ]
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory that captured graphs take."""
+        return self._graph_memory.used
 
     def keep_hidden(self, layers: tuple[int, ...] = ()) -> None:
         """From now on leave the hidden states of each step in `hidden`: as `KeptStates`."""

@@ -24,6 +24,7 @@ class EngineStatus:
         max_request_tokens: longest prompt and output of one request.
         max_seqs, max_batch_tokens: requests and tokens per step.
         weight_bytes, cache_bytes: resident bytes, without those of a draft model.
+        graph_bytes: bytes that decode graphs take, likewise; None with tensor_parallel.
         late_kernels: kernels that were selected after the warm-up, while requests waited; 0 without a warm-up, None with tensor_parallel.
         speculation: counts of drafts; None = the engine does not draft.
         kv_transfer: counts of blocks; None = the engine has no stores.
@@ -42,6 +43,7 @@ class EngineStatus:
     max_batch_tokens: int
     weight_bytes: int
     cache_bytes: int
+    graph_bytes: int | None = 0
     late_kernels: int | None = 0
     speculation: SpeculationStatus | None = None
     kv_transfer: TransferStatus | None = None

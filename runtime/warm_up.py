@@ -56,7 +56,7 @@ class WarmUp:
         seconds: by phase, in the order of time. ``weights``: loading, where the engine warmed up at load; ``selection`` of kernels;
             ``verification`` of those without a record, in child processes, which compile them; ``compilation``: kernels are
             loaded, and steps run that compile what is left; ``graphs``: decode steps and steps with prompts run and are captured.
-        graphs: number of decode graphs that exist now, and of steps with prompts that are captured in pieces.
+        graphs: number of decode graphs that exist now, and of steps with prompts that are captured in pieces; graph_bytes: the memory that they take.
         kernels: number of plan entries that are resolved.
         verified: number of problems whose kernels were verified, for want of a record.
         ran: whether steps of every kind have run; if not, kernels are selected, verified and loaded.
@@ -66,6 +66,7 @@ class WarmUp:
     graphs: int
     kernels: int
     verified: int = 0
+    graph_bytes: int = 0
     ran: bool = True
 
     def with_draft_model(self, other: WarmUp) -> WarmUp:
@@ -76,13 +77,14 @@ class WarmUp:
             self.graphs + other.graphs,
             self.kernels + other.kernels,
             self.verified + other.verified,
+            self.graph_bytes + other.graph_bytes,
             self.ran and other.ran,
         )
 
     def __str__(self) -> str:
         """In one line, for people."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
-        graphs = f", {self.graphs} graphs" if self.graphs else ""
+        graphs = f", {self.graphs} graphs ({self.graph_bytes / 1e6:.0f} MB)" if self.graphs else ""
         return (
             f"warm in {sum(self.seconds.values()):.1f} s ({phases}): {self.kernels} kernels, "
             f"{self.verified} verified now{graphs}"
@@ -141,7 +143,7 @@ def warm_up(
     entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
     graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
     pieces = [] if runner.prompts is None else [g for g in runner.prompts.graphs.values() if not g.reason]
-    return WarmUp(seconds, len(graphs) + len(pieces), entries, len(unverified), run)
+    return WarmUp(seconds, len(graphs) + len(pieces), entries, len(unverified), runner.graph_bytes, run)
 
 
 def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
@@ -153,12 +155,13 @@ def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Ste
 
 
 def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
-    """Steps with prompts of the sizes of graphs, decode steps, and those that verify drafts."""
+    """Decode steps, those that verify drafts, and steps with prompts of the sizes of graphs. What `graph_memory` does not hold is left out from
+    the end."""
     prompts = [] if runner.prompts is None else _prompt_graphs(runner.prompts, runner, config)
     return [
-        *prompts,
         *_decode_steps(runner, config),
         *(_decode_steps(runner, config, drafts) if drafts else ()),
+        *prompts,
     ]
 
 
@@ -228,6 +231,15 @@ def _prompt_graphs(prompts: PromptGraphs, runner: Runner, config: SchedulerConfi
         yield partial(runner.run, entries, [_ROW] * len(entries))
 
 
+def _run_unpadded(runner: Runner, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> None:
+    """Run a step without `PromptGraphs`."""
+    prompts, runner.prompts = runner.prompts, None
+    try:
+        runner.run(entries, rows)
+    finally:
+        runner.prompts = prompts
+
+
 def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], object]]:
     """Steps with prompts: of as many tokens as each bucket has, in as few sequences as the limits allow."""
     block = config.block_size
@@ -238,11 +250,7 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
 
     def step(lengths: list[int], start: int) -> None:
         # Kernel by kernel: a graph may be left out for want of memory.
-        prompts, runner.prompts = runner.prompts, None
-        try:
-            runner.run([_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
-        finally:
-            runner.prompts = prompts
+        _run_unpadded(runner, [_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
 
     for size in _sizes(min(config.max_batch_tokens, longest * config.max_seqs)):
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
@@ -271,7 +279,7 @@ def _decode_steps(runner: Runner, config: SchedulerConfig, drafts: int = 0) -> I
         context, more = min(1 + count, room), True
         while more:
             entries = [_sequence(context - count, count, config, drafts)] * seqs
-            yield partial(runner.run, entries, [_ROW] * (seqs * count))
+            yield partial(_run_unpadded, runner, entries, [_ROW] * (seqs * count))
             if runner.decode is None or runner.decode.why_not(entries):
                 break
             bound = runner.decode.bound(context)

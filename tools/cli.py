@@ -121,7 +121,7 @@ def generate(
     the cause of "error": {"code", "message"}), "logprobs" (null without --logprobs: {"token_id", "logprob", "rank", "top"}), all of
     the first completion; "choices" (these five of each), "prompt_logprobs" (null without the option), "prompt_tokens", "seconds",
     "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs"
-    (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "steps", "reason"}), "speculation" (null without
+    (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "bytes", "steps", "reason"}), "speculation" (null without
     --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens", "accepted_by_position", "reasons", "gains", "draft_bytes"}),
     "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens", "loaded_tokens", "loaded_blocks", "saved_blocks",
     "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}
@@ -187,7 +187,16 @@ def generate(
     if graphs:
         console.table(
             "Decode steps",
-            ["requests up to", "tokens each", "context up to", "ends with", "CUDA graph", "steps", "why not"],
+            [
+                "requests up to",
+                "tokens each",
+                "context up to",
+                "ends with",
+                "CUDA graph",
+                "MB",
+                "steps",
+                "why not",
+            ],
             [
                 [
                     r["seqs"] or "",
@@ -195,12 +204,13 @@ def generate(
                     r["max_ctx"] or "",
                     {True: "ids", False: "logits", None: ""}[r["samples"]],
                     "yes" if r["captured"] else "no",
+                    f"{r['bytes'] / 1e6:.1f}" if r["captured"] else "",
                     r["steps"],
                     r["reason"],
                 ]
                 for r in graphs
             ],
-            right=("requests up to", "tokens each", "context up to", "steps"),
+            right=("requests up to", "tokens each", "context up to", "MB", "steps"),
         )
 
 

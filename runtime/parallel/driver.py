@@ -49,7 +49,7 @@ class RanksConfig:
     Attributes:
         loading: arguments of `load_model` other than device and policy.
         limit: tokens of the longest request.
-        memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs, prompt_graphs: as in `Engine`.
+        memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs, prompt_graphs, graph_memory: as in `Engine`.
         timeout: seconds that a step may take.
         context_parallel: as in `Mesh`.
     """
@@ -65,6 +65,7 @@ class RanksConfig:
     num_blocks: int | None = None
     decode_graphs: bool | None = None
     prompt_graphs: int | None = None
+    graph_memory: int | float | None = None
     timeout: float = 300.0
     context_parallel: bool = False
 
@@ -127,6 +128,9 @@ class ParallelRunner:
         """Sizes of the cache. Every rank has all blocks, with its own heads, or its own tokens."""
         size = self.ranks.loading["block_size"] * (self.ranks.world if self.ranks.context_parallel else 1)
         return RemoteCache(self.num_blocks or 0, size, self.cache_bytes)
+
+    graph_bytes: None = None
+    """Only the ranks know."""
 
     @property
     def device(self) -> torch.device:
@@ -305,7 +309,7 @@ class ParallelRunner:
         if self.num_blocks is None:
             self.num_blocks = min(rank.num_blocks for rank in loaded)
         self.weight_bytes = sum(rank.weight_bytes for rank in loaded)
-        graphs = ranks.decode_graphs, ranks.prompt_graphs
+        graphs = ranks.decode_graphs, ranks.prompt_graphs, ranks.graph_memory
         self.cache_bytes = sum(
             self.call("allocate", self.num_blocks, self.max_seqs, *graphs, seconds=seconds)
         )

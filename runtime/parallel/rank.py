@@ -89,11 +89,16 @@ class Rank:
         )
 
     def allocate(
-        self, num_blocks: int, max_seqs: int, decode_graphs: bool | None, prompt_graphs: int | None
+        self,
+        num_blocks: int,
+        max_seqs: int,
+        decode_graphs: bool | None,
+        prompt_graphs: int | None,
+        graph_memory: int | float | None,
     ) -> int:
         """Allocate the cache, which has as many blocks on every rank; returns its bytes."""
         cache = make_cache(self._model, num_blocks, self._model.plans.block_size)
-        self._runner = Runner(self._model, cache, decode_graphs, max_seqs, prompt_graphs)
+        self._runner = Runner(self._model, cache, decode_graphs, max_seqs, prompt_graphs, graph_memory)
         self._mirror = Mirror(self._runner.processors)
         self._residency = Residency(self._runner)
         return cache.nbytes

@@ -28,7 +28,15 @@ PARAMS = [
 
 def load(name: str, async_steps: bool, **options: Any) -> LLM:
     options = {"num_blocks": 512, **options}
-    return LLM(MODELS / name, dtype="fp32", device="cuda", policy=TRITON, async_steps=async_steps, **options)
+    return LLM(
+        MODELS / name,
+        warm="off",
+        dtype="fp32",
+        device="cuda",
+        policy=TRITON,
+        async_steps=async_steps,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -69,7 +77,9 @@ def test_the_second_step_is_launched_while_the_first_runs() -> None:
 
 def test_they_are_the_default_on_a_gpu() -> None:
     depths = [
-        LLM(MODELS / LLAMA, device="cuda", num_blocks=64, async_steps=asked).engine._pipeline.depth
+        LLM(
+            MODELS / LLAMA, warm="off", device="cuda", num_blocks=64, async_steps=asked
+        ).engine._pipeline.depth
         for asked in (None, True, False)
     ]
     assert depths == [2, 2, 1]

@@ -48,8 +48,8 @@ def test_same_ids_with_drafts(model: str, method: str) -> None:
         method.split(":")[0], 4, MODELS / LLAMA if method == "draft" else None, adaptive=False
     )
     options = {"dtype": "fp32", "device": "cuda", "policy": TRITON, "num_blocks": 256}
-    without = LLM(MODELS / model, decode_graphs=False, **options)
-    through = LLM(MODELS / model, decode_graphs=True, speculate=speculate, **options)
+    without = LLM(MODELS / model, warm="off", decode_graphs=False, **options)
+    through = LLM(MODELS / model, warm="off", decode_graphs=True, speculate=speculate, **options)
     params = [PARAMS[i % 4] for i in range(len(prompts()))]
     assert through.generate(prompts(), params) == without.generate(prompts(), params)
     status = through.engine.status().speculation
@@ -69,6 +69,7 @@ def test_same_ids(quant: str | None, options: dict[str, int]) -> None:
     without, through = (
         LLM(
             MODELS / LLAMA,
+            warm="off",
             dtype="fp32",
             quant=quant,
             device="cuda",
@@ -93,7 +94,15 @@ def test_processed_logits() -> None:
     """Steps whose logits are processed replay graphs that end with the logits; penalties, bans and
     log-probabilities are computed on the device."""
     without, through = (
-        LLM(MODELS / LLAMA, dtype="fp32", device="cuda", policy=TRITON, decode_graphs=on, num_blocks=256)
+        LLM(
+            MODELS / LLAMA,
+            warm="off",
+            dtype="fp32",
+            device="cuda",
+            policy=TRITON,
+            decode_graphs=on,
+            num_blocks=256,
+        )
         for on in (False, True)
     )
     params = [
@@ -117,7 +126,7 @@ def test_processed_logits() -> None:
 def test_a_capture_without_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its graph is left out, what it took is given back, and later captures into the same pool succeed."""
     options = {"dtype": "fp32", "device": "cuda", "policy": TRITON, "num_blocks": 256}
-    without, through = (LLM(MODELS / LLAMA, decode_graphs=on, **options) for on in (False, True))
+    without, through = (LLM(MODELS / LLAMA, warm="off", decode_graphs=on, **options) for on in (False, True))
     compute, failed = DecodeGraphs.compute, []
 
     def exhausting(graphs: DecodeGraphs, made: DecodeGraph) -> None:
@@ -145,11 +154,39 @@ def test_a_capture_without_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert any(row["captured"] and row["seqs"] == 8 for row in through.explain_graphs())
 
 
+def test_memory_of_graphs_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that has reached its bound gives the ids of one without; what it counts is what the device lost."""
+    options = {
+        "dtype": "fp32",
+        "device": "cuda",
+        "policy": TRITON,
+        "num_blocks": 256,
+        "max_seqs": 64,
+        "max_batch_tokens": 256,
+    }
+    free = LLM(MODELS / LLAMA, **options)
+    rows = [row for row in free.explain_graphs() if row["seqs"]]
+    taken = free.engine.status().graph_bytes
+    assert (
+        len(rows) > 10 and all(row["captured"] for row in rows) and sum(row["bytes"] for row in rows) == taken
+    )
+    assert taken is not None and taken >= 1 << 21 and free.engine.warmed is not None
+    assert free.engine.warmed.graph_bytes == taken
+    bound = LLM(MODELS / LLAMA, graph_memory=taken // 2, **options)
+    left_out = [row["seqs"] for row in bound.explain_graphs() if row["seqs"] and not row["captured"]]
+    used = bound.engine.status().graph_bytes
+    assert 64 in left_out and used is not None and used <= taken // 2
+    said = [record.getMessage() for record in caplog.records if "graph_memory allows" in record.getMessage()]
+    assert len(said) == 1 and "64" in said[0]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert bound.generate(prompts(), params) == free.generate(prompts(), params)
+
+
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_default_kernels_in_bf16(name: str) -> None:
     """Whatever kernels selection chooses can be captured; the ids need not be bitwise equal to those without
     graphs."""
-    llm = LLM(MODELS / name, dtype="bf16", quant="int4_g128", device="cuda", num_blocks=256)
+    llm = LLM(MODELS / name, warm="off", dtype="bf16", quant="int4_g128", device="cuda", num_blocks=256)
     results = llm.generate(prompts(), SamplingParams(max_tokens=20, ignore_eos=True))
     assert all(len(result.token_ids) == 20 for result in results)
     assert {row["captured"] for row in llm.explain_graphs() if row["seqs"]} == {True}
@@ -157,7 +194,7 @@ def test_default_kernels_in_bf16(name: str) -> None:
 
 def test_a_kernel_that_cannot_be_captured_is_named() -> None:
     policy = Policy(pins={"moe": ("moe_chain_torch",)}, origin="torch experts")
-    llm = LLM(MODELS / DEEPSEEK, dtype="fp32", device="cuda", policy=policy, num_blocks=64)
+    llm = LLM(MODELS / DEEPSEEK, warm="off", dtype="fp32", device="cuda", policy=policy, num_blocks=64)
     completions = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(completions[0].token_ids) == 5
     (row,) = [r for r in llm.explain_graphs() if r["seqs"]]
@@ -166,7 +203,15 @@ def test_a_kernel_that_cannot_be_captured_is_named() -> None:
 
 def test_two_engines_on_two_streams() -> None:
     """One model with two caches on two threads, each with its stream: graphs and workspaces are separate."""
-    llm = LLM(MODELS / LLAMA, dtype="fp32", quant="int4_g128", device="cuda", policy=TRITON, num_blocks=128)
+    llm = LLM(
+        MODELS / LLAMA,
+        warm="off",
+        dtype="fp32",
+        quant="int4_g128",
+        device="cuda",
+        policy=TRITON,
+        num_blocks=128,
+    )
     model, config = llm.model, SchedulerConfig(num_blocks=128, max_seqs=8)
     answers: dict[int, list[list[int]]] = {}
 

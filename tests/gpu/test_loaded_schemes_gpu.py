@@ -35,7 +35,7 @@ def test_no_weight_is_dequantized_in_each_call(
     ids = oracle.eval_tokens()[:4096]
     with caplog.at_level(logging.INFO, "gristmill"), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*dequantizes the whole weight")
-        llm = LLM(MODELS / name, dtype="bf16", quant=scheme, num_blocks=256)
+        llm = LLM(MODELS / name, warm="off", dtype="bf16", quant=scheme, num_blocks=256)
     plans = llm.model.plans
     assert isinstance(plans, Plans) and plans.device == torch.device("cuda:0")
     bound = {str(p.static["w"]) for p in plans.bound.values() if p.op.name in ("linear", "moe")}
@@ -45,7 +45,12 @@ def test_no_weight_is_dequantized_in_each_call(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         stored = LLM(
-            MODELS / name, dtype="bf16", quant=scheme.partition(".")[0], device="cpu", num_blocks=256
+            MODELS / name,
+            warm="off",
+            dtype="bf16",
+            quant=scheme.partition(".")[0],
+            device="cpu",
+            num_blocks=256,
         )
     losses = [evaluate(one.engine, ids, 1024, 4).loss for one in (llm, stored)]
     assert abs(losses[0] - losses[1]) < 0.003, losses

@@ -42,7 +42,7 @@ def test_any_number_of_requests_is_answered(scheme: str, warm: bool, policy: Pol
             "max_batch_tokens": 1024,
             "max_model_len": 256,
         }
-        llm = LLM(Random("cuda", MIXTRAL), quant=scheme, device="cuda", policy=policy, **limits)
+        llm = LLM(Random("cuda", MIXTRAL), warm="off", quant=scheme, device="cuda", policy=policy, **limits)
         if warm:
             llm.engine.warm_up()
         alone = answers(llm, 1)

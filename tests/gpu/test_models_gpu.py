@@ -19,7 +19,7 @@ TRITON = Policy(pins={"*": ("*_triton", "*_triton_split", "moe_chain*")}, strict
 @pytest.mark.parametrize("policy", [None, TRITON], ids=["default", "strict Triton"])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_ids(name: str, policy: Policy | None) -> None:
-    llm = LLM(MODELS / name, dtype="fp32", device="cuda", policy=policy, num_blocks=512)
+    llm = LLM(MODELS / name, warm="off", dtype="fp32", device="cuda", policy=policy, num_blocks=512)
     prompts = oracle.prompts()[2:18:3]
     actual = Comparison(f"{name} on the GPU")
     for prompt, result in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
@@ -33,7 +33,10 @@ def test_quantized_loss_is_the_same_as_on_the_cpu(name: str, scheme: str) -> Non
     ids = oracle.eval_tokens()[:4096]
     losses = [
         evaluate(
-            LLM(MODELS / name, dtype="bf16", quant=scheme, device=device, num_blocks=256).engine, ids, 1024, 4
+            LLM(MODELS / name, warm="off", dtype="bf16", quant=scheme, device=device, num_blocks=256).engine,
+            ids,
+            1024,
+            4,
         ).loss
         for device in ("cpu", "cuda")
     ]

@@ -47,6 +47,7 @@ def test_decode_graphs_give_the_same_ids(kv_dtype: str) -> None:
     eager, graphs = (
         LLM(
             MODELS / LLAMA,
+            warm="off",
             dtype="bf16",
             kv_dtype=kv_dtype,
             device="cuda",
@@ -68,7 +69,9 @@ def test_the_loss_is_the_same_as_on_the_cpu(kv_dtype: str) -> None:
     ids = oracle.eval_tokens()[:4096]
     losses = [
         evaluate(
-            LLM(MODELS / LLAMA, dtype="bf16", kv_dtype=kv_dtype, device=device, num_blocks=256).engine,
+            LLM(
+                MODELS / LLAMA, warm="off", dtype="bf16", kv_dtype=kv_dtype, device=device, num_blocks=256
+            ).engine,
             ids,
             1024,
             4,

@@ -50,6 +50,7 @@ class FakeRunner:
         self.device = torch.device("cpu")
         self.before_step: Callable[[], None] = lambda: None
         self.before_collect: Callable[[], None] = lambda: None
+        self.graph_bytes = 0
         self.steps = 0
         self.most_in_flight = 0
         self._launched: list[LateStep] = []

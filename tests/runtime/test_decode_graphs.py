@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
+from itertools import chain, count, pairwise, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from gristmill.kernel_registry.kernel import Workspace
-from gristmill.runtime import decode_graphs
+from gristmill.runtime import decode_graphs, graph_memory
 from gristmill.runtime.decode_graphs import DecodeGraph, DecodeGraphs
 from gristmill.runtime.decode_inputs import Buffers
+from gristmill.runtime.engine_config import EngineConfig
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import Workspaces
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
@@ -113,6 +116,7 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
         "max_ctx": None,
         "samples": None,
         "captured": False,
+        "bytes": 0,
         "steps": 4,
         "reason": "no graph can hold this kernel",
     } in llm.explain_graphs()
@@ -121,8 +125,16 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
 class FakeCuda:
     """Streams and graphs on a CPU: capturing computes the step, as often as there is memory for it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: dict[int, list[Exception]]) -> None:
-        """errors: by sequences, what their captures raise, one after the other."""
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        errors: dict[int, list[Exception]],
+        free: Iterator[int] | None = None,
+    ) -> None:
+        """errors: by sequences, what their captures raise, one after the other. free: the free bytes, each time that somebody asks."""
+        left = repeat(0) if free is None else free
+        monkeypatch.setattr(graph_memory, "free_bytes", lambda _: next(left))
+        monkeypatch.setattr(graph_memory, "total_bytes", lambda _: 1000)
         self.emptied, self.captured = 0, list[int]()
         self.pools, self.used, self.ended = count(), set[int](), set[int]()
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.pools))
@@ -198,6 +210,38 @@ def test_a_graph_without_memory_is_left_out(
     assert "decode steps of 4 sequences" in said.message
 
 
+@pytest.mark.parametrize("bound", [None, 250, 0.03], ids=["default", "bytes", "fraction"])
+def test_memory_of_graphs_is_bounded(
+    bound: int | float | None,
+    make: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each capture takes as much memory as it has sequences, times 10: the third goes over 5 % of 1,000 bytes."""
+    llm = make(LLAMA, decode_graphs=True, graph_memory=bound, max_seqs=8)
+    runner = llm.engine.runner
+    assert isinstance(runner, Runner) and runner.decode is not None
+    taken = chain.from_iterable((1000 - a, 1000 - b) for a, b in pairwise((0, 10, 30, 70, 150, 310)))
+    cuda = FakeCuda(monkeypatch, {}, taken)
+    runner.decode._stream = cuda  # type: ignore[assignment]
+    for seqs in (1, 2, 4, 8):
+        runner.decode.graph(seqs, 1)
+    rows = {row["seqs"]: row for row in llm.explain_graphs()}
+    kept = {None: [1, 2], 250: [1, 2, 4, 8], 0.03: [1, 2]}[bound]
+    assert [seqs for seqs, row in rows.items() if row["captured"]] == kept
+    assert sum(row["bytes"] for row in rows.values()) == llm.engine.status().graph_bytes == 10 * sum(kept)
+    assert f"decode graphs: {10 * sum(kept)} bytes" in llm.engine.dump()
+    said = [record.getMessage() for record in caplog.records if "graph_memory allows" in record.getMessage()]
+    assert len(said) == (len(kept) < 4)
+    if said:
+        assert rows[4]["reason"] == rows[8]["reason"] == "the memory that graph_memory allows is used up"
+        contexts = "512, 4096"
+        assert (
+            f"1 (contexts up to {contexts[5:]}), 2 (contexts up to {contexts[5:]}), 4, 8 requests" in said[0]
+        )
+        assert cuda.captured == [1, 2, 4] and cuda.emptied == 1
+
+
 def test_another_failure_of_a_capture_is_an_error(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +251,12 @@ def test_another_failure_of_a_capture_is_an_error(
     llm.engine.runner.decode._stream = cuda  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="could not be captured, though .*: operation not permitted"):
         llm.generate([1, 2, 3], PARAMS[0])
+
+
+@pytest.mark.parametrize("memory", [-1, 0.0, 1.5, True, "5%"])
+def test_a_wrong_bound_of_graph_memory_is_refused(memory: Any) -> None:
+    with pytest.raises(UsageError, match="graph_memory must be bytes"):
+        EngineConfig(graph_memory=memory)
 
 
 def test_workspaces_are_shared_but_for_zeros() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gristmill.runtime import prompt_graphs
+from gristmill.runtime import graph_memory, prompt_graphs
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
@@ -149,18 +149,23 @@ class FakeCuda:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
 
-@pytest.mark.parametrize("errors", [0, 1])
+@pytest.mark.parametrize(
+    ("errors", "bound"), [(0, None), (1, None), (0, 4)], ids=["all", "no memory", "bounded"]
+)
 def test_pieces_are_replayed_around_attention(
     make: Callable[..., LLM],
     make_strict: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     errors: int,
+    bound: int | None,
 ) -> None:
-    """What a replay computes follows from its inputs alone; a step without memory for its capture runs kernel by kernel."""
+    """What a replay computes follows from its inputs alone; a step without memory for its capture, or over the bound, runs kernel by kernel."""
     expected = make(LLAMA).generate(prompts(), params())
-    through = make_strict(LLAMA, "torch", prompt_graphs=96)
-    cuda = FakeCuda(monkeypatch, errors)
+    through = make_strict(LLAMA, "torch", prompt_graphs=96, graph_memory=bound)
+    cuda, free = FakeCuda(monkeypatch, errors), count(0, -4)  # each capture takes 4 bytes
+    monkeypatch.setattr(graph_memory, "free_bytes", lambda _: next(free))
+    monkeypatch.setattr(graph_memory, "total_bytes", lambda _: 10_000)
     graphs = prompts_of(through)
     graphs._stream = cuda  # type: ignore[assignment]
     ran: list[int] = []
@@ -171,9 +176,11 @@ def test_pieces_are_replayed_around_attention(
     layers = through.config.num_layers
     captured = [graph for graph in graphs.graphs.values() if not graph.reason]
     assert captured and all(len(g.pieces) == layers + 1 and len(g.calls) == layers for g in captured)
-    assert sum(graph.steps for graph in captured) > (0 if errors else len(ran) / 4)
+    assert sum(graph.steps for graph in captured) > (0 if errors or bound else len(ran) / 4)
+    assert sum(graph.nbytes for graph in captured) == through.engine.status().graph_bytes == 4 * len(captured)
     failed = [graph for graph in graphs.graphs.values() if graph.reason]
-    assert len(failed) == errors and all(not g.pieces and not g.calls for g in failed)
+    assert bool(failed) == bool(errors or bound) and all(not g.pieces and not g.calls for g in failed)
+    assert (len(captured), caplog.text.count("graph_memory allows")) == (1, 1) or not bound
     assert ("no memory to capture steps" in caplog.text) == bool(errors)
 
 

@@ -1,0 +1,78 @@
+"""The memory that the CUDA graphs of a model take, measured as they are captured, and its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gristmill.runtime.errors import UsageError
+
+OVER_BOUND = "the memory that graph_memory allows is used up"
+MIB = 1 << 20
+SHARE = 0.05
+"""The default bound, as a fraction of the device's memory."""
+
+
+def check_graph_memory(memory: int | float | None) -> None:
+    """UsageError: neither bytes nor a fraction."""
+    is_bytes = type(memory) is int and memory >= 0
+    if memory is not None and not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
+        raise UsageError(
+            f"graph_memory must be bytes (an int) or a part of the device's memory (a float up to 1), got {memory!r}"
+        )
+
+
+class GraphMemory:
+    """A count of the bytes that captures take on a device.
+
+    Args:
+        memory: the most bytes (an int), or a fraction of the device's memory (a float); None = `SHARE` of it.
+
+    Attributes:
+        used: bytes of all captures so far, those given back not counted.
+        is_full: whether a capture has gone over the bound: no further one is tried.
+    """
+
+    def __init__(self, memory: int | float | None, device: torch.device) -> None:
+        self.device = device
+        self.used = 0
+        self.is_full = False
+        self._memory = memory
+
+    @property
+    def bound(self) -> int:
+        """The most bytes."""
+        if isinstance(self._memory, int):
+            return self._memory
+        return int((self._memory or SHARE) * total_bytes(self.device))
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what the block takes: of torch's allocator, which a graph keeps, and of the driver. One that fails has given it back."""
+        before = free_bytes(self.device)
+        yield
+        self.used += max(0, before - free_bytes(self.device))
+        self.is_full = self.is_full or self.used > self.bound
+
+    def give_back(self, nbytes: int | None = None) -> None:
+        """Captures were given up that took so many bytes; None = all, and there is room again."""
+        if nbytes is None:
+            self.used, self.is_full = 0, False
+        else:
+            self.used -= nbytes
+
+    def __str__(self) -> str:
+        return f"graphs take {self.used / MIB:.0f} MiB, and graph_memory allows {self.bound / MIB:.0f}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes of a GPU, as its driver counts them: what torch's allocator keeps is not free."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def total_bytes(device: torch.device) -> int:
+    """All bytes of a GPU."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total
