@@ -95,6 +95,7 @@ class ModelConfig:
         attention_bias: whether q, k, v and the output have biases; qkv_bias: only q, k and v.
         qk_norm: whether heads of q and k are normalized.
         windows: for each layer, the number of keys that a query sees, 0 = all; empty if no layer has a window.
+        replicate_kv: whether every rank has all KV heads, because ranks share contexts by tokens.
         extra: entries that only the family's own layers read, by name.
         quantization: the checkpoint's quantization_config, for `gristmill.quant.formats`; None = not quantized.
     """
@@ -122,6 +123,7 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
+    replicate_kv: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.runtime.batch import shard_context
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
 from gristmill.runtime.errors import is_out_of_memory
 from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory
@@ -134,8 +135,10 @@ class DecodeGraphs:
         self.graphs: dict[tuple[int, int, bool, int], DecodeGraph] = {}
         self.taken = taken or GraphMemory(None, self.device)
         self.refused: Counter[str] = Counter()
-        self._limit = min(model.config.max_position, cache.num_blocks * cache.block_size)
-        width = cdiv(self._limit, cache.block_size)
+        mesh = model.plans.mesh
+        self._block_size = cache.block_size * (mesh.world if mesh.context_parallel else 1)
+        self._limit = min(model.config.max_position, cache.num_blocks * self._block_size)
+        width = cdiv(self._limit, self._block_size)
         self._rows = sampled.rows
         self.state = RowState(
             max(sampled.rows, LARGEST), width, sampler.vocab_size, cache.windows, cache.num_blocks
@@ -161,7 +164,7 @@ class DecodeGraphs:
         if graph.reason:
             self.refused[graph.reason] += 1
             return None
-        graph.buffers.fill(slot, entries, rows, self.state, self.cache.block_size)
+        graph.buffers.fill(slot, entries, rows, self.state, self._block_size)
         graph.steps += 1
 
         def run() -> Tensor:
@@ -225,7 +228,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _make(self, seqs: int, bound: int, samples: bool, per_seq: int) -> DecodeGraph:
-        buffers = Buffers(seqs, cdiv(bound, self.cache.block_size), self.memory, per_seq)
+        buffers = Buffers(seqs, cdiv(bound, self._block_size), self.memory, per_seq)
         made = DecodeGraph(seqs, bound, samples, per_seq, buffers)
         if self._stream is None:
             return made
@@ -344,6 +347,8 @@ class DecodeGraphs:
         with torch.cuda.device(self.device) if self._cuda else nullcontext():
             made.buffers.read_tokens()
             batch = made.buffers.batch(made.bound)
+            if (mesh := self.model.plans.mesh).context_parallel:
+                batch = shard_context(batch, mesh.rank, mesh.world, self.cache.block_size)
             if self._kept is None or self.hidden is None:
                 hidden = self.model.forward(batch, self.cache)
             else:

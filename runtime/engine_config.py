@@ -72,8 +72,8 @@ class EngineConfig:
         tensor_parallel: processes that share the model, each on its own device (`docs/parallel.md`): ``cuda:0`` and on, or the CPU.
             weight and cache sizes of such an engine are those of all of them together; `memory` is per device. `close` ends them.
         rank_timeout: seconds that a step of such an engine may take, and a tenth of what loading may; then it ends with a RankError.
-        context_parallel: the ranks of tensor_parallel share the cache of every context by tokens, for MLA models, whose latents each of
-            them has otherwise. On CPUs so far.
+        context_parallel: the ranks of tensor_parallel share the cache of every context by tokens: for MLA models, whose latents each of
+            them has otherwise, and for models with fewer KV heads than ranks.
         kv_transfer: where blocks of the cache are kept besides it, a `KVTransfer` or its text, such as ``host:8GiB``; ids are the same as
             without. None = nowhere.
         warm: ``auto``: before the first request, kernels for every step within the limits are selected, verified where they have no record,

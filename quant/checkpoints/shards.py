@@ -90,9 +90,12 @@ class ShardSpec:
         return ShardSpec("columns", (Shard(length),))
 
     @staticmethod
-    def head_rows(*heads: int, size: int) -> ShardSpec:
-        """By heads of `size` rows; `heads` of each part."""
-        return ShardSpec("rows", tuple(Shard(count * size, count) for count in heads))
+    def head_rows(*heads: int, size: int, whole: tuple[int, ...] = ()) -> ShardSpec:
+        """By heads of `size` rows; `heads` of each part. Every rank has the parts in `whole`."""
+        return ShardSpec(
+            "rows",
+            tuple(Shard(count * size, 1 if part in whole else count) for part, count in enumerate(heads)),
+        )
 
     @staticmethod
     def head_columns(heads: int, size: int) -> ShardSpec:

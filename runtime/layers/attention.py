@@ -7,8 +7,9 @@ from functools import partial
 from torch import Tensor
 
 from gristmill.quant.checkpoints.weights import Weights
-from gristmill.runtime.batch import Batch
+from gristmill.runtime.batch import Batch, ContextShard
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.layers.context_parallel import ContextParallelAttention
 from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
@@ -67,13 +68,18 @@ class Attention:
             kv=form.kv,
             kv_scale=form.kv_scale,
         )
+        mesh = plans.mesh
+        self.context_parallel: ContextParallelAttention | None = None
+        if mesh.context_parallel:
+            self.context_parallel = ContextParallelAttention(plans, c.num_heads, c.head_dim, c.head_dim)
         self.attend = plans.bind(
             "paged_attention",
-            heads=c.num_heads,
+            heads=c.num_heads * (mesh.world if mesh.context_parallel else 1),
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             window=window,
             sinks=self.sinks is not None,
+            lse=mesh.context_parallel,
             block_size=plans.block_size,
             x=plans.x,
             kv=form.kv,
@@ -120,20 +126,35 @@ class Attention:
         tokens = len(batch.tokens)
         if tokens < len(q):
             q, out = q[:tokens], out[:tokens]
-        self.attend(
-            q,
-            k_cache,
-            v_cache,
-            batch.block_table,
-            batch.query_start,
-            batch.seq_lens,
-            batch.max_q,
-            batch.max_ctx,
-            self.scale,
-            self.window,
-            self.sinks,
-            workspace=self.plans.workspace(self.attend, tokens),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
+
+        def attend(
+            queries: Tensor, at: Batch | ContextShard, max_q: int, lse: Tensor | None, attended: Tensor
+        ) -> None:
+            self.attend(
+                queries,
+                k_cache,
+                v_cache,
+                at.block_table,
+                at.query_start,
+                at.seq_lens,
+                max_q,
+                at.max_ctx,
+                self.scale,
+                self.window,
+                self.sinks,
+                lse,
+                workspace=self.plans.workspace(self.attend, tokens),
+                k_scale=k_scale,
+                v_scale=v_scale,
+                out=attended,
+            )
+
+        shard = batch.context_shard
+        if shard is None or self.context_parallel is None:
+            attend(q, batch, batch.max_q, None, out)
+            return
+        out.copy_(
+            self.context_parallel(
+                q, shard, lambda queries, attended, lse: attend(queries, shard, 1, lse, attended)
+            )
         )

@@ -20,7 +20,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import plan_layouts
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.checkpoints.weights import Weights
-from gristmill.runtime.batch import Batch
+from gristmill.runtime.batch import Batch, ContextShard
 from gristmill.runtime.config import MlaConfig, ModelConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.context_parallel import ContextParallelAttention
@@ -149,9 +149,20 @@ class LatentAttention:
             x=plans.x,
         )
         mesh = plans.mesh
-        self.context_parallel = (
-            ContextParallelAttention(plans, mla, c.num_heads) if mesh.context_parallel else None
-        )
+        self.context_parallel: ContextParallelAttention | None = None
+        if mesh.context_parallel:
+            self.context_parallel = ContextParallelAttention(
+                plans, c.num_heads, mla.latent_dim, mla.kv_lora_rank
+            )
+            self.attend_part = plans.bind(
+                "mla_attention",
+                heads=c.num_heads * mesh.world,
+                latent_dim=mla.kv_lora_rank,
+                rope_dim=mla.rope_dim,
+                block_size=plans.block_size,
+                x=plans.x,
+                lse=True,
+            )
         self.attend_new = self._attend_new(c.num_heads)
         self.few = FEW_HEADS if c.num_heads % FEW_HEADS == 0 else c.num_heads
         self.attend_few = self._attend_new(self.few)
@@ -186,10 +197,7 @@ class LatentAttention:
             expanded, absorbed = forms.expanded, forms.absorbed
         if expanded is None:
             if self.context_parallel is not None and batch.context_shard is not None:
-                query = self._latent_queries(q)
-                return self.to_values(
-                    self.context_parallel(query, cache, batch.context_shard, self.scale)
-                ).contiguous()
+                return self._of_all_ranks(self.context_parallel, q, batch.context_shard, cache)
             return self._absorbed(q, whole(batch), cache)
         if absorbed is None:
             return self._expanded(q, latent, expanded, cache)
@@ -197,6 +205,29 @@ class LatentAttention:
         out[expanded.rows] = self._expanded(q[expanded.rows], latent[expanded.rows], expanded, cache)
         out[absorbed.rows] = self._absorbed(q[absorbed.rows], absorbed, cache)
         return out
+
+    def _of_all_ranks(
+        self, attention: ContextParallelAttention, q: Tensor, shard: ContextShard, cache: Tensor
+    ) -> Tensor:
+        """q [tokens, heads, qk_dim] -> [tokens, heads, v_dim], with keys and values from the caches of all ranks."""
+
+        def attend(queries: Tensor, out: Tensor, lse: Tensor) -> None:
+            self.attend_part(
+                queries,
+                cache,
+                shard.block_table,
+                shard.query_start,
+                shard.seq_lens,
+                1,
+                shard.max_ctx,
+                self.scale,
+                self.mla.kv_lora_rank,
+                lse,
+                self.plans.workspace(self.attend_part, queries.shape[0]),
+                out=out,
+            )
+
+        return self.to_values(attention(self._latent_queries(q), shard, attend)).contiguous()
 
     def _latent_queries(self, q: Tensor) -> Tensor:
         """q [tokens, heads, qk_dim] -> [tokens, heads, latent_dim], with the projection of the keys."""

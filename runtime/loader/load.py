@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ def load_model(
         UsageError: an unknown dtype, scheme or device.
     """
     checkpoint = open_checkpoint(path)
-    config = parse_config(*checkpoint.config())
+    config = replace(parse_config(*checkpoint.config()), replicate_kv=mesh.context_parallel)
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
     form = parse_cache_format(kv_dtype)

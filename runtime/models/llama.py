@@ -67,7 +67,9 @@ def attention(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
     """Projections, with biases and norms of heads if the configuration has them."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = tuple(f"{source}.{part}_proj" for part in "qkv")
-    by_heads = ShardSpec.head_rows(c.num_heads, c.num_kv_heads, c.num_kv_heads, size=c.head_dim)
+    by_heads = ShardSpec.head_rows(
+        c.num_heads, c.num_kv_heads, c.num_kv_heads, size=c.head_dim, whole=(1, 2) if c.replicate_kv else ()
+    )
     inner = ShardSpec.head_columns(c.num_heads, c.head_dim)
     yield Weight(f"{name}.qkv", qkv, (q, kv, kv), c.hidden_size, "linear", shard=by_heads)
     yield Weight(f"{name}.out", (f"{source}.o_proj",), (c.hidden_size,), q, "linear", shard=inner)

@@ -18,7 +18,7 @@ class Mesh:
     Attributes:
         device: the device of this rank, ``cpu`` or ``cuda:<index>``.
         group: the name of the process group that collectives take (`gristmill.kernels.collective.groups`); "" for a world of one.
-        context_parallel: whether each rank has a part of every context (MLA).
+        context_parallel: whether each rank has a part of every context, with all KV heads.
     """
 
     rank: int = 0
@@ -50,9 +50,10 @@ def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     if mesh.world == 1:
         return config
     heads, kv_heads, world = config.num_heads, config.num_kv_heads, mesh.world
+    shared = mesh.context_parallel
 
     def fits(ranks: int) -> bool:
-        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        return heads % ranks == 0 and (shared or kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
     if not fits(world):
         good = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
@@ -60,4 +61,5 @@ def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
             f"tensor_parallel={world}: {heads} query heads and {kv_heads} KV heads of {config.architecture} cannot be shared by "
             f"{world} ranks; these numbers of ranks can: {good}"
         )
-    return replace(config, num_heads=heads // world, num_kv_heads=max(1, kv_heads // world))
+    own = kv_heads if shared else max(1, kv_heads // world)
+    return replace(config, num_heads=heads // world, num_kv_heads=own)

@@ -98,6 +98,8 @@ class Rank:
     ) -> int:
         """Allocate the cache, which has as many blocks on every rank; returns its bytes."""
         cache = make_cache(self._model, num_blocks, self._model.plans.block_size)
+        if self.job.context_parallel:
+            prompt_graphs = 0  # each token of a prompt is a sequence of its own
         self._runner = Runner(self._model, cache, decode_graphs, max_seqs, prompt_graphs, graph_memory)
         self._mirror = Mirror(self._runner.processors)
         self._residency = Residency(self._runner)

@@ -40,16 +40,18 @@ def start_ranks(
     """
     checkpoint = open_checkpoint(model)
     config = parse_config(*checkpoint.config())
-    local_config(config, Mesh(0, world))  # refuses heads before any process is started
+    spread = bool(sizes["context_parallel"])
+    # Refuses heads before any process is started.
+    local_config(config, Mesh(0, world, context_parallel=spread))
     kind = parse_device(device, policy).type if str(device) == "auto" else str(device)
     if kind not in ("cpu", "cuda"):
         raise UsageError(
             f"tensor_parallel={world} takes device 'auto', 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
         )
-    if sizes["context_parallel"] and (config.mla is None or kind == "cuda" or sizes["decode_graphs"]):
+    if spread and any(config.windows):
         raise UsageError(
-            f"context_parallel spreads the latents of MLA models over ranks on CPUs, without decode graphs; got {config.architecture} on "
-            f"{kind!r}, decode_graphs={sizes['decode_graphs']}"
+            "context_parallel spreads whole contexts over ranks; "
+            f"{config.architecture} has layers that see a window of {max(config.windows)} tokens, for which tensor_parallel alone is made"
         )
     if kind == "cuda" and torch.cuda.device_count() < world:
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,31 @@ def test_two_gpus_compute_the_logits_of_one(pair: list[LLM]) -> None:
     assert any(row["captured"] and row["steps"] for row in pair[1].explain_graphs()), (
         "collectives are captured"
     )
+
+
+@needs_two
+@pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
+def test_contexts_spread_over_two_gpus(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As above, with half of each context on each GPU; decode steps are captured."""
+    policy = Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "policy": policy, "num_blocks": 128}
+    one = LLM(MODELS / name, **options)
+    two = LLM(MODELS / name, tensor_parallel=2, context_parallel=True, enable_prefix_cache=False, **options)
+    try:
+        ids = oracle.window(0)[:129]
+        logits, spread = (window_logits(llm.engine, ids).float().cpu() for llm in (one, two))
+        far = (spread - logits).abs().amax(-1) / logits.abs().max() > 0.05
+        experts = one.engine.runner.model.config.moe is not None
+        assert int(far.sum()) <= (len(ids) // 10 if experts else 0), far.nonzero().flatten().tolist()
+        params = SamplingParams(max_tokens=48)
+        prompts = oracle.prompts()[:PROMPTS]
+        first, second = ([r.token_ids for r in two.generate(prompts, params)] for _ in range(2))
+        assert first == second
+        rows = two.explain_graphs()
+        assert any(row["captured"] and row["steps"] for row in rows if row["seqs"]), rows
+        assert {"all_gather", "all_to_all"} <= {row["op"] for row in two.explain()}
+    finally:
+        two.close()
 
 
 @needs_two

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+from tests.runtime.test_models import build
 
 CPU = torch.device("cpu")
 
@@ -105,7 +107,8 @@ def test_a_model_with_a_part_of_the_cache_on_each_rank(
     ]
     alone = make(DEEPSEEK)
     options: dict[str, Any] = {"tensor_parallel": 2, "rank_timeout": 60, "max_batch_tokens": 64}
-    ranks = make(DEEPSEEK, context_parallel=True, num_blocks=7, async_steps=True, max_seqs=4, **options)
+    options |= {"async_steps": True, "decode_graphs": True}
+    ranks = make(DEEPSEEK, context_parallel=True, num_blocks=7, max_seqs=4, **options)
     try:
         expected = [done.token_ids for done in alone.generate(prompts, params)]
         for _ in range(2):
@@ -146,12 +149,34 @@ def test_other_numbers_of_ranks(
         ranks.close()
 
 
+def test_a_model_with_kv_heads(make: Callable[..., LLM], prompts: list[list[int]]) -> None:
+    """Every rank has all KV heads for its tokens; steps run over the buffers of decode graphs, too."""
+    params = [SamplingParams(max_tokens=10, ignore_eos=True), SamplingParams(max_tokens=10, logprobs=2)] * 2
+    alone = make(LLAMA)
+    options: dict[str, Any] = {"tensor_parallel": 2, "rank_timeout": 60, "max_batch_tokens": 64}
+    ranks = make(LLAMA, context_parallel=True, num_blocks=7, decode_graphs=True, max_seqs=4, **options)
+    try:
+        expected = [done.token_ids for done in alone.generate(prompts, params)]
+        assert [done.token_ids for done in ranks.generate(prompts, params)] == expected
+        ids = oracle.window(0)[:129]
+        error = (window_logits(ranks.engine, ids) - window_logits(alone.engine, ids)).abs().max()
+        assert float(error) < 1e-4
+        status = ranks.engine.status()
+        assert status.cache_bytes == 7 * 32 * (alone.engine.status().cache_bytes / (256 * 16))
+        assert any(row["steps"] for row in ranks.explain_graphs() if row["seqs"])
+    finally:
+        ranks.close()
+
+
+def test_windows_are_refused(make: Callable[..., LLM], tmp_path: Path) -> None:
+    build("gpt-oss", tmp_path, sliding_window=8)
+    with pytest.raises(UsageError, match="layers that see a window of 8 tokens"):
+        make(tmp_path, tensor_parallel=2, context_parallel=True)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (LLAMA, {}, "spreads the latents of MLA models over ranks on CPUs, .* got LlamaForCausalLM"),
-        (DEEPSEEK, {"decode_graphs": True}, "decode_graphs=True"),
-        (DEEPSEEK, {"device": "cuda"}, "on 'cuda'"),
         (DEEPSEEK, {"tensor_parallel": 1}, "True with tensor_parallel of at least 2, got True and 1"),
         (DEEPSEEK, {"context_parallel": 2}, "context_parallel is True or False"),
     ],
