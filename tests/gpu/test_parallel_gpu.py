@@ -35,6 +35,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             dtype="bf16",
             policy=policy,
             num_blocks=256,
+            warm="off",
             tensor_parallel=world,
             enable_prefix_cache=False,  # a prompt that is partly cached runs in other shapes, with other rounding
         )
@@ -71,7 +72,13 @@ def test_two_gpus_compute_the_logits_of_one(pair: list[LLM]) -> None:
 def test_contexts_spread_over_two_gpus(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """As above, with half of each context on each GPU; decode steps are captured."""
     policy = Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
-    options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "policy": policy, "num_blocks": 128}
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "bf16",
+        "policy": policy,
+        "num_blocks": 128,
+        "warm": "off",
+    }
     one = LLM(MODELS / name, **options)
     two = LLM(MODELS / name, tensor_parallel=2, context_parallel=True, enable_prefix_cache=False, **options)
     try:
