@@ -11,11 +11,24 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from gristmill.runtime.scheduler import TokenLogprobs
 
 
-def sampled(names: Sequence[str], found: Mapping[str, TokenLogprobs]) -> LogprobsLists | None:
-    """Log-probabilities of the tokens of a step: a row per request of the step, zeros for those without; None if no request wants any."""
+def sampled(
+    counts: Sequence[tuple[str, int]], found: Mapping[str, Sequence[TokenLogprobs]]
+) -> LogprobsLists | None:
+    """Log-probabilities of the tokens of a step; None if no request wants any.
+
+    Args:
+        counts: the requests of the step with their numbers of new tokens. Those without log-probabilities get rows of zeros, a request
+            without tokens one row.
+        found: by request, the log-probabilities of at least its new tokens.
+    """
     if not found:
         return None
-    return LogprobsLists(*_arrays([found.get(name) for name in names]))
+    rows: list[TokenLogprobs | None] = []
+    starts = []
+    for name, count in counts:
+        starts.append(len(rows))
+        rows += found[name][:count] if name in found else [None] * max(1, count)
+    return LogprobsLists(*_arrays(rows), cu_num_generated_tokens=starts)
 
 
 def of_prompt(found: Sequence[TokenLogprobs | None], top: int) -> LogprobsTensors:

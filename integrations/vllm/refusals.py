@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gristmill.integrations.vllm.admission import ADMISSION
+from gristmill.integrations.vllm.drafts import METHODS
 from gristmill.runtime.errors import UsageError
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
@@ -30,7 +31,6 @@ def _reasons(config: Any) -> Iterator[str]:
         if getattr(parallel, name) > 1:
             yield f"--{name.replace('_', '-')} {getattr(parallel, name)} (it runs on one device)"
     for name, what in {
-        "speculative_config": "speculative decoding (--speculative-config)",
         "lora_config": "LoRA (--enable-lora)",
         "kv_transfer_config": "KV transfer (--kv-transfer-config)",
         "ec_transfer_config": "encoder cache transfer (--ec-transfer-config)",
@@ -39,6 +39,9 @@ def _reasons(config: Any) -> Iterator[str]:
     }.items():
         if getattr(config, name, None) is not None:
             yield what
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method not in METHODS:
+        yield f"--speculative-config with the method {drafts.method} (known: {', '.join(METHODS)})"
     if model.runner_type != "generate":
         yield f"--runner {model.runner_type}"
     if model.is_multimodal_model:

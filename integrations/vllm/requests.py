@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,15 @@ class ActiveRequest:
     """A request that vLLM has sent to the worker.
 
     Attributes:
-        tokens: the prompt and every sampled token; vLLM's scheduler may be one step behind.
+        tokens: the prompt and every sampled token that is known here; vLLM's scheduler may be one step behind.
         block_ids: its blocks of the cache, of all groups, as `BlockTables.interleaved`.
         stop_ids: tokens that are barred until min_tokens.
         prompt: log-probabilities of the prompt until all are computed, None if none are wanted.
+        pending: tokens after the known ones that a step in flight samples.
+        taken_back: how often vLLM has taken tokens back: what was sampled before does not count.
     """
 
+    id: str
     tokens: list[int]
     prompt_len: int
     block_ids: list[int]
@@ -34,11 +37,21 @@ class ActiveRequest:
     seed: int
     stop_ids: tuple[int, ...]
     prompt: PromptLogprobs | None = None
+    pending: int = 0
+    taken_back: int = 0
 
     @property
     def row(self) -> SamplingRow:
         """How its next token is sampled."""
-        return SamplingRow(self.params, self.seed, len(self.tokens) - self.prompt_len)
+        return SamplingRow(self.params, self.seed, len(self.tokens) + self.pending - self.prompt_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A request that samples in a step, as of its launch."""
+
+    request: ActiveRequest
+    taken_back: int
 
 
 class Requests:
@@ -48,13 +61,16 @@ class Requests:
         seed: source of the seeds of requests without one.
         processors: the runner's, told of requests that edit logits.
         tables: the groups of the cache.
+        max_seqs: requests per step.
     """
 
-    def __init__(self, seed: int, processors: LogitsProcessors, tables: BlockTables) -> None:
+    def __init__(self, seed: int, processors: LogitsProcessors, tables: BlockTables, max_seqs: int) -> None:
         self.seed = seed
         self.processors = processors
         self.tables = tables
         self.active: dict[str, ActiveRequest] = {}
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(max_seqs))
 
     def step(self, output: Any) -> list[ScheduledRequest]:
         """The entries of a `vllm.v1.core.sched.output.SchedulerOutput`, in its order.
@@ -73,11 +89,33 @@ class Requests:
         for index, name in enumerate(cached.req_ids):
             self._resume(cached, index, name)
             starts[name] = cached.num_computed_tokens[index]
-        return [self._entry(name, starts[name], count) for name, count in output.num_scheduled_tokens.items()]
+        self._give_rows(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        return [
+            self._entry(name, starts[name], count, drafts.get(name, ()))
+            for name, count in output.num_scheduled_tokens.items()
+        ]
 
-    def rows(self, entries: Sequence[ScheduledRequest]) -> list[SamplingRow]:
-        """How the entries that sample are sampled."""
-        return [self.active[entry.id].row for entry in entries if entry.samples]
+    def rows(self, entries: Sequence[ScheduledRequest]) -> list[tuple[ScheduledRequest, SamplingRow]]:
+        """The entries that sample, and how the first token of each is sampled."""
+        return [(entry, self.active[entry.id].row) for entry in entries if entry.samples]
+
+    def sampling(self, entries: Sequence[ScheduledRequest]) -> list[Sampling]:
+        """The requests of a step that sample, whose tokens are pending from now on."""
+        found = []
+        for entry in entries:
+            if entry.samples:
+                request = self.active[entry.id]
+                request.pending += 1
+                found.append(Sampling(request, request.taken_back))
+        return found
+
+    def sampled(self, sampling: Sequence[Sampling], runs: Sequence[Sequence[int]]) -> None:
+        """The new ids of the requests that `sampling` returned."""
+        for one, run in zip(sampling, runs, strict=True):
+            if one.taken_back == one.request.taken_back:
+                one.request.pending -= 1
+                one.request.tokens += run
 
     def prompts(self, entries: Sequence[ScheduledRequest]) -> dict[str, PromptLogprobs]:
         """The entries of requests that want log-probabilities of their prompts."""
@@ -93,12 +131,6 @@ class Requests:
                 complete[entry.id], request.prompt = request.prompt, None
         return complete
 
-    def append(self, entries: Sequence[ScheduledRequest], sampled: Sequence[int]) -> None:
-        """The sampled ids of the entries that sample."""
-        names = [entry.id for entry in entries if entry.samples]
-        for name, token in zip(names, sampled, strict=True):
-            self.active[name].tokens.append(token)
-
     def _add(self, new: Any) -> None:
         if new.prompt_token_ids is None or new.sampling_params is None or new.lora_request is not None:
             raise UsageError(
@@ -108,6 +140,7 @@ class Requests:
         tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
         params = translate(new.sampling_params)
         self.active[new.req_id] = ActiveRequest(
+            id=new.req_id,
             tokens=list(tokens),
             prompt_len=len(new.prompt_token_ids),
             block_ids=self.tables.interleaved(new.block_ids),
@@ -134,31 +167,45 @@ class Requests:
         elif blocks is not None:
             request.block_ids += self.tables.interleaved(blocks)
         known = request.prompt_len + cached.num_output_tokens[index]
-        if known < len(
-            request.tokens
-        ):  # a scheduler that runs ahead takes back the tokens of a step that it discards
-            del request.tokens[known:]
-            self._process(name)
+        if known < len(request.tokens) + request.pending:
+            # A scheduler that runs ahead takes back the tokens of a step that it discards.
+            request.taken_back += 1
+            request.pending = 0
+            if known < len(request.tokens):
+                del request.tokens[known:]
+                self._process(name)
 
-    def _entry(self, name: str, start: int, count: int) -> ScheduledRequest:
+    def _give_rows(self, scheduled: Collection[str]) -> None:
+        """A row of the device's memory of sampled tokens for each request of a step. A request that waits gives its row away: by the time that it
+        goes on, its tokens are known here."""
+        for name in self._rows.keys() - scheduled:
+            self._free_rows.append(self._rows.pop(name))
+        for name in scheduled:
+            if name not in self._rows:
+                self._rows[name] = self._free_rows.pop()
+
+    def _entry(self, name: str, start: int, count: int, drafts: Sequence[int]) -> ScheduledRequest:
         request = self.active[name]
-        end = start + count
-        if end > len(request.tokens):
+        known, end = len(request.tokens), start + count - len(drafts)
+        is_pending = end == known + 1 == start + 1 and request.pending == 1 and not drafts
+        if end > known and not is_pending:
             raise RuntimeError(
-                f"request {name}: vLLM scheduled tokens {start} to {end}, and it has {len(request.tokens)}"
+                f"request {name}: vLLM scheduled tokens {start} to {end}, and it has {known}, {request.pending} more in flight"
             )
         return ScheduledRequest(
             id=name,
             start=start,
             count=count,
-            samples=end == len(request.tokens),
-            tokens=request.tokens[start:end],
+            samples=end == known + request.pending,
+            tokens=None if is_pending else [*request.tokens[start:end], *drafts],
             block_ids=request.block_ids,
             new_blocks=[],
+            drafts=len(drafts),
+            row=self._rows[name],
         )
 
     @staticmethod
     def _require_served(output: Any) -> None:
-        for name in ("scheduled_spec_decode_tokens", "scheduled_encoder_inputs", "kv_cache_block_copies"):
+        for name in ("scheduled_encoder_inputs", "kv_cache_block_copies"):
             if getattr(output, name, None):
                 raise UsageError(f"the gristmill worker does not serve vLLM's {name}")

@@ -10,16 +10,22 @@ import torch
 from huggingface_hub import snapshot_download
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    ModelRunnerOutput,
+)
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from gristmill.integrations.vllm import logprobs
 from gristmill.integrations.vllm.cache import BlockTables, cache_bytes, layer_specs
+from gristmill.integrations.vllm.drafts import Drafts
 from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.refusals import require_served
-from gristmill.integrations.vllm.requests import Requests
+from gristmill.integrations.vllm.requests import ActiveRequest, Requests
+from gristmill.integrations.vllm.steps import StepOutput, Steps
 from gristmill.integrations.vllm.version import HOST
-from gristmill.runtime.errors import INVALID_LOGITS, UsageError
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans, summarize
 from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
@@ -27,8 +33,7 @@ from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import Model
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import Runner
-from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
-from gristmill.runtime.step_details import StepResult
+from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.warm_up import warm_up
 from gristmill.tools.random_model import random_model
 
@@ -55,8 +60,10 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         self.model: Model | None = None
         self.runner: Runner | None = None
         self.residency: Residency | None = None
-        self.requests: Requests | None = None
-        self._output: ModelRunnerOutput | None = None
+        self.steps: Steps | None = None
+        self.drafts: Drafts | None = None
+        self._launched: StepOutput | None = None
+        self._drafted: list[ActiveRequest] = []
 
     def init_device(self) -> None:
         """The device that vLLM gives this worker."""
@@ -127,9 +134,14 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         model, tables = _loaded(self.model), BlockTables(kv_cache_config)
         size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         cache = make_cache(model, kv_cache_config.num_blocks, size, tables.groups)
-        self.runner = Runner(model, cache)
+        max_seqs = self.scheduler_config.max_num_seqs
+        self.runner = Runner(model, cache, max_seqs=max_seqs)
         self.residency = Residency(self.runner)
-        self.requests = Requests(self.model_config.seed, self.runner.processors, tables)
+        requests = Requests(self.model_config.seed, self.runner.processors, tables, max_seqs)
+        self.steps = Steps(self.runner, requests, bool(self.scheduler_config.async_scheduling))
+        if self.speculative_config is not None:
+            self.drafts = Drafts(self.speculative_config)
+            self.runner.expect_drafts(self.drafts.count)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Resolve, verify and load every kernel that a step can need, and capture decode graphs, so that no request waits for one; nothing with
@@ -148,6 +160,7 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
                 max_model_len=self.model_config.max_model_len,
                 windows=runner.cache.windows,
             ),
+            drafts=0 if self.drafts is None else self.drafts.count,
             run=self.device.type == "cuda",
         )
         logger.info("gristmill: %s", report)
@@ -189,53 +202,37 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         """There is none: multimodal models are refused."""
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        """Compute a step; `sample_tokens` returns its ids."""
-        requests = _loaded(self.requests)
-        entries = requests.step(scheduler_output)
-        if not entries:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+        """Launch a step; `sample_tokens` returns its output."""
         if reason := _loaded(self.residency).reason:
             raise UsageError(reason)
-        runner, rows, prompts = _loaded(self.runner), requests.rows(entries), requests.prompts(entries)
-        if prompts or any(row.params.logprobs is not None for row in rows):
-            self._output = self._answer(entries, runner.run_detailed(entries, rows, prompts))
-        else:
-            self._output = self._answer(entries, StepResult(runner.run(entries, rows), {}))
-        return None
+        if self.drafts is not None:
+            self.drafts.ended(scheduler_output.finished_req_ids)
+        self._launched = _loaded(self.steps).launch(scheduler_output)
+        return EMPTY_MODEL_RUNNER_OUTPUT if self._launched is None else None
 
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        """The ids of the step that was computed last."""
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """The output of the step that was launched last; with asynchronous scheduling without waiting for it."""
         if grammar_output is not None:
             raise UsageError("the gristmill worker does not serve structured outputs")
-        output, self._output = self._output, None
-        return EMPTY_MODEL_RUNNER_OUTPUT if output is None else output
+        steps, launched = _loaded(self.steps), self._launched
+        self._launched = None
+        if launched is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        if steps.asynchronous:
+            return launched
+        output = launched.get_output()
+        steps.settle()
+        self._drafted = [one.request for one in launched.sampling]
+        return output
 
-    def _answer(self, entries: Sequence[ScheduledRequest], result: StepResult) -> ModelRunnerOutput:
-        config, requests = _loaded(self.model).config, _loaded(self.requests)
-        sampling = [entry.id for entry in entries if entry.samples]
-        ids = dict(zip(sampling, result.ids, strict=True))
-        failed = [name for name, token in ids.items() if token < 0]
-        for name in failed:
-            logger.error("gristmill: request %s ends here: %s", name, result.errors.get(name, INVALID_LOGITS))
-            # vLLM has no answer of a worker that fails one request: an end token ends it.
-            ids[name] = config.eos_ids[0] if config.eos_ids else 0
-        requests.append(entries, [*ids.values()])
-        names = [entry.id for entry in entries]
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[ids[name]] if name in ids else [] for name in names],
-            logprobs=logprobs.sampled(names, {name: first for name, [first] in result.logprobs.items()}),
-            prompt_logprobs_dict={
-                name: logprobs.of_prompt(prompt.logprobs, min(prompt.top, config.vocab_size))
-                for name, prompt in requests.complete_prompts(entries).items()
-            },
-            num_nans_in_logits=dict.fromkeys(failed, config.vocab_size) if failed else None,
-        )
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Drafts for the requests that have sampled in the last step; None without --speculative-config."""
+        return None if self.drafts is None else self.drafts.propose(self._drafted)
 
     def shutdown(self) -> None:
         """Give the memory of model and cache back."""
-        self.runner = self.requests = self.residency = self.model = None
+        self.runner = self.residency = self.steps = self.model = None
+        self._launched, self._drafted = None, []
 
 
 def _loaded(part: Any) -> Any:

@@ -15,16 +15,17 @@ SHORTEST, LONGEST = 2, 4
 
 
 class _Index:
-    """The n-grams of a text that are followed by a token: n-gram -> position of the token after its last occurrence."""
+    """The n-grams, of the sizes in a range, of a text that are followed by a token: n-gram -> position of the token after its last occurrence."""
 
-    def __init__(self) -> None:
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
         self.places: dict[tuple[int, ...], int] = {}
         self.length = 0  # tokens whose predecessors are indexed
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Index the n-grams that end before one of the new tokens. The end of the text is not followed by anything yet."""
         end = len(tokens)
-        for size in range(SHORTEST, LONGEST + 1):
+        for size in range(self.shortest, self.longest + 1):
             first = max(self.length, size)
             if first < end:
                 # Columns of the n-grams that end before first, first + 1, ...: loops run inside of zip and update.
@@ -37,7 +38,7 @@ class _Index:
 
         A copy that reaches the end of the text goes on with its own tokens, as in LZ77: a text that repeats itself goes on so.
         """
-        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+        for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
             place = self.places.get(tuple(tokens[-size:]))
             if place is not None:
                 copied = list(tokens[place : place + count])
@@ -48,18 +49,19 @@ class _Index:
 
 
 class NgramProposer:
-    """An index of n-grams for each request, in host memory."""
+    """An index of n-grams of `shortest` to `longest` tokens for each request, in host memory."""
 
     runner = None
 
-    def __init__(self) -> None:
+    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
+        self._sizes = shortest, longest
         self._indices: dict[str, _Index] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """What followed the longest earlier occurrence of the last tokens."""
         drafts = []
         for request in requests:
-            index = self._indices.setdefault(request.id, _Index())
+            index = self._indices.setdefault(request.id, _Index(*self._sizes))
             index.extend(request.tokens)
             drafts.append(index.after(request.tokens, request.count))
         return drafts

@@ -34,7 +34,7 @@ def config_of(*groups: tuple[Any, list[int]]) -> Any:
 
 def requests_of() -> Requests:
     tables = BlockTables(config_of((FullAttentionSpec(**SHAPE), [0])))
-    return Requests(0, LogitsProcessors(100, torch.device("cpu")), tables)
+    return Requests(0, LogitsProcessors(100, torch.device("cpu")), tables, 4)
 
 
 def new(name: str, prompt: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewRequestData:
@@ -76,6 +76,11 @@ def step(
     return output
 
 
+def append(requests: Requests, entries: list[Any], ids: list[int]) -> None:
+    """A step is computed, and has sampled these ids."""
+    requests.sampled(requests.sampling(entries), [[token] for token in ids])
+
+
 def shown(entries: list[Any]) -> list[tuple[Any, ...]]:
     return [(e.id, e.start, e.tokens, e.samples, e.block_ids) for e in entries]
 
@@ -84,14 +89,14 @@ def test_chunks_of_a_prompt_then_its_tokens() -> None:
     requests = requests_of()
     entries = requests.step(step((new("a", [1, 2, 3, 4, 5], [7]),), counts={"a": 3}))
     assert shown(entries) == [("a", 0, [1, 2, 3], False, [7])]
-    requests.append(entries, [])
+    append(requests, entries, [])
     entries = requests.step(step(cached={"a": (3, [9], 0)}, counts={"a": 2}))
     assert shown(entries) == [("a", 3, [4, 5], True, [7, 9])]
-    assert [row.index for row in requests.rows(entries)] == [0]
-    requests.append(entries, [42])
+    assert [row.index for _, row in requests.rows(entries)] == [0]
+    append(requests, entries, [42])
     entries = requests.step(step(cached={"a": (5, None, 1)}, counts={"a": 1}))
     assert shown(entries) == [("a", 5, [42], True, [7, 9])]
-    assert [row.index for row in requests.rows(entries)] == [1]
+    assert [row.index for _, row in requests.rows(entries)] == [1]
     assert requests.step(step(finished=("a",))) == [] and not requests.active
 
 
@@ -105,7 +110,7 @@ def test_a_preempted_request_gets_other_blocks_and_keeps_its_tokens_and_its_seed
     for known, cached in ((None, None), (42, {"a": (2, None, 1)})):
         output = step(() if cached else (new("a", [1, 2], [7]),), cached, {"a": 1 if cached else 2})
         entries = requests.step(output)
-        requests.append(entries, [42 if known is None else 43])
+        append(requests, entries, [42 if known is None else 43])
     seed = requests.active["a"].seed
     again = step(cached={"a": (0, [3, 4], 2)}, counts={"a": 4}, resumed=("a",))
     entries = requests.step(again)
@@ -118,8 +123,8 @@ def test_a_preempted_request_gets_other_blocks_and_keeps_its_tokens_and_its_seed
 
 def test_a_scheduler_that_runs_ahead_takes_tokens_back() -> None:
     requests = requests_of()
-    requests.append(requests.step(step((new("a", [1, 2], [7]),), counts={"a": 2})), [42])
-    requests.append(requests.step(step(cached={"a": (2, None, 1)}, counts={"a": 1})), [43])
+    append(requests, requests.step(step((new("a", [1, 2], [7]),), counts={"a": 2})), [42])
+    append(requests, requests.step(step(cached={"a": (2, None, 1)}, counts={"a": 1})), [43])
     entries = requests.step(step(cached={"a": (2, None, 1)}, counts={"a": 1}))
     assert shown(entries) == [("a", 2, [42], True, [7])]
 
@@ -130,11 +135,45 @@ def test_tokens_that_are_not_there_are_an_error() -> None:
         requests.step(step((new("a", [1, 2], [7]),), counts={"a": 3}))
 
 
-def test_drafts_are_refused() -> None:
-    output = step((new("a", [1, 2], [7]),), counts={"a": 2})
-    output.scheduled_spec_decode_tokens = {"a": [5]}
-    with pytest.raises(UsageError, match="scheduled_spec_decode_tokens"):
-        requests_of().step(output)
+def test_drafts_follow_the_known_tokens() -> None:
+    requests = requests_of()
+    append(requests, requests.step(step((new("a", [1, 2], [7]),), counts={"a": 2})), [42])
+    output = step(cached={"a": (2, None, 1)}, counts={"a": 3})
+    output.scheduled_spec_decode_tokens = {"a": [5, 6]}
+    (entry,) = requests.step(output)
+    assert (entry.start, entry.tokens, entry.samples, entry.draft_tokens) == (2, [42, 5, 6], True, [5, 6])
+    requests.sampled(requests.sampling([entry]), [[5, 9]])  # the second draft is rejected
+    (entry,) = requests.step(step(cached={"a": (4, None, 3)}, counts={"a": 1}))
+    assert (entry.start, entry.tokens, entry.drafts) == (4, [9], 0)
+
+
+def test_a_token_in_flight_is_read_on_the_device() -> None:
+    requests = requests_of()
+    first = requests.step(step((new("a", [1, 2], [7]), new("b", [3], [8])), counts={"a": 2, "b": 1}))
+    sampling = requests.sampling(first)
+    # Sent before the results of the first step: vLLM counts the tokens that it has not seen.
+    second = requests.step(step(cached={"a": (2, None, 1), "b": (1, None, 1)}, counts={"a": 1, "b": 1}))
+    assert shown(second) == [("a", 2, None, True, [7]), ("b", 1, None, True, [8])]
+    assert [entry.row for entry in first] == [entry.row for entry in second]
+    assert [row.index for _, row in requests.rows(second)] == [1, 1]
+    later = requests.sampling(second)
+    requests.sampled(sampling, [[42], [43]])
+    requests.sampled(later, [[44], [45]])
+    # b waits for a step, and gives its row to c.
+    third = requests.step(step((new("c", [9], [6]),), {"a": (3, None, 2)}, {"a": 1, "c": 1}, finished=("b",)))
+    assert shown(third) == [("a", 3, [44], True, [7]), ("c", 0, [9], True, [6])]
+    assert third[1].row != third[0].row
+
+
+def test_a_token_in_flight_that_is_taken_back_does_not_come() -> None:
+    requests = requests_of()
+    sampling = requests.sampling(requests.step(step((new("a", [1, 2], [7]),), counts={"a": 2})))
+    again = requests.step(step(cached={"a": (0, [5], 0)}, counts={"a": 2}, resumed=("a",)))
+    assert shown(again) == [("a", 0, [1, 2], True, [5])]
+    later = requests.sampling(again)
+    requests.sampled(sampling, [[42]])
+    requests.sampled(later, [[43]])
+    assert requests.active["a"].tokens == [1, 2, 43]
 
 
 SAMPLES: dict[str, Any] = {
@@ -187,7 +226,7 @@ def test_requests_that_edit_logits_are_processed_until_they_end() -> None:
     one.sampling_params = SamplingParams(temperature=0, repetition_penalty=1.5, logit_bias={3: 2.0})
     entries = requests.step(step((one, new("b", [1], [8])), counts={"a": 2, "b": 1}))
     assert len(requests.processors) == 1
-    requests.append(entries, [42, 43])
+    append(requests, entries, [42, 43])
     again = step(cached={"a": (0, [5], 0)}, counts={"a": 2}, resumed=("a",))
     assert shown(requests.step(again)) == [
         ("a", 0, [1, 2], True, [5])

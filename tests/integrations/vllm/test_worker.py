@@ -62,8 +62,8 @@ def test_the_ids_are_those_of_the_runtime(engine: tuple[str, Any], monkeypatch: 
 
     entry = Requests._entry
 
-    def planted(self: Requests, request: str, start: int, count: int) -> Any:
-        made = entry(self, request, start, count)
+    def planted(self: Requests, request: str, start: int, count: int, drafts: Any) -> Any:
+        made = entry(self, request, start, count, drafts)
         made.tokens = [0, *made.tokens[1:]]  # a wrong first token in every chunk
         return made
 
@@ -231,6 +231,10 @@ def test_no_kernel_is_resolved_while_requests_are_served(
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "drafts": (
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+        "the method ngram_gpu",
+    ),
     "parallel": ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
     "cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
     "lora": ({"enable_lora": True}, "LoRA"),

@@ -23,6 +23,7 @@ from tests.integrations.vllm.test_mla import (  # noqa: F401  # collected here
     test_writing_while_vllm_measures_memory_does_nothing,
 )
 from tests.integrations.vllm.test_requests import *  # noqa: F403  # collected here
+from tests.integrations.vllm.test_steps import *  # noqa: F403  # collected here
 from tests.integrations.vllm.test_worker import *  # noqa: F403  # collected here
 
 
