@@ -5,9 +5,9 @@ Two such steps differ only in their inputs. One copy writes these into buffers a
 over the buffers is replayed. There is one graph per number of sequences in `SIZES` and per bound of the context, each `GROWTH` times the
 one before it, because launches are sized by bounds that the host knows (for example, the number of parts of a context in split attention). A step
 uses the smallest graph that fits; padding slots read token 0 at position 0 and write nothing. A token that the step before
-has sampled is read on the device, from the row of its request, and the sampled ids are written there. A step whose logits are processed
-before they are sampled (penalties, bans) uses a graph that ends with the logits. A step that verifies drafts uses a graph of the
-engine's most tokens per sequence; sequences with fewer are padded at their end.
+has sampled is read on the device, from the row of its request, and the sampled ids are written there. The logits stay in one buffer that all
+graphs share, until the next step: rows that are processed (penalties, bans, grammars) are sampled again from there. A step that verifies
+drafts uses a graph of the engine's most tokens per sequence; sequences with fewer are padded at their end.
 
 A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their
 workspaces, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
@@ -67,7 +67,7 @@ class DecodeGraph:
     """Steps of `seqs` sequences with up to `per_seq` new tokens each and contexts up to `bound`.
 
     Attributes:
-        samples: whether the graph ends with sampled ids, in its buffers; otherwise it ends with logits.
+        logits: [at least seqs * per_seq, vocab], whose first rows the graph writes.
         reason: why steps cannot be captured; "" if they can, and on a CPU.
         holds: tensors that the graph uses and that must live as long as it does.
         nbytes: memory that its capture took; graphs share a pool, so one that fits in what others left takes little.
@@ -75,10 +75,9 @@ class DecodeGraph:
 
     seqs: int
     bound: int
-    samples: bool
     per_seq: int
     buffers: Buffers
-    logits: Tensor | None = field(default=None, repr=False)
+    logits: Tensor = field(repr=False)
     reason: str = ""
     graph: Any = None
     steps: int = 0
@@ -92,10 +91,11 @@ class DecodeGraph:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """The device's part of a decode step. `run` launches it; its result is valid until the next step: the sampled ids, padded, or of a graph
-    without sampling the logits [rows, vocab]."""
+    """The device's part of a decode step. `run` launches it; its result, the sampled ids, padded, is valid until the next step, and so is
+    `logits` [at least rows, vocab]."""
 
     buffers: Buffers
+    logits: Tensor
     run: Callable[[], Tensor]
 
     def fed(self, rows: int) -> Tensor:
@@ -132,7 +132,7 @@ class DecodeGraphs:
         self._kept = kept
         if kept is not None:
             self.hidden = torch.zeros(LARGEST, kept.width, dtype=model.plans.dtype, device=self.device)
-        self.graphs: dict[tuple[int, int, bool, int], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, int, int], DecodeGraph] = {}
         self.taken = taken or GraphMemory(None, self.device)
         self.refused: Counter[str] = Counter()
         mesh = model.plans.mesh
@@ -144,13 +144,14 @@ class DecodeGraphs:
             max(sampled.rows, LARGEST), width, sampler.vocab_size, cache.windows, cache.num_blocks
         )
         self.memory = DecodeInputs(LARGEST, width, sampled, groups=len(cache.windows))
+        self._logits: Tensor | None = None
         self._told_of_memory = False
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._pool: tuple[int, int] | None = None
 
     def prepare(
-        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
+        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int
     ) -> PreparedStep | None:
         """A decode step whose inputs are in the host memory of this slot from now on; None if no graph fits it, with the reason counted in
         `refused`.
@@ -160,7 +161,7 @@ class DecodeGraphs:
             return None
         per_seq = self._per_seq(entries)
         context = max(entry.start for entry in entries) + per_seq
-        graph = self.graph(len(entries), context, samples, per_seq)
+        graph = self.graph(len(entries), context, per_seq)
         if graph.reason:
             self.refused[graph.reason] += 1
             return None
@@ -173,9 +174,9 @@ class DecodeGraphs:
                 graph.graph.replay()
             else:
                 self.compute(graph)
-            return graph.buffers.ids if graph.logits is None else graph.logits[: len(rows)]
+            return graph.buffers.ids
 
-        return PreparedStep(graph.buffers, run)
+        return PreparedStep(graph.buffers, graph.logits, run)
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
         """Why a step cannot run as a graph; "" if it can."""
@@ -207,29 +208,36 @@ class DecodeGraphs:
             bound *= GROWTH
         return bound if 2 * bound <= longest else longest
 
-    def graph(self, seqs: int, context: int, samples: bool = True, per_seq: int = 1) -> DecodeGraph:
+    def graph(self, seqs: int, context: int, per_seq: int = 1) -> DecodeGraph:
         """The graph for steps of `seqs` sequences with `per_seq` new tokens and contexts up to `context`; made if there is none."""
-        key = (padded(seqs), self.bound(context), samples, per_seq)
+        key = (padded(seqs), self.bound(context), per_seq)
         if key not in self.graphs:
             self.graphs[key] = self._make(*key)
         return self.graphs[key]
 
     def explain(self) -> list[dict[str, Any]]:
-        """A row for each graph, {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "bytes", "steps", "reason"}, and one for each
-        kind of step without a graph, whose first four are None. samples: the graph includes sampling; otherwise it ends with the
-        logits, for steps whose logits are processed. bytes: what its capture took, beside those before it."""
+        """A row for each graph, {"seqs", "tokens_per_seq", "max_ctx", "captured", "bytes", "steps", "reason"}, and one for each
+        kind of step without a graph, whose first three are None. bytes: what its capture took, beside those before it."""
         rows: list[tuple[Any, ...]] = [
-            (g.seqs, g.per_seq, g.bound, g.samples, g.captured, g.nbytes, g.steps, g.reason)
+            (g.seqs, g.per_seq, g.bound, g.captured, g.nbytes, g.steps, g.reason)
             for g in self.graphs.values()
         ]
-        rows += [(None, None, None, None, False, 0, count, reason) for reason, count in self.refused.items()]
-        names = ("seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "bytes", "steps", "reason")
+        rows += [(None, None, None, False, 0, count, reason) for reason, count in self.refused.items()]
+        names = ("seqs", "tokens_per_seq", "max_ctx", "captured", "bytes", "steps", "reason")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
+    def _logits_buffer(self, rows: int) -> Tensor:
+        """The buffer of logits, with at least this many rows. It is as large as the engine's largest graph, so that no other is needed."""
+        if self._logits is None or len(self._logits) < rows:
+            most = padded(min(self.memory.sampled.rows, LARGEST)) * (1 + self.most_drafts)
+            shape = (max(rows, min(most, LARGEST)), self.model.config.vocab_size)
+            self._logits = torch.zeros(shape, dtype=self.model.plans.dtype, device=self.device)
+        return self._logits
+
     @torch.inference_mode()
-    def _make(self, seqs: int, bound: int, samples: bool, per_seq: int) -> DecodeGraph:
+    def _make(self, seqs: int, bound: int, per_seq: int) -> DecodeGraph:
         buffers = Buffers(seqs, cdiv(bound, self._block_size), self.memory, per_seq)
-        made = DecodeGraph(seqs, bound, samples, per_seq, buffers)
+        made = DecodeGraph(seqs, bound, per_seq, buffers, self._logits_buffer(seqs * per_seq))
         if self._stream is None:
             return made
         if self.taken.is_full:
@@ -296,7 +304,7 @@ class DecodeGraphs:
 
     def _leave_out(self, made: DecodeGraph, failure: str) -> None:
         """Run the steps of this graph without it, and give back what its capture took."""
-        made.reason, made.logits, made.holds = NO_MEMORY, None, ()
+        made.reason, made.holds = NO_MEMORY, ()
         if self._cuda:
             torch.cuda.empty_cache()
         if not self._told_of_memory:
@@ -313,7 +321,7 @@ class DecodeGraphs:
     def _end_captures(self, made: DecodeGraph) -> None:
         """Give up the graph that went over the bound, and say which are left out with it."""
         self.taken.give_back(made.nbytes)
-        made.graph, made.reason, made.logits, made.holds, made.nbytes = None, OVER_BOUND, None, (), 0
+        made.graph, made.reason, made.holds, made.nbytes = None, OVER_BOUND, (), 0
         torch.cuda.empty_cache()
         LOG.warning(
             "%s: decode graphs that are not captured yet are left out, and their steps run kernel by kernel, which is slower: %s. A larger "
@@ -329,7 +337,7 @@ class DecodeGraphs:
             bounds.append(self.bound(bounds[-1] + 1))
         have = {key for key, graph in self.graphs.items() if graph.captured}
         missing = {
-            size: [bound for bound in bounds if (size, bound, made.samples, made.per_seq) not in have]
+            size: [bound for bound in bounds if (size, bound, made.per_seq) not in have]
             for size in SIZES
             if size <= most
         }
@@ -354,9 +362,7 @@ class DecodeGraphs:
             else:
                 hidden, states = self._kept.forward(batch, self.cache)
                 self.hidden[: len(states)].copy_(states)
-            logits = self.model.logits(hidden if made.per_seq == 1 else hidden[batch.rows])
-            if made.samples:
-                self.sampler.draw(logits, made.buffers.sampling, made.buffers.ids)
-                made.buffers.write_tokens()
-            else:
-                made.logits = logits
+            rows = hidden if made.per_seq == 1 else hidden[batch.rows]
+            logits = self.model.logits(rows, made.logits[: len(rows)])
+            self.sampler.draw(logits, made.buffers.sampling, made.buffers.ids)
+            made.buffers.write_tokens()

@@ -256,7 +256,7 @@ class Engine(EngineMemory):
         which loading leaves out. After `sleep` it captures the graphs again.
 
         From then on a kernel that is selected while requests wait is reported by a warning, and counted in
-        `EngineStatus.late_kernels`. Graphs of steps whose logits are processed, and all graphs after `sleep`, are captured when needed. On
+        `EngineStatus.late_kernels`. After `sleep`, graphs are captured when needed. On
         a GPU this takes from seconds (with a filled store) to over a minute.
 
         Where steps run, Python's garbage collection then leaves out what is alive (`gc.freeze`) until the engine is freed: a full

@@ -171,7 +171,7 @@ class LLM:
 
     def explain_graphs(self) -> list[dict[str, Any]]:
         """The steps that have run as CUDA graphs so far, and why the others have not; rows as in `DecodeGraphs.explain`. Those of steps that
-        run in pieces (`PromptGraphs`) have None for sequences, tokens, context and samples."""
+        run in pieces (`PromptGraphs`) have None for sequences, tokens and context."""
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             return runner.explain()[1]

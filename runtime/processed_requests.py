@@ -60,10 +60,11 @@ class ProcessedRequest:
 
     def rows(self, place: int, entry: ScheduledRequest, pending: bool) -> Iterator[ProcessedRow]:
         """The rows of an entry that samples, of which the first is at `place`. pending: whether the host does not know the token that it is fed."""
-        for count in range(1 + entry.drafts):
-            drafted, known = entry.draft_tokens[:count], len(self.tokens)
+        for count, drafted in enumerate(_drafted_prefixes(entry)):
             bans = self.bans(drafted, pending)
-            yield ProcessedRow(place + count, self, known, drafted, pending, *bans, first=count == 0)
+            yield ProcessedRow(
+                place + count, self, len(self.tokens), drafted, pending, *bans, first=count == 0
+            )
 
     def why_no_token(self, largest: float, processed: float) -> ErrorInfo:
         """Why no token could be sampled from a row, by the largest of the model's logits, NaN if one is, and of the processed ones."""
@@ -123,3 +124,9 @@ class ProcessedRow:
     bans: list[int]
     bans_after: list[tuple[int, int]]
     first: bool
+
+
+def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:
+    """For each row that an entry samples, the drafts that precede it."""
+    drafts = entry.draft_tokens
+    return [drafts[:count] for count in range(len(drafts) + 1)]

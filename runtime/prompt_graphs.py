@@ -236,7 +236,7 @@ class PromptGraphs:
 
     def explain(self) -> list[dict[str, Any]]:
         """A row for each graph, with the keys of `DecodeGraphs.explain`."""
-        row = dict.fromkeys(("seqs", "tokens_per_seq", "max_ctx", "samples"))
+        row = dict.fromkeys(("seqs", "tokens_per_seq", "max_ctx"))
         return [
             row
             | {"captured": bool(graph.pieces), "bytes": graph.nbytes, "steps": graph.steps}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gristmill.runtime.batch import Batch, make_batch, make_feedback, shard_context
-from gristmill.runtime.decode_graphs import DecodeGraphs, PreparedStep
+from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.graph_memory import GraphMemory
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
@@ -166,11 +166,7 @@ class Runner:
         """
         step = self._ring.take(len(rows))
         step.details = details = StepDetails.of(entries, rows, prompts, self.processors)
-        work: Callable[[], Tensor | None] | None
-        if details is None:
-            work = self._graph(entries, rows, step.slot)
-        else:
-            work = self._graph_with_details(entries, rows, step.slot, details)
+        work: Callable[[], Tensor | None] | None = self._graph(entries, rows, step.slot, details)
         self._start(step, self._kernel_by_kernel(entries, rows, details) if work is None else work)
         return step
 
@@ -185,8 +181,7 @@ class Runner:
 
         def run() -> Tensor:
             ids = details.complete(rest, self.sampler)
-            if details.feedback is not None:
-                self._sampled.write(details.feedback.write_rows, ids)
+            details.write_tokens(ids)
             return ids
 
         self._start(step, run)
@@ -214,8 +209,13 @@ class Runner:
     ) -> Callable[[], Tensor | None]:
         batch = self._batch(entries)
         feedback = make_feedback(entries, self.device)
+
+        def write_tokens(ids: Tensor) -> None:
+            if feedback is not None:
+                self._sampled.write(feedback.write_rows, ids)
+
         if details is not None:
-            details.feedback = feedback
+            details.write_tokens = write_tokens
 
         def run() -> Tensor | None:
             if feedback is not None and len(feedback.places):
@@ -229,40 +229,36 @@ class Runner:
             ids = self.sampler.sample(logits, rows)
             if details is not None:
                 details.finish(logits, batch.tokens[batch.rows], ids, self.sampler)
-            if feedback is not None:
-                self._sampled.write(feedback.write_rows, ids)
+            write_tokens(ids)
             return ids
 
         return run
 
     def _graph(
-        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int
-    ) -> Callable[[], Tensor] | None:
-        """The device's part of a decode step, by a graph; None if none fits."""
-        prepared = self._prepare_graph(entries, rows, slot, samples=True)
-        return None if prepared is None else prepared.run
-
-    def _graph_with_details(
         self,
         entries: Sequence[ScheduledRequest],
         rows: Sequence[SamplingRow],
         slot: int,
-        details: StepDetails,
+        details: StepDetails | None,
     ) -> Callable[[], Tensor] | None:
-        """As `_graph`, with a graph that ends with the logits."""
-        prepared = self._prepare_graph(entries, rows, slot, samples=False)
+        """The device's part of a decode step, by a graph; None if none fits. Rows that are processed are sampled again behind it."""
+        if self.decode is None:
+            return None
+        prepared = self.decode.prepare(entries, rows, slot)
         if prepared is None:
             return None
-        feedback = details.feedback = make_feedback(entries, self.device)
+        if self.decode.hidden is not None:
+            self.hidden = HiddenStates(self.decode.hidden, self.decode.first_rows(entries))
+        if details is None:
+            return prepared.run
 
         def run() -> Tensor:
-            logits = prepared.run()
-            ids = self.sampler.sample(logits, rows)
-            details.finish(logits, prepared.fed(len(rows)), ids, self.sampler)
-            if feedback is not None:
-                self._sampled.write(feedback.write_rows, ids)
+            count, ids = len(rows), prepared.run()
+            details.finish(prepared.logits[:count], prepared.fed(count), ids[:count], self.sampler)
+            prepared.buffers.write_tokens()
             return ids
 
+        details.write_tokens = lambda ids: prepared.buffers.write_tokens()  # which these are
         return run
 
     def _forward(self, batch: Batch, entries: Sequence[ScheduledRequest]) -> Tensor:
@@ -272,16 +268,6 @@ class Runner:
         hidden, states = self._kept.forward(batch, self.cache)
         self.hidden = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
         return hidden
-
-    def _prepare_graph(
-        self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int, samples: bool
-    ) -> PreparedStep | None:
-        if self.decode is None:
-            return None
-        prepared = self.decode.prepare(entries, rows, slot, samples)
-        if prepared is not None and self.decode.hidden is not None:
-            self.hidden = HiddenStates(self.decode.hidden, self.decode.first_rows(entries))
-        return prepared
 
     def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
         mesh, size = self.model.plans.mesh, self.cache.block_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import Feedback, fetch, send
+from gristmill.runtime.batch import fetch, send
 from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.logits_processors import GrammarRows, LogitsProcessors, ProcessedRows
 from gristmill.runtime.logprobs import ROWS, PromptPart, logprob_rows, read_rows
@@ -46,7 +46,7 @@ class StepDetails:
         later: those that wait for the results of the step before.
 
     Attributes:
-        feedback: where ids of the step go, for `complete`.
+        write_tokens: gives the ids of all rows to the step after this one, on the device; called behind `complete`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepDetails:
         self._of_rows: list[Tensor] = []
         self._of_prompts: dict[str, list[Tensor]] = {}
         self._first_part: tuple[Tensor, Tensor, Tensor] | None = None
-        self.feedback: Feedback | None = None
+        self.write_tokens: Callable[[Tensor], None] = lambda ids: None
 
     @staticmethod
     def of(

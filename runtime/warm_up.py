@@ -9,7 +9,7 @@ engine can meet within its limits has then run once. On a CPU nothing is compile
 Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and for integers that are 1 or multiples of 16. Every tensor of a
 step is therefore aligned (`send_parts`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
 ``do_not_specialize``: what the verification compiled serves all steps. Afterwards the plans of the model report a kernel that is selected
-late. Graphs for steps with processed logits are captured when needed.
+late.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def generate(
     the cause of "error": {"code", "message"}), "logprobs" (null without --logprobs: {"token_id", "logprob", "rank", "top"}), all of
     the first completion; "choices" (these five of each), "prompt_logprobs" (null without the option), "prompt_tokens", "seconds",
     "tokens_per_second", "weight_bytes", "explain" (rows with --explain, else null), "decode_graphs"
-    (likewise: {"seqs", "tokens_per_seq", "max_ctx", "samples", "captured", "bytes", "steps", "reason"}), "speculation" (null without
+    (likewise: {"seqs", "tokens_per_seq", "max_ctx", "captured", "bytes", "steps", "reason"}), "speculation" (null without
     --speculate: {"method", "drafts", "draft_tokens", "accepted_tokens", "accepted_by_position", "reasons", "gains", "draft_bytes"}),
     "kv_transfer" (null without --kv-transfer: {"stores", "queried_tokens", "loaded_tokens", "loaded_blocks", "saved_blocks",
     "loaded_bytes", "saved_bytes", "loading", "saving", "answers", "failures"})}

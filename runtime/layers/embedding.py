@@ -66,20 +66,21 @@ class LogitsHead(Linear):
         if world > 1:
             self.gather = plans.bind("all_gather", n=self.widest, x=plans.x, world=world)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, hidden] -> [rows, vocab]."""
-        logits = super().__call__(x)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [rows, hidden] -> [rows, vocab]; in `out`, contiguous, if it is given."""
         if self.gather is None:
-            return logits
+            return super().__call__(x, out)
+        logits = super().__call__(x)
         mesh, (rows, count) = self.plans.mesh, logits.shape
         if count < self.widest:
             logits = torch.nn.functional.pad(logits, (0, self.widest - count))
-        out = x.new_empty(rows, mesh.world * self.widest)
-        self.gather(logits, mesh.group, mesh.world, out)
-        if min(self.counts) == self.widest:
-            return out
-        of_ranks = zip(out.split(self.widest, 1), self.counts, strict=True)
-        return torch.cat([columns[:, :width] for columns, width in of_ranks], 1)
+        even = min(self.counts) == self.widest
+        gathered = out if even and out is not None else x.new_empty(rows, mesh.world * self.widest)
+        self.gather(logits, mesh.group, mesh.world, gathered)
+        if even:
+            return gathered
+        of_ranks = zip(gathered.split(self.widest, 1), self.counts, strict=True)
+        return torch.cat([columns[:, :width] for columns, width in of_ranks], 1, out=out)
 
 
 def embedding_and_head(plans: Plans, weights: Weights, tied: bool) -> tuple[Embedding, LogitsHead]:

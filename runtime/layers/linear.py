@@ -59,10 +59,10 @@ class Linear:
         plans.own(bias, *self.tensors)
         self.target = target
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul; in `out`, contiguous, if it is given."""
         rows = x.shape[0]
-        out = x.new_empty(rows, self.columns)
+        out = x.new_empty(rows, self.columns) if out is None else out
         if rows:
             workspace = self.plans.workspace(self.plan, rows)
             self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, workspace, out=out)

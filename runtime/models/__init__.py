@@ -38,8 +38,8 @@ class Model(Protocol):
         """Hidden states [tokens, hidden] after the last norm; writes the cache."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> logits [rows, vocab]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> logits [rows, vocab]; in `out`, contiguous, if it is given."""
         ...
 
 

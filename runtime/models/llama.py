@@ -164,9 +164,9 @@ class Decoder:
                 taps[index] = residual + (x.x if isinstance(x, PartialSum) else x)
         return self.norm.add(x, residual)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]; in `out`, contiguous, if it is given."""
+        return self.head(hidden, out)
 
 
 class Llama(Decoder):

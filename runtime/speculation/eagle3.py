@@ -78,14 +78,14 @@ class EagleHead(HiddenStateModel):
         self.outputs[:tokens] = residual
         return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] of `forward` -> [rows, vocab of the target]; tokens that the head does not know are impossible."""
-        logits = self.head(self.norm(hidden))
         if self.places is None:
-            return logits
-        return logits.new_full((len(logits), self.config.vocab_size), -torch.inf).index_copy_(
-            1, self.places, logits
-        )
+            return self.head(self.norm(hidden), out)
+        logits = self.head(self.norm(hidden))
+        if out is None:
+            out = logits.new_empty(len(logits), self.config.vocab_size)
+        return out.fill_(-torch.inf).index_copy_(1, self.places, logits)
 
 
 def open_head(target: Checkpoint, model: str | Path | None) -> LoadDraft:

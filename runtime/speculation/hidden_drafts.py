@@ -60,7 +60,7 @@ class HiddenStateModel:
         """The states [tokens, hidden] that are the rows of `outputs`. `batch.tokens` follow the positions of `inputs`."""
         raise NotImplementedError
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of `outputs` -> [rows, vocab of the target]."""
         raise NotImplementedError
 

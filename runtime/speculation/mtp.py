@@ -59,9 +59,9 @@ class PredictionLayer(HiddenStateModel):
         self.outputs[:tokens] = residual
         return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] of `forward` -> [rows, vocab]."""
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(hidden), out)
 
 
 def open_layer(target: Checkpoint, model: str | Path | None) -> LoadDraft:

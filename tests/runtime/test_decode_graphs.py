@@ -114,7 +114,6 @@ def test_a_step_that_is_refused_says_why(make: Callable[..., LLM], monkeypatch: 
         "seqs": None,
         "tokens_per_seq": None,
         "max_ctx": None,
-        "samples": None,
         "captured": False,
         "bytes": 0,
         "steps": 4,

@@ -314,8 +314,7 @@ def test_generation_like_transformers(shared: Callable[..., LLM], decode_graphs:
     assert len({one.token_ids for one in completions}) > 5, "the edits change nothing: the test shows nothing"
     assert not llm.engine.runner.processors
     if decode_graphs:
-        graphs = {row["samples"]: row["steps"] for row in llm.explain_graphs() if row["seqs"]}
-        assert graphs[False] > 10
+        assert sum(row["steps"] for row in llm.explain_graphs() if row["seqs"]) > 10
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -144,8 +144,8 @@ def record(llm: LLM) -> list[tuple[list[int], list[int], Tensor]]:
     proposer = proposer_of(llm)
     propose, logits, seen = proposer.propose, proposer._model.logits, list[Tensor]()
 
-    def kept(hidden: Tensor) -> Tensor:
-        seen.append(logits(hidden))
+    def kept(*arguments: Any) -> Tensor:
+        seen.append(logits(*arguments).clone())  # graphs write to the same buffer
         return seen[-1]
 
     def recorded(requests: Any) -> Any:

@@ -40,9 +40,9 @@ def nothing_is_made() -> Iterator[list[str]]:
         made.append(f"{plan.static} bucket {index}")
         return bind(plan, index)
 
-    def counted_make(graphs: DecodeGraphs, seqs: int, bound: int, samples: bool, per_seq: int) -> object:
-        made.append(f"graph {seqs} of {per_seq} {bound} {samples}")
-        return make(graphs, seqs, bound, samples, per_seq)
+    def counted_make(graphs: DecodeGraphs, seqs: int, bound: int, per_seq: int) -> object:
+        made.append(f"graph {seqs} of {per_seq} {bound}")
+        return make(graphs, seqs, bound, per_seq)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundPlan, "_bind", counted_bind)

@@ -138,14 +138,14 @@ def test_sampled_texts_need_their_options(ours: GristmillLM) -> None:
 
 def test_contexts_of_several_answers_are_computed_once(ours: GristmillLM, text: str) -> None:
     computed: list[int] = []
-    run = ours.llm.engine.runner.run_detailed
+    run = ours.llm.engine.runner.launch
     context = text[400:1000]
     given = requests("loglikelihood", *((context, f" {letter}") for letter in "ABCDEFGH"))
     tokens = len(ours.tok_encode(context))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             ours.llm.engine.runner,
-            "run_detailed",
+            "launch",
             lambda entries, *rest: (computed.extend(e.count for e in entries), run(entries, *rest))[1],
         )
         ours.loglikelihood(given[:1], disable_tqdm=True)
@@ -158,7 +158,7 @@ def test_logits_that_are_not_numbers(
     ours: GristmillLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = ours.llm.model.logits
-    monkeypatch.setattr(ours.llm.model, "logits", lambda hidden: head(hidden) * float("nan"), raising=False)
+    monkeypatch.setattr(ours.llm.model, "logits", lambda *step: head(*step) * float("nan"), raising=False)
     [(value, greedy)] = ours.loglikelihood(requests("loglikelihood", ("The", " a")), disable_tqdm=True)
     assert math.isnan(value) and not greedy and "invalid_logits" in caplog.text
     assert FinishReason.ERROR.value == "error"
