@@ -7,9 +7,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +68,8 @@ class Resolver:
         self.workers = shared_workers() if worker is None else Workers(worker)
         self.chooser: Chooser | None = None
         self.chosen_layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
+        self.tried = 0
+        """Candidates that were verified for this resolver."""
         self._recording = True
         self.store = self._read()
         self._changed = threading.Condition()  # guards the store and `_trials`
@@ -122,12 +124,18 @@ class Resolver:
             with suppress(UnverifiableError):
                 self.resolve(*task)
 
-        if workers > 1 and self._died_together():
-            workers = 1
-        with self.workers.allow(workers), ThreadPoolExecutor(workers) as pool:
+        with self.several(workers) as allowed, ThreadPoolExecutor(allowed) as pool:
             for done, future in enumerate(as_completed([pool.submit(resolve, task) for task in problems]), 1):
                 future.result()
                 progress(done)
+
+    @contextmanager
+    def several(self, workers: int) -> Iterator[int]:
+        """Let threads of this process verify in so many child processes at a time; yields how many it may be."""
+        if workers > 1 and self._died_together():
+            workers = 1
+        with self.workers.allow(workers):
+            yield workers
 
     def verified(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here already: verifies nothing.
@@ -203,6 +211,7 @@ class Resolver:
             raise UnverifiableError(
                 f"{trying.kernel} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
             )
+        self.tried += 1
         result = replace(trying, ok=outcome["ok"], error=outcome["error"], reason=outcome["reason"])
         self._record(result)
         return result

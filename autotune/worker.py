@@ -77,14 +77,22 @@ class Workers:
         self._idle = [self.first]
         self._limit = 1
         self._busy = 0
+        self._waiting = 0  # threads that are not patient
+        self._own = threading.local()
         self._changed = threading.Condition()
 
     @contextmanager
     def one(self) -> Iterator[Worker]:
-        """A worker for one thread; waits while as many as are allowed are busy."""
+        """A worker for one thread; waits while as many as are allowed are busy, and a patient thread while others wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._busy < self._limit)
+            patient = getattr(self._own, "is_patient", False)
+            self._waiting += not patient
+            try:
+                self._changed.wait_for(lambda: self._busy < self._limit and not (patient and self._waiting))
+            finally:
+                self._waiting -= not patient
             self._busy += 1
+            self._changed.notify_all()
             worker = self._idle.pop() if self._idle else Worker(self.first.timeout)
         try:
             yield worker
@@ -96,6 +104,10 @@ class Workers:
                 else:
                     worker.close()
                 self._changed.notify_all()
+
+    def be_patient(self) -> None:
+        """From now on this thread, which works ahead, gets a worker only while no other thread waits for one."""
+        self._own.is_patient = True
 
     @contextmanager
     def allow(self, count: int) -> Iterator[None]:

@@ -57,6 +57,7 @@ from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline
 from gristmill.runtime.steps_in_flight import DEPTH
 from gristmill.runtime.structured_output import Grammar
+from gristmill.runtime.verify_ahead import VerifiedAhead
 from gristmill.runtime.warm_up import Progress, WarmUp, warm_up
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -106,9 +107,10 @@ class Engine(EngineMemory):
         if transfer is not None:
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
         begin = time.perf_counter()
-        with progress_bar() as progress:
+        ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
+        with progress_bar() as progress, ahead:
             progress("weights", 0, 0)
-            runner, draft, config = load_engine(model, options)
+            runner, draft, config = load_engine(model, options, ahead)
             self._start(
                 runner,
                 config,
@@ -121,13 +123,15 @@ class Engine(EngineMemory):
             )
             if options.warm == "off":
                 return
+            ahead.stop()
             seconds = {"weights": time.perf_counter() - begin}
             try:
                 report = self._warm_up(progress, run=runner.device.type == "cuda")
             except BaseException:
                 self.close()
                 raise
-        self.warmed = replace(report, seconds=seconds | report.seconds)
+        verified = max(ahead.verified, report.verified)  # ranks verify nothing ahead
+        self.warmed = replace(report, seconds=seconds | report.seconds, verified=verified)
         notice(f"{model.path}: {self.warmed}")
 
     @classmethod

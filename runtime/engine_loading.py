@@ -9,6 +9,7 @@ from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.groups import KVGroup
+from gristmill.runtime.kv_cache.paged import token_bytes
 from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.loader.load import load_model
@@ -17,13 +18,15 @@ from gristmill.runtime.parallel.remote import start_ranks
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.speculation.hidden_drafts import draft_blocks
+from gristmill.runtime.verify_ahead import VerifiedAhead
 
 
 def load_engine(
-    model: str | Path | Checkpoint, options: EngineConfig
+    model: str | Path | Checkpoint, options: EngineConfig, ahead: VerifiedAhead
 ) -> tuple[Runner | ParallelRunner, Runner | None, SchedulerConfig]:
-    """The runner of a model, that of its draft model if it has one, and the limits of their scheduler."""
-    return _ranks(model, options) if options.tensor_parallel > 1 else _one_process(model, options)
+    """The runner of a model, that of its draft model if it has one, and the limits of their scheduler. With ``warm="auto"`` kernels are verified by
+    `ahead` meanwhile, which the caller closes; ranks do it afterwards."""
+    return _ranks(model, options) if options.tensor_parallel > 1 else _one_process(model, options, ahead)
 
 
 def _ranks(
@@ -59,7 +62,7 @@ def _ranks(
 
 
 def _one_process(
-    model: str | Path | Checkpoint, options: EngineConfig
+    model: str | Path | Checkpoint, options: EngineConfig, ahead: VerifiedAhead
 ) -> tuple[Runner, Runner | None, SchedulerConfig]:
     """The runner of a model in this process, that of its draft model, and the limits of their scheduler."""
     speculation, policy, block_size = options.speculation, options.loaded_policy, options.block_size
@@ -76,6 +79,7 @@ def _one_process(
         block_size,
         options.kv_dtype,
         options.quant_head,
+        begin=None if options.warm == "off" else ahead.start,
     )
     draft_model = None if load_draft is None else load_draft(loaded, policy, options.quant)
     longest = loaded.config.max_position
@@ -89,10 +93,21 @@ def _one_process(
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = cache_blocks(
-            loaded, block_size, options.memory, max_seqs, limit, draft_model, groups, spare
+            loaded,
+            block_size,
+            options.memory,
+            max_seqs,
+            limit,
+            draft_model,
+            groups,
+            spare,
+            ahead.held_bytes(),
         )
     windows = tuple(group.window for group in groups) or (0,)
     config = _scheduler_config(options, num_blocks, block_size, max_seqs, max_batch_tokens, limit, windows)
+    ahead.make_room(
+        num_blocks * block_size * token_bytes(loaded.config, loaded.plans.dtype, loaded.plans.cache_format)
+    )
     cache = make_cache(loaded, num_blocks, block_size, groups)
     runner = Runner(
         loaded, cache, options.decode_graphs, max_seqs, options.prompt_graphs, options.graph_memory

@@ -14,7 +14,6 @@ late.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,21 +28,18 @@ from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.decode_graphs import LARGEST, SIZES
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
+from gristmill.runtime.logprobs import ROWS as PROMPT_ROWS
 from gristmill.runtime.prompt_graphs import PromptGraphs
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
 from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel
+from gristmill.runtime.verify_ahead import workers_for
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, what is done of it, and what there is in all; 0 = not known."""
 Step = Callable[[], object]
-
-MOST_WORKERS = 8
-"""Processes that verify kernels on one GPU at a time."""
-WORKER_BYTES = 2 << 30
-"""Free memory of a GPU for each of them."""
 
 _ROW = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, top_k=40), 0, 0)
 
@@ -58,7 +54,7 @@ class WarmUp:
             loaded, and steps run that compile what is left; ``graphs``: decode steps and steps with prompts run and are captured.
         graphs: number of decode graphs that exist now, and of steps with prompts that are captured in pieces; graph_bytes: the memory that they take.
         kernels: number of plan entries that are resolved.
-        verified: number of problems whose kernels were verified, for want of a record.
+        verified: number of kernels, configurations and problems that were verified, for want of a record.
         ran: whether steps of every kind have run; if not, kernels are selected, verified and loaded.
     """
 
@@ -109,6 +105,7 @@ def warm_up(
         run: run the steps; False = kernels are selected, verified and loaded.
     """
     plans, seconds = runner.model.plans, dict[str, float]()
+    tried = plans.resolver.tried
 
     @contextmanager
     def phase(name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
@@ -129,7 +126,7 @@ def warm_up(
         unverified = _unverified(plans.resolver, calls)
     with phase("verification", len(unverified)) as report:
         problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in unverified]
-        plans.resolver.resolve_all(problems, workers or _workers(runner.device), report)
+        plans.resolver.resolve_all(problems, workers or workers_for(runner.device), report)
     phases: dict[str, list[Step]] = {"compilation": [partial(_load, plan, index) for plan, index in calls]}
     if run:
         phases["compilation"] += _compiling(runner, config, drafts)
@@ -143,7 +140,9 @@ def warm_up(
     entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
     graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
     pieces = [] if runner.prompts is None else [g for g in runner.prompts.graphs.values() if not g.reason]
-    return WarmUp(seconds, len(graphs) + len(pieces), entries, len(unverified), runner.graph_bytes, run)
+    return WarmUp(
+        seconds, len(graphs) + len(pieces), entries, plans.resolver.tried - tried, runner.graph_bytes, run
+    )
 
 
 def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
@@ -193,14 +192,6 @@ def _unverified(resolver: Resolver, calls: list[tuple[BoundPlan, int]]) -> list[
 
 def _load(plan: BoundPlan, index: int) -> None:
     plan.prepare([bucket_sizes()[index]])
-
-
-def _workers(device: torch.device) -> int:
-    """Processes that verify at a time: on a GPU one for every second core, with room for a context and a problem each."""
-    if device.type == "cpu":
-        return 1
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, free // WORKER_BYTES))
 
 
 def _sizes(most: int) -> list[int]:
@@ -299,15 +290,17 @@ def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Callab
 
 
 def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:
-    """Logits and samples of rows of prompts, and samples of processed logits, which are float32."""
+    """Logits and samples of rows of prompts, and samples of processed logits, which are float32; logits for the log-probabilities of prompts."""
     model = runner.model
+    most = min(config.max_seqs * (1 + drafts), config.max_batch_tokens)
 
     @torch.inference_mode()
     def step(rows: int) -> None:
         hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.plans.dtype, device=runner.device)
         logits = model.logits(hidden)
-        for values in (logits, logits.float()):
-            runner.sampler(values, [_ROW] * rows)
+        if rows <= most:
+            for values in (logits, logits.float()):
+                runner.sampler(values, [_ROW] * rows)
 
-    for rows in _sizes(min(config.max_seqs * (1 + drafts), config.max_batch_tokens)):
+    for rows in dict.fromkeys([*_sizes(most), *_sizes(max(most, min(PROMPT_ROWS, config.max_batch_tokens)))]):
         yield partial(step, rows)

@@ -40,6 +40,7 @@ def cache_blocks(
     draft: Model | None = None,
     groups: Sequence[KVGroup] = (),
     spare: int = 0,
+    beside: int = 0,
 ) -> int:
     """Blocks of `block_size` tokens that fit in the memory for the cache.
 
@@ -48,6 +49,7 @@ def cache_blocks(
             need of max_seqs sequences of max_model_len tokens, at most `CPU_CACHE_BYTES`, and at least one sequence.
         draft: a draft model, whose cache has as many blocks in the same memory, and `spare` more.
         groups: the groups of the cache; a block holds its tokens in the layers of one of them.
+        beside: bytes that are not free now, and will be soon.
 
     Raises:
         UsageError: memory is neither, or too small for one block.
@@ -75,7 +77,7 @@ def cache_blocks(
         raise UsageError(
             f"memory must be bytes (an int) or a part of the free memory (a float up to 1), got {memory!r}"
         )
-    size = int(share * _free_bytes(device) if isinstance(share, float) else share)
+    size = int(share * (_free_bytes(device) + beside) if isinstance(share, float) else share)
     count = (size - spare * sizes[-1]) // block_bytes
     if count < 1:
         raise UsageError(f"memory {memory!r} does not hold one cache block of {block_bytes} bytes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -96,6 +96,7 @@ class Plans:
         schemes: the schemes that weights are loaded in.
         layers: how many layers have weights of each problem, packed in these layouts.
         is_warm: whether a kernel that is selected from now on is late (`set_warm`).
+        on_bind: called with each plan that is new to the model.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Plans:
         self.schemes = LoadedSchemes()
         self.layers: Counter[tuple[Problem, frozenset[str]]] = Counter()
         self.is_warm = False
+        self.on_bind: Callable[[BoundPlan], None] | None = None
         self._calls: dict[tuple[BoundPlan, int], None] | None = None  # those recorded
         self._needs: dict[tuple[int, int], tuple[str, Workspace]] = {}
         self.workspaces = Workspaces(device)
@@ -206,6 +208,8 @@ class Plans:
             plan.is_warm = self.is_warm
             if self._calls is not None:
                 plan.record(self._calls)
+            if self.on_bind is not None:
+                self.on_bind(plan)
         return self.bound[key]
 
     def set_warm(self, warm: bool) -> None:

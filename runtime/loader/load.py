@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def load_model(
     kv_dtype: str | torch.dtype = "auto",
     quant_head: str | QuantScheme | None = None,
     mesh: Mesh = ALONE,
+    begin: Callable[[Plans, ModelConfig, Weights], None] | None = None,
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
@@ -55,6 +57,7 @@ def load_model(
             (``fp8_block.fp8_g128``), or a float dtype (``bf16``), to which all weights are then dequantized.
         kv_dtype, quant_head: as in `Engine`.
         mesh: the place of a rank, which keeps its range of every weight.
+        begin: called before the first weight is read.
 
     Raises:
         ConfigError, CheckpointError: an invalid checkpoint.
@@ -76,6 +79,8 @@ def load_model(
         checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh.rank, mesh.world
     )
     plans.schemes.room = room_of_weights(checkpoint, plans.device, mesh)
+    if begin is not None:
+        begin(plans, own_config, weights)
     with memory.shared_blocks():
         model = build_model(own_config, weights, plans)
     if weights.without_cache_scales:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -360,6 +361,30 @@ def test_what_cannot_be_verified_beside_others_is_left(h200: Callable[[object], 
     assert not resolver.store.verifications
     with pytest.raises(UnverifiableError, match="got no memory"):
         resolver.resolve(OP, PROBLEM)
+
+
+def test_a_patient_thread_lets_others_go_first() -> None:
+    """It waits while they wait, though it was there first; without them it gets a worker."""
+    workers, order = Workers(), list[str]()
+
+    def patient() -> None:
+        workers.be_patient()
+        with workers.one():
+            order.append("patient")
+
+    def other() -> None:
+        with workers.one():
+            order.append("other")
+            time.sleep(0.05)
+
+    with workers.one():
+        threads = [threading.Thread(target=patient), *(threading.Thread(target=other) for _ in range(3))]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+    for thread in threads:
+        thread.join(10)
+    assert order == ["other"] * 3 + ["patient"]
 
 
 def test_one_worker_is_left() -> None:

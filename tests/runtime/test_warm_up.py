@@ -65,6 +65,7 @@ def serve(engine: Engine, seed: int) -> dict[str, list[int]]:
                 seed=left,
                 repetition_penalty=1.0 if draw.random() < 0.8 else 1.2,
                 ignore_eos=True,
+                prompt_logprobs=1 if left % 5 == 0 else None,
             )
             engine.add_request(name, prompt, params)
             outputs[name] = []
