@@ -123,7 +123,9 @@ class Product:
             x = x * self.pre_scale
         out = x.new_empty(x.shape[0], self.n)
         handle = self.handles[int(bias is not None)]  # Dynamo of torch 2.11 takes no bool as an index
-        torch.ops.gristmill.linear.out(x, self.tensors, bias, None, False, self.n, None, handle, out)
+        torch.ops.gristmill.linear.out(
+            x, self.tensors, bias, None, False, self.n, None, None, None, handle, out
+        )
         return out
 
     def prepare(self, sizes: Sequence[int], *, bias: bool) -> None:

@@ -72,7 +72,8 @@ class Checks:
         self.scalar_axes = [n for n in plain if n in self.static and n not in {*self.sizes, *op.values}]
         dtypes = {axis.name for axis in op.axes if axis.kind == "dtype"} - {*self.arguments}
         self.own = {*self.arguments} - self.sizes
-        self.values = self.sizes.union(op.values, dtypes, self.static if planned else ())
+        schemes = {weight.scheme for weight in self.weights}
+        self.values = self.sizes.union(op.values, dtypes, schemes, self.static if planned else ())
         self.steps: list[Step] = []
         self.constants: dict[str, str] = {}
         declared = [*self.tensors, *(op.returns if planned else self.weights)]
@@ -97,7 +98,7 @@ class Checks:
             self.packed(weight)
         for index, rule in enumerate(self.op.rules):
             names = signature(rule).parameters
-            call = f"rule_{index}({', '.join(map(self.resolve, names))})"
+            call = f"rule_{index}({', '.join(self.resolve(name, self.own) for name in names)})"
             if not self.planned or not self.static.issuperset(names):
                 self.steps.append(Check(f"{call} is None", f"{{{call}}}"))
         if self.planned:
@@ -272,6 +273,8 @@ class Checks:
 
     def dtype(self, item: Tensor) -> None:
         """The dtype of a tensor. Without a plan, the first tensor of a dtype axis determines it."""
+        if not item.dtype:
+            return
         x, axis, first = item.name, item.dtype, self.firsts.setdefault(item.dtype, item.name)
         condition, expected = f"{x}.dtype is d_{axis}", f"be {{d_{axis}}}"
         if not self.planned and first != x and axis in self.axes:

@@ -37,7 +37,8 @@ class Tensor:
     """A tensor argument, or an output.
 
     Attributes:
-        dtype: the name of a dtype, or an axis of kind ``dtype``: all tensors of that axis share one of its choices.
+        dtype: the name of a dtype, or an axis of kind ``dtype``: all tensors of that axis share one of its choices. "" = what the rules
+            of the operation allow.
         optional: None is allowed, and is the default unless `required`. An axis of kind ``bool`` with the argument's name says whether it
             is given; so does a ``flags`` axis that has the name among its choices.
         mutable: written in place. No two elements of such a tensor may share memory.

@@ -77,6 +77,8 @@ class LinearCall(Call):
     silu_mul: bool
     n: int
     workspace: Tensor | None
+    codes: Tensor | None
+    scales: Tensor | None
     out: Tensor
 
 class MergeAttentionStatesCall(Call):
@@ -114,6 +116,8 @@ class MoeCall(Call):
     clamp: bool
     alpha: float
     limit: float
+    codes: Tensor | None
+    scales: Tensor | None
     out: Tensor
 
 class PagedAttentionCall(Call):
@@ -185,6 +189,7 @@ class RmsNormQuantCall(Call):
     codes: Tensor
     scales: Tensor
     format: str
+    normed: Tensor | None
 
 class RotaryEmbeddingCall(Call):
     q: Tensor

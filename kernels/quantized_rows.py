@@ -21,20 +21,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gristmill.kernel_registry.arguments import ROWS, Scalar, Tensor
+from gristmill.kernel_registry.arguments import ROWS, STRIDED, Scalar, Tensor
 from gristmill.kernel_registry.kernel import ConfigValue
 from gristmill.kernel_registry.op import Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.code_intervals import outside
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.given_codes import GROUPS
 from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
     import torch
 
-GROUPS = {"fp8": 0, "fp8_token": 0, "fp8_g128": 128, "int8_token": 0, "int8_g32": 32, "int8_g128": 128}
-"""Columns that share a scale; 0: all of them."""
 AXES = (
     Axis("m", "int", "rows (tokens)", dynamic=True),
     Axis("n", "int", "length of an output row", minimum=1),
@@ -46,7 +45,7 @@ AXES = (
 )
 ARGUMENTS = (
     Tensor("codes", "... n", dtype="q", strides=ROWS, mutable=True),
-    Tensor("scales", "rows groups", dtype="fp32", mutable=True),
+    Tensor("scales", "rows groups", dtype="fp32", strides=STRIDED, mutable=True),
     Scalar("format", "str"),
 )
 
@@ -55,14 +54,6 @@ def misfit(problem: Problem) -> str | None:
     """Why the dtype of the codes is not the format's; None if it is."""
     q, text = problem.text("q"), problem.text("format")
     return None if text.startswith(q) else f"the codes of {text} are {text.partition('_')[0]}, got {q}"
-
-
-def scales_fit(codes: torch.Tensor, n: int, format: str, rows: int, groups: int) -> str | None:
-    """The scales have the shape of the format."""
-    expected = (1, 1) if format == "fp8" else (codes.numel() // n, cdiv(n, GROUPS[format] or n))
-    if (rows, groups) == expected:
-        return None
-    return f"scales of {format} must be {list(expected)}, got {[rows, groups]}"
 
 
 def config_of(problem: Problem) -> dict[str, ConfigValue]:

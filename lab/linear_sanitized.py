@@ -48,7 +48,7 @@ def run(
     """Run once; the error per column."""
     out = torch.full((x.shape[0], q.n), float("nan"), dtype=x.dtype, device=DEVICE)
     load(kernel)(
-        config, default_registry().op("linear").Call(x.to(DEVICE), tensors, None, None, False, q.n, None, out)
+        config, default_registry().op("linear").Call(x.to(DEVICE), tensors, None, None, False, q.n, out=out)
     )
     return column_error(out.cpu(), x, q.dequantize())
 

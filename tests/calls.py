@@ -10,8 +10,13 @@ from gristmill.kernel_registry.registry import default_registry
 
 
 def make_call(op: str, *arguments: Any, **named: Any) -> Any:
-    """The call of `op` with these arguments and outputs."""
-    return default_registry().op(op).Call(*arguments, **named)
+    """The call of `op` with these arguments and outputs. By position, the last are the outputs; what is missing before them has its default."""
+    operation = default_registry().op(op)
+    count = len(operation.outputs)
+    if not named and count and len(arguments) < len(operation.Call.names):
+        named = dict(zip(operation.outputs, arguments[-count:], strict=True))
+        arguments = arguments[:-count]
+    return operation.Call(*arguments, **named)
 
 
 def positional(function: Callable[..., Any]) -> Callable[..., Any]:

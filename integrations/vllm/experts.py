@@ -126,6 +126,17 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
         """x [T, H], weights float32 and ids int32 [T, K] -> [T, H]."""
         out = torch.empty_like(x)
         torch.ops.gristmill.moe.out(
-            x, topk_weights, topk_ids, self.w13, self.w2, self.inner, None, *SILU, self.handle, out
+            x,
+            topk_weights,
+            topk_ids,
+            self.w13,
+            self.w2,
+            self.inner,
+            None,
+            *SILU,
+            None,
+            None,
+            self.handle,
+            out,
         )
         return out

@@ -58,7 +58,8 @@ inline void store_codes(f8e4m3* p, vf v) { store(p, v); }
 
 // values(c, n) -> the n <= kLanes values from column c; lanes past n are ignored here.
 template <class Code, class Values>
-void quantize_values(const Values& values, int64_t cols, Code* codes, float* scales, const RowFormat& f) {
+void quantize_values(const Values& values, int64_t cols, Code* codes, float* scales, int64_t scale_stride,
+                     const RowFormat& f) {
   constexpr int64_t L = kLanes;
   const int64_t group = f.group ? f.group : cols;
   for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
@@ -74,9 +75,9 @@ void quantize_values(const Values& values, int64_t cols, Code* codes, float* sca
       int32_t top = 0;
       for (int i = 0; i < kLanes; ++i) top = amax_bits[i] > top ? amax_bits[i] : top;
       const float amax = bit_cast<float>(top);
-      scales[g] = (amax < f.least ? f.least : amax) / f.top;
+      scales[g * scale_stride] = (amax < f.least ? f.least : amax) / f.top;
     }
-    const float scale = scales[g];
+    const float scale = scales[g * scale_stride];
     int64_t c = begin;
     for (; c + L <= end; c += L) store_codes(codes + c, values(c, L) / scale);
     if (c < end) {
@@ -87,24 +88,19 @@ void quantize_values(const Values& values, int64_t cols, Code* codes, float* sca
   }
 }
 
-// Scales per row; 0 if one is given for all rows.
-inline int64_t scales_of_row(const RowFormat& f, int64_t cols) {
-  if (f.least == 0.0f) return 0;
-  return f.group ? (cols + f.group - 1) / f.group : 1;
-}
-
 // Quantizes the rows of a call whose activations have m rows of n columns. The scale of the tensor is read, others are
 // written. values_of(T{}, r): the values of row r, as quantize_values takes them. elements: of a task, about.
 template <class Call, class ValuesOf>
 int quantize_rows(const Call& call, int64_t elements, const ValuesOf& values_of) {
   if (call.m < 0 || call.n < 1) return GM_E_SHAPE;
   const RowFormat format = row_format(call.format);
-  const int64_t scales = scales_of_row(format, call.n);
+  // One scale is given for all rows where there is no lower bound of amax.
+  const int64_t scales = format.least == 0.0f ? 0 : call.scales_stride[0];
   const auto quantize = [&](auto type, auto* codes) {
     return parallel_for(call.m, elements / call.n + 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         quantize_values(values_of(type, r), call.n, codes + r * call.codes_stride[0],
-                        static_cast<float*>(call.scales) + r * scales, format);
+                        static_cast<float*>(call.scales) + r * scales, call.scales_stride[1], format);
     });
   };
   GM_DISPATCH_FLOAT(call.x_type, T, {

@@ -40,6 +40,7 @@ def quantize_block(
     n,
     codes,
     scales,
+    scale_stride,
     first,
     least,
     top,
@@ -48,8 +49,8 @@ def quantize_block(
     INT8: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """Codes of x float32 [BLOCK], 0 past the row, at `columns` of a row of n, in groups of GROUP; `first` is the first group's scale in
-    the row's scales. If GIVEN, by the scale that is there."""
+    """Codes of x float32 [BLOCK], 0 past the row, at `columns` of a row of n, in groups of GROUP; the scales of the row are
+    `scale_stride` apart, and `first` is the first group. If GIVEN, by the scale that is there."""
     GROUPS: tl.constexpr = BLOCK // GROUP
     grouped = tl.reshape(x, [GROUPS, GROUP])
     if GIVEN:
@@ -58,6 +59,6 @@ def quantize_block(
         scale = scale_of(tl.max(magnitude_bits(grouped), 1), least, top)
         index = tl.arange(0, GROUPS)
         starts = tl.min(tl.reshape(columns, [GROUPS, GROUP]), 1)
-        tl.store(scales + first + index, scale, mask=starts < n)
+        tl.store(scales + (first + index) * scale_stride, scale, mask=starts < n)
     code = code_of(grouped, tl.broadcast_to(scale[:, None], grouped.shape), INT8)
     tl.store(codes + columns, tl.reshape(code, [BLOCK]), mask=columns < n)

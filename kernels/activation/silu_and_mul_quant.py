@@ -11,6 +11,7 @@ from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernels import quantized_rows
 from gristmill.kernels.activation import silu_and_mul
 from gristmill.kernels.common import ITEM_BYTES
+from gristmill.kernels.given_codes import scales_fit
 from gristmill.kernels.random_inputs import Draw
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ OP = Op(
     summary="silu(gate) · up of the two halves of each row, to 8-bit codes and scales",
     axes=quantized_rows.AXES,
     arguments=(Tensor("x", "... 2*n", strides=ROWS), *quantized_rows.ARGUMENTS),
-    rules=(quantized_rows.scales_fit,),
+    rules=(scales_fit,),
     check=quantized_rows.misfit,
     reference=reference,
     inputs=inputs,

@@ -48,7 +48,8 @@ def silu_and_mul_quant_kernel(
     scales,
     x_stride,
     codes_stride,
-    groups,
+    scale_row,
+    scale_group,
     n,
     least,
     top,
@@ -65,7 +66,7 @@ def silu_and_mul_quant_kernel(
         for start in range(0, n, BLOCK):
             bits = tl.maximum(bits, magnitude_bits(product(x, start + tl.arange(0, BLOCK), n)))
         scale = scale_of(tl.max(tl.reshape(bits, [1, BLOCK]), 1), least, top)
-        tl.store(scales + row + tl.arange(0, 1), scale)
+        tl.store(scales + row * scale_row + tl.arange(0, 1), scale)
         for start in range(0, n, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             values = tl.reshape(product(x, columns, n), [1, BLOCK])
@@ -75,9 +76,11 @@ def silu_and_mul_quant_kernel(
         part = tl.program_id(1)
         columns = part * BLOCK + tl.arange(0, BLOCK)
         values = product(x, columns, n)
-        at = scales + row * groups
+        at = scales + row * scale_row
         first = part * (BLOCK // GROUP)
-        quantize_block(values, columns, n, codes, at, first, least, top, BLOCK, GROUP, INT8, GIVEN)
+        quantize_block(
+            values, columns, n, codes, at, scale_group, first, least, top, BLOCK, GROUP, INT8, GIVEN
+        )
 
 
 def launch(config: Config, call: SiluAndMulQuantCall) -> None:
@@ -92,7 +95,8 @@ def launch(config: Config, call: SiluAndMulQuantCall) -> None:
             call.scales,
             row_stride(call.x),
             row_stride(call.codes),
-            0 if given else cdiv(n, group or n),
+            0 if given else call.scales.stride(0),
+            0 if given else call.scales.stride(1),
             n,
             config["least"],
             config["top"],
@@ -106,7 +110,7 @@ def launch(config: Config, call: SiluAndMulQuantCall) -> None:
 
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds, in bf16: a scale per row, per 128 columns, of the tensor; e4m3 and int8."""
-    sizes = dict.fromkeys(("x_stride", "codes_stride", "groups", "n"), "i32")
+    sizes = dict.fromkeys(("x_stride", "codes_stride", "scale_row", "scale_group", "n"), "i32")
     signature = {"x": "*bf16", "scales": "*fp32", **sizes, "least": "fp32", "top": "fp32"}
     cases: dict[str, dict[str, int | bool]] = {
         "fp8_token": {"GROUP": 0, "BLOCK": 4096},

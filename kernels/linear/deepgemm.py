@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] bf16, the six tensors of plain_v1 in fp8_block -> out [..., N or N / 2].
 
-    x is quantized here, per token and 128 columns; DeepGEMM rearranges the scales.
+    x is quantized here, unless codes are given, per token and 128 columns; DeepGEMM rearranges the scales.
     """
     import deep_gemm
     import torch
@@ -34,14 +34,18 @@ def launch(config: Config, call: LinearCall) -> None:
             f"linear_deepgemm: block scales must be whole 128 x 128 blocks of [{rows}, {k}], got "
             f"{tuple(scales.shape)}: fused or sharded inside a block"
         )
-    act = quantize_activation(call.x.reshape(-1, k), "fp8_g128")
+    if call.codes is not None and call.scales is not None:
+        values, x_scales = call.codes.reshape(-1, k), call.scales.contiguous()
+    else:
+        act = quantize_activation(call.x.reshape(-1, k), "fp8_g128")
+        values, x_scales = act.values, act.scales
     plain = call.bias is None and call.residual is None and not call.silu_mul
     z = (
         call.out.view(-1, rows)
         if plain
-        else torch.empty(act.values.shape[0], rows, dtype=call.x.dtype, device=call.x.device)
+        else torch.empty(values.shape[0], rows, dtype=call.x.dtype, device=call.x.device)
     )
-    deep_gemm.fp8_gemm_nt((act.values, act.scales), (codes.view(torch.float8_e4m3fn), scales), z)
+    deep_gemm.fp8_gemm_nt((values, x_scales), (codes.view(torch.float8_e4m3fn), scales), z)
     if not plain:
         finish(z.view(*call.x.shape[:-1], rows), call.bias, call.residual, call.silu_mul, call.out)
 
@@ -74,6 +78,7 @@ KERNEL = Kernel(
     ),
     summary="DeepGEMM fp8_gemm_nt",
     accepts=accepts,
+    supports=("codes",),
     layouts=("plain_v1",),
     examples=("m=7,n=192,k=256,w=fp8_block.fp8_g128",),
     auto=False,

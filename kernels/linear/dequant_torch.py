@@ -25,14 +25,14 @@ def launch(config: Config, call: LinearCall) -> None:
     import torch
 
     from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
+    from gristmill.kernels.given_codes import activations
     from gristmill.kernels.linear._epilogue import finish_in_torch
-    from gristmill.quant.activations import quantize_activation
 
     scheme = QuantScheme.parse(str(config["scheme"]))
     k, rows = call.x.shape[-1], call.out.shape[-1] * (2 if call.silu_mul else 1)
     flat = call.x.reshape(-1, k)
     if scheme.activation is not None:
-        flat = quantize_activation(flat, scheme.activation).dequantize()
+        flat = activations(call.x, scheme.activation, call.codes, call.scales).reshape(-1, k)
     elif call.x.dtype != torch.bfloat16:
         flat = flat.float()
     flat = gather(flat, perm_of(call.weight))
@@ -72,6 +72,7 @@ KERNEL = Kernel(
     summary="dequantize rows, then torch's product",
     accepts=accepts,
     config=config,
+    supports=("codes",),
     layouts=("plain_v1", "cpu_rows16_v1", "cpu_groups16_v1"),
     dequantizes=True,
 )

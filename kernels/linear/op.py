@@ -11,6 +11,7 @@ from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels import given_codes
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
 from gristmill.kernels.quantized_inputs import misfit, random_weight
 from gristmill.kernels.random_inputs import Draw
@@ -36,14 +37,20 @@ def reference(
     silu_mul: bool = False,
     n: int = 0,
     workspace: torch.Tensor | None = None,
+    codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [..., K] and a QuantTensor [N, K] (or a dense tensor, or a list of one) -> [..., N], [..., N / 2] with silu_mul.
 
     z = x · Wᵀ + bias; with silu_mul the first N / 2 rows of W are the gate and z = silu(gate) · up; y = z + residual.
     Everything in float32, with W dequantized in float32, and rounded once to x's dtype. A scheme with an activation
     part quantizes x first, by that format's rule.
+
+    codes [..., K], scales float32 [rows, groups]: x as quantized in that format, as `rms_norm_quant` and `silu_and_mul_quant` write it
+    (e4m3 or int8; scales [1, 1] of the tensor, or per row and group of columns). The values of x are not read then: it states the shape
+    and the dtype of the result.
     """
-    z = product(x, weight)
+    z = product(x, weight, codes, scales)
     if bias is not None:
         z = z + bias.float()
     if silu_mul:
@@ -66,15 +73,15 @@ def gated_error(z: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     return 1.1 * of_gate * up.abs() + of_up * (gate * gate.sigmoid()).abs() + 1e-3 * of_gate * of_up
 
 
-def product(x: torch.Tensor, weight: WeightLike) -> torch.Tensor:
+def product(
+    x: torch.Tensor,
+    weight: WeightLike,
+    codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x · Wᵀ in float32, [..., N]."""
     weight = as_quant(weight)
-    values = x.float()
-    if weight.scheme.activation is not None:
-        from gristmill.quant.activations import quantize_activation
-
-        values = quantize_activation(x, weight.scheme.activation).dequantize()
-    return values @ weight.dequantize().T
+    return given_codes.activations(x, weight.scheme.activation, codes, scales) @ weight.dequantize().T
 
 
 def as_quant(weight: WeightLike) -> QuantTensor:
@@ -99,6 +106,11 @@ def check(problem: Problem) -> str | None:
     return misfit(problem.text("w"), problem.integer("k"), bool(problem["act_order"]))
 
 
+def check_with_codes(problem: Problem) -> str | None:
+    """`check`, and why x cannot be given as codes."""
+    return check(problem) or given_codes.misfit(problem)
+
+
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments; the weight is a QuantTensor whose rows and columns have very different sizes.
 
@@ -110,7 +122,11 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     columns = n // 2 if "silu_mul" in flags else n
     bias = draw.stored(draw.normal(n))[0] if "bias" in flags else None
     residual = draw.stored(draw.normal(m, columns))[0] if "residual" in flags else None
-    return [x, weight, bias, residual, "silu_mul" in flags, n, None]
+    arguments = [weight, bias, residual, "silu_mul" in flags, n, None]
+    if not problem["codes"]:
+        return [x, *arguments, None, None]
+    codes = given_codes.codes_of(x, str(weight.scheme.activation))
+    return [x.fill_(float("nan")), *arguments, *codes]  # x is not read
 
 
 def pack(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
@@ -159,16 +175,20 @@ def error(
     """
 
     x, weight, bias, residual, silu_mul = arguments[:5]
+    codes, scales = arguments[7:] or (None, None)
     out, ref = (t.double().reshape(-1, t.shape[-1]) for t in (outputs[0], references[0]))
     if out.numel() == 0:
         return 0.0
     weight = as_quant(weight)
-    rows = x.double().reshape(-1, x.shape[-1]).norm(dim=1, keepdim=True)
+    values = x if codes is None else given_codes.activations(x, weight.scheme.activation, codes, scales)
+    rows = values.double().reshape(-1, x.shape[-1]).norm(dim=1, keepdim=True)
     scale = rows * weight.dequantize().norm(dim=1).double() / weight.k**0.5
     if bias is not None:
         scale = scale + bias.double().abs()
     if silu_mul:
-        z = product(x, weight).double().reshape(scale.shape) + (0 if bias is None else bias.double())
+        z = product(x, weight, codes, scales).double().reshape(scale.shape) + (
+            0 if bias is None else bias.double()
+        )
         scale = gated_error(z, scale)
     if residual is not None:
         scale = scale + residual.double().reshape(ref.shape).abs()
@@ -187,11 +207,12 @@ def cost(problem: Problem) -> Cost:
     item, flags = ITEM_BYTES[problem.text("x")], problem.flags("epilogue")
     scheme = QuantScheme.parse(problem.text("w"))
     columns = n // 2 if "silu_mul" in flags else n
-    moved = m * k + m * columns * (2 if "residual" in flags else 1) + (n if "bias" in flags else 0)
+    moved = m * columns * (2 if "residual" in flags else 1) + (n if "bias" in flags else 0)
+    read = m * k * (1 if problem["codes"] else item)
     unit = problem.text("x")
     if scheme.activation is not None:
         unit = "int8" if scheme.activation.startswith("int8") else "fp8"
-    return Cost(bytes=moved * item + scheme.weight_bytes(n, k), flops=2 * m * n * k, unit=unit)
+    return Cost(bytes=moved * item + read + scheme.weight_bytes(n, k), flops=2 * m * n * k, unit=unit)
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -228,6 +249,7 @@ OP = Op(
         ),
         Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
+        Axis("codes", "bool", "x is given as codes and scales", default=False, opt_in=True),
     ),
     arguments=(
         Tensor("x", "... k", strides=MATRIX),
@@ -237,11 +259,13 @@ OP = Op(
         Scalar("silu_mul", "bool", False),
         Scalar("n", "int", 0, states="n"),
         WorkspaceArgument(),
+        *given_codes.ARGUMENTS,
     ),
+    rules=(given_codes.fits,),
     returns=(Tensor("out", "... n//(1+silu_mul)"),),
     reference=reference,
     inputs=inputs,
-    check=check,
+    check=check_with_codes,
     cost=cost,
     tolerance=tolerance,
     error=error,
@@ -263,6 +287,9 @@ OP = Op(
         m=3,n=20,k=80,x=fp32,w=nvfp4  m=5,n=130,k=257,x=bf16,w=fp8_block.fp8_g128
         m=18,n=33,k=64,x=bf16,w=int8_ch.int8_token  m=3,n=40,k=104,w=int4_g64
         m=2,n=33,k=40,x=fp16,w=int8_g128  m=4,n=24,k=136,w=mxfp4,act_order=true
+        m=5,n=130,k=257,w=fp8_block.fp8_g128,codes=true  m=7,n=66,k=96,x=fp32,w=int8_ch.int8_token,epilogue=bias+silu_mul,codes=true
+        m=19,n=40,k=272,x=fp16,w=fp8_ch.fp8_token,epilogue=residual,codes=true  m=3,n=31,k=200,w=int4_g64.int8_g32,codes=true
+        m=4,n=24,k=64,w=fp8.fp8,codes=true
         """
     ),
     bench=problems(

@@ -32,18 +32,21 @@ def launch(config: Config, call: LinearCall) -> None:
     m, rows = call.x.numel() // k, codes.shape[0]
     if m == 0:
         return
-    size = workspace_bytes(OPERANDS, m, k)
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.uint8, device=call.x.device)
+    if call.codes is not None and call.scales is not None:
+        values, x_scales = call.codes.reshape(m, k), call.scales.contiguous()
     else:
-        need_workspace("linear", workspace, size, call.x.device)
-    device = call.x.get_device()
-    quantized = quantize_rows(
-        OPERANDS, call.x, m, k, workspace, device, torch.cuda.current_stream(device).cuda_stream
-    )
-    values = workspace[: m * k].view(m, k).view(torch.float8_e4m3fn)
-    start = quantized.scales - quantized.codes
-    x_scales = workspace[start : start + 4 * m].view(torch.float32).view(m, 1)
+        size = workspace_bytes(OPERANDS, m, k)
+        if workspace is None:
+            workspace = torch.empty(size, dtype=torch.uint8, device=call.x.device)
+        else:
+            need_workspace("linear", workspace, size, call.x.device)
+        device = call.x.get_device()
+        quantized = quantize_rows(
+            OPERANDS, call.x, m, k, workspace, device, torch.cuda.current_stream(device).cuda_stream
+        )
+        values = workspace[: m * k].view(m, k).view(torch.float8_e4m3fn)
+        start = quantized.scales - quantized.codes
+        x_scales = workspace[start : start + 4 * m].view(torch.float32).view(m, 1)
     plain = call.bias is None and call.residual is None and not call.silu_mul
     z = call.out.view(m, rows) if plain else torch.empty(m, rows, dtype=call.x.dtype, device=call.x.device)
     torch._scaled_mm(
@@ -70,7 +73,8 @@ def accepts(problem: Problem) -> str | None:
 
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Quantized rows of x."""
-    return Workspace(workspace_bytes(OPERANDS, *problem.integers("m", "k")))
+    m, k = problem.integers("m", "k")
+    return Workspace(workspace_bytes(OPERANDS, m, k, given=bool(problem["codes"])))
 
 
 KERNEL = Kernel(
@@ -88,8 +92,13 @@ KERNEL = Kernel(
     summary="torch._scaled_mm after a launch that quantizes x",
     accepts=accepts,
     workspace=workspace,
+    supports=("codes",),
     layouts=("plain_v1",),
-    examples=("m=7,n=48,k=256,w=fp8_ch.fp8_token", "m=257,n=64,k=128,w=fp8.fp8_token,epilogue=bias+residual"),
+    examples=(
+        "m=7,n=48,k=256,w=fp8_ch.fp8_token",
+        "m=7,n=48,k=256,w=fp8_ch.fp8_token,codes=true",
+        "m=257,n=64,k=128,w=fp8.fp8_token,epilogue=bias+residual",
+    ),
     priority=100,
     proven="sm_90: H200",
 )

@@ -30,9 +30,16 @@ GM_CPU_CALL(gm_rms_norm_quant, RmsNormQuant)(const GmRmsNormQuantCall& call) {
       from = sum;
     }
     const float scale = gm::inverse_rms(from, call.n, float(call.eps));
+    T* to = call.normed == nullptr ? nullptr : static_cast<T*>(call.normed) + r * call.normed_stride[0];
     return [=](int64_t c, int64_t n) {
-      if (n == gm::kLanes) return gm::rounded<T>(gm::load(from + c) * scale * gm::load(w + c));
-      return gm::rounded<T>(gm::load(from + c, n) * scale * gm::load(w + c, n));
+      if (n == gm::kLanes) {
+        const gm::vf value = gm::rounded<T>(gm::load(from + c) * scale * gm::load(w + c));
+        if (to != nullptr) gm::store(to + c, value);
+        return value;
+      }
+      const gm::vf value = gm::rounded<T>(gm::load(from + c, n) * scale * gm::load(w + c, n));
+      if (to != nullptr) gm::store(to + c, value, n);
+      return value;
     };
   });
 }

@@ -27,6 +27,7 @@ KERNEL = Kernel(
     language="cpp",
     target=f"{__name__}:launch",
     requires=Requirement(vendors=("cpu",), code="cpp"),
+    supports=("normed",),
     summary="rows over threads, values computed for the largest and again for the codes",
     config=best_config("gm_rms_norm_quant"),
     batch_invariant=True,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def launch(config: Config, call: RmsNormQuantCall) -> None:
     """The arguments of `rms_norm_quant.reference`."""
-    reference(call.x, call.residual, call.weight, call.eps, call.codes, call.scales, call.format)
+    reference(call.x, call.residual, call.weight, call.eps, call.codes, call.scales, call.format, call.normed)
 
 
 KERNEL = Kernel(
@@ -24,5 +24,6 @@ KERNEL = Kernel(
     language="python",
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
+    supports=("normed",),
     summary="norm, then quantize_activation",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
+from gristmill.kernel_registry.scheme import next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.activation._quantize_values_triton import quantize_block
 from gristmill.kernels.aot import AotCase
@@ -43,7 +43,9 @@ def rms_norm_quant_kernel(
     x_stride,
     residual_stride,
     codes_stride,
-    groups,
+    scale_row,
+    scale_group,
+    normed_stride,
     n,
     eps,
     least,
@@ -53,6 +55,7 @@ def rms_norm_quant_kernel(
     ADD: tl.constexpr,
     INT8: tl.constexpr,
     GIVEN: tl.constexpr,
+    normed=None,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -66,13 +69,16 @@ def rms_norm_quant_kernel(
         values = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / n + eps)
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = (values * scale * gain).to(x.dtype.element_ty).to(tl.float32)
+    rounded = (values * scale * gain).to(x.dtype.element_ty)
+    if normed is not None:
+        tl.store(normed + row * normed_stride + columns, rounded, mask=inside)
     quantize_block(
-        normed,
+        rounded.to(tl.float32),
         columns,
         n,
         codes + row * codes_stride,
-        scales + row * groups,
+        scales + row * scale_row,
+        scale_group,
         0,
         least,
         top,
@@ -97,7 +103,9 @@ def launch(config: Config, call: RmsNormQuantCall) -> None:
             row_stride(call.x),
             0 if call.residual is None else row_stride(call.residual),
             row_stride(call.codes),
-            0 if given else cdiv(n, int(config["group"]) or n),
+            0 if given else call.scales.stride(0),
+            0 if given else call.scales.stride(1),
+            0 if call.normed is None else row_stride(call.normed),
             n,
             call.eps,
             config["least"],
@@ -107,6 +115,7 @@ def launch(config: Config, call: RmsNormQuantCall) -> None:
             ADD=call.residual is not None,
             INT8=config["top"] == 127,
             GIVEN=given,
+            normed=call.normed,
             num_warps=config["warps"],
         )
 
@@ -114,9 +123,10 @@ def launch(config: Config, call: RmsNormQuantCall) -> None:
 def aot(target: Target) -> list[AotCase]:
     """What the compile matrix builds, in bf16 with a residual: a scale per row, per 128 columns, of the tensor; e4m3 and int8."""
     pointers = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "scales": "*fp32"}
-    names = ("x_stride", "residual_stride", "codes_stride", "groups", "n")
+    strides = ("x_stride", "residual_stride", "codes_stride", "scale_row", "scale_group", "normed_stride")
+    names = (*strides, "n")
     sizes = dict.fromkeys(names, "i32") | dict.fromkeys(("eps", "least", "top"), "fp32")
-    constants = {"BLOCK": 4096, "GROUP": 4096, "ADD": True, "INT8": False, "GIVEN": False}
+    constants = {"BLOCK": 4096, "GROUP": 4096, "ADD": True, "INT8": False, "GIVEN": False, "normed": None}
     cases: dict[str, dict[str, int | bool]] = {
         "fp8_token": {},
         "fp8_g128": {"GROUP": 128},
@@ -145,6 +155,7 @@ KERNEL = Kernel(
     requires=Requirement(code="triton"),
     summary="one program per row, float32 inside",
     accepts=accepts,
+    supports=("normed",),
     config=config,
     batch_invariant=True,
     priority=50,

@@ -378,6 +378,8 @@ def linear(
     silu_mul: bool = False,
     n: int = 0,
     workspace: Tensor | None = None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -389,6 +391,10 @@ def linear(
     z = x · Wᵀ + bias; with silu_mul the first N / 2 rows of W are the gate and z = silu(gate) · up; y = z + residual.
     Everything in float32, with W dequantized in float32, and rounded once to x's dtype. A scheme with an activation
     part quantizes x first, by that format's rule.
+
+    codes [..., K], scales float32 [rows, groups]: x as quantized in that format, as `rms_norm_quant` and `silu_and_mul_quant` write it
+    (e4m3 or int8; scales [1, 1] of the tensor, or per row and group of columns). The values of x are not read then: it states the shape
+    and the dtype of the result.
 
     weight: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
@@ -402,6 +408,7 @@ def linear(
             fp8_block.fp8_g128
         epilogue: what follows the product; none or a +-joined subset of bias, residual, silu_mul
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
+        codes: x is given as codes and scales; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -505,6 +512,8 @@ def moe(
     clamp: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
@@ -520,6 +529,8 @@ def moe(
     an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
     the host.
 
+    codes [T, H], scales float32 [T, groups]: x as quantized in that format (as of `linear`); the values of x are not read then.
+
     w13, w2: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
 
@@ -533,6 +544,7 @@ def moe(
         w: how both weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
         epilogue: what follows the products beside silu(gate) · up; none or a +-joined subset of w13_bias, w2_bias, clamp
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
+        codes: x is given as codes and scales; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -793,6 +805,7 @@ def rms_norm_quant(
     codes: Tensor,
     scales: Tensor,
     format: str,
+    normed: Tensor | None = None,
     *,
     plan: BoundPlan | None = None,
 ) -> None:
@@ -804,7 +817,9 @@ def rms_norm_quant(
     by the given scale [1, 1]), fp8_token, fp8_g128, int8_token, int8_g32 or int8_g128. The norm is rounded to x's dtype, then
     quantized by the rules of activations: the bits of rms_norm or fused_add_rms_norm, quantized.
 
-    Written in place: residual, codes, scales.
+    normed [..., N]: gets the norm itself; it may be x if there is a residual. None: it is not written.
+
+    Written in place: residual, codes, scales, normed.
 
     Axes of its problems:
         m: rows (tokens); an integer of at least 0
@@ -813,6 +828,7 @@ def rms_norm_quant(
         q: dtype of the codes; a dtype, one of fp8, int8
         format: what shares a scale, and the codes; one of fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128
         residual: whether x is added to a residual first; true or false
+        normed: the norm itself is written too; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.

@@ -83,9 +83,13 @@ def k_for(scheme: str) -> int:
 @pytest.mark.parametrize("text", [t for t in OP.examples if "m=0" not in t])
 def test_reference_is_float64_rounded_once(text: str) -> None:
     problem = OP.problem(text)
-    x, weight, bias, residual, silu_mul, n, _ = arguments = OP.inputs(problem, 3, "cpu")
+    x, weight, bias, residual, silu_mul, n, _, codes, scales = arguments = OP.inputs(problem, 3, "cpu")
     x64 = x.double()
-    if weight.scheme.activation is not None:
+    if codes is not None:
+        groups = {"fp8_g128": 128, "int8_g32": 32}.get(str(weight.scheme.activation), weight.k)
+        of_columns = scales.double().repeat_interleave(groups, 1)[:, : weight.k]
+        x64 = codes.double() * of_columns
+    elif weight.scheme.activation is not None:
         from gristmill.quant.activations import quantize_activation
 
         x64 = quantize_activation(x, weight.scheme.activation).dequantize().double()

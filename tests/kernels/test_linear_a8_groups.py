@@ -61,7 +61,7 @@ def error(q: QuantTensor, packed: Packed, m: int, dtype: torch.dtype = torch.flo
         None,
         False,
         q.n,
-        None,
+        *(None,) * 3,
     ]
     return error_of(OP, problem, arguments, [out], run_reference(OP, arguments)), OP.tolerance(problem).limit
 

@@ -85,7 +85,7 @@ def run(kernel: Kernel, text: str, arch: str, split: int | None = None) -> tuple
             "chunk": config["lanes"] * {"dense": 8, "int4": 32, "int8": 16}[config["format"]],
         }
     arguments = OP.inputs(problem, 7, "cpu")
-    x, weight, bias, residual, silu_mul, n, _ = arguments
+    x, weight, bias, residual, silu_mul, n, *_ = arguments
     expected = reference(x, weight, bias, residual, silu_mul)
     out = torch.full_like(expected, float("nan"))
     scratch = torch.full((kernel.workspace(problem, config).bytes,), 0xFF, dtype=torch.uint8)

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmLinearCall {
-  static constexpr uint64_t kDigest = 0x6193f2e9f36c191f;
+  static constexpr uint64_t kDigest = 0x45ab629005b47e8e;
   // [..., k]
   const void* x;
   // between rows
@@ -21,11 +21,20 @@ struct GmLinearCall {
   int64_t n;
   void* workspace;
   int64_t workspace_bytes;
+  // [..., k]
+  const void* codes;
+  // between rows
+  int64_t codes_stride[1];
+  // [rows, groups]
+  const void* scales;
+  int64_t scales_stride[2];
   // [..., n//(1+silu_mul)]
   void* out;
   // rows of x
   int64_t m;
   int64_t k;
+  int64_t rows;
+  int64_t groups;
   // of x
   int64_t x_type;
 };

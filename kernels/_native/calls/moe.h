@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmMoeCall {
-  static constexpr uint64_t kDigest = 0x48a76eed0ae9ca00;
+  static constexpr uint64_t kDigest = 0x5ed73aa92c500be8;
   // [m, h]
   const void* x;
   // [m, top_k]
@@ -30,11 +30,19 @@ struct GmMoeCall {
   double alpha;
   double limit;
   // [m, h]
+  const void* codes;
+  int64_t codes_stride[1];
+  // [rows, groups]
+  const void* scales;
+  int64_t scales_stride[2];
+  // [m, h]
   void* out;
   int64_t m;
   int64_t h;
   int64_t top_k;
   int64_t e;
+  int64_t rows;
+  int64_t groups;
   // of x
   int64_t x_type;
 };

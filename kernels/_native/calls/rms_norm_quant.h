@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmRmsNormQuantCall {
-  static constexpr uint64_t kDigest = 0x575017c6fcb0898;
+  static constexpr uint64_t kDigest = 0x33089eebeeed2ba;
   // [..., n]
   const void* x;
   // between rows
@@ -22,7 +22,12 @@ struct GmRmsNormQuantCall {
   int64_t codes_stride[1];
   // [rows, groups]
   void* scales;
+  int64_t scales_stride[2];
   enum class Format : int64_t { fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128 } format;
+  // [..., n]
+  void* normed;
+  // between rows
+  int64_t normed_stride[1];
   // rows of x
   int64_t m;
   int64_t n;

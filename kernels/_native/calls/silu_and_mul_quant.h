@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmSiluAndMulQuantCall {
-  static constexpr uint64_t kDigest = 0x16710fce495869a3;
+  static constexpr uint64_t kDigest = 0x60136defd7109445;
   // [..., 2*n]
   const void* x;
   // between rows
@@ -15,6 +15,7 @@ struct GmSiluAndMulQuantCall {
   int64_t codes_stride[1];
   // [rows, groups]
   void* scales;
+  int64_t scales_stride[2];
   enum class Format : int64_t { fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128 } format;
   // rows of x
   int64_t m;

@@ -356,6 +356,44 @@ int run_buffered(const Job& j, const lin::Output<T>& o) {
   return failed ? int(GM_E_NOMEM) : code;
 }
 
+// Scales and sums of the units of a block of columns [c0, end) with one scale, `gap` apart; both are moved on.
+inline void finish_block(const Job& j, const int8_t* codes, int64_t c0, int64_t end, float scale,
+                         float*& scales, int32_t*& sums, int64_t gap) {
+  for (int64_t c = c0; c < end; c += j.unit, scales += gap, sums += gap) {
+    int32_t sum = 0;
+    for (int64_t i = c; i < gm::min(c + j.unit, end); ++i) sum += codes[i];
+    *scales = scale;
+    *sums = j.zero_type == kNone ? -j.implicit_zero * sum : gm::bit_cast<int32_t>(-float(sum));
+  }
+}
+
+// Rows of x as given codes [m, k] and scales [m, blocks].
+struct Given {
+  const int8_t* codes;  // null: x is quantized here
+  const float* scales;
+  int64_t stride;           // of codes, between rows
+  int64_t scale_stride[2];  // between rows and between blocks
+};
+
+// A given row in the packed order of columns, as quantize_row leaves it.
+inline void take_row(const Job& j, float code_scale, const Given& given, int64_t row, const int32_t* perm,
+                     int8_t* codes, float* scales, int32_t* sums, int64_t gap) {
+  const int8_t* from = given.codes + row * given.stride;
+  if (perm) {
+    for (int64_t c = 0; c < j.columns; ++c) codes[c] = perm[c] < 0 ? int8_t(0) : from[perm[c]];
+  } else {
+    std::memcpy(codes, from, size_t(j.k));
+    std::memset(codes + j.k, 0, size_t(j.columns - j.k));
+  }
+  const float* scale = given.scales + row * given.scale_stride[0];
+  for (int64_t c0 = 0; c0 < j.columns; c0 += j.act_block) {
+    // A block of padding alone has no scale.
+    const float own = c0 < j.k || c0 == 0 ? *scale : 0.0f;
+    finish_block(j, codes, c0, gm::min(c0 + j.act_block, j.columns), own * code_scale, scales, sums, gap);
+    scale += given.scale_stride[1];
+  }
+}
+
 // Quantizes a row of x to int8 codes in the packed order of columns, with scales and sums per unit, `gap` apart. values:
 // scratch, float32 [columns]. The scale of a block that is not finite is NaN.
 template <class T>
@@ -386,18 +424,14 @@ void quantize_row(const Job& j, float code_scale, const T* x, const int32_t* per
       const bytes narrow = __builtin_convertvector(code, bytes);
       std::memcpy(codes + c, &narrow, sizeof narrow);
     }
-    for (int64_t c = c0; c < end; c += j.unit, scales += gap, sums += gap) {
-      int32_t sum = 0;
-      for (int64_t i = c; i < gm::min(c + j.unit, end); ++i) sum += codes[i];
-      *scales = scale * code_scale;
-      *sums = j.zero_type == kNone ? -j.implicit_zero * sum : gm::bit_cast<int32_t>(-float(sum));
-    }
+    finish_block(j, codes, c0, end, scale * code_scale, scales, sums, gap);
   }
 }
 
+// Of the rows from `first` on.
 template <Format F, class T>
-int quantize(const Job& j, const T* x, int64_t stride, const int32_t* perm, uint32_t* words, float* scales,
-             int32_t* sums) {
+int quantize(const Job& j, const T* x, int64_t stride, const Given& given, int64_t first, const int32_t* perm,
+             uint32_t* words, float* scales, int32_t* sums) {
   using M = Math<F>;
   int failed = 0;
   int64_t tiles = 0;
@@ -417,8 +451,14 @@ int quantize(const Job& j, const T* x, int64_t stride, const int32_t* perm, uint
         for (int64_t i = 0; i < end; ++i) {
           const int rows = tile_rows(j.rows - row0);
           for (int r = 0; r < rows && i >= begin; ++r) {
-            quantize_row(j, F == Format::e2m1 ? 0.5f : 1.0f, x + (row0 + r) * stride, perm, values, codes,
-                         scales + row0 * j.units + r, sums + row0 * j.units + r, rows);
+            const float code_scale = F == Format::e2m1 ? 0.5f : 1.0f;
+            float* to = scales + row0 * j.units + r;
+            int32_t* sum = sums + row0 * j.units + r;
+            if (given.codes != nullptr)
+              take_row(j, code_scale, given, first + row0 + r, perm, codes, to, sum, rows);
+            else
+              quantize_row(j, code_scale, x + (first + row0 + r) * stride, perm, values, codes, to, sum,
+                           rows);
             step_words<M>(codes, j.columns, words + row0 * (j.columns / M::kColumns) + r, rows);
           }
           row0 += rows;
@@ -429,8 +469,8 @@ int quantize(const Job& j, const T* x, int64_t stride, const int32_t* perm, uint
 }
 
 template <Format F, class T>
-int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, const T* bias, const T* residual,
-        T* out, bool silu) {
+int run(Job& j, const T* x, int64_t stride, const Given& given, const int32_t* perm, int64_t m, const T* bias,
+        const T* residual, T* out, bool silu) {
   constexpr int64_t per_line = 32 / lin::kBits<F>;
   if (kShared<F> && j.unit % (per_line * kShared<F>)) return GM_E_SHAPE;
   j.block_bytes = line_bytes<F>(j.columns / per_line);
@@ -451,7 +491,7 @@ int run(Job& j, const T* x, int64_t stride, const int32_t* perm, int64_t m, cons
   int code = GM_OK;
   for (int64_t row = 0; row < m && code == GM_OK; row += kChunkRows) {
     j.rows = gm::min(kChunkRows, m - row);
-    code = quantize<F, T>(j, x + row * stride, stride, perm, x_words, x_scales, x_sums);
+    code = quantize<F, T>(j, x, stride, given, row, perm, x_words, x_scales, x_sums);
     if (code != GM_OK) break;
     const T* added = residual ? residual + row * columns_out : nullptr;
     T* to = out + row * columns_out;
@@ -502,10 +542,14 @@ int multiply(Job& j, const GmLinearCall& call, const void* perm, int64_t group, 
   j.units = (columns + j.unit - 1) / j.unit;
   j.units_per_group = (group + j.unit - 1) / j.unit;
   const auto* order = static_cast<const int32_t*>(perm);
-#define LINEAR_A8_FORMAT(F)                                                                          \
-  case Format::F:                                                                                    \
-    return run<Format::F, T>(j, static_cast<const T*>(call.x), call.x_stride[0], order, call.m,      \
-                             static_cast<const T*>(call.bias), static_cast<const T*>(call.residual), \
+  const Given given{static_cast<const int8_t*>(call.codes),
+                    static_cast<const float*>(call.scales),
+                    call.codes_stride[0],
+                    {call.scales_stride[0], call.scales_stride[1]}};
+#define LINEAR_A8_FORMAT(F)                                                                            \
+  case Format::F:                                                                                      \
+    return run<Format::F, T>(j, static_cast<const T*>(call.x), call.x_stride[0], given, order, call.m, \
+                             static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),   \
                              static_cast<T*>(call.out), call.silu_mul != 0)
   GM_DISPATCH_FLOAT(call.x_type, T, {
     switch (format) {

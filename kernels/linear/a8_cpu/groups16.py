@@ -105,6 +105,7 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="GGUF's integer types as they are stored, x quantized to int8, products and sums of groups in integers",
     accepts=accepts,
+    supports=("codes",),
     config=config,
     layouts=("cpu_groups16_v1",),
     examples=(

@@ -63,6 +63,7 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="x quantized to int8, 16 output rows per vector, products and sums in integers",
     accepts=accepts,
+    supports=("codes",),
     config=config,
     layouts=("cpu_rows16_v1",),
     batch_invariant=True,

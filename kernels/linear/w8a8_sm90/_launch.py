@@ -43,14 +43,18 @@ def launch(config: Config, call: LinearCall) -> None:
     _check_scales(operands, scales, row_block, rows, k)
     if m == 0:
         return
-    size = workspace_bytes(operands, m, k, rows if call.silu_mul else 0)
+    size = workspace_bytes(operands, m, k, rows if call.silu_mul else 0, given=call.codes is not None)
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.uint8, device=call.x.device)
     else:
         need_workspace("linear", workspace, size, call.x.device)
     device = call.x.get_device()
     stream = torch.cuda.current_stream(device).cuda_stream
-    quantized = quantize_rows(operands, call.x, m, k, workspace, device, stream)
+    if call.codes is None or call.scales is None:
+        quantized = quantize_rows(operands, call.x, m, k, workspace, device, stream)
+    else:
+        given = call.codes.reshape(m, k).contiguous(), pitched(operands, call.scales)
+        quantized = Rows(given[0].data_ptr(), given[1].data_ptr(), 0, given[1].stride(-1))
     target = (
         call.out.view(m, rows) if not call.silu_mul else gated_rows(workspace, size, m, rows, call.x.dtype)
     )
@@ -59,6 +63,21 @@ def launch(config: Config, call: LinearCall) -> None:
     )
     if call.silu_mul:
         finish(target.view(*call.out.shape[:-1], rows), None, call.residual, True, call.out)
+
+
+def pitched(operands: Operands, scales: Tensor) -> Tensor:
+    """Given scales [rows, groups] as the product reads them: one for each row in order, those of further groups `pitch` floats further on.
+    So `layers.codes` allocates them; others are copied."""
+    rows, groups = scales.shape
+    first, pitch = scales.stride()
+    if operands.blocks:
+        fits = pitch >= rows and pitch % 4 == 0 and scales.data_ptr() % 16 == 0
+    else:
+        fits = groups == 1
+    if fits and (first == 1 or rows == 1):
+        return scales
+    copy = scales.new_empty(groups, cdiv(rows, 4) * 4).T[:rows]
+    return copy.copy_(scales)
 
 
 def gated_rows(workspace: Tensor, size: int, m: int, rows: int, dtype: torch.dtype) -> Tensor:

@@ -50,8 +50,11 @@ def operands_of(name: str) -> Operands:
     raise KeyError(name)
 
 
-def workspace_bytes(operands: Operands, m: int, k: int, gated: int = 0) -> int:
-    """Bytes of M rows of codes, their scales, and their sums; then, if gate and up are `gated` columns together, of their products."""
+def workspace_bytes(operands: Operands, m: int, k: int, gated: int = 0, given: bool = False) -> int:
+    """Bytes of M rows of codes, their scales, and their sums, unless codes are given; then, if gate and up are `gated` columns together, of
+    their products."""
+    if given:
+        return 2 * m * gated
     pitch = cdiv(m, 4) * 4
     scales = cdiv(k, BLOCK) if operands.blocks else 2 if operands.sums else 1
     return cdiv(m * k, 16) * 16 + 4 * pitch * scales + 2 * m * gated

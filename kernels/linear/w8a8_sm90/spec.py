@@ -32,6 +32,8 @@ def accepts(problem: Problem) -> str | None:
         return f"takes fp16 or bf16 activations, not {problem.text('x')}"
     if problem["act_order"]:
         return "takes no act-order"
+    if problem["codes"] and operands_of(scheme).sums:
+        return "needs the sums of int8 codes, which are not given with them"
     if k % 16 or k > LONGEST_K:
         return f"copies rows of whole 16 bytes: needs K a multiple of 16 and at most {LONGEST_K}, got K={k}"
     return None
@@ -57,17 +59,17 @@ def misfit(problem: Problem, config: Config) -> str | None:
 
 
 def estimate(problem: Problem, target: Target) -> float | None:
-    """Microseconds on an H200, quantization of x included."""
+    """Microseconds on an H200, quantization of x included unless codes are given."""
     operands, (m, n, k) = operands_of(problem.text("w")), problem.integers(*"mnk")
     product = ranked(operands, max(m, 1), n, k, target.multiprocessors or PROCESSORS)[0][0]
-    return product + 2.0 + 3 * m * k / 3.5e6
+    return product if problem["codes"] else product + 2.0 + 3 * m * k / 3.5e6
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Quantized rows of x, and gate and up before they are multiplied."""
     m, n, k = problem.integers(*"mnk")
     gated = n if "silu_mul" in problem.flags("epilogue") else 0
-    return Workspace(workspace_bytes(operands_of(problem.text("w")), m, k, gated))
+    return Workspace(workspace_bytes(operands_of(problem.text("w")), m, k, gated, bool(problem["codes"])))
 
 
 KERNEL = Kernel(
@@ -79,6 +81,7 @@ KERNEL = Kernel(
     requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
     summary="x quantized in a launch of its own; both operands of wgmma from shared memory, warp-specialised, two-level sums",
     accepts=accepts,
+    supports=("codes",),
     config=config,
     space=space,
     misfit=misfit,
@@ -93,6 +96,9 @@ KERNEL = Kernel(
         "m=33,n=200,k=640,w=fp8_block.fp8_g128,epilogue=silu_mul",
         "m=65,n=6,k=1168,w=int8_ch.int8_token,epilogue=bias+silu_mul",
         "m=16,n=2112,k=1024,x=fp16,w=int8_ch.int8_token",
+        "m=1,n=64,k=128,w=fp8.fp8_token,codes=true",
+        "m=257,n=130,k=272,x=fp16,w=fp8_ch.fp8_token,epilogue=bias+residual,codes=true",
+        "m=33,n=200,k=656,w=fp8_block.fp8_g128,epilogue=silu_mul,codes=true",
     ),
     waits=True,
     triggers=True,

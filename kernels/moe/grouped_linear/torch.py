@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def launch(config: Config, call: GroupedLinearCall) -> None:
     """Sorted rows [P, K] and packed weights in any layout -> out [P, N or N / 2]."""
     from gristmill.kernels._packed_rows import dequantize_rows, gather, perm_of
+    from gristmill.kernels.given_codes import activations
     from gristmill.kernels.linear._epilogue import finish_in_torch
     from gristmill.kernels.moe._clamped import clamped
-    from gristmill.kernels.moe.moe.op import activations
 
     scheme, k = QuantScheme.parse(str(config["scheme"])), call.x.shape[1]
     rows = call.out.shape[1] * (2 if call.silu_mul else 1)

@@ -10,11 +10,12 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.given_codes import dequantized
 from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, step_along_k
 from gristmill.kernels.moe import _chain
 
 if TYPE_CHECKING:
-    from gristmill.kernels.calls import MoeCall
+    from gristmill.kernels.calls import GroupedLinearCall, MoeCall
 
 
 def launch_torch(config: Config, call: MoeCall) -> None:
@@ -24,9 +25,18 @@ def launch_torch(config: Config, call: MoeCall) -> None:
     from gristmill.kernels.moe.permute import torch as permute_torch
 
     grouped = partial(grouped_linear_torch.launch, config)
-    parts = _chain.Parts(
-        partial(permute_torch.launch, {}), grouped, grouped, partial(combine_torch.launch, {})
-    )
+
+    def first(grouped_call: GroupedLinearCall) -> None:
+        if call.codes is None or call.scales is None:
+            grouped(grouped_call)
+            return
+        scheme = QuantScheme.parse(str(config["scheme"]))
+        values = dequantized(call.codes, call.scales, str(scheme.activation))
+        floats = {"scheme": str(scheme.without_activation)}
+        grouped_linear_torch.launch(floats, grouped_call.replace(x=values))
+
+    permute, combine = partial(permute_torch.launch, {}), partial(combine_torch.launch, {})
+    parts = _chain.Parts(permute, first, grouped, combine)
     _chain.run(parts, call)
 
 
@@ -82,6 +92,7 @@ KERNELS = (
         target=f"{__name__}:launch_torch",
         requires=Requirement(packages=(("torch", "2.11"),)),
         summary="permute, two grouped_linear, combine, all by torch; synchronises",
+        supports=("codes",),
         capturable=False,
         config=config,
         workspace=_chain.workspace,

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gristmill.kernel_registry.arguments import Scalar, Tensor, Weight, WorkspaceArgument
+from gristmill.kernel_registry.arguments import STRIDED, VECTORS, Scalar, Tensor, Weight, WorkspaceArgument
 from gristmill.kernel_registry.op import Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernels import given_codes
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.given_codes import activations
 from gristmill.kernels.linear.op import as_quant, gated, gated_error, pack
 from gristmill.kernels.moe._clamped import ALPHA, INPUT_LIMIT, LIMIT, clamped, clamped_error
 from gristmill.kernels.quantized_inputs import misfit, random_weight
@@ -37,6 +39,8 @@ def reference(
     clamp: bool = False,
     alpha: float = ALPHA,
     limit: float = LIMIT,
+    codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
@@ -46,11 +50,13 @@ def reference(
     u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
     an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
     the host.
+
+    codes [T, H], scales float32 [T, groups]: x as quantized in that format (as of `linear`); the values of x are not read then.
     """
     import torch
 
     w13, w2 = as_quant(w13), as_quant(w2)
-    values = activations(x, w13.scheme.activation)
+    values = activations(x, w13.scheme.activation, codes, scales)
     terms = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
         token, place = torch.where(ids == e)
@@ -69,21 +75,21 @@ def reference(
     return out.to(x.dtype)
 
 
-def activations(rows: torch.Tensor, form: str | None) -> torch.Tensor:
-    """Rows of floats in float32: quantized in a format and dequantized, or as they are for None."""
-    if form is None:
-        return rows.float()
-    from gristmill.quant.activations import quantize_activation
-
-    return quantize_activation(rows, form).dequantize()
-
-
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
     activation = QuantScheme.parse(problem.text("w")).activation
     if activation is not None and activation not in ROWS:
         return f"activations are quantized a row at a time ({', '.join(ROWS)}), not as {activation}"
-    return misfit(problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"]))
+    return misfit(
+        problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"])
+    ) or given_codes.misfit(problem)
+
+
+def codes_fit(
+    codes: torch.Tensor | None, scales: torch.Tensor | None, w: str, h: int, rows: int, groups: int
+) -> str | None:
+    """Given codes and scales are those of the weights' activation format."""
+    return given_codes.fits(codes, scales, w, h, rows, groups)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
@@ -96,8 +102,12 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     flags = problem.flags("epilogue")
     w13_bias = draw.stored(draw.normal(e, 2 * i))[0] if "w13_bias" in flags else None
     w2_bias = draw.stored(draw.normal(e, h))[0] if "w2_bias" in flags else None
-    arguments = [x, weights.to(device), ids.to(device), w13, w2, i, None]
-    return [*arguments, w13_bias, w2_bias, "clamp" in flags, ALPHA, INPUT_LIMIT]
+    arguments = [weights.to(device), ids.to(device), w13, w2, i, None]
+    arguments += [w13_bias, w2_bias, "clamp" in flags, ALPHA, INPUT_LIMIT]
+    if not problem["codes"]:
+        return [x, *arguments, None, None]
+    codes = given_codes.codes_of(x, str(w13.scheme.activation))
+    return [x.fill_(float("nan")), *arguments, *codes]  # x is not read
 
 
 def error(
@@ -115,8 +125,11 @@ def error(
     """
     import torch
 
-    x, weights, ids, w13, w2, _, _, w13_bias, w2_bias, clamp, alpha, limit = arguments
+    x, weights, ids, w13, w2, _, _, w13_bias, w2_bias, clamp, alpha, limit = arguments[:12]
+    codes, scales = arguments[12:] or (None, None)
     w13, w2 = as_quant(w13), as_quant(w2)
+    if codes is not None:
+        x = activations(x, w13.scheme.activation, codes, scales)
     out, ref = outputs[0].double(), references[0].double()
     if out.numel() == 0:
         return 0.0
@@ -154,7 +167,11 @@ def cost(problem: Problem) -> Cost:
     unit = problem.text("x")
     if scheme.activation is not None:
         unit = "int8" if scheme.activation.startswith("int8") else "fp8"
-    return Cost(bytes=2 * m * h * item + 8 * m * k + read, flops=6 * m * k * h * i, unit=unit)
+    return Cost(
+        bytes=m * h * (item + (1 if problem["codes"] else item)) + 8 * m * k + read,
+        flops=6 * m * k * h * i,
+        unit=unit,
+    )
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -210,6 +227,7 @@ OP = Op(
             choices=EPILOGUE,
         ),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
+        Axis("codes", "bool", "x is given as codes and scales", default=False, opt_in=True),
     ),
     arguments=(
         Tensor("x", "m h"),
@@ -224,7 +242,10 @@ OP = Op(
         Scalar("clamp", "bool", False),
         Scalar("alpha", "float", ALPHA, finite=True),
         Scalar("limit", "float", LIMIT, minimum=0.0, finite=True),
+        Tensor("codes", "m h", dtype="", strides=VECTORS, optional=True),
+        Tensor("scales", "rows groups", dtype="fp32", strides=STRIDED, optional=True),
     ),
+    rules=(codes_fit,),
     returns=(Tensor("out", "m h"),),
     reference=reference,
     inputs=inputs,
@@ -246,6 +267,7 @@ OP = Op(
         m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4  m=11,top_k=2,e=4,h=64,i=96,w=mxfp4,epilogue=w13_bias+w2_bias+clamp
         m=8,top_k=2,e=3,h=40,i=17,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp  m=6,top_k=2,e=3,h=48,i=32,x=fp16,w=fp16,epilogue=clamp
         m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=fp8_ch.fp8_token
+        m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128,codes=true  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=int8_ch.int8_token,codes=true
         m=5,top_k=2,e=3,h=33,i=32,epilogue=w2_bias  m=5,top_k=2,e=3,h=32,i=40,w=int4_g32,epilogue=w13_bias
         """
     ),
