@@ -8,6 +8,13 @@ cache. A round gives each engine every workload once, in an order that changes f
 each round, so that nothing but the shared prefix of ``prefix`` is found in a prefix cache; outputs are greedy and have no end tokens.
 `gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold.
 
+The workloads ``mixed_penalties``, ``mixed_logprobs``, ``mixed_grammar`` and ``mixed_special`` are ``mixed``, every tenth request of which has
+penalties, log-probabilities, a JSON schema, or each of them in turn: beside ``mixed`` they show what such rows cost the others. A schema needs a
+tokenizer, which --tokenizer copies to a model that is made.
+
+    python -m lab.engine_turns --model qwen3-0.6b --tokenizer examples/models/docs-llama --engines gristmill \\
+        --workloads mixed,mixed_penalties,mixed_logprobs,mixed_grammar,mixed_special --out FILE
+
 vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH. vllm-gristmill is vLLM's own model and
 engine with every linear layer that gristmill's kernels serve (`--quantization gristmill`, ``take: all``). With --distinct only so
 many layers of a model are made, and the others are their copies.
@@ -21,6 +28,7 @@ import os
 import random
 import select
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -34,6 +42,7 @@ from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
 from lab.engine import SHAPES, random_model, repeat_layers
+from lab.engine_turns_child import SPECIAL
 from lab.result import write_result
 
 LARGEST_ID = 10_000
@@ -41,10 +50,11 @@ CHILD = "from lab.engine_turns_child import main; main()"
 
 
 class Requests(NamedTuple):
-    """Prompts as token ids, and the number of tokens to generate for each."""
+    """Prompts as token ids, and the number of tokens to generate for each. special: a key of `SPECIAL` for each request, "" = none."""
 
     prompts: list[list[int]]
     outputs: list[int]
+    special: list[str] = []
 
 
 def ids(draw: random.Random, count: int, top: int) -> list[int]:
@@ -85,13 +95,28 @@ def prefix(draw: random.Random, top: int, scale: float) -> Requests:
     return Requests(prompts, [max(1, round(100 * scale))] * count)
 
 
+def with_special(*kinds: str) -> Callable[[random.Random, int, float], Requests]:
+    """`mixed`, where every tenth request is of one of these kinds in turn."""
+
+    def requests(draw: random.Random, top: int, scale: float) -> Requests:
+        plain = mixed(draw, top, scale)
+        special = ["" if i % 10 else kinds[i // 10 % len(kinds)] for i in range(len(plain.prompts))]
+        return plain._replace(special=special)
+
+    return requests
+
+
 WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
     "mixed": mixed,
     "single": single,
     "few": few,
     "prefill": prefill,
     "prefix": prefix,
+    **{f"mixed_{kind}": with_special(kind) for kind in SPECIAL},
+    "mixed_special": with_special(*SPECIAL),
 }
+PLAIN = ("mixed", "single", "few", "prefill", "prefix")
+"""The workloads of the default, which need no tokenizer."""
 
 
 class EngineProcess:
@@ -180,6 +205,18 @@ def made(options: argparse.Namespace, folder: Path) -> Path:
     return repeat_layers(model, distinct, SHAPES[options.model]["num_hidden_layers"], folder / "repeated")
 
 
+def add_tokenizer(model: Path, tokenizer: Path) -> None:
+    """Copy a tokenizer, whose ids the model must have, and the end token that it was used with."""
+    shutil.copy(tokenizer / "tokenizer.json", model)
+    form = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    named = tokenizer / "tokenizer_config.json"
+    (model / named.name).write_text(named.read_text() if named.exists() else json.dumps(form))
+    ends = json.loads((tokenizer / "config.json").read_text())["eos_token_id"]
+    for name in ("config.json", "generation_config.json"):
+        known = json.loads((model / name).read_text()) if (model / name).exists() else {}
+        (model / name).write_text(json.dumps(known | {"eos_token_id": ends}))
+
+
 def play(
     engines: list[EngineProcess],
     options: argparse.Namespace,
@@ -192,7 +229,7 @@ def play(
         for workload in options.workloads:
             requests = WORKLOADS[workload](random.Random(f"{workload} {number}"), top, options.scale)
             if number < 0:
-                requests = Requests(requests.prompts, [min(8, output) for output in requests.outputs])
+                requests = requests._replace(outputs=[min(8, output) for output in requests.outputs])
             for turn in range(len(engines)):
                 engine = engines[(turn + number) % len(engines)]
                 row = engine.run(requests)
@@ -223,9 +260,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m lab.engine_turns", description=str(__doc__).split("\n")[0])
     parser.add_argument("--model", required=True, help=f"a directory, or one of {', '.join(SHAPES)}")
     parser.add_argument("--quant", help="number format in which the model is stored first")
+    parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer a model that is made gets")
     parser.add_argument("--distinct", type=int, help="layers of a model that is made that are no copies")
     parser.add_argument("--engines", default="gristmill,vllm", help="engine[:max_seqs:max_batch_tokens],...")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--workloads", default=",".join(PLAIN))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of all counts and lengths, for a trial")
     parser.add_argument("--memory", type=int, default=40 * 10**9, help="bytes of each engine's cache")
@@ -250,6 +288,12 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = made(options, folder)
+        if options.tokenizer is not None:
+            if options.model not in SHAPES:
+                raise SystemExit(
+                    f"--tokenizer is for models that are made, and {options.model} is a directory"
+                )
+            add_tokenizer(model, options.tokenizer)
         top = min(LARGEST_ID, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
         paths = dict(text.split("=", 1) for text in options.path)
         logs = options.logs or folder
@@ -274,7 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     for workload, by_engine in summary(rows).items():
         for name, row in by_engine.items():
             print(
-                f"{workload:8} {name:20} {row['tokens_per_second']:9.0f} tokens/s {row['ms_per_token']:8.3f} ms per token"
+                f"{workload:15} {name:20} {row['tokens_per_second']:9.0f} tokens/s {row['ms_per_token']:8.3f} ms per token"
             )
 
 

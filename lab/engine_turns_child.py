@@ -6,17 +6,43 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 1024}
+"""An output that does not end before it has as many tokens as a workload asks for."""
+SPECIAL: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    "logprobs": {"logprobs": 5},
+    "grammar": {"ignore_eos": False},
+}
+"""Parameters of special requests, by kind, beside the schema of ``grammar``."""
 
 
 class Turns(Protocol):
-    """An engine with a model. `generate` is greedy and ignores end tokens; it returns the number of tokens."""
+    """An engine with a model. `generate` is greedy and ignores end tokens; it returns the number of tokens. special: a key of `SPECIAL` for each
+    request, "" = none."""
 
     version: str
     step: str
     """Where the function is that runs a step and returns its results: attributes from the engine on."""
 
-    def generate(self, prompts: list[list[int]], outputs: list[int]) -> int: ...
+    def generate(self, prompts: list[list[int]], outputs: list[int], special: list[str]) -> int: ...
+
+
+def wishes(count: int, special: str) -> dict[str, Any]:
+    """The parameters of a request without its grammar, by names that all engines share."""
+    return {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **SPECIAL.get(special, {})}
 
 
 class Steps:
@@ -61,16 +87,21 @@ class Gristmill:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from gristmill import LLM, SamplingParams
+        from gristmill.runtime.structured_output import StructuredOutput
 
         self.version = "gristmill"
         self.params = SamplingParams
+        self.grammar: dict[str, Any] = {"structured_output": StructuredOutput(json_schema=SCHEMA)}
         limits = {"max_seqs": options["max_seqs"], "max_batch_tokens": options["max_batch_tokens"]}
         limits |= {"max_model_len": options["max_model_len"], "device": options["device"]}
         self.llm = LLM(options["model"], memory=options["memory"], **limits)
         self.llm.engine.warm_up()
 
-    def generate(self, prompts: list[list[int]], outputs: list[int]) -> int:
-        params = [self.params(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs]
+    def generate(self, prompts: list[list[int]], outputs: list[int], special: list[str]) -> int:
+        params = [
+            self.params(**wishes(count, kind), **(self.grammar if kind == "grammar" else {}))
+            for count, kind in zip(outputs, special, strict=True)
+        ]
         return sum(len(result.token_ids) for result in self.llm.generate(prompts, params))
 
 
@@ -85,6 +116,9 @@ class Vllm:
 
         self.version = f"vllm {vllm.__version__}"
         self.params = vllm.SamplingParams
+        self.grammar = {
+            "structured_outputs": vllm.sampling_params.StructuredOutputsParams(json=json.dumps(SCHEMA))
+        }
         limits = {
             "max_num_seqs": options["max_seqs"],
             "max_num_batched_tokens": options["max_batch_tokens"],
@@ -92,17 +126,19 @@ class Vllm:
         }
         self.llm = vllm.LLM(
             options["model"],
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not (Path(options["model"]) / "tokenizer.json").exists(),
             gpu_memory_utilization=options["share"],
             kv_cache_memory_bytes=options["memory"],
             **{name: value for name, value in limits.items() if value is not None},
             **self.more,
         )
 
-    def generate(self, prompts: list[list[int]], outputs: list[int]) -> int:
+    def generate(self, prompts: list[list[int]], outputs: list[int], special: list[str]) -> int:
         params = [
-            self.params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-            for count in outputs
+            self.params(
+                **wishes(count, kind), detokenize=False, **(self.grammar if kind == "grammar" else {})
+            )
+            for count, kind in zip(outputs, special, strict=True)
         ]
         texts = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self.llm.generate(texts, params, use_tqdm=False)
@@ -144,5 +180,6 @@ def main() -> None:
         for line in sys.stdin:
             work = json.loads(line)
             steps.start()
-            tokens = engine.generate(work["prompts"], work["outputs"])
+            special = work["special"] or [""] * len(work["outputs"])
+            tokens = engine.generate(work["prompts"], work["outputs"], special)
             say({"seconds": time.perf_counter() - steps.begin, "tokens": tokens, "ends": steps.rows})

@@ -110,7 +110,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "launches": (as_it_is, f"--model {MODEL} --device cpu --tokens 3,20 --others 2 --steps 2 --out OUT"),
     "engine_turns": (
         as_it_is,
-        f"--model {MODEL} --device cpu --engines gristmill --workloads single --rounds 1 --scale 0.02 --memory 20000000 "
+        f"--model {MODEL} --device cpu --engines gristmill --workloads single,mixed_special --rounds 1 --scale 0.02 --memory 20000000 "
         "--max-model-len 512 --out OUT",
     ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
