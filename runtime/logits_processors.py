@@ -24,7 +24,7 @@ from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.processed_requests import ProcessedRequest, ProcessedRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
-from gristmill.runtime.structured_output import Grammar, bar, next_tokens
+from gristmill.runtime.structured_output import Grammar, HostGrammar, bar, given_tokens, next_tokens
 
 ROWS = 64
 """Rows per pass; bounds the memory of intermediate float32 results."""
@@ -225,7 +225,11 @@ class LogitsProcessors:
         grammars = [
             request.advanced_grammar(request.grammar) for request in drafts if request.grammar is not None
         ]
-        return next_tokens(grammars, list(drafts.values()), pinned=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        given = [grammar for grammar in grammars if isinstance(grammar, HostGrammar)]
+        if given:  # then all are
+            return given_tokens(given, [1 + len(d) for d in drafts.values()], self.vocab_size, pinned)
+        return next_tokens(grammars, list(drafts.values()), pinned)
 
     @contextmanager
     def prepared(self, known: Mapping[ProcessedRequest, int]) -> Iterator[None]:

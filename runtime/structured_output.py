@@ -174,6 +174,22 @@ class Grammar:
         return str(self.matcher.get_error())
 
 
+class HostGrammar(Grammar):
+    """The grammar of a host that follows the output by itself.
+
+    Attributes:
+        mask: which tokens may come next, as of `next_tokens`: int32 [1 + drafts, words] of the step that is about to be completed; None = all.
+    """
+
+    failed, error = False, ""
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """The host knows them."""
+
+
 class GrammarCompiler:
     """Makes grammars for the tokens of one model.
 
@@ -266,6 +282,17 @@ def next_tokens(grammars: Sequence[Grammar], drafts: Sequence[Sequence[int]], pi
     for matcher, row in plain:
         if matcher.is_error():  # in computing its mask
             mask[row] = 0
+    return mask
+
+
+def given_tokens(
+    grammars: Sequence[HostGrammar], rows: Sequence[int], vocab_size: int, pinned: bool
+) -> Tensor:
+    """As `next_tokens`, with as many rows for each grammar, of what their host has computed."""
+    mask = torch.full((sum(rows), (vocab_size + 31) // 32), -1, dtype=torch.int32, pin_memory=pinned)
+    for grammar, part in zip(grammars, mask.split(list(rows)), strict=True):
+        if grammar.mask is not None:
+            part.copy_(grammar.mask)
     return mask
 
 

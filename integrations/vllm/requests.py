@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gristmill.integrations.vllm.cache import BlockTables
 from gristmill.integrations.vllm.sampling import seed_of, translate
 from gristmill.runtime.errors import UsageError
@@ -14,6 +17,7 @@ from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
+from gristmill.runtime.structured_output import HostGrammar
 
 
 @dataclass(slots=True)
@@ -24,6 +28,7 @@ class ActiveRequest:
         tokens: the prompt and every sampled token that is known here; vLLM's scheduler may be one step behind.
         block_ids: its blocks of the cache, of all groups, as `BlockTables.interleaved`.
         stop_ids: tokens that are barred until min_tokens.
+        grammar: what vLLM's grammar of a structured output allows next.
         prompt: log-probabilities of the prompt until all are computed, None if none are wanted.
         pending: tokens after the known ones that a step in flight samples.
         taken_back: how often vLLM has taken tokens back: what was sampled before does not count.
@@ -36,6 +41,7 @@ class ActiveRequest:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    grammar: HostGrammar | None
     prompt: PromptLogprobs | None = None
     pending: int = 0
     taken_back: int = 0
@@ -110,6 +116,29 @@ class Requests:
                 found.append(Sampling(request, request.taken_back))
         return found
 
+    def allow(self, entries: Sequence[ScheduledRequest], grammar_output: Any) -> set[str]:
+        """Take what the grammars of a step allow from a `vllm.v1.core.sched.output.GrammarOutput`, or None; returns the requests that have one."""
+        masks: dict[str, Tensor] = {}
+        if grammar_output is not None:
+            rows = torch.from_numpy(grammar_output.grammar_bitmask)
+            counts, names = (
+                {entry.id: 1 + entry.drafts for entry in entries},
+                grammar_output.structured_output_request_ids,
+            )
+            padded = len(rows) != sum(counts[name] for name in names)
+            first = 0
+            for name in names:
+                masks[name] = rows[first : first + counts[name]]
+                # Since vLLM 0.33 each request has as many rows as it may have drafts, and one more.
+                first += len(rows) // len(names) if padded else counts[name]
+        limited = set()
+        for entry in entries:
+            grammar = self.active[entry.id].grammar
+            if grammar is not None and entry.samples:
+                grammar.mask = masks.get(entry.id)
+                limited.add(entry.id)
+        return limited
+
     def sampled(self, sampling: Sequence[Sampling], runs: Sequence[Sequence[int]]) -> None:
         """The new ids of the requests that `sampling` returned."""
         for one, run in zip(sampling, runs, strict=True):
@@ -147,6 +176,7 @@ class Requests:
             params=params,
             seed=seed_of(params, self.seed, new.req_id),
             stop_ids=tuple(sorted(new.sampling_params.all_stop_token_ids)),
+            grammar=None if new.sampling_params.structured_outputs is None else HostGrammar(),
         )
         if params.prompt_logprobs is not None:
             ids = list(new.prompt_token_ids)
@@ -157,8 +187,15 @@ class Requests:
     def _process(self, name: str) -> None:
         request = self.active[name]
         self.processors.remove(name)
-        if request.params.edits_logits:
-            self.processors.add(name, request.params, request.tokens, request.prompt_len, request.stop_ids)
+        if request.params.edits_logits or request.grammar is not None:
+            self.processors.add(
+                name,
+                request.params,
+                request.tokens,
+                request.prompt_len,
+                request.stop_ids,
+                request.grammar,
+            )
 
     def _resume(self, cached: Any, index: int, name: str) -> None:
         request, blocks = self.active[name], cached.new_block_ids[index]

@@ -48,9 +48,10 @@ SERVED_BY_VLLM = frozenset(
         "stop",
         "stop_token_ids",
         "stream_interval",
+        "structured_outputs",
     }
 )
-"""What vLLM's scheduler and front end do with the ids that a worker returns."""
+"""What vLLM's scheduler and front end do with the ids that a worker returns; of structured outputs they follow the grammar."""
 ALL = 1 << 30
 """vLLM's -1 likeliest tokens: more than any vocabulary has."""
 

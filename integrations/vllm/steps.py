@@ -31,6 +31,8 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is read 
     """The output of a step that was launched.
 
     Attributes:
+        step: the runner's.
+        entries: what is computed.
         sampling: the requests that sample, in order.
     """
 
@@ -43,7 +45,7 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is read 
         prompts: Mapping[str, tuple[PromptLogprobs, PromptPart]],
         complete: Mapping[str, PromptLogprobs],
     ) -> None:
-        self._runner, self._step, self._entries = runner, step, entries
+        self._runner, self.step, self.entries = runner, step, entries
         self.sampling = sampling
         self._prompts, self._complete = prompts, complete
         self._lock = threading.Lock()
@@ -67,8 +69,8 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is read 
     def _wait(self) -> StepResult:
         with self._lock:
             if self._result is None:
-                result = self._runner.collect(self._step)
-                self._runs = accepted_runs([entry for entry in self._entries if entry.samples], result.ids)
+                result = self._runner.collect(self.step)
+                self._runs = accepted_runs([entry for entry in self.entries if entry.samples], result.ids)
                 for name, (prompt, part) in self._prompts.items():
                     prompt.add(part, result.prompts[name])
                 self._result = result
@@ -77,7 +79,7 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is read 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, and say what vLLM's scheduler has to know."""
         result, vocab = self._wait(), self._runner.model.config.vocab_size
-        names = [entry.id for entry in self._entries]
+        names = [entry.id for entry in self.entries]
         runs = dict(zip((one.request.id for one in self.sampling), self.runs(), strict=True))
         failed = [one.request.id for one, run in zip(self.sampling, self._runs, strict=True) if run == [-1]]
         for name in failed:
@@ -131,11 +133,28 @@ class Steps:
         self._in_flight.append(output)
         return output
 
+    def complete(self, grammar_output: Any) -> None:
+        """Launch the rest of the step that was launched last: the rows of structured outputs, which what vLLM's grammars allow limits."""
+        last = self._in_flight[-1]
+        limited = self.requests.allow(last.entries, grammar_output)
+        if not limited:
+            return
+        # vLLM has the results of the steps whose tokens the grammars had to know.
+        while (first := self._in_flight[0]) is not last and (
+            first.done or any(one.request.id in limited for one in first.sampling)
+        ):
+            self._settle_oldest()
+        self.runner.complete(last.step)
+
     def settle(self) -> None:
         """Let requests have the results that are there. Waits if vLLM scheduled without results that it has, or no more steps can be in flight."""
         while self._in_flight:
             oldest = self._in_flight[0]
             if self.asynchronous and not oldest.done and len(self._in_flight) < DEPTH:
                 return
-            self.requests.sampled(oldest.sampling, oldest.runs())
-            del self._in_flight[0]
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        oldest = self._in_flight[0]
+        self.requests.sampled(oldest.sampling, oldest.runs())
+        del self._in_flight[0]

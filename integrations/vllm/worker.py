@@ -211,13 +211,13 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         return EMPTY_MODEL_RUNNER_OUTPUT if self._launched is None else None
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """The output of the step that was launched last; with asynchronous scheduling without waiting for it."""
-        if grammar_output is not None:
-            raise UsageError("the gristmill worker does not serve structured outputs")
+        """The output of the step that was launched last; with asynchronous scheduling without waiting for it. Structured outputs are sampled
+        only now, within what vLLM's grammars allow."""
         steps, launched = _loaded(self.steps), self._launched
         self._launched = None
         if launched is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        steps.complete(grammar_output)
         if steps.asynchronous:
             return launched
         output = launched.get_output()

@@ -188,11 +188,11 @@ def test_prefixes_are_counted(server: Server) -> None:
 
 def test_a_refusal_is_a_400_that_names_the_parameter(server: Server) -> None:
     ask = server.client.completions.create
-    with pytest.raises(
-        openai.BadRequestError, match="the gristmill worker does not serve structured_outputs="
-    ):
-        ask(model=MODEL, prompt="The", max_tokens=2, extra_body={"structured_outputs": {"regex": "a+"}})
-    server.client.completions.create(model=MODEL, prompt="The", max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="the gristmill worker does not serve extra_args="):
+        ask(model=MODEL, prompt="The", max_tokens=2, extra_body={"vllm_xargs": {"a": 1}})
+    grammar = {"structured_outputs": {"regex": "[0-9]{3}"}}
+    answer = ask(model=MODEL, prompt="The", max_tokens=8, extra_body=grammar)
+    assert re.fullmatch("[0-9]{3}", answer.choices[0].text)
 
 
 def test_log_probabilities(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from gristmill.integrations.vllm import worker
 from gristmill.integrations.vllm.drafts import Drafts
 from gristmill.integrations.vllm.requests import Requests
 from gristmill.integrations.vllm.steps import StepOutput
+from gristmill.runtime.logits_processors import ProcessedRows
 from gristmill.runtime.runner import Runner
 from tests.integrations.vllm.test_cache import worker_of
 from tests.integrations.vllm.test_worker import GREEDY, Host, generated, own, prompts, texts
@@ -110,7 +112,7 @@ def test_drafts_change_no_ids(host: Host, monkeypatch: pytest.MonkeyPatch) -> No
 
     def counted(self: StepOutput) -> list[list[int]]:
         found = runs(self)
-        counts["drafted"] += sum(entry.drafts for entry in self._entries)
+        counts["drafted"] += sum(entry.drafts for entry in self.entries)
         counts["accepted"] += sum(len(run) - 1 for run in found)
         return found
 
@@ -144,3 +146,41 @@ def test_the_drafts_have_the_limits_of_vllms_option(host: Host) -> None:
     drafts = worker_of(host("docs-llama", speculative_config=NGRAM)).drafts
     assert isinstance(drafts, Drafts) and drafts.count == 3
     assert drafts.proposer._sizes == (2, 4)
+
+
+def structured(**fields: Any) -> SamplingParams:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return wish(max_tokens=12, ignore_eos=False, structured_outputs=StructuredOutputsParams(**fields))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"speculative_config": NGRAM}, None], ids=["plain", "drafts", "ahead"]
+)
+def test_structured_outputs(
+    options: dict[str, Any] | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = request.getfixturevalue("host" if options is not None else "ahead")
+    llm = make("docs-llama", **(options or {}))
+    ids = texts(4)
+    grammars = [
+        structured(choice=["yes", "perhaps"]),
+        structured(regex="(ab ){3}c"),
+        structured(
+            regex="[0-9]{4}",
+        ),
+        wish(),
+    ]
+    grammars[2].repetition_penalty = 1.5
+    for _ in range(2):  # the second time with other neighbours in flight
+        outputs = llm.generate(prompts(ids), grammars)
+        found = [output.outputs[0].text for output in outputs]
+        assert found[0] in ("yes", "perhaps") and found[1] == "ab ab ab c"
+        assert re.fullmatch("[0-9]{4}", found[2])
+        assert generated(outputs)[3] == own("docs-llama", ids[3:])[0]
+        ids = ids[1:3] + ids[:1] + ids[3:]
+
+    # Planted: what the grammars allow is not taken.
+    monkeypatch.setattr(Requests, "allow", lambda self, entries, output: set())
+    monkeypatch.setattr(ProcessedRows, "process", lambda self, logits, fed: logits[self.places].float())
+    assert llm.generate(prompts(ids[:1]), grammars[1:2])[0].outputs[0].text != "ab ab ab c"

@@ -154,12 +154,9 @@ def test_a_parameter_that_is_not_served_is_refused_by_name(engine: tuple[str, An
 
 
 def test_the_host_goes_on_after_refusals(engine: tuple[str, Any]) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
-
     name, llm = engine
-    grammar = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="a+"))
-    with pytest.raises(REFUSAL, match="the gristmill worker does not serve structured_outputs="):
-        llm.generate(prompts([[5, 6]]), grammar)
+    with pytest.raises(REFUSAL, match="the gristmill worker does not serve extra_args="):
+        llm.generate(prompts([[5, 6]]), SamplingParams(max_tokens=4, extra_args={"a": 1}))
     with pytest.raises(REFUSAL, match="seed must be an integer of at least 0"):
         llm.generate(prompts([[5, 6]]), SamplingParams(temperature=1, seed=-3))
     assert generated(llm.generate(prompts(texts(2)), GREEDY)) == own(name, texts(2))
