@@ -6,7 +6,8 @@ A name instead of a directory makes a model of that shape with random weights (`
 as compressed-tensors, which every engine then reads. Every engine has a process of its own and the same number of bytes for its
 cache. A round gives each engine every workload once, in an order that changes from round to round. Prompts are random ids, anew in
 each round, so that nothing but the shared prefix of ``prefix`` is found in a prefix cache; outputs are greedy and have no end tokens.
-`gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold.
+`gristmill:256:8192` is an engine with limits: sequences, and tokens per step; without them its defaults hold. `gristmill@2` has its model on two
+GPUs (tensor parallelism). ``cpu_seconds`` of a row is the processor time of the engine's own process, without those of its ranks.
 
 The workloads ``mixed_penalties``, ``mixed_logprobs``, ``mixed_grammar`` and ``mixed_special`` are ``mixed``, every tenth request of which has
 penalties, log-probabilities, a JSON schema, or each of them in turn: beside ``mixed`` they show what such rows cost the others. A schema needs a
@@ -81,6 +82,13 @@ def few(draw: random.Random, top: int, scale: float) -> Requests:
     return Requests(prompts, [max(2, round(256 * scale))] * count)
 
 
+def many(draw: random.Random, top: int, scale: float) -> Requests:
+    """128 requests of 128 tokens and 256 of output."""
+    count = max(2, round(128 * scale))
+    prompts = [ids(draw, max(1, round(128 * scale)), top) for _ in range(count)]
+    return Requests(prompts, [max(2, round(256 * scale))] * count)
+
+
 def prefill(draw: random.Random, top: int, scale: float) -> Requests:
     """64 requests of 2,000 tokens and 50 of output."""
     count = max(2, round(64 * scale))
@@ -110,30 +118,33 @@ WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
     "mixed": mixed,
     "single": single,
     "few": few,
+    "many": many,
     "prefill": prefill,
     "prefix": prefix,
     **{f"mixed_{kind}": with_special(kind) for kind in SPECIAL},
     "mixed_special": with_special(*SPECIAL),
 }
-PLAIN = ("mixed", "single", "few", "prefill", "prefix")
+PLAIN = ("mixed", "single", "few", "many", "prefill", "prefix")
 """The workloads of the default, which need no tokenizer."""
 
 
 class EngineProcess:
-    """An engine, by name `engine[:max_seqs:max_batch_tokens]`, in a process of its own; RuntimeError if it ends, or says nothing for `timeout`
-    seconds."""
+    """An engine, by name `engine[@ranks][:max_seqs:max_batch_tokens]`, in a process of its own; RuntimeError if it ends, or says nothing for
+    `timeout` seconds."""
 
     def __init__(
         self, name: str, model: Path, options: argparse.Namespace, paths: dict[str, str], log: Path
     ) -> None:
         self.name, self.log, self.timeout = name, log, options.timeout
         engine, *limits = name.split(":")
+        engine, _, ranks = engine.partition("@")
         sizes: list[int | None] = [int(limit) for limit in limits] or [None, None]
         argument = {
             "model": str(model),
             "device": options.device,
             "memory": options.memory,
             "share": options.share,
+            "ranks": int(ranks or 1),
             "max_seqs": sizes[0],
             "max_batch_tokens": sizes[1],
             "max_model_len": options.max_model_len,
@@ -262,7 +273,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quant", help="number format in which the model is stored first")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer a model that is made gets")
     parser.add_argument("--distinct", type=int, help="layers of a model that is made that are no copies")
-    parser.add_argument("--engines", default="gristmill,vllm", help="engine[:max_seqs:max_batch_tokens],...")
+    parser.add_argument(
+        "--engines", default="gristmill,vllm", help="engine[@ranks][:max_seqs:max_batch_tokens],..."
+    )
     parser.add_argument("--workloads", default=",".join(PLAIN))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of all counts and lengths, for a trial")

@@ -94,6 +94,7 @@ class Gristmill:
         self.grammar: dict[str, Any] = {"structured_output": StructuredOutput(json_schema=SCHEMA)}
         limits = {"max_seqs": options["max_seqs"], "max_batch_tokens": options["max_batch_tokens"]}
         limits |= {"max_model_len": options["max_model_len"], "device": options["device"]}
+        limits |= {"tensor_parallel": options["ranks"]}
         self.llm = LLM(options["model"], memory=options["memory"], **limits)
         self.llm.engine.warm_up()
 
@@ -123,6 +124,7 @@ class Vllm:
             "max_num_seqs": options["max_seqs"],
             "max_num_batched_tokens": options["max_batch_tokens"],
             "max_model_len": options["max_model_len"],
+            "tensor_parallel_size": options["ranks"],
         }
         self.llm = vllm.LLM(
             options["model"],
@@ -181,5 +183,14 @@ def main() -> None:
             work = json.loads(line)
             steps.start()
             special = work["special"] or [""] * len(work["outputs"])
+            busy = time.process_time()
             tokens = engine.generate(work["prompts"], work["outputs"], special)
-            say({"seconds": time.perf_counter() - steps.begin, "tokens": tokens, "ends": steps.rows})
+            say(
+                {
+                    "seconds": time.perf_counter() - steps.begin,
+                    "cpu_seconds": time.process_time() - busy,
+                    "steps": steps.count,
+                    "tokens": tokens,
+                    "ends": steps.rows,
+                }
+            )
