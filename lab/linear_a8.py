@@ -124,7 +124,7 @@ class Case:
         out = torch.empty(self.m, self.n)
 
         def call(tensors: list[torch.Tensor]) -> torch.Tensor:
-            launch(config, OP.Call(self.x, tensors, None, None, False, self.n, None, out))
+            launch(config, OP.Call(self.x, tensors, None, None, False, self.n, None, out=out))
             return out
 
         copies = [[t.clone() for t in packed] for _ in range(copies_of(weight.nbytes, self.m))]
