@@ -129,9 +129,9 @@ class Launch:
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device) if size else None
         self._launch, self._call = kernel.load(), default_registry().op(kernel.op).Call
 
-    def call(self, *arguments: Any) -> Callable[[], Any]:
+    def call(self, *arguments: Any, **named: Any) -> Callable[[], Any]:
         """A call with these arguments and outputs."""
-        return partial(self._launch, self.config, self._call(*arguments))
+        return partial(self._launch, self.config, self._call(*arguments, **named))
 
 
 def block_table(blocks: list[int]) -> Tensor:

@@ -77,7 +77,9 @@ def measure(
     def calls(kernel: Kernel, config: Config) -> list[Call]:
         run, call, copies = load(kernel), default_registry().op("linear").Call, weights.copies
         return [
-            partial(run, config, call(x, [copies[i % len(copies)]], None, None, gated, weights.n, None, out))
+            partial(
+                run, config, call(x, [copies[i % len(copies)]], None, None, gated, weights.n, None, out=out)
+            )
             for i in range(weights.calls)
         ]
 

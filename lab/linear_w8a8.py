@@ -143,7 +143,7 @@ class Problem:
                 False,
                 self.n,
                 self.room,
-                self.out,
+                out=self.out,
             ),
         )
 

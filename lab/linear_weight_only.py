@@ -214,7 +214,7 @@ class Row:
                     False,
                     self.shape.n,
                     space,
-                    self.out,
+                    out=self.out,
                 ),
             )
 

@@ -172,8 +172,8 @@ def calls_of(inputs: Inputs, name: str, changes: dict[str, int]) -> Calls:
     inner = inputs.problem.integer("i")
     for number, arguments in enumerate(inputs.sets):
         w13, w2 = copies[number % len(copies)]
-        rest = (inner, launch.workspace, *inputs.epilogue, inputs.out)
-        calls.append(launch.call(*arguments, w13, w2, *rest))
+        rest = (inner, launch.workspace, *inputs.epilogue)
+        calls.append(launch.call(*arguments, w13, w2, *rest, out=inputs.out))
     return calls
 
 
