@@ -160,12 +160,13 @@ class Resolver:
         return replace(selection, best=best)
 
     def verify(self, op: Op, problem: Problem, candidate: Candidate) -> Verification:
-        """Verify one candidate in a child process and write the record; UnverifiableError if the fault is not the kernel's.
+        """Verify one candidate in a child process, on its canary if it has one, and write the record; UnverifiableError if the fault is not the
+        kernel's.
 
         On an accelerator the trial is journaled (`gristmill.autotune.mark`): if the machine crashes, the kernel is quarantined.
         """
         kernel, config = candidate.kernel, candidate.config or {}
-        small = op.verification(problem, kernel, config)
+        small = op.problem(candidate.canary) if candidate.canary else op.verification(problem, kernel, config)
 
         def record(ok: bool, error: float | None, reason: str) -> Verification:
             return Verification(

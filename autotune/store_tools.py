@@ -12,7 +12,7 @@ from gristmill.kernel_registry.problem import AxisError
 from gristmill.kernel_registry.registry import Registry
 from gristmill.kernel_registry.store import Store, Timing, Verification, config_key, config_of
 from gristmill.kernel_registry.target import Target
-from gristmill.kernel_registry.times import of_present_code
+from gristmill.kernel_registry.times import of_present_code as time_of_present_code
 
 Record = Verification | Timing
 
@@ -113,9 +113,15 @@ def lint(store: Store, registry: Registry, target: Target, own: str, build: Buil
     return findings
 
 
+def of_present_code(registry: Registry, record: Record) -> bool:
+    """Whether a record was made with the code that its kernel has now; not if there is no such kernel."""
+    kernel = _kernel(registry, record)
+    return kernel is not None and _of_present_code(kernel, record)
+
+
 def _of_present_code(kernel: Kernel, record: Record) -> bool:
     if isinstance(record, Timing):
-        return of_present_code(kernel, record)
+        return time_of_present_code(kernel, record)
     return record.code == kernel.verification_hash(config_of(record.config))
 
 

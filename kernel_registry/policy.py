@@ -42,6 +42,8 @@ class Policy:
             own dtype. None: in the format that the checkpoint declares, where a kernel of the device multiplies it, else in their own.
         grades: grades of proof by which a kernel runs (`kernel_registry.grades`). With the default, ``here``, the first use verifies it on
             this device; with ``elsewhere`` too, a kernel that was verified on another device of the same kind runs without that.
+        canary: a kernel that the very code of this installation was verified with on another device of the same model, by a record that comes
+            with gristmill, runs once one problem for each configuration is verified here. False = every problem is verified here.
         cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
         store, cache: paths; None = under the user's cache folder.
     """
@@ -54,6 +56,7 @@ class Policy:
     weight_memory: float = 1.05
     activations: str | None = None
     grades: tuple[str, ...] = ("here",)
+    canary: bool = True
     cpu_level: str | None = None
     store: str | None = None
     cache: str | None = None
@@ -149,7 +152,7 @@ def _checked(name: str, value: Any, origin: str) -> Any:
         if not named or any(grade not in GRADES for grade in named):
             raise wrong(f"one or more of {', '.join(GRADES)}")
         return named
-    if name in ("strict", "deterministic", "batch_invariant"):
+    if name in ("strict", "deterministic", "batch_invariant", "canary"):
         if not isinstance(value, bool):
             raise wrong("true or false")
         return value

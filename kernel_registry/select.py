@@ -18,6 +18,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.shipped import Elsewhere, shipped_verifications
 from gristmill.kernel_registry.store import Store, Verification, config_key, target_key
 from gristmill.kernel_registry.target import Target
 from gristmill.kernel_registry.times import Times
@@ -31,7 +32,12 @@ class NoKernelError(LookupError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One kernel's place in a selection."""
+    """One kernel's place in a selection.
+
+    Attributes:
+        canary: of an ``unverified`` kernel with a shipped verification, the problem to verify here first, as text.
+        grade: the grade of proof by which it may run.
+    """
 
     kernel: Kernel
     verdict: str
@@ -39,6 +45,8 @@ class Candidate:
     expected_us: float | None = None
     source: str | None = None
     config: Config | None = None
+    canary: str = ""
+    grade: str = "here"
 
     def as_dict(self) -> dict[str, object]:
         """The row that `explain --json` prints."""
@@ -124,11 +132,18 @@ class _Case:
     policy: Policy
     layouts: frozenset[str] | None
 
-    def verification(self, kernel: Kernel, config: Config) -> Verification | None:
-        """The record of `kernel` with a configuration, if there is one."""
-        small = self.op.verification(self.problem, kernel, config)
-        key = (self.op.name, kernel.name, kernel.verification_hash(config), config_key(config), str(small))
+    def verification(self, kernel: Kernel, config: Config, problem: str = "") -> Verification | None:
+        """The record of `kernel` with a configuration, if there is one: for the case's problem, or another one."""
+        small = problem or str(self.op.verification(self.problem, kernel, config))
+        key = (self.op.name, kernel.name, kernel.verification_hash(config), config_key(config), small)
         return self.store.verifications.get((*key, *self.place))
+
+    def elsewhere(self, kernel: Kernel, config: Config) -> Elsewhere | None:
+        """What a shipped verification says of `kernel` with a configuration, if the policy lets it count."""
+        if not self.policy.canary:
+            return None
+        small = str(self.op.verification(self.problem, kernel, config))
+        return shipped_verifications().find(self.op, kernel, config, small, self.place)
 
     @cached_property
     def place(self) -> tuple[str, str]:
@@ -201,10 +216,28 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
         if record is not None and not record.ok:
             failed[config_key(config)] = record.reason or "did not match the reference"
             continue
+        elsewhere = None if record is not None else case.elsewhere(kernel, config)
+        canary = None if elsewhere is None else case.verification(kernel, config, elsewhere.canary)
+        if elsewhere is not None and canary is not None and not canary.ok:
+            failed[config_key(config)] = f"canary {elsewhere.canary}: {canary.reason}"
+            continue
         us, source = _expected(case, kernel, frozenset(failed))
+        if elsewhere is not None:
+            place = f"verified elsewhere, on another device of this model ({elsewhere.origin})"
+            if canary is None:
+                why = (f"{place}; its canary, {elsewhere.canary}, has no record here",)
+                return Candidate(kernel, "unverified", why, us, source, config, elsewhere.canary)
+            why = (f"{place}; canary passed here: {elsewhere.canary}",)
+            return Candidate(kernel, "eligible", why, us, source, config, grade="elsewhere")
         if record is None and (proof := _allowed(case, kernel)) is not None:
             return Candidate(
-                kernel, "eligible", (f"not verified here; by policy: {proof}",), us, source, config
+                kernel,
+                "eligible",
+                (f"not verified here; by policy: {proof}",),
+                us,
+                source,
+                config,
+                grade=proof.grade,
             )
         if record is None:
             why = ("no record that it matched the reference here",)

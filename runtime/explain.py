@@ -9,6 +9,7 @@ from typing import Any
 
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.dequantizing import advice, dequantizer, is_dequantizing
+from gristmill.kernel_registry.plan import PlanEntry
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.runtime.layers.plans import Plans
 
@@ -16,19 +17,24 @@ from gristmill.runtime.layers.plans import Plans
 def explain_plans(plans: Plans) -> list[dict[str, Any]]:
     """One row per operation, static problem and bucket used so far.
 
-    {"op", "problem", "m_max" (None = any larger size), "kernel", "layout", "source", "expected_us", "reason"}
+    {"op", "problem", "m_max" (None = any larger size), "kernel", "layout", "source", "expected_us", "grade" (of proof), "reason"}
     """
     rows = []
     for bound in plans.bound.values():
-        for entry in bound.entries:
+        for index, entry in enumerate(bound.entries):
             if entry is None:
                 continue
             row = entry.as_dict()
             row.pop("config")
             kernel = bound.resolver.kernel(bound.op, entry.kernel)
             row |= {"op": bound.op.name, "problem": str(bound.static)}
+            row["grade"], proof = _proof(bound, index, entry)
             row["reason"] = _reason(
-                entry.source, entry.expected_us, kernel.priority, plans.policy.pinned(bound.op.name)
+                proof,
+                entry.source,
+                entry.expected_us,
+                kernel.priority,
+                plans.policy.pinned(bound.op.name),
             ) + remark(bound, entry.kernel)
             rows.append(row)
     return rows
@@ -52,16 +58,25 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(entries.values())
 
 
-def _reason(source: str, us: float | None, priority: int, pins: tuple[str, ...]) -> str:
-    pinned = "pinned by the policy; " if pins else ""
+def _proof(bound: BoundPlan, index: int, entry: PlanEntry) -> tuple[str, str]:
+    """The grade of proof by which a kernel runs, and what is known. Another process may have chosen it, by records that are not here."""
+    candidates = bound.resolver.select(bound.op, bound.problem(index), bound.layouts).candidates
+    for candidate in candidates:
+        if candidate.kernel.name == entry.kernel and candidate.grade != "here":
+            return candidate.grade, candidate.reasons[0]
+    return "here", "verified here"
+
+
+def _reason(proof: str, source: str, us: float | None, priority: int, pins: tuple[str, ...]) -> str:
+    pinned = ("pinned by the policy; " if pins else "") + proof
     if source == "priority":
-        return f"{pinned}verified here; not timed: highest priority, {priority}"
+        return f"{pinned}; not timed: highest priority, {priority}"
     word = {
         "measured": "measured",
         "near": "measured on a near problem",
         "sibling": "measured on a sibling device",
     }
-    return f"{pinned}verified here; {word.get(source, 'estimated by the cost model')}: {us:.1f} µs"
+    return f"{pinned}; {word.get(source, 'estimated by the cost model')}: {us:.1f} µs"
 
 
 def warn_of_slow_layers(model: str, plans: Plans) -> None:

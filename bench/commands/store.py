@@ -28,6 +28,7 @@ def store() -> None:
     kernelbench store lint                                          records without effect
     kernelbench store revalidate                                    are another toolchain's times still valid?
     kernelbench store merge --into all.json a.json b.json
+    kernelbench store ship autotune/tuned/h200_verified.json        verifications for other devices of this model
     kernelbench store diff a.json b.json
     """
 
@@ -69,6 +70,37 @@ def merge(files: tuple[Path, ...], into: Path, as_json: bool) -> None:
         console.emit(answer)
     else:
         console.out().print(f"{into}: {answer['verifications']} verifications, {answer['timings']} times")
+
+
+@store.command()
+@click.argument("out", type=OutFile(), metavar="OUT")
+@options.target
+@options.as_json
+def ship(out: Path, target: str | None, as_json: bool) -> None:
+    """Write the verifications of this device by the present code to OUT, to come with gristmill: a file under autotune/tuned.
+
+    Other devices of the same model then run these kernels after one verification for each configuration. The code is that of the libraries
+    that are loaded, compiler and flags included: ship it with the wheel that has them. Fill the store first: gristmill warm, kernelbench verify.
+    """
+    from gristmill.autotune.store import dump
+    from gristmill.autotune.store_tools import of_present_code
+
+    here = place(target)
+    own, registry = target_key(here.target), default_registry()
+    shipped = Store()
+    for record in _existing(here.policy.store_path).verifications.values():
+        if (
+            record.ok
+            and (record.target, record.toolchain) == (own, here.build.key())
+            and of_present_code(registry, record)
+        ):
+            shipped.add(record)
+    out.write_text(dump(shipped), encoding="utf-8")
+    answer = {"out": str(out), "device": own, "verifications": len(shipped.verifications)}
+    if as_json:
+        console.emit(answer)
+    else:
+        console.out().print(f"{out}: {answer['verifications']} verifications on {own}")
 
 
 @store.command()

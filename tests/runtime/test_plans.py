@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gristmill.autotune.bound import BoundPlan
+from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.problem import AxisError, Problem
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.explain import explain_plans
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
@@ -114,3 +119,16 @@ def test_workspace_of_large_steps_is_sized_once(
     assert asked == [5120]
     plans.workspace(plan, 5121)
     assert asked == [5120, 6144]
+
+
+def test_explain_says_that_a_kernel_was_verified_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = Plans(torch.device("cpu"), torch.float32)
+    bound = plans.bind("rms_norm", n=72, x="fp32").prepare([4])
+    [row] = explain_plans(plans)
+    assert row["grade"] == "here" and row["reason"].startswith("verified here; ")
+    chosen = bound.resolver.select(bound.op, bound.problem(2)).require()
+    why = "verified elsewhere, on another device of this model (h200.json); canary passed here: m=1,n=8"
+    found = SimpleNamespace(candidates=[replace(chosen, grade="elsewhere", reasons=(why,))])
+    monkeypatch.setattr(Resolver, "select", lambda *arguments: found)
+    [row] = explain_plans(plans)
+    assert row["grade"] == "elsewhere" and row["reason"].startswith(f"{why}; ")
