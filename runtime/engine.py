@@ -179,7 +179,7 @@ class Engine(EngineMemory):
             raise UsageError(
                 f"the cache has {held[0]} blocks of {held[1]} tokens, the scheduler {config.num_blocks} of {config.block_size}"
             )
-        windows = runner.cache.windows if isinstance(runner, Runner) else (0,)
+        windows = runner.cache.windows
         if windows != config.windows:
             raise UsageError(
                 f"the cache has groups with the windows {windows}, the scheduler {config.windows}: windows=cache.windows"

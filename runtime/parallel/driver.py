@@ -89,11 +89,12 @@ class RemoteModel:
 
 @dataclass(frozen=True)
 class RemoteCache:
-    """The sizes of a cache; `nbytes` is of all ranks together."""
+    """The sizes of a cache of one group of layers; `nbytes` is of all ranks together."""
 
     num_blocks: int
     block_size: int
     nbytes: int
+    windows: tuple[int, ...] = (0,)
 
 
 class ParallelRunner:

@@ -77,9 +77,10 @@ def use(engine: Engine, source: Any) -> Any:
     def checked() -> Any:
         outputs = step()
         scheduler.check()
-        size = scheduler.config.block_size
+        size, groups = scheduler.config.block_size, len(scheduler.config.windows)
         for request in scheduler.requests.values():
-            spare = len(request.block_ids) - -(-len(request.tokens) // size)
+            known = len(request.tokens) + request.pending
+            spare = len(request.block_ids) // groups - -(-known // size)
             assert spare <= -(-engine.speculator.config.most_tokens // size), "rejected drafts keep blocks"  # type: ignore[union-attr]
         return outputs
 

@@ -22,11 +22,12 @@ from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
 @dataclass
 class LateStep:
-    """A step that was launched; ids: None until it has run."""
+    """A step that was launched; ids: None until it has run. completed: whether the rest of it was launched."""
 
     plan: ScheduledStep
     ids: list[Any] | None = None
     dropped: bool = False
+    completed: bool = False
 
 
 def _copied(entry: ScheduledRequest) -> ScheduledRequest:
@@ -43,12 +44,15 @@ class FakeRunner:
         self.model = SimpleNamespace(
             config=SimpleNamespace(vocab_size=VOCAB, eos_ids=()), plans=SimpleNamespace(late=0)
         )
-        self.cache = SimpleNamespace(num_blocks=config.num_blocks, block_size=config.block_size)
+        self.cache = SimpleNamespace(
+            num_blocks=config.num_blocks, block_size=config.block_size, windows=config.windows
+        )
         self.processors = LogitsProcessors(VOCAB, torch.device("cpu"))
         self.fake = FakeModel(config)
         self.max_seqs = config.max_seqs
         self.device = torch.device("cpu")
         self.before_step: Callable[[], None] = lambda: None
+        self.before_complete: Callable[[], None] = lambda: None
         self.before_collect: Callable[[], None] = lambda: None
         self.graph_bytes = 0
         self.steps = 0
@@ -59,6 +63,7 @@ class FakeRunner:
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], prompts: object = None
     ) -> LateStep:
         self.before_step()
+        assert all(step.completed or step.dropped for step in self._launched), "launched into a step"
         self.steps += 1
         sampling = [entry for entry in entries if entry.samples]
         assert len(rows) == sum(1 + entry.drafts for entry in sampling)
@@ -70,11 +75,16 @@ class FakeRunner:
         return step
 
     def complete(self, step: LateStep) -> None:
-        """Nothing waits: there are no grammars."""
+        """The results of all steps before must be there."""
+        self.before_complete()
+        in_flight = [one for one in self._launched if not one.dropped]
+        assert in_flight[0] is step, "the rest of a step was launched before the results of another"
+        step.completed = True
 
     def collect(self, step: LateStep) -> StepResult:
         self.before_collect()
         self._run_to(step)
+        assert step.completed, "a step was collected whose rest was not launched"
         assert step.ids is not None and not step.dropped
         return StepResult(step.ids)
 

@@ -97,7 +97,7 @@ def counts(engine: Engine) -> tuple[int, int]:
     return status.draft_tokens, status.accepted_tokens
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_any_life(seed: int, async_steps: bool) -> None:
     life(seed, async_steps)
