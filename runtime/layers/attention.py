@@ -9,6 +9,7 @@ from torch import Tensor
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.batch import Batch, ContextShard
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.layers.codes import Codes
 from gristmill.runtime.layers.context_parallel import ContextParallelAttention
 from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
@@ -24,6 +25,9 @@ class Attention:
     Args:
         window: number of keys that a query sees, its own included; 0 = all.
         reduce: as in `load_linear`.
+
+    Attributes:
+        takes: the format of codes that it takes instead of floats; None = floats alone.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Attention:
             self.scales = weights.cache_scales(f"{name}.qkv", c.num_kv_heads)
             plans.own(*self.scales)
         self.qkv = load_linear(plans, weights, f"{name}.qkv")
+        self.takes = self.qkv.takes
         self.q_norm = weights.tensor(f"{name}.q_norm") if c.qk_norm else None
         self.k_norm = weights.tensor(f"{name}.k_norm") if c.qk_norm else None
         self.eps = c.rms_eps
@@ -86,12 +91,13 @@ class Attention:
             kv_scale=form.kv_scale,
         )
 
-    def __call__(self, x: Tensor, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor | PartialSum:
+    def __call__(self, x: Tensor | Codes, batch: Batch, cache: tuple[Tensor, ...]) -> Tensor | PartialSum:
         """x [tokens, hidden], cache (K, V) or (K, V, k_scale, v_scale) -> [tokens, hidden]."""
         k_cache, v_cache, *token_scales = cache
         k_scale, v_scale = token_scales or self.scales
-        tokens = x.shape[0]
-        qkv = self.qkv(x).view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
+        qkv = self.qkv(x)
+        tokens = qkv.shape[0]
+        qkv = qkv.view(tokens, self.heads + 2 * self.kv_heads, self.head_dim)
         q = batch.empty("q", qkv, tokens, self.heads, self.head_dim)
         self.write(
             qkv,

@@ -10,6 +10,7 @@ from gristmill.quant.checkpoints.shards import Range
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.contract import owned
 from gristmill.quant.packed import Packed, row_reader
+from gristmill.runtime.layers.codes import Codes
 from gristmill.runtime.layers.linear import AllReduce, Linear
 from gristmill.runtime.layers.plans import Plans
 
@@ -66,7 +67,7 @@ class LogitsHead(Linear):
         if world > 1:
             self.gather = plans.bind("all_gather", n=self.widest, x=plans.x, world=world)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | Codes, out: Tensor | None = None) -> Tensor:
         """x [rows, hidden] -> [rows, vocab]; in `out`, contiguous, if it is given."""
         if self.gather is None:
             return super().__call__(x, out)
@@ -75,7 +76,7 @@ class LogitsHead(Linear):
         if count < self.widest:
             logits = torch.nn.functional.pad(logits, (0, self.widest - count))
         even = min(self.counts) == self.widest
-        gathered = out if even and out is not None else x.new_empty(rows, mesh.world * self.widest)
+        gathered = out if even and out is not None else logits.new_empty(rows, mesh.world * self.widest)
         self.gather(logits, mesh.group, mesh.world, gathered)
         if even:
             return gathered

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import pack_linear
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor
 from gristmill.quant.checkpoints.weights import Part, Weights
+from gristmill.runtime.layers.codes import Codes
 from gristmill.runtime.layers.plans import Plans
 
 
@@ -24,6 +25,9 @@ class Linear:
         dtype: the dtype of x; None = the model's.
         declared: the activation format of the checkpoint; `Plans.loaded` decides in which scheme the weight is loaded.
         target: the parameter's name in the model's table, if it has one.
+
+    Attributes:
+        takes: the format of `Codes` that it takes instead of floats; None = it takes floats alone.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Linear:
         self.plans = plans
         self.weight = pack_linear(weight, problem, plans.resolver, target)
         self.plan = plans.bind_packed(problem, self.weight.layouts)
+        self.takes = plans.takes_codes(problem)
+        self._codes_plan: BoundPlan | None = None
         self.bias = bias
         self.silu_mul = silu_mul
         self.columns = weight.n // 2 if silu_mul else weight.n
@@ -59,21 +65,43 @@ class Linear:
         plans.own(bias, *self.tensors)
         self.target = target
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | Codes, out: Tensor | None = None) -> Tensor:
         """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul; in `out`, contiguous, if it is given."""
+        plan, codes, scales = self.plan, None, None
+        if isinstance(x, Codes):
+            plan, (x, codes, scales) = self._codes_plan or self._bind_codes(), x
         rows = x.shape[0]
         out = x.new_empty(rows, self.columns) if out is None else out
         if rows:
-            workspace = self.plans.workspace(self.plan, rows)
-            self.plan(x, self.tensors, self.bias, None, self.silu_mul, self.weight.n, workspace, out=out)
+            workspace = self.plans.workspace(plan, rows)
+            plan(
+                x,
+                self.tensors,
+                self.bias,
+                None,
+                self.silu_mul,
+                self.weight.n,
+                workspace,
+                codes,
+                scales,
+                out,
+            )
         return out
+
+    def _bind_codes(self) -> BoundPlan:
+        """The plan of calls with codes, from the first of them on: layers that nobody gives codes have none."""
+        problem = self.plan.static.with_values(codes=True)
+        self._codes_plan = self.plans.bind_packed(problem, self.weight.layouts, again=True)
+        return self._codes_plan
 
 
 class SplitLinear:
     """A fused matrix in parts, which are multiplied separately; x is first multiplied by the pre_scale of the part, if it has one.
 
-    Checkpoints store the parts of q/k/v or gate/up in different schemes, or scale the input of a layer.
+    Checkpoints store the parts of q/k/v or gate/up in different schemes, or scale the input of a layer. It takes floats.
     """
+
+    takes: str | None = None
 
     def __init__(
         self,
@@ -100,8 +128,10 @@ class SplitLinear:
             self.gating = plans.bind("silu_and_mul", n=sum(rows) // 2, x=plans.x)
         self.columns = sum(part.columns for part in self.parts) // (2 if self.gating is not None else 1)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Codes) -> Tensor:
         """x [tokens, K] -> [tokens, N], or [tokens, N / 2] with silu_mul."""
+        if isinstance(x, Codes):
+            raise TypeError(f"{self.target} takes floats, got codes")
         outputs = [
             part(x if scale is None else x * scale)
             for part, scale in zip(self.parts, self.scales, strict=True)
@@ -150,10 +180,11 @@ class RowParallelLinear:
         self, plans: Plans, local: Linear | SplitLinear, bias: Tensor | None = None, *, reduce: bool = True
     ) -> None:
         self.local, self.bias, self.target = local, bias, local.target
+        self.takes, self.columns = local.takes, local.columns
         self.all_reduce = AllReduce(plans, local.columns) if reduce else None
         plans.own(bias)
 
-    def __call__(self, x: Tensor) -> Tensor | PartialSum:
+    def __call__(self, x: Tensor | Codes) -> Tensor | PartialSum:
         """x [tokens, K of this rank] -> [tokens, N]."""
         y = self.local(x)
         if self.all_reduce is None:
@@ -162,21 +193,40 @@ class RowParallelLinear:
         return y if self.bias is None else y.add_(self.bias)
 
 
+class PartialProduct(Protocol):
+    """A linear layer whose sum over the ranks may be left to the caller. `takes` is as of `Linear`; columns: of its result."""
+
+    takes: str | None
+    columns: int
+
+    def __call__(self, x: Tensor | Codes, /) -> Tensor | PartialSum:
+        """x [tokens, K] -> [tokens, columns]."""
+        ...
+
+
+class Product(PartialProduct, Protocol):
+    """A linear layer whose result is complete."""
+
+    def __call__(self, x: Tensor | Codes, /) -> Tensor:
+        """x [tokens, K] -> [tokens, columns]."""
+        ...
+
+
 @overload
 def load_linear(
     plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., reduce: Literal[True] = ...
-) -> Callable[[Tensor], Tensor]: ...
+) -> Product: ...
 
 
 @overload
 def load_linear(
     plans: Plans, weights: Weights, target: str, *, silu_mul: bool = ..., reduce: bool
-) -> Callable[[Tensor], Tensor | PartialSum]: ...
+) -> PartialProduct: ...
 
 
 def load_linear(
     plans: Plans, weights: Weights, target: str, *, silu_mul: bool = False, reduce: bool = True
-) -> Callable[[Tensor], Tensor | PartialSum]:
+) -> PartialProduct:
     """The linear layer of a parameter, with a bias if the table has ``TARGET.bias``.
 
     Args:

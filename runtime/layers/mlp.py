@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.quant.checkpoints.weights import Weights
+from gristmill.runtime.layers.codes import Codes, dtype_of, new_codes
 from gristmill.runtime.layers.linear import PartialSum, load_linear
 from gristmill.runtime.layers.plans import Plans
 
 
 class MLP:
-    """Fused gate/up projection with the activation in its epilogue, and the down projection. `reduce` is as in `load_linear`."""
+    """Fused gate/up projection and the down projection. `reduce` is as in `load_linear`.
+
+    The activation is in the epilogue of the first product, or in a call of its own that makes the codes which the second one takes.
+
+    Attributes:
+        takes: the format of codes that it takes instead of floats; None = floats alone.
+    """
 
     def __init__(self, plans: Plans, weights: Weights, name: str, *, reduce: bool = True) -> None:
-        self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=True)
         self.down = load_linear(plans, weights, f"{name}.down", reduce=reduce)
+        self.form = self.down.takes if plans.gates_apart else None
+        self.gate_up = load_linear(plans, weights, f"{name}.gate_up", silu_mul=self.form is None)
+        self.takes = self.gate_up.takes
+        self.gating: BoundPlan | None = None
+        if self.form is not None:
+            columns, q = self.gate_up.columns // 2, dtype_of(self.form)
+            self.gating = plans.bind("silu_and_mul_quant", n=columns, x=plans.x, q=q, format=self.form)
 
-    def __call__(self, x: Tensor) -> Tensor | PartialSum:
+    def __call__(self, x: Tensor | Codes) -> Tensor | PartialSum:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.gate_up(x))
+        inner = self.gate_up(x)
+        if self.gating is None or self.form is None:
+            return self.down(inner)
+        columns = inner.shape[1] // 2
+        codes, scales = new_codes(inner, columns, self.form)
+        if inner.shape[0]:
+            self.gating(inner, codes, scales, self.form)
+        return self.down(Codes(inner[:, :columns], codes, scales))

@@ -194,14 +194,30 @@ class Plans:
             for kernel in resolver.registry.kernels_of(problem.op)
         )
 
+    def takes_codes(self, problem: Problem) -> str | None:
+        """The format in which a product is given codes by the layer before it: where its weight has a format of activations, and a compiled
+        kernel multiplies given codes. None = it takes floats."""
+        form = QuantScheme.parse(problem.text("w")).activation
+        if form not in ROWS or not self.compiled(problem.with_values(codes=True)):
+            return None
+        return form
+
+    @property
+    def gates_apart(self) -> bool:
+        """Whether products of quantized activations leave silu(gate) · up to a launch of its own: on GPUs, where different CTAs multiply
+        gate and up."""
+        return self.device.type == "cuda"
+
     def bind(self, op: str, /, **axes: AxisValue) -> BoundPlan:
         """The plan of an operation without packed weights."""
         return self.bind_packed(self.problem(op, **axes))
 
-    def bind_packed(self, problem: Problem, layouts: frozenset[str] | None = None) -> BoundPlan:
-        """The plan of a static problem over weights that are packed in these layouts."""
+    def bind_packed(
+        self, problem: Problem, layouts: frozenset[str] | None = None, again: bool = False
+    ) -> BoundPlan:
+        """The plan of a static problem over weights that are packed in these layouts. again: another plan of the same layer."""
         key = (problem, layouts)
-        if layouts is not None:
+        if layouts is not None and not again:
             self.layers[problem, layouts] += 1
         if key not in self.bound:
             plan = self.bound[key] = ops.bind(problem.op, problem, self.device, self.policy, layouts)

@@ -105,16 +105,19 @@ class Layer:
         self.attention = self.make_attention(c, weights, plans, index, rope)
         self.mlp_norm = RMSNorm(plans, weights.tensor(f"{name}.mlp_norm"), c.rms_eps)
         self.mlp = self.make_mlp(c, weights, plans, index)
+        # Attention or a feed-forward block of another family may take floats alone, and say nothing.
+        self.attention_norm.serve(getattr(self.attention, "takes", None))
+        self.mlp_norm.serve(getattr(self.mlp, "takes", None))
 
     def make_attention(
         self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope
-    ) -> Callable[[Tensor, Batch, tuple[Tensor, ...]], Tensor | PartialSum]:
+    ) -> Callable[[Any, Batch, tuple[Tensor, ...]], Tensor | PartialSum]:
         """The attention of the layer."""
         return Attention(c, plans, weights, f"layers.{index}", rope, reduce=False)
 
     def make_mlp(
         self, c: ModelConfig, weights: Weights, plans: Plans, index: int
-    ) -> Callable[[Tensor], Tensor | PartialSum]:
+    ) -> Callable[[Any], Tensor | PartialSum]:
         """The feed-forward block: experts in layers that have them."""
         if c.moe is not None and c.is_moe_layer(index):
             return MixtureOfExperts(c.moe, plans, weights, f"layers.{index}", reduce=False)
@@ -124,9 +127,9 @@ class Layer:
         self, x: Tensor | PartialSum, residual: Tensor, batch: Batch, cache: tuple[Tensor, ...]
     ) -> Tensor | PartialSum:
         """Add x to the residual [tokens, hidden], and return the x of the next layer. Norms complete the sums over ranks."""
-        y = self.attention_norm.add(x, residual)
+        y = self.attention_norm.add_for(x, residual)
         x = self.attention(y, batch, cache)
-        y = self.mlp_norm.add(x, residual)
+        y = self.mlp_norm.add_for(x, residual)
         return self.mlp(y)
 
 
