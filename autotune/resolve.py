@@ -71,6 +71,7 @@ class Resolver:
         self.tried = 0
         """Candidates that were verified for this resolver."""
         self._recording = True
+        self._seen = _state(self.policy.store_path)
         self.store = self._read()
         self._changed = threading.Condition()  # guards the store and `_trials`
         self._trials: set[tuple[str, ...]] = set()  # keys of records that threads are making
@@ -201,21 +202,46 @@ class Resolver:
     def _try(
         self, trying: Verification, verify: Callable[[Worker | WorkerGroup], dict[str, Any]], world: int
     ) -> Verification:
-        """Run a trial, by one worker or by one per rank, and return its record; or the record that an earlier process left when it died."""
+        """Run a trial, by one worker or by one per rank, and return its record; or the record that another process has made meanwhile, or
+        that an earlier one left when it died."""
         with self.workers.one() as worker, self._marked(trying) as left_records:
             if len(left_records) == 1:
                 self._record(left_records[0])
                 if left_records[0].key == trying.key:
                     return left_records[0]
-            outcome = verify(worker if world == 1 else shared_group(world))
+            # Processes that start together need the same records, and wait here for each other.
+            if (made := self._made_elsewhere(trying)) is not None:
+                return made
+            result = self._judged(trying, verify(worker if world == 1 else shared_group(world)))
+            self._record(result)
+            if self.target.vendor != "cpu":
+                self._writer.flush()
+                self._seen = _state(self.policy.store_path)  # nobody else writes while the mark is held
+        return result
+
+    def _judged(self, trying: Verification, outcome: dict[str, Any]) -> Verification:
         if not outcome["judged"]:
             raise UnverifiableError(
                 f"{trying.kernel} cannot be verified on {self.device}, and was not recorded: {outcome['reason']}"
             )
         self.tried += 1
-        result = replace(trying, ok=outcome["ok"], error=outcome["error"], reason=outcome["reason"])
-        self._record(result)
-        return result
+        return replace(trying, ok=outcome["ok"], error=outcome["error"], reason=outcome["reason"])
+
+    def _made_elsewhere(self, trying: Verification) -> Verification | None:
+        """The record of a trial, if another process has written it since this one read the store; with it all others that are new."""
+        state = _state(self.policy.store_path)
+        with self._changed:
+            if not self._recording or state == self._seen:
+                return None
+            self._seen = state
+            new = {
+                key: record
+                for key, record in self._read().verifications.items()
+                if key not in self.store.verifications
+            }
+            for record in new.values():
+                self.store.add(record)
+        return new.get(trying.key)
 
     def plan(
         self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
@@ -293,6 +319,10 @@ class _Writer:
         self.due = 0.0
         weakref.finalize(self, _save, path, self.waiting)
 
+    def flush(self) -> None:
+        """Write what waits."""
+        _save(self.path, self.waiting)
+
     def add(self, record: Verification) -> None:
         self.waiting.append(record)
         begin = time.monotonic()
@@ -300,6 +330,15 @@ class _Writer:
             _save(self.path, self.waiting)
             end = time.monotonic()
             self.due = end + 20 * (end - begin)
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """What differs between two states of a file, which is always replaced; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _save(path: Path, waiting: list[Verification]) -> None:

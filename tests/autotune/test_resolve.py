@@ -355,6 +355,22 @@ def test_two_threads_verify_a_kernel_once(h200: Callable[[object], Resolver]) ->
     assert together.calls == 1 == len(resolver.store.verifications)
 
 
+def test_what_another_process_has_verified_meanwhile_is_read(h200: Callable[[object], Resolver]) -> None:
+    """Replicas start together, each with an empty store; the second one finds the records of the first, whatever it said."""
+    first, second = (
+        h200(RIGHT),
+        h200({"ok": False, "error": None, "reason": "verified twice", "judged": True}),
+    )
+    third = h200(RIGHT)
+    made = first.resolve(OP, PROBLEM).best
+    assert second.resolve(OP, PROBLEM).best == made and second.tried == 0
+    other = OP.problem("m=4,n=128,x=fp32")
+    with pytest.warns(RuntimeWarning, match="verified twice"):
+        second.resolve(OP, other)
+    assert third.resolve(OP, PROBLEM).best == made
+    assert third.resolve(OP, other).best is None and third.tried == 0, "what failed there is quarantined here"
+
+
 def test_what_cannot_be_verified_beside_others_is_left(h200: Callable[[object], Resolver]) -> None:
     resolver = h200({"ok": False, "error": None, "reason": "got no memory", "judged": False})
     resolver.resolve_all([(OP, PROBLEM, None)], 2)
