@@ -7,7 +7,7 @@ the backend chooses, [blocks, 2, block_size, kv_heads, head_dim]. Our operations
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -24,6 +25,7 @@ from vllm.v1.attention.backend import (
 
 from gristmill import ops
 from gristmill.integrations.sizes import powers
+from gristmill.integrations.vllm.decode_buffers import DecodeBuffers
 from gristmill.kernels.common import dtype_name
 
 
@@ -86,7 +88,7 @@ class GristmillAttentionBackend(AttentionBackend):  # type: ignore[misc]  # vLLM
 
 @dataclass
 class Metadata:
-    """A step, as `gristmill.ops.paged_attention` takes it. `tokens` counts the tokens without padding."""
+    """A step, as `gristmill.ops.paged_attention` takes it. `tokens` counts the tokens without padding; in a step of a CUDA graph, with it."""
 
     tokens: int
     query_start: Tensor
@@ -97,12 +99,20 @@ class Metadata:
 
 
 class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is read without types
-    """Makes the metadata of a step, for the layers of one group of the cache. Prepares their kernels when it is made."""
+    """Makes the metadata of a step, for the layers of one group of the cache. Prepares their kernels when it is made.
+
+    Steps in which each request has one new token may be captured as a whole: their lengths are in `DecodeBuffers`, the block table and the
+    slots are in vLLM's own persistent buffers.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.buffers = DecodeBuffers(vllm_config, device)
+        self.max_ctx = vllm_config.model_config.max_model_len
         sizes = [*powers(vllm_config.scheduler_config.max_num_batched_tokens)]
         for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values():
             layer.impl.prepare(kv_cache_spec.block_size, kv_cache_spec.dtype, device, sizes)
@@ -112,14 +122,21 @@ class MetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM i
         common = common_attn_metadata
         if common.causal is not True:
             raise ValueError("gristmill's attention backend serves causal attention alone")
+        query_start, seq_lens = common.query_start_loc, common.seq_lens
+        if common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
+            query_start, seq_lens = self.buffers.lengths(seq_lens)
         return Metadata(
             tokens=common.num_actual_tokens,
-            query_start=common.query_start_loc,
-            seq_lens=common.seq_lens,
+            query_start=query_start,
+            seq_lens=seq_lens,
             block_table=common.block_table_tensor,
             max_q=common.max_query_len,
             max_ctx=common.max_seq_len,
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        """The metadata that a graph is captured with: launches for contexts up to --max-model-len."""
+        return replace(self.build(0, common_attn_metadata), max_ctx=self.max_ctx)
 
 
 class GristmillAttention(AttentionImpl):  # type: ignore[misc]  # vLLM is read without types

@@ -17,11 +17,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadata,
     MLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
 from gristmill import ops
 from gristmill.integrations.sizes import powers
 from gristmill.integrations.vllm.attention import refuse
+from gristmill.integrations.vllm.decode_buffers import DecodeBuffers
 from gristmill.kernels.common import dtype_name
 
 
@@ -58,13 +59,20 @@ class GristmillMLABackend(MLACommonBackend):  # type: ignore[misc]  # vLLM is re
 
 
 class MLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]  # vLLM is read without types
-    """vLLM's metadata of a step. Requests with one new token are decoded, all others are prompts. Prepares the kernels of the layers."""
+    """vLLM's metadata of a step. Requests with one new token are decoded, all others are prompts. Prepares the kernels of the layers.
+
+    Steps of decoding alone may be captured as a whole: their lengths are in `DecodeBuffers`.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
+        self.buffers = DecodeBuffers(vllm_config, device)
+        self.max_ctx = vllm_config.model_config.max_model_len
         for name in layer_names:
             vllm_config.compilation_config.static_forward_context[name].impl.prepare(
                 kv_cache_spec.block_size,
@@ -73,6 +81,20 @@ class MLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
                 decode_sizes=[*powers(scheduler.max_num_seqs)],
                 write_sizes=[*powers(scheduler.max_num_batched_tokens)],
             )
+
+    def build(self, *arguments: Any, **named: Any) -> MLACommonMetadata:
+        """vLLM's, with the lengths of the requests that are decoded where a graph reads them."""
+        metadata = super().build(*arguments, **named)
+        decode = metadata.decode
+        if decode is not None and metadata.num_decodes == metadata.num_decode_tokens == metadata.num_reqs:
+            metadata.query_start_loc, decode.seq_lens = self.buffers.lengths(decode.seq_lens)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
+        """The metadata that a graph is captured with: launches for contexts up to --max-model-len."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.max_seq_len = self.max_ctx
+        return metadata
 
 
 class GristmillMLA(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]  # vLLM is read without types

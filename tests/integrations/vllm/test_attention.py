@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.attention import selector
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from gristmill.autotune.captures import capturing
 from gristmill.autotune.resolve import Resolver
 from gristmill.integrations.vllm import register
 from gristmill.integrations.vllm.attention import (
@@ -19,6 +21,7 @@ from gristmill.integrations.vllm.attention import (
     GristmillAttentionBackend,
     MetadataBuilder,
 )
+from gristmill.integrations.vllm.decode_buffers import DecodeBuffers
 from tests.integrations.vllm.test_quantization import PARAMS, of_vllm, runtime
 from tests.integrations.vllm.test_worker import generated, prompts, texts
 
@@ -135,6 +138,114 @@ def test_the_cache_of_each_version(
                 torch.testing.assert_close(output[row, head], expected, atol=1e-5, rtol=1e-4)
     assert (output[6:] == 7.0).all()  # padding is left alone
     assert (layer.forward(None, query, padded[0], padded[1], cache, None, output) == 0).all()
+
+
+class Decoding:
+    """One layer over a cache of random numbers, and steps of vLLM's persistent buffers in which each request has one new token."""
+
+    heads, kv_heads, d, size, blocks, longest = 4, 2, 64, 16, 9, 48
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.layer = GristmillAttention(self.heads, self.d, self.d**-0.5, self.kv_heads)
+        self.layer.prepare(self.size, dtype, self.device, [4])
+        shape = (self.blocks, self.size, self.kv_heads, 2 * self.d)
+        self.cache = torch.randn(shape, device=device, dtype=dtype).transpose(1, 2)
+        self.query = torch.randn(4, self.heads, self.d, device=device, dtype=dtype)
+        self.output = torch.zeros_like(self.query)
+        self.query_start = torch.zeros(5, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(4, dtype=torch.int32, device=device)
+        self.table = torch.zeros(4, 3, dtype=torch.int32, device=device)
+        self.builder = object.__new__(MetadataBuilder)
+        limits = SimpleNamespace(max_num_seqs=4)
+        config = SimpleNamespace(max_cudagraph_capture_size=None)
+        self.builder.buffers = DecodeBuffers(
+            SimpleNamespace(scheduler_config=limits, compilation_config=config), self.device
+        )
+        self.builder.max_ctx = self.longest
+
+    def step(self, lengths: list[int], table: list[list[int]]) -> CommonAttentionMetadata:
+        """vLLM writes a step into its buffers, padded to 4 requests without a token."""
+        count = len(lengths)
+        self.query_start.copy_(torch.tensor([min(i, count) for i in range(5)], dtype=torch.int32))
+        self.seq_lens.zero_()[:count].copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.table.zero_()[:count].copy_(torch.tensor(table, dtype=torch.int32))
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start,
+            query_start_loc_cpu=self.query_start.cpu(),
+            seq_lens=self.seq_lens,
+            num_reqs=4,
+            num_actual_tokens=4,
+            max_query_len=1,
+            max_seq_len=max([1, *lengths]),
+            block_table_tensor=self.table,
+            slot_mapping=torch.full((4,), -1, device=self.device),
+            causal=True,
+        )
+
+    def compute(self, metadata: Any) -> None:
+        self.layer.forward(None, self.query, self.query, self.query, self.cache, metadata, self.output)
+
+    def expected(self, row: int, length: int, table: list[int]) -> torch.Tensor:
+        """Attention written out."""
+        cache, query = self.cache.transpose(1, 2).float().cpu(), self.query.float().cpu()
+        kept = cache[table].reshape(-1, self.kv_heads, 2 * self.d)[:length]
+        rows = []
+        for head in range(self.heads):
+            k, v = kept[:, head // 2, : self.d], kept[:, head // 2, self.d :]
+            rows.append(torch.softmax(k @ query[row, head] * self.d**-0.5, 0) @ v)
+        return torch.stack(rows)
+
+
+STEPS: list[tuple[list[int], list[list[int]]]] = [
+    ([20, 33], [[7, 2, 0], [4, 8, 1]]),
+    ([48, 1, 17], [[1, 2, 3], [5, 0, 0], [6, 7, 0]]),
+    ([3], [[8, 0, 0]]),
+]
+
+
+def replayed(decoding: Decoding, run: Callable[[], object], tolerance: float) -> None:
+    """Run what was captured for each of the steps, and compare."""
+    for lengths, table in STEPS:
+        decoding.builder.build(0, decoding.step(lengths, table))
+        run()
+        for row, (length, blocks) in enumerate(zip(lengths, table, strict=True)):
+            got = decoding.output[row].float().cpu()
+            torch.testing.assert_close(
+                got, decoding.expected(row, length, blocks), atol=tolerance, rtol=tolerance
+            )
+
+
+def test_a_captured_step_reads_the_lengths_of_later_ones(
+    policy_file: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA graph does, on a CPU: the arguments of the capture again, after vLLM's buffers have changed."""
+    policy_file()
+    monkeypatch.setattr(Resolver, "resolve", Resolver.select)
+    assert MetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    decoding = Decoding("cpu")
+    captured = decoding.builder.build_for_cudagraph_capture(decoding.step([1] * 4, [[0] * 3] * 4))
+    assert (captured.max_ctx, captured.max_q, captured.tokens) == (decoding.longest, 1, 4)
+    replayed(decoding, lambda: decoding.compute(captured), 1e-4)
+    # Planted: a graph that reads what the capture had.
+    monkeypatch.setattr(captured, "seq_lens", captured.seq_lens.clone())
+    with pytest.raises(AssertionError, match="not close"):
+        replayed(decoding, lambda: decoding.compute(captured), 1e-4)
+
+
+@pytest.mark.gpu
+def test_a_step_in_a_cuda_graph() -> None:
+    decoding = Decoding("cuda")
+    captured = decoding.builder.build_for_cudagraph_capture(decoding.step([1] * 4, [[0] * 3] * 4))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        decoding.compute(captured)  # compiled before it is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, stream=stream):
+        decoding.compute(captured)
+    replayed(decoding, graph.replay, 2e-2)
 
 
 @pytest.mark.parametrize(

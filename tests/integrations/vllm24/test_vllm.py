@@ -10,6 +10,8 @@ from gristmill.integrations.vllm.linear import GristmillLinearMethod
 from gristmill.integrations.vllm.mla import GristmillMLABackend
 from gristmill.integrations.vllm.quantization import GristmillConfig
 from tests.integrations.vllm.test_attention import (  # noqa: F401  # collected here
+    test_a_captured_step_reads_the_lengths_of_later_ones,
+    test_a_step_in_a_cuda_graph,
     test_another_plugins_backend_stays,
     test_the_backend_is_registered_under_the_name_for_plugins,
     test_the_cache_of_each_version,
