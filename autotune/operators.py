@@ -178,6 +178,26 @@ _TYPES: Mapping[str, Any] = {
 """Type of a schema, without marks of what is written -> Python's."""
 
 
+def writer(op: Op, *given: str) -> Callable[..., None]:
+    """A function of these arguments, a plan's handle and the outputs, by position: the overload ``out``, with the defaults of all other arguments. A
+    layer that calls it keeps its meaning when `op` gets another optional argument, and a traced call is one operator.
+
+    TypeError: an unknown argument, or a required one that is missing.
+    """
+    names, required = {p.name for p in op.parameters}, {p.name for p in op.parameters if p.default is None}
+    if not required <= set(given) <= names or not op.outputs:
+        raise TypeError(
+            f"{op.name} takes {', '.join(sorted(required))}, may take {', '.join(sorted(names - required))}, and writes "
+            f"{', '.join(op.outputs) or 'nothing'}; got {', '.join(given)}"
+        )
+    filled = ", ".join(p.name if p.name in given else str(p.default) for p in op.parameters)
+    outputs = ", ".join(op.outputs)
+    # A closure, because Dynamo looks up globals in the module that they belong to.
+    source = f"lambda into: lambda {', '.join(given)}, handle, {outputs}: into({filled}, handle, {outputs})"
+    write: Callable[..., None] = eval(source)(getattr(torch.ops.gristmill, op.name).out)
+    return write
+
+
 def binder(op: Op) -> Callable[..., Any]:
     """A function that returns the arguments in order, with the signature of the function of `op`: its arguments, then ``plan`` and,
     where it has outputs, ``out``, by keyword only."""

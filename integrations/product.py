@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from gristmill import ops
+from gristmill.autotune.operators import writer
 from gristmill.integrations.collect import Collected
 from gristmill.integrations.layouts import choose_layout
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.linear.weight import LinearWeight, problem_of
 from gristmill.quant import QuantTensor, Tensors, concat
 from gristmill.quant.formats.contract import Format, FormatError, owned
+
+LINEAR = writer(default_registry().op("linear"), "x", "weight", "bias", "n")
 
 Reader = Callable[[Tensors, str, tuple[int, ...]], tuple[QuantTensor, Tensor | None]]
 """The tensors of a module, its name and its shape -> its weight, and what its input is multiplied by, float32 [K], or None."""
@@ -123,9 +127,7 @@ class Product:
             x = x * self.pre_scale
         out = x.new_empty(x.shape[0], self.n)
         handle = self.handles[int(bias is not None)]  # Dynamo of torch 2.11 takes no bool as an index
-        torch.ops.gristmill.linear.out(
-            x, self.tensors, bias, None, False, self.n, None, None, None, handle, out
-        )
+        LINEAR(x, self.tensors, bias, self.n, handle, out)
         return out
 
     def prepare(self, sizes: Sequence[int], *, bias: bool) -> None:

@@ -9,18 +9,19 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from gristmill import ops
+from gristmill.autotune.operators import writer
 from gristmill.integrations.collect import Collected
 from gristmill.integrations.layouts import choose_layout
 from gristmill.integrations.product import Reader
 from gristmill.integrations.vllm.report import REPORT
 from gristmill.integrations.vllm.step_sizes import step_sizes
+from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor, Tensors, concat, pack, stack
 from gristmill.quant.formats.contract import owned
 
-SILU = (None, None, False, 0.0, 0.0)
-"""Arguments of `moe` after the workspace: no biases, and no clamped activation with its alpha and limit."""
+MOE = writer(default_registry().op("moe"), "x", "weights", "ids", "w13", "w2", "inter")
 
 
 def unserved_experts(moe: Any, scheme: str | None, device: torch.device) -> str | None:
@@ -125,18 +126,5 @@ class GristmillExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM 
     ) -> Tensor:
         """x [T, H], weights float32 and ids int32 [T, K] -> [T, H]."""
         out = torch.empty_like(x)
-        torch.ops.gristmill.moe.out(
-            x,
-            topk_weights,
-            topk_ids,
-            self.w13,
-            self.w2,
-            self.inner,
-            None,
-            *SILU,
-            None,
-            None,
-            self.handle,
-            out,
-        )
+        MOE(x, topk_weights, topk_ids, self.w13, self.w2, self.inner, self.handle, out)
         return out

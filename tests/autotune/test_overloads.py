@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._library._out_variant import to_out_variant
 
 from gristmill import LinearWeight, ops, quantize
+from gristmill.autotune.operators import writer
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry import Op, default_registry
 from gristmill.kernel_registry.plan import Plan, PlanEntry
@@ -195,3 +196,33 @@ def test_other_tensors_than_those_of_the_layouts_are_refused(rows: int) -> None:
         if layout == (0 if rows == 1 else 1):
             with pytest.raises(ValueError, match="weight"):
                 ops.linear(x, [t for part in short for t in part], n=48, plan=plan)
+
+
+def test_a_writer_gives_what_is_not_named_its_default() -> None:
+    op = REGISTRY.op("linear")
+    x, weight, out = torch.randn(3, 64), torch.randn(16, 64), torch.empty(3, 16)
+    writer(op, "x", "weight", "n")(x, [weight], 16, 0, out)
+    torch.testing.assert_close(out, x @ weight.T, atol=1e-4, rtol=1e-4)
+    with pytest.raises(
+        TypeError, match="linear takes weight, x, may take bias, .*and writes out; got x, colour"
+    ):
+        writer(op, "x", "colour")
+
+
+def test_a_writer_is_one_operator_in_a_traced_graph() -> None:
+    write = writer(REGISTRY.op("linear"), "x", "weight", "bias", "n")
+    graphs = []
+
+    def seen(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return module
+
+    @torch.compile(backend=seen, fullgraph=True)
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(3, 16)
+        write(x, [weight], None, 16, 0, out)
+        return out
+
+    x, weight = torch.randn(3, 64), torch.randn(16, 64)
+    torch.testing.assert_close(layer(x, weight), x @ weight.T, atol=1e-4, rtol=1e-4)
+    assert sum("linear" in name for name in graphs[0]) == 1 and len(graphs) == 1
