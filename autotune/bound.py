@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune import compilations
 from gristmill.autotune.device import device_index
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.autotune.resolve import Resolver
@@ -222,6 +223,8 @@ class BoundPlan:
     def _load(self, index: int, entry: PlanEntry) -> Runner:
         kernel = self.resolver.kernel(self.op, entry.kernel)
         runner: Runner = partial(load(kernel), entry.config)
+        if kernel.language == "triton" and self._cuda:
+            compilations.watch()
         if self.layouts is not None and len(self.layouts) > 1:
             runner = self._among_layouts(runner, entry)
         if self._cuda and not kernel.capturable:

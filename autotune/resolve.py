@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from gristmill.autotune.compilations import keep_below
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnpreparedError, UnverifiableError
 from gristmill.autotune.mark import Mark
@@ -64,6 +65,8 @@ class Resolver:
         self.policy = policy or Policy.current()
         self.registry = registry or default_registry()
         self.target: Target = target or device_target(device, self.policy)
+        if self.target.vendor != "cpu":
+            keep_below(self.policy)
         self.build = build or confirmed_build(self.registry, self.target, self.policy)
         self.workers = shared_workers() if worker is None else Workers(worker)
         self.chooser: Chooser | None = None

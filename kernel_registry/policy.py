@@ -45,7 +45,8 @@ class Policy:
         canary: a kernel that the very code of this installation was verified with on another device of the same model, by a record that comes
             with gristmill, runs once one problem for each configuration is verified here. False = every problem is verified here.
         cpu_level: highest CPU code level to use (``avx2``, ``avx512`` ...); None = the best this machine runs.
-        store, cache: paths; None = under the user's cache folder.
+        store, cache: paths; None = under the user's cache folder. With a `cache`, Triton keeps the code that it compiles for a GPU below it
+            too, unless TRITON_CACHE_DIR names another folder.
     """
 
     pins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from gristmill.autotune import compilations
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import notice
@@ -106,7 +108,7 @@ class Engine(EngineMemory):
         model = open_checkpoint(model)
         if transfer is not None:
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
         with progress_bar() as progress, ahead:
             progress("weights", 0, 0)
@@ -131,7 +133,10 @@ class Engine(EngineMemory):
                 self.close()
                 raise
         verified = max(ahead.verified, report.verified)  # ranks verify nothing ahead
-        self.warmed = replace(report, seconds=seconds | report.seconds, verified=verified)
+        compiled, reused = (now - then for now, then in zip(compilations.total(), before, strict=True))
+        self.warmed = replace(
+            report, seconds=seconds | report.seconds, verified=verified, compiled=compiled, reused=reused
+        )
         notice(f"{model.path}: {self.warmed}")
 
     @classmethod
@@ -203,6 +208,7 @@ class Engine(EngineMemory):
             self.transfer = start_transfer(transfer, runner, self.scheduler, speculation)
         self._quant = quant
         self._active: dict[str, _Active] = {}
+        self.late_compilations = 0
         self.warmed: WarmUp | None = None
         """The report of the last warm-up; None before the first, and after `sleep`."""
         self._followers: dict[
@@ -392,6 +398,7 @@ class Engine(EngineMemory):
         if self.residency.reason:
             self.last_step = None
             return []
+        compiled = compilations.of_this_thread()
         try:
             return self._advance()
         except RankError:  # the caches of the ranks are gone
@@ -401,6 +408,18 @@ class Engine(EngineMemory):
                 self._forget(request_id)
             self.reset_prefix_cache()
             raise
+        finally:
+            if self.warmed is not None and compilations.of_this_thread() > compiled:
+                self._report_late(compilations.names_since(compiled))
+
+    def _report_late(self, names: Sequence[str]) -> None:
+        """Triton has compiled kernels, or loaded compiled ones, in a step after the warm-up."""
+        self.late_compilations += len(names)
+        warnings.warn(
+            f"Triton compiled or loaded {', '.join(names)} while serving: the warm-up did not cover it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _advance(self) -> list[RequestOutput]:
         if self.transfer is not None:

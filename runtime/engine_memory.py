@@ -39,6 +39,7 @@ class EngineMemory:
     _quant: str | QuantScheme | torch.dtype | None
     ownership: Ownership
     warmed: WarmUp | None
+    late_compilations: int
     _draining: bool
 
     def sleep(self, level: int = 1) -> None:
@@ -128,6 +129,12 @@ class EngineMemory:
         within `seconds`."""
         return self.transfer is None or self.transfer.flush(seconds)
 
+    @property
+    def late_kernels(self) -> int | None:
+        """Kernels that were selected or compiled after the warm-up, while requests waited; None where only ranks know."""
+        late = self.runner.model.plans.late
+        return None if late is None else late + self.late_compilations
+
     def status(self) -> EngineStatus:
         """Capacity and load, as values; costs no step."""
         scheduler, config, pool = self.scheduler, self.scheduler.config, self.scheduler.pool
@@ -151,7 +158,7 @@ class EngineMemory:
             weight_bytes=self.runner.model.plans.weight_bytes,
             cache_bytes=self.runner.cache.nbytes,
             graph_bytes=self.runner.graph_bytes,
-            late_kernels=self.runner.model.plans.late,
+            late_kernels=self.late_kernels,
             speculation=None if self.speculator is None else self.speculator.status(),
             kv_transfer=None if self.transfer is None else self.transfer.status(),
         )

@@ -41,7 +41,7 @@ GAUGES = {
     "num_requests_waiting": "Requests in the queue",
     "kv_cache_usage_perc": "Fraction of the cache blocks in use by requests, 0 to 1",
     "decode_graph_bytes": "Memory that captured decode graphs take",
-    "late_kernels": "Kernels that were selected while requests waited, because the warm-up did not cover them",
+    "late_kernels": "Kernels that were selected or compiled while requests waited, because the warm-up did not cover them",
 }
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
@@ -148,7 +148,7 @@ class Metrics:
         metrics["num_requests_waiting"].set(len(scheduler.waiting) + len(scheduler.held))
         metrics["kv_cache_usage_perc"].set(scheduler.pool.num_referenced / scheduler.config.num_blocks)
         metrics["decode_graph_bytes"].set(engine.runner.graph_bytes or 0)
-        metrics["late_kernels"].set(engine.runner.model.plans.late or 0)
+        metrics["late_kernels"].set(engine.late_kernels or 0)
         step = engine.last_step
         if step is not None and step.entries:
             metrics["iteration_tokens_total"].observe(step.num_tokens)

@@ -25,7 +25,8 @@ class EngineStatus:
         max_seqs, max_batch_tokens: requests and tokens per step.
         weight_bytes, cache_bytes: resident bytes, without those of a draft model.
         graph_bytes: bytes that decode graphs take, likewise; None with tensor_parallel.
-        late_kernels: kernels that were selected after the warm-up, while requests waited; 0 without a warm-up, None with tensor_parallel.
+        late_kernels: kernels that were selected, or by Triton compiled or loaded, after the warm-up, while requests waited; 0 without a
+            warm-up, None with tensor_parallel.
         speculation: counts of drafts; None = the engine does not draft.
         kv_transfer: counts of blocks; None = the engine has no stores.
     """

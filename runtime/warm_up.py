@@ -55,6 +55,7 @@ class WarmUp:
         graphs: number of decode graphs that exist now, and of steps with prompts that are captured in pieces; graph_bytes: the memory that they take.
         kernels: number of plan entries that are resolved.
         verified: number of kernels, configurations and problems that were verified, for want of a record.
+        compiled, reused: kernels that Triton compiled in this process, and found compiled in its cache, at load; verification compiles in others.
         ran: whether steps of every kind have run; if not, kernels are selected, verified and loaded.
     """
 
@@ -64,6 +65,8 @@ class WarmUp:
     verified: int = 0
     graph_bytes: int = 0
     ran: bool = True
+    compiled: int = 0
+    reused: int = 0
 
     def with_draft_model(self, other: WarmUp) -> WarmUp:
         """This warm-up and that of the draft model, as one."""
@@ -81,9 +84,14 @@ class WarmUp:
         """In one line, for people."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
         graphs = f", {self.graphs} graphs ({self.graph_bytes / 1e6:.0f} MB)" if self.graphs else ""
+        triton = (
+            f", {self.reused} of Triton reused and {self.compiled} compiled"
+            if self.reused or self.compiled
+            else ""
+        )
         return (
             f"warm in {sum(self.seconds.values()):.1f} s ({phases}): {self.kernels} kernels, "
-            f"{self.verified} verified now{graphs}"
+            f"{self.verified} verified now{triton}{graphs}"
         )
 
 

@@ -410,20 +410,26 @@ def quantize(
 def warm(as_json: bool, **options: Any) -> None:
     """Select, verify and compile ahead of time every kernel that a model calls, so that later processes start from the store.
 
-    For the image of a container, or after an update. The cache of Triton and the store of the policy keep the results. This is what
-    every engine does when it is loaded; --warm is ignored.
+    For the image of a container, or after an update. This is what every engine does when it is loaded; --warm is ignored. The store of the
+    policy keeps the records, and Triton's cache the compiled code: with an entry "cache" in the policy both are in that folder, which a
+    container image takes along, under the same path.
 
-    With --json: "seconds" by phase ("weights", "selection", "verification", "compilation", "graphs"), "graphs" (decode graphs captured),
-    "kernels" (plan entries resolved), "verified" (problems without a record before), "ran" (whether steps ran, as on a GPU).
+    With --json: "seconds" by phase ("weights", "selection", "verification", "compilation", "graphs"), "graphs" (captured), "graph_bytes",
+    "kernels" (plan entries resolved), "verified" (what had no record before), "ran" (whether steps ran, as on a GPU), "compiled" and "reused"
+    (kernels of Triton, in this process), "store" (its path).
     """
     options["warm"] = "auto"
+    from gristmill.kernel_registry.policy import Policy
+
+    policy = Policy.load(options["policy"]) if options["policy"] else Policy.current()
     report = _load(options, as_json).engine.warmed
     assert report is not None
     if as_json:
-        console.emit(asdict(report))
+        console.emit(asdict(report) | {"store": str(policy.store_path)})
         return
     rows = [[phase, f"{seconds:.1f}"] for phase, seconds in report.seconds.items()]
     console.table("Warm-up", ["phase", "seconds"], rows, right=("seconds",))
+    console.err().print(f"records in {policy.store_path}")
 
 
 @cli.command()

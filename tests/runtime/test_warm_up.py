@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gristmill.autotune import compilations
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.worker import Worker
 from gristmill.kernel_registry.op import Op
@@ -23,7 +24,8 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.speculation.config import Speculation
-from gristmill.runtime.warm_up import warm_up
+from gristmill.runtime.warm_up import WarmUp, warm_up
+from tests.runtime.fake_runner import fake_engine
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 PHASES = ["selection", "verification", "compilation", "graphs"]
@@ -201,6 +203,29 @@ def test_loading_warms_up(
         serve(engine, 0)
     late = [one for one in caught if "was selected while serving" in str(one.message)]
     assert bool(late) == planted and engine.status().late_kernels == len(late)
+
+
+@pytest.mark.parametrize("warmed", [True, False], ids=["warmed", "not warmed"])
+def test_what_triton_compiles_in_a_step_is_late(warmed: bool) -> None:
+    """Without a warm-up nobody has promised anything."""
+    engine, runner = fake_engine()
+    engine.warmed = WarmUp({}, 0, 0) if warmed else None
+    listener = compilations._Listener(None)
+    events = iter([("a_kernel", False), ("another", True)])
+
+    def compile_one() -> None:
+        if (event := next(events, None)) is not None:
+            listener(metadata={"name": event[0]}, cache_hit=event[1])
+
+    runner.before_step = compile_one
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while engine.has_unfinished():
+            engine.step()
+    said = [str(one.message) for one in caught if "while serving" in str(one.message)]
+    assert engine.late_kernels == 2 * warmed and bool(said) == warmed
+    assert not warmed or "Triton compiled or loaded a_kernel" in said[0]
 
 
 def test_warm_off_prepares_nothing(make: Callable[..., LLM], policy: Policy) -> None:
