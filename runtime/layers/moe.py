@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import plan_layouts
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.quant import QuantTensor, pack
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import MoeConfig
 from gristmill.runtime.errors import CheckpointError
+from gristmill.runtime.layers.codes import Codes
 from gristmill.runtime.layers.linear import AllReduce, Linear, PartialSum
 from gristmill.runtime.layers.loaded_schemes import in_scheme
 from gristmill.runtime.layers.mlp import MLP
@@ -29,7 +31,13 @@ class MixtureOfExperts:
     Args:
         reduce: False leaves the sum over the ranks to the caller, as in `load_linear`.
         clamp: alpha and limit of the clamped activation of `moe`; None = silu.
+
+    Attributes:
+        takes: the format of codes that it takes, with their values; None = floats alone.
     """
+
+    takes_values = True
+    """The router reads the values of x."""
 
     def __init__(
         self,
@@ -103,6 +111,9 @@ class MixtureOfExperts:
             )
         self.gate_up = pack(in_scheme(part.weight, scheme), layout).tensors
         plans.own(*self.gate_up, *self.down)
+        self.takes = plans.takes_codes(problem)
+        self._codes_plan: BoundPlan | None = None
+        self.layouts = layouts
         self.all_reduce = AllReduce(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
         self.reduce = reduce
         # One sum completes both where the ranks share both.
@@ -110,14 +121,17 @@ class MixtureOfExperts:
         if moe.num_shared:
             self.shared = MLP(plans, weights, f"{name}.shared", reduce=self.all_reduce is None)
 
-    def __call__(self, x: Tensor) -> Tensor | PartialSum:
-        """x [tokens, hidden] -> [tokens, hidden]."""
+    def __call__(self, x: Tensor | Codes) -> Tensor | PartialSum:
+        """x [tokens, hidden] -> [tokens, hidden]. The x of codes has the values, which the router reads."""
+        plan, codes, scales, whole = self.experts, None, None, x
+        if isinstance(x, Codes):
+            plan, (x, codes, scales) = self._codes_plan or self._bind_codes(), x
         scores, ids = self.route(x)
         out = x.new_empty(x.shape)
-        workspace = self.plans.workspace(self.experts, x.shape[0])
+        workspace = self.plans.workspace(plan, x.shape[0])
         if self.first:
             ids -= self.first  # those of other ranks are outside the range, and add nothing
-        self.experts(
+        plan(
             x,
             scores,
             ids,
@@ -130,9 +144,13 @@ class MixtureOfExperts:
             self.is_clamped,
             self.alpha,
             self.limit,
-            out=out,
+            codes,
+            scales,
+            out,
         )
-        shared = None if self.shared is None else self.shared(x)
+        shared = None
+        if self.shared is not None:
+            shared = self.shared(whole if self.shared.takes == self.takes else x)
         if isinstance(shared, PartialSum):
             out, shared = out + shared.x, None
         if self.all_reduce is not None:
@@ -140,6 +158,12 @@ class MixtureOfExperts:
                 return PartialSum(out)
             out = self.all_reduce(out)
         return out if shared is None else out + shared
+
+    def _bind_codes(self) -> BoundPlan:
+        """The plan of calls with codes, from the first of them on."""
+        problem = self.experts.static.with_values(codes=True)
+        self._codes_plan = self.plans.bind_packed(problem, self.layouts, again=True)
+        return self._codes_plan
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and ids int32, [tokens, top_k] each, of the chosen experts."""

@@ -107,7 +107,7 @@ class Layer:
         self.mlp = self.make_mlp(c, weights, plans, index)
         # Attention or a feed-forward block of another family may take floats alone, and say nothing.
         self.attention_norm.serve(getattr(self.attention, "takes", None))
-        self.mlp_norm.serve(getattr(self.mlp, "takes", None))
+        self.mlp_norm.serve(getattr(self.mlp, "takes", None), keep=getattr(self.mlp, "takes_values", False))
 
     def make_attention(
         self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope

@@ -55,6 +55,26 @@ def test_products_are_those_of_x(name: str, scheme: str, m: int) -> None:
         assert outs[0].isfinite().all() and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.parametrize("scheme", ["fp8_ch.fp8_token", "fp8_block.fp8_g128"])
+@pytest.mark.parametrize("m", [1, 7, 70, 300])
+def test_experts_are_those_of_x(scheme: str, m: int) -> None:
+    """Copied to their experts, an expert without tokens and ids of other ranks among them. The values of x are not read."""
+    op, kernel = default_registry().op("moe"), default_registry().kernel("moe", "moe_w8a8_sm90")
+    problem = op.problem(f"m={m},top_k=3,e=5,h=272,i=384,w={scheme}")
+    x, weights, ids, w13, w2, inner, *rest = op.inputs(problem, 0, "cuda")
+    packed = [pack(weight, "plain_v1").tensors for weight in (w13, w2)]
+    codes, by_row = codes_of(x, scheme.partition(".")[2])
+    laid_out = new_codes(x, 272, scheme.partition(".")[2])[1].copy_(by_row)
+    config = kernel.config(problem, device_target("cuda", Policy()))
+    outs = []
+    for given in ((None, None), (codes, laid_out), (codes, by_row)):
+        out = torch.full_like(x, float("nan"))
+        source = x if given[0] is None else torch.full_like(x, float("nan"))
+        load(kernel)(config, op.Call(source, weights, ids, *packed, inner, *rest[:-2], *given, out))
+        outs.append(out)
+    assert outs[0].isfinite().all() and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
 def test_a_model_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids and logits are those without codes; the norm, the gate and the products of a layer are seven operations, with no quantizer."""
     folder, text = write(LLAMA, tmp_path / "fp8", "fp8", "fp8_block"), oracle.eval_tokens()

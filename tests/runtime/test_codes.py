@@ -21,6 +21,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
+from tests.runtime.random_checkpoint import MIXTRAL, Random
 from tests.runtime.test_writers import write
 
 CHECKPOINTS = {"int8": ("compressed-tensors", "int8_ch.int8_token"), "fp8": ("fp8", "fp8_block")}
@@ -53,9 +54,10 @@ def of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plans, "compiled", lambda *_: True)
 
 
+@pytest.mark.usefixtures("of_a_gpu")
 @pytest.mark.parametrize("gates_apart", [False, True])
 def test_ids_and_logits_are_those_without_codes(
-    make: Callable[..., LLM], folder: Path, of_a_gpu: None, monkeypatch: pytest.MonkeyPatch, gates_apart: bool
+    make: Callable[..., LLM], folder: Path, monkeypatch: pytest.MonkeyPatch, gates_apart: bool
 ) -> None:
     """silu(gate) · up in a call of its own rounds otherwise than in the epilogue of a product on a CPU, in the last bit of a float32."""
     monkeypatch.setattr(Plans, "gates_apart", gates_apart)
@@ -81,8 +83,9 @@ def test_by_default_on_a_cpu(make: Callable[..., LLM], folder: Path) -> None:
     assert quantizing(llm) == ({"rms_norm_quant", "linear"} if folder.name == "int8" else set())
 
 
+@pytest.mark.usefixtures("of_a_gpu")
 def test_the_codes_of_another_layer_show(
-    make: Callable[..., LLM], folder: Path, of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., LLM], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: codes are handed on with the scales of the row before."""
     expected = results(make(folder))[1]
@@ -93,6 +96,26 @@ def test_the_codes_of_another_layer_show(
 
     monkeypatch.setattr(norm, "Codes", late)
     assert not torch.allclose(results(make(folder))[1], expected, rtol=0, atol=0.05 * float(expected.std()))
+
+
+@pytest.mark.usefixtures("of_a_gpu")
+def test_experts_take_codes_with_their_values(make: Callable[..., LLM]) -> None:
+    """Which the router reads: without them it would choose other experts."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    options = {"quant": "fp8_block.fp8_g128", "device": "cpu", "num_blocks": 64}
+
+    def made() -> torch.Tensor:
+        return window_logits(LLM(Random("cpu", MIXTRAL, **sizes), **options).engine, list(range(3, 40)))
+
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(Plans, "takes_codes", lambda *_: None)
+        expected = made()
+    llm = LLM(Random("cpu", MIXTRAL, **sizes), **options)
+    assert torch.equal(window_logits(llm.engine, list(range(3, 40))), expected)
+    assert any(plan.op.name == "moe" and plan.static["codes"] for plan in llm.model.plans.bound.values())
+    for layer in llm.model.layers:  # type: ignore[attr-defined]
+        layer.mlp_norm.serve(layer.mlp.takes, keep=False)
+    assert not torch.equal(window_logits(llm.engine, list(range(3, 40))), expected)
 
 
 def test_memory_of_codes() -> None:

@@ -189,5 +189,5 @@ def test_warm_up_runs_every_size(make: Callable[..., LLM]) -> None:
     through = make(LLAMA, prompt_graphs=96, max_batch_tokens=70, max_seqs=4)
     through.engine.warm_up()
     assert [*prompts_of(through).graphs] == [80, 64, 48, 32, 16]
-    through.generate(prompts(), params())
+    through.generate(prompts(), PARAMS[0])
     assert len(prompts_of(through).graphs) == 5

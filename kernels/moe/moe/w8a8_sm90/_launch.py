@@ -11,7 +11,7 @@ from torch import Tensor
 from gristmill.kernel_registry.scheme import BLOCK, cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
-from gristmill.kernels.moe.moe.w8a8_sm90.args import ARGS, QUANTIZE
+from gristmill.kernels.moe.moe.w8a8_sm90.args import ARGS, PLACE, QUANTIZE
 from gristmill.kernels.moe.moe.w8a8_sm90.shapes import scale_pitch
 from gristmill.kernels.native import check, cuda_entry
 
@@ -47,6 +47,21 @@ def quantize(
     args.ids, args.inverse = order.ids.data_ptr(), order.inverse.data_ptr()
     args.offsets = order.offsets.data_ptr()
     check(cuda_entry("gm_moe_quantize_sm90", QUANTIZE)(args), "moe_quantize")
+
+
+def place_codes(
+    operands: Operands, given: Tensor, given_scales: Tensor, order: Sorted, codes: Tensor, scales: Tensor
+) -> None:
+    """Given codes [T, K] and scales [T, groups] -> codes [T * top_k, K] and scales in the order of experts."""
+    (tokens, top_k), k, device = order.ids.shape, given.shape[1], given.get_device()
+    args = PLACE.new(device, tokens, top_k, k, order.experts, cdiv(k, BLOCK) if operands.blocks else 0)
+    args.stream = torch.cuda.current_stream(device).cuda_stream
+    args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
+    args.given, args.given_scales = given.data_ptr(), given_scales.data_ptr()
+    args.given_stride, (args.row_stride, args.group_stride) = given.stride(0), given_scales.stride()
+    args.ids, args.inverse = order.ids.data_ptr(), order.inverse.data_ptr()
+    args.offsets = order.offsets.data_ptr()
+    check(cuda_entry("gm_moe_place_codes_sm90", PLACE)(args), "moe_place_codes")
 
 
 def check_weight(operands: Operands, weight: list[Tensor], experts: int, n: int, k: int) -> None:

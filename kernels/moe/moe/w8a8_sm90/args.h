@@ -67,3 +67,29 @@ struct GmMoeQuantizeArgs {
   // [experts + 1]
   const int32_t* offsets;
 };
+
+// The arguments of gm_moe_place_codes_sm90: given codes of tokens, copied in the order of experts.
+struct GmMoePlaceCodesArgs {
+  static constexpr uint64_t kDigest = 0x2333bc4a1ec41967;
+  int32_t device;
+  int32_t tokens, top_k, k, experts;
+  // scales of a token, for 128 columns each; 0: one
+  int32_t groups;
+  // a CUstream of the device
+  void* stream;
+  // [tokens * top_k, k]
+  void* codes;
+  // [tokens * top_k], or [groups, pitch]
+  float* scales;
+  // [tokens, k] 8-bit values, rows given_stride apart
+  const void* given;
+  // of token t and group g: at t * row_stride + g * group_stride
+  const float* given_scales;
+  int64_t given_stride, row_stride, group_stride;
+  // [tokens, top_k]
+  const int32_t* ids;
+  // [tokens * top_k]
+  const int32_t* inverse;
+  // [experts + 1]
+  const int32_t* offsets;
+};

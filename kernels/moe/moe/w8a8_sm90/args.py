@@ -46,3 +46,22 @@ QUANTIZE = ArgumentStruct(
     const int32_t* offsets;  // [experts + 1]
     """,
 )
+
+PLACE = ArgumentStruct(
+    "GmMoePlaceCodesArgs",
+    "The arguments of gm_moe_place_codes_sm90: given codes of tokens, copied in the order of experts.",
+    """
+    int32_t device;
+    int32_t tokens, top_k, k, experts;
+    int32_t groups;  // scales of a token, for 128 columns each; 0: one
+    void* stream;  // a CUstream of the device
+    void* codes;  // [tokens * top_k, k]
+    float* scales;  // [tokens * top_k], or [groups, pitch]
+    const void* given;  // [tokens, k] 8-bit values, rows given_stride apart
+    const float* given_scales;  // of token t and group g: at t * row_stride + g * group_stride
+    int64_t given_stride, row_stride, group_stride;
+    const int32_t* ids;  // [tokens, top_k]
+    const int32_t* inverse;  // [tokens * top_k]
+    const int32_t* offsets;  // [experts + 1]
+    """,
+)

@@ -1,8 +1,8 @@
 """MoE with e4m3 weights and activations for Hopper: per tensor or channel and token, and in blocks of 128.
 
-permute; tokens quantized once and copied to their experts; first product; silu(gate) · up quantized; second product; combine. Six
-launches, and each begins during the one before. Gate and up are rounded to x's dtype, as silu(gate) · up is before it is quantized.
-Weights stay as checkpoints have them, in plain_v1.
+permute; tokens quantized once, unless they are given as codes, and copied to their experts; first product; silu(gate) · up quantized;
+second product; combine. Six launches, and each begins during the one before. Gate and up are rounded to x's dtype, as silu(gate) · up is
+before it is quantized. Weights stay as checkpoints have them, in plain_v1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def launch(config: Config, call: MoeCall) -> None:
     space = views(operands, call.workspace, x, entries, experts, inner)
     steps.permute({}, PERMUTE.Call(call.ids, experts, space.offsets, space.permutation, space.inverse))
     order = _launch.Sorted(call.ids, space.offsets, space.inverse)
-    _launch.quantize(operands, x, order, hidden, space.tokens, space.token_scales, gated=False)
+    if call.codes is None or call.scales is None:
+        _launch.quantize(operands, x, order, hidden, space.tokens, space.token_scales, gated=False)
+    else:
+        _launch.place_codes(operands, call.codes, call.scales, order, space.tokens, space.token_scales)
     _launch.product(
         operands,
         shape_of(config, 1),
@@ -208,6 +211,7 @@ KERNEL = Kernel(
     requires=Requirement(features=(frozenset({"wgmma", "tma"}),), vendors=("nvidia",), code="cuda:sm_90a"),
     summary="e4m3 tokens sorted by expert, products on tiles found on the device, silu(gate) * up quantized between them; 6 launches",
     accepts=accepts,
+    supports=("codes",),
     config=config,
     space=space,
     workspace=workspace,
@@ -217,6 +221,8 @@ KERNEL = Kernel(
         "m=70,top_k=2,e=4,h=272,i=400,x=fp16,w=fp8_block.fp8_g128",
         "m=33,top_k=2,e=4,h=256,i=384,w=fp8_ch.fp8_token",
         "m=40,top_k=4,e=6,h=96,i=80,x=fp16,w=fp8.fp8_token",
+        "m=70,top_k=2,e=4,h=272,i=400,w=fp8_block.fp8_g128,codes=true",
+        "m=33,top_k=3,e=4,h=256,i=384,x=fp16,w=fp8_ch.fp8_token,codes=true",
     ),
     waits=True,
     triggers=True,
