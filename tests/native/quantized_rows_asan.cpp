@@ -16,6 +16,11 @@ struct Form {
   int64_t group;
   float least, top;
 };
+int64_t groups_of(const Form& form, int64_t cols) {
+  const int64_t group = form.group ? form.group : cols;
+  return group ? (cols + group - 1) / group : 0;
+}
+int64_t scale_stride(const Form& form, int64_t cols) { return groups_of(form, cols) + 2; }  // padded rows
 GM_LEVELS(gm_rms_norm_quant, (const GmRmsNormQuantCall&));
 GM_LEVELS(gm_silu_and_mul_quant, (const GmSiluAndMulQuantCall&));
 struct Norm {  // by position
@@ -32,6 +37,7 @@ struct Norm {  // by position
                                   .codes = codes,
                                   .codes_stride = {codes_stride},
                                   .scales = scales,
+                                  .scales_stride = {scale_stride(form, n), 1},
                                   .format = form.format,
                                   .m = m,
                                   .n = n,
@@ -49,6 +55,7 @@ struct Gate {  // by position
                                      .codes = codes,
                                      .codes_stride = {codes_stride},
                                      .scales = scales,
+                                     .scales_stride = {scale_stride(form, n), 1},
                                      .format = GmSiluAndMulQuantCall::Format(form.format),
                                      .m = m,
                                      .n = n,
@@ -61,7 +68,7 @@ struct Gate {  // by position
 // Codes and scales of values that the kernel may have rounded to its dtype.
 void check(const std::vector<double>& values, int64_t rows, int64_t cols, Buffer<uint8_t>& codes,
            Buffer<float>& scales, const Form& f, double eps) {
-  const int64_t group = f.group ? f.group : cols, groups = (cols + group - 1) / group;
+  const int64_t group = f.group ? f.group : cols, groups = groups_of(f, cols);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t g = 0; g < groups; ++g) {
       double amax = f.least;
@@ -81,11 +88,11 @@ void check(const std::vector<double>& values, int64_t rows, int64_t cols, Buffer
 template <class D>
 void run(Norm norm, Gate gate, int dtype, int64_t cols, const Form& f, bool residual) {
   using T = typename D::T;
-  const int64_t rows = 3, group = f.group ? f.group : cols, groups = (cols + group - 1) / group;
+  const int64_t rows = 3, groups = groups_of(f, cols);
   Numbers numbers;
   Buffer<T> x(rows, cols, cols + 3), sum(rows, cols, cols + 1), w(cols), both(rows, 2 * cols, 2 * cols + 3);
   Buffer<uint8_t> codes(rows, cols, cols + 5);
-  Buffer<float> scales(f.least == 0 ? 1 : rows, groups, groups);
+  Buffer<float> scales(f.least == 0 ? 1 : rows, groups, scale_stride(f, cols));
   for (int64_t c = 0; c < cols; ++c) w(0, c) = D::put(numbers.eighths());
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < 2 * cols; ++c) {
