@@ -22,14 +22,15 @@ def require_served(config: Any) -> None:
 def _reasons(config: Any) -> Iterator[str]:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
         "data_parallel_size",
     ):
         if getattr(parallel, name) > 1:
-            yield f"--{name.replace('_', '-')} {getattr(parallel, name)} (it runs on one device)"
+            yield f"--{name.replace('_', '-')} {getattr(parallel, name)} (its ranks share each layer: --tensor-parallel-size)"
+    if parallel.nnodes > 1:
+        yield f"--nnodes {parallel.nnodes} (its ranks are on one host)"
     for name, what in {
         "lora_config": "LoRA (--enable-lora)",
         "kv_transfer_config": "KV transfer (--kv-transfer-config)",

@@ -16,6 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from gristmill.integrations.vllm import logprobs
 from gristmill.integrations.vllm.requests import Requests, Sampling
+from gristmill.kernels.collective import symmetric
 from gristmill.runtime.errors import INVALID_LOGITS
 from gristmill.runtime.logprobs import PromptLogprobs, PromptPart, prompt_parts
 from gristmill.runtime.runner import Runner
@@ -70,6 +71,7 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM is read 
         with self._lock:
             if self._result is None:
                 result = self._runner.collect(self.step)
+                symmetric.check(self._runner.model.plans.mesh.group)
                 self._runs = accepted_runs([entry for entry in self.entries if entry.samples], result.ids)
                 for name, (prompt, part) in self._prompts.items():
                     prompt.add(part, result.prompts[name])

@@ -24,6 +24,7 @@ from gristmill.integrations.vllm.options import Options
 from gristmill.integrations.vllm.refusals import require_served
 from gristmill.integrations.vllm.requests import ActiveRequest, Requests
 from gristmill.integrations.vllm.steps import StepOutput, Steps
+from gristmill.integrations.vllm.tensor_parallel import join_ranks
 from gristmill.integrations.vllm.version import HOST
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans, summarize
@@ -42,7 +43,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
-    """One device: ``vllm serve MODEL --worker-cls gristmill.integrations.vllm.Worker``.
+    """One device, or one of --tensor-parallel-size: ``vllm serve MODEL --worker-cls gristmill.integrations.vllm.Worker``.
 
     vLLM hands out the blocks of the cache and chooses the tokens of each step; the worker owns the cache's memory, computes the step
     and samples. Options for gristmill are in `Options`.
@@ -71,17 +72,21 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, self.local_rank)
         if kind == "cuda":
             torch.cuda.set_device(self.device)
+        self.policy = self.options.load_policy()
+        self.mesh = join_ranks(self, self.policy)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model's directory; with ``--load-format dummy`` only its configuration."""
         path, options = self._path(), self.options
-        dtype, policy = self.model_config.dtype, options.load_policy()
+        dtype, policy = self.model_config.dtype, self.policy
         block_size = self.cache_config.block_size
         if load_dummy_weights or self.load_config.load_format == "dummy":
             config = parse_config(*open_checkpoint(path).config())
-            model = random_model(config, dtype, options.quant, self.device, policy, block_size=block_size)
+            model = random_model(
+                config, dtype, options.quant, self.device, policy, block_size=block_size, mesh=self.mesh
+            )
         else:
-            model = load_model(path, dtype, options.quant, self.device, policy, block_size)
+            model = load_model(path, dtype, options.quant, self.device, policy, block_size, mesh=self.mesh)
         if self.model_config.max_model_len > model.config.max_position:
             raise UsageError(
                 f"--max-model-len {self.model_config.max_model_len} is more than the {model.config.max_position} positions of {path}"
@@ -180,7 +185,10 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
 
         Raises:
             CheckpointError: a tensor is missing or of a wrong shape, or the model would change; the old weights stay.
+            UsageError: there are several ranks.
         """
+        if self.mesh.world > 1:
+            raise UsageError("gristmill_update_weights does not reach the ranks of --tensor-parallel-size")
         _loaded(self.residency).update(path, self.options.quant, None)
 
     def sleep(self, level: int = 1) -> None:

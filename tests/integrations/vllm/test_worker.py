@@ -232,7 +232,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
         "the method ngram_gpu",
     ),
-    "parallel": ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+    "parallel": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
     "cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
     "lora": ({"enable_lora": True}, "LoRA"),
     "format": ({"load_format": "tensorizer"}, "--load-format tensorizer"),
