@@ -17,7 +17,7 @@ OP = default_registry().op("linear")
 
 
 @positional
-def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace, codes, scales, out):
     """Adds to its workspace without clearing it, which is correct only if that is zero."""
     y = OP.reference(x, weight[0])
     sums = workspace.view(torch.float32)[: y.numel()].view(y.shape)
@@ -27,7 +27,7 @@ def adds_what_is_there(config, x, weight, bias, residual, silu_mul, n, workspace
 
 
 @positional
-def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, codes, scales, out):
     """Leaves its sums where its next call expects zeros."""
     sums = workspace.view(torch.float32)[: out.numel()].view(out.shape)
     sums += OP.reference(x, weight[0])
@@ -35,7 +35,7 @@ def forgets_to_clear(config, x, weight, bias, residual, silu_mul, n, workspace, 
 
 
 @positional
-def writes_past_its_workspace(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+def writes_past_its_workspace(config, x, weight, bias, residual, silu_mul, n, workspace, codes, scales, out):
     out.copy_(OP.reference(x, weight[0]))
     torch.as_strided(workspace, (1,), (1,), workspace.storage_offset() + workspace.numel()).fill_(3)
 

@@ -42,7 +42,7 @@ def test_a_packed_weight_is_counted_too(policy_file) -> None:
     plan = ops.bind("linear", "n=32,k=64,x=fp32,w=fp32", "cpu", layouts=frozenset({"dense_v1"}))
     x, out = torch.randn(5, 64), torch.empty(5, 32)
     with capturing() as counts:
-        plan(x, [torch.randn(32, 64)], None, None, False, 32, None, out)
+        plan(x, [torch.randn(32, 64)], None, None, False, 32, out=out)
     assert list(counts) == [("linear", "m=5,n=32,k=64,x=fp32,w=fp32")]
 
 

@@ -35,7 +35,7 @@ WRONG_SCALE = {"place": -1, "factor": 2.0}
 
 
 @positional
-def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, out):
+def one_wrong_scale(config, x, weight, bias, residual, silu_mul, n, workspace, codes, scales, out):
     """linear_cpu with a weight of which one block scale is wrong."""
     wrong = [t.clone() for t in weight]
     scales = wrong[1].view(-1)
