@@ -55,7 +55,7 @@ def main() -> None:
     vars(ops)["bind"] = timed(ops.bind, spent, "plans")
     vars(packing)["plan_layouts"] = timed(packing.plan_layouts, spent, "plans")
     vars(packed)["pack"] = timed(packed.pack, spent, "packing")
-    llm = LLM(checkpoint, quant_head=sys.argv[4] if len(sys.argv) > 4 else None)
+    llm = LLM(checkpoint, quant_head=sys.argv[4] if len(sys.argv) > 4 else None, warm="off")
     loaded, before = clock(), dict(spent)
     llm.generate("hello there", SamplingParams(max_tokens=1))
     end = clock()

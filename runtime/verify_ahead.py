@@ -35,6 +35,10 @@ WORKER_BYTES = 2 << 30
 """Free memory of the device for each of them; they take about a quarter of it."""
 
 
+UNCERTAIN = ("rms_norm", "fused_add_rms_norm")
+"""Operations of which every norm binds both, and calls one: the warm-up knows which."""
+
+
 def workers_for(device: torch.device, most: int = MOST_WORKERS) -> int:
     """Processes that verify at a time: on a GPU one for every second core, on a CPU, whose kernels use several, one for every fourth; with room
     for a context and a problem each."""
@@ -122,7 +126,7 @@ class VerifiedAhead:
         self._open.close()
 
     def _bound(self, plan: BoundPlan) -> None:
-        if self._pool is not None:
+        if self._pool is not None and plan.op.name not in UNCERTAIN:
             for index in range(bucket_index(self._most(plan.static)) + 1):
                 self._pool.submit(self._resolve, plan, index)
 

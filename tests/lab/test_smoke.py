@@ -114,6 +114,11 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "--max-model-len 512 --out OUT",
     ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
+    "first_token_trees": (
+        as_it_is,
+        f"--tree now={ROOT} --model {MODEL} --device cpu --rounds 1 --out OUT --limits "
+        '{"max_seqs":2,"max_batch_tokens":8,"max_model_len":64}',
+    ),
     "gguf_decode": (small_file, "--model MODEL_FILE --tokens 4 --rounds 1 --check --out OUT"),
     "gguf_model": (small_file, "--kind Q4_K --layers 1 FILE"),
     "kv_transfer": (
@@ -167,7 +172,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, MODEL_FILE a small GGUF file, FILE
 any other that the program writes."""
 
-SLOW = ("cpu_models", "engine", "engine_turns", "first_token")
+SLOW = ("cpu_models", "engine", "engine_turns", "first_token", "first_token_trees")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
 
 

@@ -69,7 +69,7 @@ def test_most_is_verified_while_weights_are_read(
     early = weights_read[0] if weights_read else 0
     assert early > 0.7 * len(tried) if not planted else early == 0
     names = {op for op, _ in tried[:early]}
-    assert planted or {"linear", "sample", "paged_attention", "fused_add_rms_norm"} <= names
+    assert planted or {"linear", "sample", "paged_attention", "qk_norm_rope_cache"} <= names
     assert engine.runner.model.plans.resolver.workers._limit == 1  # type: ignore[union-attr]
 
 
