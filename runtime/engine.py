@@ -385,8 +385,8 @@ class Engine(EngineMemory):
         """Outputs of the next step by request; [] if there was nothing to do, or no request got a token.
 
         With asynchronous steps it also launches the step after that one, and returns while that one runs: a request that is
-        added then is computed by the step after both. Where tokens are drafted, no step is launched before the outputs of the step
-        before it are there.
+        added then is computed by the step after both. A step with drafts is not launched before the outputs of the step before it are
+        there; while drafting rests, steps run ahead.
 
         An exception from the model leaves its requests as they were before the steps in flight.
         """

@@ -41,7 +41,7 @@ class Runner:
         graph_memory: the bound of the memory that graphs take, as in `EngineConfig`.
 
     Attributes:
-        hidden: the hidden states of the last step, valid until the next one is launched; None unless `keep_hidden` was called.
+        hidden: the hidden states of the step that was collected last; None unless `keep_hidden` was called.
 
     Raises:
         UsageError: blocks of the cache are not of the size that the model was loaded for.
@@ -73,6 +73,7 @@ class Runner:
         self._ring = StepRing(self.device)
         self._most_drafts = 0
         self._kept: KeptStates | None = None
+        self._left: HiddenStates | None = None  # by the part of a step that ran last
         self._graph_memory = GraphMemory(graph_memory, self.device)
         self.decode: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
@@ -167,7 +168,9 @@ class Runner:
         step = self._ring.take(len(rows))
         step.details = details = StepDetails.of(entries, rows, prompts, self.processors)
         work: Callable[[], Tensor | None] | None = self._graph(entries, rows, step.slot, details)
-        self._start(step, self._kernel_by_kernel(entries, rows, details) if work is None else work)
+        if work is None:
+            work = self._kernel_by_kernel(entries, rows, details)
+        self._start(step, work if self._kept is None else self._with_hidden(step, work))
         return step
 
     @torch.inference_mode()
@@ -191,6 +194,7 @@ class Runner:
         self.complete(step)
         step.open = False
         ids = step.ids()
+        self.hidden = step.hidden
         return StepResult(ids) if step.details is None else step.details.result(ids)
 
     def drop(self, step: LaunchedStep) -> None:
@@ -247,13 +251,20 @@ class Runner:
         prepared = self.decode.prepare(entries, rows, slot)
         if prepared is None:
             return None
-        if self.decode.hidden is not None:
-            self.hidden = HiddenStates(self.decode.hidden, self.decode.first_rows(entries))
+        launch = prepared.run
+        if (hidden := self.decode.hidden) is not None:
+            firsts, tokens = self.decode.first_rows(entries), len(entries) * prepared.buffers.per_seq
+
+            def launch() -> Tensor:
+                ids = prepared.run()
+                self._left = HiddenStates(hidden[:tokens].clone(), firsts)  # the next step writes over them
+                return ids
+
         if details is None:
-            return prepared.run
+            return launch
 
         def run() -> Tensor:
-            count, ids = len(rows), prepared.run()
+            count, ids = len(rows), launch()
             details.finish(prepared.logits[:count], prepared.fed(count), ids[:count], self.sampler)
             prepared.buffers.write_tokens()
             return ids
@@ -266,8 +277,20 @@ class Runner:
             hidden = None if self.prompts is None else self.prompts.forward(batch)
             return self.model.forward(batch, self.cache) if hidden is None else hidden
         hidden, states = self._kept.forward(batch, self.cache)
-        self.hidden = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
+        self._left = HiddenStates(states, [0, *accumulate(entry.count for entry in entries[:-1])])
         return hidden
+
+    def _with_hidden(
+        self, step: LaunchedStep, work: Callable[[], Tensor | None]
+    ) -> Callable[[], Tensor | None]:
+        """The device's part of a step, which leaves its hidden states in `step`."""
+
+        def run() -> Tensor | None:
+            ids = work()
+            step.hidden = self._left
+            return ids
+
+        return run
 
     def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
         mesh, size = self.model.plans.mesh, self.cache.block_size

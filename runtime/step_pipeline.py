@@ -14,8 +14,8 @@ everything in the order of launches, on one stream, so what is left is bookkeepi
 - Log-probabilities are copied to the host with the ids. Penalties and bans count the token that the host has not seen on the device.
 - A row with a grammar must know the tokens before it: the rest of its step is launched ahead, and when the results of the step before are there, the
   host computes which tokens may come next, beside the step that runs, and the row is sampled behind that.
-- A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where drafts are verified, and where
-  the scheduler must preempt a request.
+- A step that needs the host between the steps waits for the results and runs alone, as synchronous steps do: where tokens are drafted, and where
+  the scheduler must preempt a request. While drafting rests, because it loses or the requests' drafts were rejected, steps run ahead.
 - An exception discards both steps; their requests are as the results before left them. A row without a result (NaN) ends its request one
   step late, with ``finish_reason="error"`` and the cause.
 - Host memory that a copy reads or writes belongs to its step until an event says that it has ended (`StepRing`). The host waits for
@@ -28,7 +28,7 @@ two calls joins the step after the one in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,16 @@ class _InFlight:
     Attributes:
         step: what the runner's `launch` returned.
         prompts: the log-probabilities of prompts that it reads, by request id: those of the requests that it was launched with.
+        ahead: whether it was launched before the results of the step before it were there.
+        asked: whether the proposer was asked for drafts.
     """
 
     scheduled: ScheduledStep
     step: Any
     launched: float
     prompts: Mapping[str, tuple[PromptLogprobs, PromptPart]]
+    ahead: bool
+    asked: bool
 
 
 class StepPipeline:
@@ -67,7 +71,7 @@ class StepPipeline:
     Args:
         sampling_row: how the first token that an entry samples is sampled.
         prompts: the log-probabilities of those prompts that are read.
-        speculator: drafts before each step, which is synchronous then; None = no drafts.
+        speculator: drafts before a step, which has the results of all steps before it then; None = no drafts.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class StepPipeline:
         speculator: Speculator | None,
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
-        self.depth = depth if speculator is None else 1
+        self.depth = depth
         self.speculator = speculator
         self.in_flight: list[_InFlight] = []  # oldest first
         self.last_step: ScheduledStep | None = None
@@ -104,9 +108,7 @@ class StepPipeline:
         try:
             result = self.runner.collect(oldest.step)
             runs = (
-                result.ids
-                if self.speculator is None
-                else self.speculator.verify(oldest.scheduled, result.ids)
+                result.ids if self.speculator is None else self._verify(self.speculator, oldest, result.ids)
             )
             outputs = self.scheduler.update(oldest.scheduled, runs)
         except BaseException:
@@ -138,8 +140,12 @@ class StepPipeline:
     def _launch(self) -> bool:
         """Schedule a step and launch it; False if there is none to run before the results of the step in flight."""
         ahead = bool(self.in_flight)
+        asked = False
         if self.speculator is not None:
-            self.speculator.propose()
+            if not ahead:
+                asked = self.speculator.propose()
+            elif self.in_flight[-1].scheduled.has_drafts or self.speculator.waits():
+                return False
         begin = time.monotonic()
         scheduled = self.scheduler.schedule()
         if not ahead:
@@ -158,10 +164,17 @@ class StepPipeline:
             self.discard()
             raise
         prompts = {name: (self._prompts[name], part) for name, part in parts.items()}
-        self.in_flight.append(_InFlight(scheduled, step, begin, prompts))
+        self.in_flight.append(_InFlight(scheduled, step, begin, prompts, ahead, asked))
         if not ahead:
             self._complete()
         return True
+
+    def _verify(self, speculator: Speculator, one: _InFlight, drawn: Sequence[int]) -> list[list[int]]:
+        """The new tokens of each entry that samples. Where steps without drafts run ahead, asking for drafts costs that, also where there are
+        none: what is compared is steps before which the proposer is asked, and those that run ahead."""
+        alone = self.depth == 1
+        drafting = one.scheduled.has_drafts if alone else one.asked
+        return speculator.verify(one.scheduled, drawn, drafting, usual=alone or drafting or one.ahead)
 
     def _complete(self) -> None:
         """Launch what is left of the oldest step, all results before which are there."""

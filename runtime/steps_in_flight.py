@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from gristmill.runtime.hidden_states import HiddenStates
     from gristmill.runtime.step_details import StepDetails
 
 DEPTH = 2
@@ -65,6 +66,7 @@ class LaunchedStep:
         count: the number of ids.
         open: whether its ids can still be asked for.
         details: what else is read of it; None = nothing.
+        hidden: the hidden states that it has left; None = none are kept.
     """
 
     slot: int
@@ -73,6 +75,7 @@ class LaunchedStep:
     count: int = 0
     open: bool = False
     details: StepDetails | None = None
+    hidden: HiddenStates | None = None
 
     def launch(self, work: Callable[[], Tensor | None]) -> None:
         """Launch the device's part of the step: `work`, with everything that reads the slot's memory, and the copy of the sampled ids

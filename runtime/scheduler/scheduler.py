@@ -265,8 +265,7 @@ class Scheduler(SchedulerState):
         while last is not step:
             last = self.in_flight.pop()
             for entry in last.entries:
-                if self._is_current(entry):
-                    request = self.requests[entry.id]
+                if (request := self.current(entry)) is not None:
                     request.computed = entry.start
                     request.pending -= entry.samples
                     request.steady = self._steady(request)
@@ -274,7 +273,12 @@ class Scheduler(SchedulerState):
 
     def serves(self, step: ScheduledStep) -> bool:
         """Whether any request of a committed step has not ended: whether its results matter."""
-        return any(self._is_current(entry) for entry in step.entries)
+        return any(self.current(entry) is not None for entry in step.entries)
+
+    def current(self, entry: ScheduledRequest) -> Request | None:
+        """The request of an entry of a committed step; None if it has ended: another request with its id is not, nor itself after a preemption."""
+        request = self.requests.get(entry.id)
+        return request if request is not None and request.block_ids is entry.block_ids else None
 
     # Mechanism -----------------------------------------------------------------------------------------------------
 
@@ -282,11 +286,6 @@ class Scheduler(SchedulerState):
         return StepBuilder(
             self.config, PoolTransaction(self.pool), self.cache, self._version, bool(self.in_flight)
         )
-
-    def _is_current(self, entry: ScheduledRequest) -> bool:
-        """Whether the entry's request still runs; not another request with its id, nor itself after a preemption."""
-        request = self.requests.get(entry.id)
-        return request is not None and request.block_ids is entry.block_ids
 
     def _refuse_too_large(self, request: Request) -> None:
         config = self.config

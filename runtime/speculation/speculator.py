@@ -18,6 +18,7 @@ that precede it. KV of rejected drafts is overwritten later, and a block is regi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from gristmill.runtime.logits_processors import LogitsProcessors
@@ -63,16 +64,25 @@ class Speculator:
         self._gains: dict[str, RequestGain] = {}
         self._residency = None if proposer.runner is None else Residency(proposer.runner)
         self._began = 0.0
+        self._taken: float | None = None  # when the results of the step before were there; None: nothing ran
 
-    def propose(self) -> None:
-        """Give the scheduler drafts for its next step."""
+    def waits(self) -> bool:
+        """Whether the next step takes drafts, and so waits for the results of the step in flight. If not, it is launched without."""
+        takers, refused = self._takers()
+        if not takers:
+            self.counts.reasons.update(refused)
+        return bool(takers)
+
+    def propose(self) -> bool:
+        """Give the scheduler drafts for its next step; no step is in flight. Returns whether the proposer was asked."""
         self._began = self._clock()
-        if self._scheduler.paused is Pause.ALL:
-            return
-        decoding = [r for r in self._scheduler.running if len(r.tokens) - r.computed == 1]
-        requests = self._takers(decoding)
+        if self._scheduler.paused is Pause.ALL or not self._scheduler.running:
+            self._taken = None
+            return False
+        requests, refused = self._takers()
+        self.counts.reasons.update(refused)
         if not requests:
-            return
+            return False
         proposed = self.proposer.propose(requests)
         if len(proposed) != len(requests):
             raise RuntimeError(
@@ -82,19 +92,25 @@ class Speculator:
             kept = self._sound(request, drafts)
             if kept:
                 self._scheduler.propose(request.id, kept)
+        return True
 
-    def verify(self, step: ScheduledStep, drawn: Sequence[int]) -> list[list[int]]:
-        """The new tokens of each entry that samples, from the ids that were drawn for its rows; counts what was accepted."""
+    def verify(
+        self, step: ScheduledStep, drawn: Sequence[int], drafting: bool, usual: bool = True
+    ) -> list[list[int]]:
+        """The new tokens of each entry that samples, from the ids that were drawn for its rows; counts what was accepted.
+
+        Args:
+            drafting: whether the step is one of drafting, in the comparison of times.
+            usual: whether it ran as such steps usually do. A step without drafts does not, where others run ahead and it did not.
+        """
         entries = step.sampling()
         runs = accepted_runs(entries, drawn)
         if isinstance(self.proposer, StateReader):
-            of_entries, requests = iter(runs), self._scheduler.requests
-            following = [
-                following_tokens(
-                    entry, requests[entry.id].tokens, next(of_entries) if entry.samples else None
-                )
-                for entry in step.entries
-            ]
+            of_entries, following = iter(runs), []
+            for entry in step.entries:
+                run = next(of_entries) if entry.samples else None
+                request = self._scheduler.current(entry)  # None: it has ended, while the step was in flight
+                following.append([] if request is None else following_tokens(entry, request.tokens, run))
             self.proposer.computed(step.entries, following)
         for entry, run in zip(entries, runs, strict=True):
             if entry.drafts:
@@ -103,10 +119,11 @@ class Speculator:
                 request = self._scheduler.requests[entry.id]
                 outputs = len(request.tokens) - request.prompt_len + len(run)
                 self._gains.setdefault(entry.id, RequestGain()).verified(accepted, outputs)
-        if entries and all(entry.samples and entry.count == 1 + entry.drafts for entry in step.entries):
-            seconds = self._clock() - self._began
-            drafted = any(entry.drafts for entry in entries)
-            self._steps.measured(len(entries), seconds, sum(map(len, runs)), drafted)
+        now = self._clock()
+        seconds = now - (self._began if self._taken is None else self._taken)
+        self._taken = now
+        if usual and entries and all(e.samples and e.count == 1 + e.drafts for e in step.entries):
+            self._steps.measured(len(entries), seconds, sum(map(len, runs)), drafting)
         return runs
 
     def ended(self, request: Request) -> None:
@@ -143,30 +160,37 @@ class Speculator:
             draft_bytes=0 if runner is None else runner.model.plans.weight_bytes + runner.cache.nbytes,
         )
 
-    def _takers(self, decoding: Sequence[Request]) -> list[DraftRequest]:
-        """The requests that take drafts in the next step; the others are counted with their reason."""
-        reasons = self.counts.reasons
-        if not decoding:
-            return []
+    def _takers(self) -> tuple[list[DraftRequest], Counter[str]]:
+        """The requests that take drafts in the next step, as far as it is known before the results of the step in flight; and how many others
+        do not, by reason."""
+        refused = Counter[str]()
+        decoding = [
+            request
+            for request in self._scheduler.running
+            if len(request.tokens) + request.pending - request.computed == 1
+            and request.computed + 1 < request.limit
+        ]
+        if not decoding or self._scheduler.paused is Pause.ALL:
+            return [], refused
         if self.config.adaptive and (reason := self._steps.refusal(len(decoding))):
-            reasons[reason] += len(decoding)
-            return []
+            refused[reason] += len(decoding)
+            return [], refused
         # Every decoding request has room for one token; the rest of the step's tokens is shared.
         share = self._scheduler.config.max_batch_tokens // len(decoding) - 1
         takers = []
         for request in decoding:
-            count = min(self.config.most_tokens, share, request.limit - len(request.tokens) - 1)
+            known = len(request.tokens) + request.pending
+            count = min(self.config.most_tokens, share, request.limit - known - 1)
             if count < 1:
-                reasons["no room for drafts in the step" if share < 1 else "the last token of an output"] += 1
+                refused["no room for drafts in the step" if share < 1 else "the last token of an output"] += 1
                 continue
-            outputs = len(request.tokens) - request.prompt_len
             gain = self._gains.get(request.id)
-            if self.config.adaptive and gain is not None and outputs < gain.resumes_at:
-                reasons["the request's drafts were rejected"] += 1
+            if self.config.adaptive and gain is not None and known - request.prompt_len < gain.resumes_at:
+                refused["the request's drafts were rejected"] += 1
                 continue
             row = self._row_of(request.id)
             takers.append(DraftRequest(request.id, request.tokens, request.prompt_len, count, row))
-        return takers
+        return takers, refused
 
     def _sound(self, request: DraftRequest, drafts: Sequence[int]) -> list[int]:
         """The drafts up to the first that cannot be verified: outside the vocabulary, or against the grammar."""

@@ -22,6 +22,7 @@ from gristmill.runtime.speculation import hidden_drafts, mtp
 from gristmill.runtime.speculation import speculator as speculator_module
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.hidden_drafts import HiddenStateProposer
+from gristmill.runtime.speculation.statistics import StepGains
 from tests.runtime import oracle
 from tests.runtime.draft_sources import use
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
@@ -260,6 +261,50 @@ def test_decode_graphs_hand_over_the_same_states(
     assert runner.decode is not None and sum(graph.steps for graph in runner.decode.graphs.values()) > 5  # type: ignore[union-attr]
     difference, wrong = worst(calls, definition)
     assert difference < 1e-4 and wrong == 0
+
+
+@pytest.mark.parametrize(("graphs", "fault"), [(False, False), (True, False), (True, True)])
+def test_states_of_steps_that_ran_ahead(
+    make: Callable[..., LLM],
+    folder: Path,
+    definition: Definition,
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: bool,
+    fault: bool,
+) -> None:
+    """Drafting rests again and again; the layer reads the states of the steps that run ahead meanwhile.
+
+    Planted fault: it reads those of the step that was launched last.
+    """
+    llm = make(folder, speculate=Speculation("mtp", 3), async_steps=True, decode_graphs=graphs)
+    runner, scheduler = llm.engine.runner, llm.engine.scheduler
+    launch, collect, ahead = runner.launch, runner.collect, list[int]()
+
+    def counted(entries: Any, *others: Any) -> Any:
+        ahead.append(sum(entry.tokens is None for entry in entries))
+        return launch(entries, *others)
+
+    def of_the_last(step: Any) -> Any:
+        result = collect(step)
+        runner.hidden = runner._left
+        return result
+
+    def refusal(self: StepGains, seqs: int) -> str:
+        request = scheduler.running[0]
+        return "rests" if (len(request.tokens) + request.pending) % 12 < 6 else ""
+
+    monkeypatch.setattr(runner, "launch", counted)
+    if fault:
+        monkeypatch.setattr(runner, "collect", of_the_last)
+    monkeypatch.setattr(StepGains, "refusal", refusal)
+    calls = record(llm)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    [result] = llm.generate(PROMPTS[:1], params)
+    difference, wrong = worst(calls, definition)
+    assert (difference < 1e-4 and wrong == 0) != fault
+    assert sum(ahead) > 8 and len(calls) > 3
+    monkeypatch.undo()
+    assert make(folder).generate(PROMPTS[:1], params) == [result]
 
 
 def test_cached_prefixes_serve_the_layer(make: Callable[..., LLM], folder: Path) -> None:

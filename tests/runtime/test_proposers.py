@@ -30,7 +30,10 @@ from gristmill.runtime.speculation.statistics import (
 )
 from gristmill.tools.cli import cli
 from tests.runtime import oracle
+from tests.runtime.draft_sources import Source, use
+from tests.runtime.fake_runner import fake_engine
 from tests.runtime.oracle import LLAMA
+from tests.runtime.scheduler.harness import VOCAB, expected_ids
 
 ROW = SamplingRow(SamplingParams(), 0, 0)
 
@@ -247,6 +250,52 @@ def test_one_slow_step_decides_nothing() -> None:
     steps(gains, 1, SAMPLES, drafted=1.5, plain=1.0, accepted=1)
     gains.measured(1, 90.0, 2, True)
     assert not any(steps(gains, 1, 20, drafted=1.5, plain=1.0, accepted=1))
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_drafts_are_compared_with_steps_that_run_ahead(fault: bool) -> None:
+    """A step that nothing overlaps takes 2 s, one that was launched ahead 1 s, one with drafts that accepts half a token 2.2 s: drafting gains beside
+    the first, and loses beside the second. While it rests, steps run ahead.
+
+    Planted fault: steps without drafts are synchronous, too, as if drafting had to be compared with them.
+    """
+    now = [0.0]
+    engine, runner = fake_engine(True, Speculation("ngram", 2), num_blocks=400, max_seqs=2)
+    speculator = engine.speculator
+    assert speculator is not None
+    launch, collect = runner.launch, runner.collect
+
+    def timed(entries: Any, *others: Any) -> Any:
+        if entries[0].tokens is not None:
+            now[0] += 1.2 if entries[0].drafts else 1.0
+        return launch(entries, *others)
+
+    def taken(step: Any) -> Any:
+        now[0] += 1.0
+        return collect(step)
+
+    def half(_: list[int], count: int, request: DraftRequest) -> list[int]:
+        [right] = expected_ids(request.tokens, 1)
+        return [right if len(request.tokens) % 3 else (right + 1) % VOCAB]
+
+    runner.launch, runner.collect = timed, taken  # type: ignore[method-assign]
+    speculator._clock = lambda: now[0]
+    use(engine, Source({}, half))
+    if fault:
+        engine._pipeline.depth = 1
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=300))
+    ids = [
+        token
+        for _ in range(400)
+        if engine.has_unfinished()
+        for output in engine.step()
+        for token in output.new_ids
+    ]
+    assert ids == expected_ids([1, 2, 3], 300)
+    gain = speculator.status().gains[1]
+    assert (gain < 1) != fault
+    assert (runner.most_in_flight == 2) != fault
+    assert (speculator.counts.reasons["drafting lost at up to 1 sequences"] > 200) != fault
 
 
 def test_engines_give_up_what_is_rejected(make: Callable[..., LLM]) -> None:
