@@ -16,7 +16,7 @@ from gristmill.runtime.graph_memory import GraphMemory
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
-from gristmill.runtime.logprobs import PromptLogprobs, PromptPart, prompt_parts
+from gristmill.runtime.logprobs import PromptPart
 from gristmill.runtime.models import Model
 from gristmill.runtime.prompt_graphs import PromptGraphs, most_tokens
 from gristmill.runtime.sampler import Sampler, SamplingRow
@@ -137,19 +137,6 @@ class Runner:
         Logits are computed only for those, and only ids are copied from the device.
         """
         return self.collect(self.launch(entries, rows)).ids
-
-    def run_detailed(
-        self,
-        entries: Sequence[ScheduledRequest],
-        rows: Sequence[SamplingRow],
-        prompts: Mapping[str, PromptLogprobs],
-    ) -> StepResult:
-        """`run` with all results. `prompts` has the log-probabilities of prompts by request id, which are updated in place."""
-        parts = prompt_parts(entries, prompts)
-        result = self.collect(self.launch(entries, rows, parts))
-        for request_id, part in parts.items():
-            prompts[request_id].add(part, result.prompts[request_id])
-        return result
 
     @torch.inference_mode()
     def launch(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
 from gristmill.kernels.collective.symmetric import BUFFER_BYTES, parts, symmetric
 from gristmill.kernels.common import ITEM_BYTES
@@ -58,6 +59,16 @@ def accepts_one(problem: Problem) -> str | None:
     return accepts(problem)
 
 
+def config_one(problem: Problem, target: Target) -> dict[str, int]:
+    """One shot."""
+    return {"shots": 1}
+
+
+def config_two(problem: Problem, target: Target) -> dict[str, int]:
+    """Two shots."""
+    return {"shots": 2}
+
+
 KERNELS = tuple(
     Kernel(
         op="all_reduce",
@@ -74,7 +85,7 @@ KERNELS = tuple(
         ),
         summary=f"torch's {name}-shot all-reduce over symmetric memory, between barriers of all ranks",
         accepts=accepts_one if shots == 1 else accepts,
-        config=lambda problem, target, shots=shots: {"shots": shots},
+        config=config_one if shots == 1 else config_two,
         examples=problems("m=0,n=64,world=2  m=8,n=264,world=2,x=fp32  m=33,n=4096,world=2"),
         batch_invariant=shots == 1,
         priority=30 - shots,
