@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from gristmill.runtime.errors import UsageError
-from gristmill.runtime.llm import LLM
+from gristmill.runtime.engine_config import EngineConfig
 
 
 def engine_options(options: Mapping[str, Any], leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -17,12 +15,9 @@ def engine_options(options: Mapping[str, Any], leave_out: tuple[str, ...] = ()) 
         leave_out: names that the host has another argument for.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: an unknown name, as of `EngineConfig.require_known`.
     """
-    known = [name for name in inspect.signature(LLM).parameters if name not in ("model", *leave_out)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise UsageError(f"gristmill.LLM has no option {', '.join(unknown)}; known: {', '.join(known)}")
+    EngineConfig.require_known(options, leave_out)
     return {name: _value(option) if isinstance(option, str) else option for name, option in options.items()}
 
 

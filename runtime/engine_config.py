@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -154,13 +154,18 @@ class EngineConfig:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
         """A configuration from options by name. UsageError: an option that there is not; the message has a similar one."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
+        cls.require_known(options)
+        return cls(**options)
+
+    @classmethod
+    def require_known(cls, names: Iterable[str], leave_out: Collection[str] = ()) -> None:
+        """UsageError, with a similar name, if one is no option, or is left out because a host has another argument for it."""
+        known = [field.name for field in fields(cls) if field.name not in leave_out]
+        for name in names:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
+                near = get_close_matches(str(name), known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
                 raise UsageError(f"an engine has no option {name!r}; {hint}")
-        return cls(**options)
 
     @property
     def loaded_policy(self) -> Policy | None:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
+from gristmill.runtime.declared_names import require_fields
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.structured_output import StructuredOutput
@@ -119,6 +121,23 @@ class SamplingParams:
                     "a structured output ends where it is complete: ignore_eos and min_tokens cannot be set"
                 )
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], what: str = "SamplingParams") -> SamplingParams:
+        """Parameters by name, as JSON has them: the token ids of logit_bias may be texts, and structured_output a mapping with one of its fields.
+
+        Args:
+            what: where the names come from, for the message.
+
+        Raises:
+            UsageError: a name that is no parameter's, or an invalid value.
+        """
+        given = dict(require_fields(cls, values, what))
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            given["logit_bias"] = token_biases(bias)
+        if isinstance(structure := given.get("structured_output"), Mapping):
+            given["structured_output"] = StructuredOutput.of(structure)
+        return cls(**given)
+
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before they are sampled, by anything but temperature and filters."""
@@ -146,6 +165,11 @@ class SamplingParams:
         if not _finite(value) or not low <= value <= high or (open_below and value == low):
             raise UsageError(f"{name} must be {expected}, got {value!r}")
         self._set(name, _plain(value))
+
+
+def token_biases(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A bias for each token id, from JSON, whose keys are texts."""
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: v for key, v in values.items()}
 
 
 def _finite(value: object) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gristmill.runtime.declared_names import require_fields
 from gristmill.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ class StructuredOutput:
             )
         elif name == "structural_tag":
             _tags(value)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> StructuredOutput:
+        """From a mapping with one of its fields. UsageError: it has another."""
+        return cls(**require_fields(cls, values, "structured output"))
 
 
 _NAME = re.compile(r"<[^<>\s]+>")

@@ -15,7 +15,7 @@ import click
 
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.sampling_params import SamplingParams, token_biases
 from gristmill.runtime.structured_output import StructuredOutput
 
 NAMES = {(SamplingParams, "bad_words"): "bad_word", (EngineConfig, "seed"): "engine_seed"}
@@ -55,27 +55,9 @@ def mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def biases(value: Mapping[str, float]) -> dict[int, float]:
-    """A bias for each token id; JSON has its keys as texts."""
-    return {int(token): bias for token, bias in value.items()}
-
-
-def structure(value: Mapping[str, Any]) -> StructuredOutput:
-    """A structured output from one of its fields. UsageError: it has another."""
-    return StructuredOutput(**known(StructuredOutput, value, "structured output"))
-
-
-def known(declared: type, values: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """`values`; UsageError if they are not all fields of `declared`."""
-    names = [field.name for field in fields(declared)]
-    if unknown := [name for name in values if name not in names]:
-        raise UsageError(f"{what} has no {', '.join(unknown)}; known: {', '.join(names)}")
-    return values
-
-
 NUMBER, IDS = Parsed("number", number), Parsed("list of token ids", ids)
-BIASES = Parsed("JSON object of token ids and numbers", lambda text: biases(mapping(text)))
-GRAMMAR = Parsed("structured output", lambda text: structure(mapping(text)))
+BIASES = Parsed("JSON object of token ids and numbers", lambda text: token_biases(mapping(text)))
+GRAMMAR = Parsed("structured output", lambda text: StructuredOutput.of(mapping(text)))
 KINDS: dict[Any, tuple[dict[str, Any], str]] = {
     Sequence[int]: ({"type": IDS}, "ID,ID,..."),
     Mapping[int, float]: ({"type": BIASES}, "JSON"),
@@ -159,12 +141,7 @@ def params_of(path: str | None, options: Mapping[str, Any]) -> SamplingParams:
             stated = mapping(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read {path}: {error}") from error
-        known(SamplingParams, stated, path)
-        if isinstance(stated.get("logit_bias"), Mapping):
-            stated["logit_bias"] = biases(stated["logit_bias"])
-        if isinstance(stated.get("structured_output"), Mapping):
-            stated["structured_output"] = structure(stated["structured_output"])
-    return SamplingParams(**{**stated, **options})
+    return SamplingParams.of({**stated, **options}, path or "SamplingParams")
 
 
 def config_of(options: MutableMapping[str, Any], **defaults: Any) -> EngineConfig:

@@ -62,15 +62,13 @@ def sampling_params(request: Mapping[str, Any], room: int) -> SamplingParams:
     values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *hidden]
     if values.get("top_k") == -1:
         values["top_k"] = 0
-    if "logit_bias" in values:
-        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
     for name in ("logprobs", "prompt_logprobs"):
         if output.get(name) not in (None, ""):
             values[name] = int(output[name])
     if guided:
         values["structured_output"] = _structured(guided)
     # Options that the caller left out have the OpenAI protocol's defaults.
-    return SamplingParams(**{"temperature": 1.0, "max_tokens": max(1, room), **values})
+    return SamplingParams.of({"temperature": 1.0, "max_tokens": max(1, room), **values})
 
 
 def _given(request: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any
@@ -11,7 +12,7 @@ import click
 import numpy as np
 import pytest
 
-from gristmill import LLM, Engine, EngineConfig, SamplingParams
+from gristmill import LLM, Engine, EngineConfig, SamplingParams, StructuredOutput
 from gristmill.integrations.options import engine_options
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_transfer.config import KVTransfer
@@ -84,3 +85,24 @@ def test_unknown_options_are_refused_before_anything_is_loaded(make: Callable[..
         make("/absent", max_seq=3)
     with pytest.raises(UsageError, match="an engine has no option 'zzz'; known: dtype, quant"):
         make("/absent", zzz=1)
+
+
+def test_a_host_leaves_names_out() -> None:
+    EngineConfig.require_known(["dtype", "max_seqs"], ["device"])
+    with pytest.raises(UsageError, match="an engine has no option 'device'"):
+        EngineConfig.require_known(["device"], ["device"])
+
+
+def test_sampling_parameters_by_name() -> None:
+    values = {"logit_bias": {"5": 1.5}, "structured_output": {"regex": "a+"}, "n": 2}
+    made = SamplingParams.of(json.loads(json.dumps(values)))
+    assert made == SamplingParams(logit_bias={5: 1.5}, structured_output=StructuredOutput(regex="a+"), n=2)
+    assert SamplingParams.of(dict(vars(made))) == made
+    for wrong, message in (
+        ({"max_token": 3}, "SamplingParams has no max_token; known: max_tokens"),
+        ({"structured_output": {"regexp": "a"}}, "structured output has no regexp; known: json_schema"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to finite numbers, got 'a': 1"),
+        ({5: 1}, "SamplingParams has no 5; known"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            SamplingParams.of(wrong)  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ def test_chat_needs_a_template(environment: dict[str, str], tmp_path: Path) -> N
 
 
 def test_arguments_that_are_refused(environment: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match="gristmill.LLM has no option quants; known: dtype, quant"):
+    with pytest.raises(UsageError, match="an engine has no option 'quants'; did you mean quant"):
         asyncio.run(GristmillEngine.from_args([*ARGUMENTS, "--option", "quants=int4_g128"]))
     with pytest.raises(SystemExit):
         asyncio.run(GristmillEngine.from_args([*ARGUMENTS, "--option", "quant"]))

@@ -246,7 +246,7 @@ def test_another_package_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"peft": "x"}, "gristmill.LLM has no option peft; known: dtype, quant"),
+        ({"peft": "x"}, "an engine has no option 'peft'; known: dtype, quant"),
         ({"max_length": 0}, "max_length must be an integer from 1 to 4095, got 0"),
         ({"max_length": 4096}, "max_length must be an integer from 1 to 4095, got 4096"),
         ({"prefix_token_id": 4096}, "prefix_token_id must be an integer from 0 to 4095, got 4096"),

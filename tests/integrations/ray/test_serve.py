@@ -197,6 +197,6 @@ def test_a_killed_replica_is_replaced(served: tuple[Any, str], expected: Any) ->
 def test_arguments() -> None:
     with pytest.raises(UsageError, match="model=MODEL is missing"):
         build({"dtype": "fp32"})
-    with pytest.raises(UsageError, match="gristmill.LLM has no option quants; known: dtype, quant, "):
+    with pytest.raises(UsageError, match="an engine has no option 'quants'; did you mean quant"):
         build({"model": MODEL, "quants": "int4_g128"})
     assert _read(b'{"prompt": [1, 2], "priority": 3}') == ([1, 2], None, False, 3)
