@@ -138,10 +138,11 @@ class Store:
             by_problem: dict[str, list[Timing]] = {}
             for timing in self.times(op.name, target):
                 by_problem.setdefault(timing.problem, []).append(timing)
-            index = self._alike[op.name, target] = {}
+            index = {}
             for text, timings in by_problem.items():
                 if (measured := self.problem(op, text)) is not None:
                     index.setdefault(_kind(measured), []).append((measured, timings))
+            self._alike[op.name, target] = index  # whole, for other threads
         return index.get(_kind(problem), ())
 
     def problem(self, op: Op, text: str) -> Problem | None:
