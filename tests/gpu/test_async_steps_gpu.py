@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+from tests.runtime.test_async_steps import DETAILED, WITH_GRAMMARS
 
 pytestmark = pytest.mark.gpu
 # The rows of these kernels do not depend on the batch, which differs where an end token is seen one step late.
@@ -55,6 +57,43 @@ def test_same_ids(name: str, options: dict[str, int], graphs: bool) -> None:
     for _ in range(3):
         assert through.generate(prompts, params) == expected
     through.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nothing_waits_for_penalties_logprobs_and_grammars(graphs: bool) -> None:
+    """The results of synchronous steps, by launches that do not synchronize: torch would raise."""
+    pytest.importorskip("llguidance")
+    tokens = oracle.eval_tokens()
+    params = [(*DETAILED, *WITH_GRAMMARS)[n % 14] for n in range(28)]
+    prompts = [tokens[40 * n : 40 * n + 1 + 5 * (n % 9)] for n in range(28)]
+    expected = load(LLAMA, False, decode_graphs=graphs).generate(prompts, params)
+    through = load(LLAMA, True, decode_graphs=graphs)
+    assert len(through.generate(prompts, params)) == len(
+        expected
+    )  # kernels are compiled, graphs captured, and memory is pinned
+    runner, ahead = through.engine.runner, 0
+    launch, complete = runner.launch, runner.complete
+
+    def guarded(call: Callable[..., Any], *arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return call(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def launched(entries: Any, *others: Any) -> Any:
+        nonlocal ahead
+        ahead += sum(entry.tokens is None for entry in entries)
+        return guarded(launch, entries, *others)
+
+    runner.launch = launched  # type: ignore[method-assign]
+    runner.complete = lambda step: guarded(complete, step)  # type: ignore[method-assign]
+    actual = through.generate(prompts, params)
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    for one, other in zip(actual, expected, strict=True):
+        for ours, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert ours.token_id == theirs.token_id and abs(ours.logprob - theirs.logprob) < 1e-4
+    assert ahead > 0.8 * sum(len(one.token_ids) - 1 for one in expected)
 
 
 def test_the_second_step_is_launched_while_the_first_runs() -> None:
