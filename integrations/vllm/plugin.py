@@ -27,7 +27,11 @@ def register() -> None:
 
 
 def _admit() -> None:
-    """``--worker-cls gristmill...Worker`` implies the logits processor that refuses what the worker does not sample."""
+    """``--worker-cls gristmill...Worker`` implies the logits processor that refuses what the worker does not sample.
+
+    A method of vLLM is replaced, because no hook fits: the entry point group ``vllm.logits_processors`` would refuse requests of every
+    worker, and a platform plugin would be another platform. Who does not want it names the processor, and leaves the plugin out.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     from gristmill.integrations.vllm.admission import ADMISSION
