@@ -114,12 +114,18 @@ def activation_bytes(model: Model, vllm_config: Any) -> int:
     blocks = [0] * (cdiv(length, size) * len(runner.cache.windows))
     row = SamplingRow(SamplingParams(temperature=1.0), 0, 0)
 
+    most = (
+        0 if vllm_config.speculative_config is None else vllm_config.speculative_config.num_speculative_tokens
+    )
+
     def step(counts: Sequence[int]) -> None:
         entries = [
-            ScheduledRequest("profile", length - count, count, True, [0] * count, blocks, [])
+            ScheduledRequest(
+                "profile", length - count, count, True, [0] * count, blocks, [], min(most, count - 1)
+            )
             for count in counts
         ]
-        runner.run(entries, [row] * len(entries))
+        runner.run(entries, [row] * sum(1 + entry.drafts for entry in entries))
 
     prompts, rest = divmod(tokens, length)
     sizes = [

@@ -211,7 +211,10 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         """Launch a step; `sample_tokens` returns its output."""
-        if reason := _loaded(self.residency).reason:
+        reason = _loaded(self.residency).reason
+        if (
+            reason and scheduler_output.total_num_scheduled_tokens
+        ):  # else it only says which requests have ended
             raise UsageError(reason)
         if self.drafts is not None:
             self.drafts.ended(scheduler_output.finished_req_ids)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 import gristmill
@@ -92,15 +93,20 @@ def test_a_step_of_a_sleeping_worker_says_what_to_do(host: Host) -> None:
     llm = host("docs-llama")
     worker = worker_of(llm)
     worker.sleep(1)
+    ended = SchedulerOutput.make_empty()
+    ended.finished_req_ids = {"a"}
+    output = worker.execute_model(ended)
+    assert output is not None and output.req_ids == []
     with pytest.raises(gristmill.UsageError, match="call wake_up"):
         llm.generate(prompts(texts(1)), GREEDY)
     with pytest.raises(gristmill.UsageError, match="does not release kv_cache alone"):
         worker.discard(("kv_cache",))
 
 
-def limits(tokens: int, seqs: int, given: int | None = None) -> Any:
+def limits(tokens: int, seqs: int, given: int | None = None, drafts: int = 0) -> Any:
     """A VllmConfig as far as it is read."""
     return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=seqs),
         model_config=SimpleNamespace(max_model_len=512),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=given, gpu_memory_utilization=0.9),
@@ -117,6 +123,7 @@ def test_the_cache_leaves_room_for_the_largest_step(model: Any, monkeypatch: pyt
     activation_bytes(model, limits(256, 16))  # kernels are loaded
     small = activation_bytes(model, limits(256, 16))
     assert 0 <= small < 100 << 20
+    assert activation_bytes(model, limits(256, 16, drafts=3)) < 200 << 20
     forward: Callable[..., Any] = Llama.forward
 
     def planted(self: Any, *args: Any) -> Any:
