@@ -218,6 +218,8 @@ NAMES = (
     "clamp",
     "alpha",
     "limit",
+    "codes",
+    "scales",
 )
 
 
