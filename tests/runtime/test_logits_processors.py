@@ -21,7 +21,6 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.logits_processors import FIRST_SLOTS, ROWS, LogitsProcessors
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import ScheduledRequest
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
 from tests.runtime.processed import apply, entry
@@ -236,7 +235,10 @@ def test_drafts_are_processed_as_if_they_were_known(
         logits = 3 * torch.randn(9, VOCAB, generator=rng)
         expected = apply(known, logits, [str(row) for row in range(9)])
         if fault:
-            monkeypatch.setattr(ScheduledRequest, "draft_tokens", property(lambda self: []))
+            monkeypatch.setattr(
+                "gristmill.runtime.processed_requests._drafted_prefixes",
+                lambda entry: [[] for _ in range(1 + entry.drafts)],
+            )
         actual = apply(ours, logits, [entry("a", drafts[0]), entry("b", drafts[1])])
         monkeypatch.undo()
         assert torch.equal(actual, expected) != (fault and depends_on_tokens(params))
