@@ -60,8 +60,7 @@ def run(weight: QuantTensor, x: torch.Tensor, level: str = LEVELS[-1], **options
             options.get("residual"),
             silu_mul,
             weight.n,
-            None,
-            out,
+            out=out,
         ),
     )
     return out
@@ -229,8 +228,7 @@ def test_a_weight_of_another_size_is_refused() -> None:
                 None,
                 False,
                 32,
-                None,
-                torch.empty(1, 32),
+                out=torch.empty(1, 32),
             ),
         )
 
