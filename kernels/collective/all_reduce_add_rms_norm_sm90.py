@@ -12,8 +12,8 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, parts, symmetric
+from gristmill.kernels.collective.pushed import begin, launch_rows
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS
 from gristmill.kernels.native_call import CallEntry
 
 if TYPE_CHECKING:
@@ -25,31 +25,9 @@ _THREADS = 512
 
 def launch(config: Config, call: AllReduceAddRmsNormCall) -> None:
     """x [M, N], residual [M, N] (written in place), weight [N] -> out [M, N]."""
-    enter(call.group, call.world)
-    memory = symmetric(call.group)
-    for name, tensor in (
-        ("x", call.x),
-        ("residual", call.residual),
-        ("weight", call.weight),
-        ("out", call.out),
-    ):
-        if tensor.data_ptr() % 16:
-            raise ValueError(
-                f"all_reduce_add_rms_norm: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
-            )
-    options, device = {**config, **memory.options}, call.x.get_device()
-    most = _most_rows(call.x.shape[1], call.world)
-    if call.x.shape[0] <= most:
-        ENTRY.cuda(options, call, device)
-        return
-    for begin, end in parts(call.x.shape[0], most):
-        rows = {name: getattr(call, name)[begin:end] for name in ("x", "residual", "out")}
-        ENTRY.cuda(options, call.replace(**rows), device)
-
-
-def _most_rows(n: int, world: int) -> int:
-    """Rows of a launch, whose values fit in the memory of a rank."""
-    return BUFFER_BYTES // ((world - 1) * n * 2)
+    options = {**config, **begin(call, "all_reduce_add_rms_norm", "x", "residual", "weight", "out")}
+    most = BUFFER_BYTES // ((call.world - 1) * call.x.shape[1] * 2)
+    launch_rows(ENTRY, options, call, most, "x", "residual", "out")
 
 
 def accepts(problem: Problem) -> str | None:

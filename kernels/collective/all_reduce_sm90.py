@@ -12,8 +12,8 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, parts, symmetric
+from gristmill.kernels.collective.pushed import begin, parts
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.native_call import CallEntry
 
@@ -26,19 +26,14 @@ ENTRY = CallEntry("gm_all_reduce_sm90", "all_reduce")
 def launch(config: Config, call: AllReduceCall) -> None:
     """x [M, N], in place."""
     x = call.x
-
-    enter(call.group, call.world)
-    memory = symmetric(call.group)
-    if x.data_ptr() % 16:
-        raise ValueError(f"all_reduce: x must begin at a multiple of 16 bytes, got address {x.data_ptr():#x}")
-    options, device = {**config, **memory.options}, x.get_device()
+    options, device = {**config, **begin(call, "all_reduce", "x")}, x.get_device()
     most = BUFFER_BYTES // (2 * (call.world - 1)) // 16 * 16 // x.element_size() * call.world
     if x.numel() <= most or config["shots"] == 1:
         ENTRY.cuda(options, call, device)
         return
     values = x.view(1, -1)
-    for begin, end in parts(x.numel(), most):
-        ENTRY.cuda(options, call.replace(x=values[:, begin:end]), device)
+    for first, end in parts(x.numel(), most):
+        ENTRY.cuda(options, call.replace(x=values[:, first:end]), device)
 
 
 def _received(problem: Problem, shots: int) -> int:

@@ -13,7 +13,8 @@ from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, parts, symmetric
+from gristmill.kernels.collective.pushed import parts
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, symmetric
 from gristmill.kernels.common import ITEM_BYTES
 
 if TYPE_CHECKING:

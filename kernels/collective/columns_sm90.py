@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem, problems
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernels.collective.groups import enter
-from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS, parts, symmetric
+from gristmill.kernels.collective.pushed import begin, launch_rows
+from gristmill.kernels.collective.symmetric import BUFFER_BYTES, RANKS
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.native_call import CallEntry
 
@@ -30,20 +30,9 @@ def launch_all_to_all(config: Config, call: AllToAllCall) -> None:
 
 
 def _launch(entry: CallEntry, config: Config, call: AllGatherCall | AllToAllCall) -> None:
-    enter(call.group, call.world)
-    memory = symmetric(call.group)
-    for name, tensor in (("x", call.x), ("out", call.out)):
-        if tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{entry.op.name}: {name} must begin at a multiple of 16 bytes, got address {tensor.data_ptr():#x}"
-            )
-    options, device = {**config, **memory.options}, call.x.get_device()
+    options = {**config, **begin(call, entry.op.name, "x", "out")}
     most = BUFFER_BYTES // ((call.world - 1) * call.x.shape[-1] * call.x.element_size())
-    if call.x.shape[0] <= most:
-        entry.cuda(options, call, device)
-        return
-    for begin, end in parts(call.x.shape[0], most):
-        entry.cuda(options, call.replace(x=call.x[begin:end], out=call.out[begin:end]), device)
+    launch_rows(entry, options, call, most, "x", "out")
 
 
 def accepts(problem: Problem) -> str | None:

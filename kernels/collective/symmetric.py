@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from ctypes import addressof, c_uint64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -110,11 +109,6 @@ def symmetric(name: str) -> Symmetric:
         raise RuntimeError(f"group {name!r} has no symmetric memory: {memory}")
     memory.check()
     return memory
-
-
-def parts(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the launches of a call of `count` rows or elements, of at most `most` each."""
-    return ((begin, min(count, begin + most)) for begin in range(0, count, most))
 
 
 def check(name: str) -> None:

@@ -162,6 +162,28 @@ def test_long_calls_are_made_in_launches_that_fit(
     assert (len(launched) > 1) == (elements > 8)
 
 
+def test_rows_of_long_calls_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch has its rows of every tensor that has rows, and the whole of the others."""
+    monkeypatch.setattr(groups, "_GROUPS", {"g": SimpleNamespace(size=lambda: 2)})
+    memory = Symmetric(options(2), 60.0, torch.zeros(1, dtype=torch.int32), ())
+    monkeypatch.setattr(memories, "_MEMORY", {"g": memory})
+    rows: list[int] = []
+
+    def entry(at: dict[str, int], call: Any, device: int) -> None:
+        begins = {one.storage_offset() // one.shape[1] for one in (call.x, call.residual, call.out)}
+        assert len(begins) == 1 and begins == {sum(rows)} and call.weight.shape == (4096,)
+        assert call.x.shape == call.residual.shape == call.out.shape
+        assert call.x.nbytes <= BUFFER_BYTES
+        rows.append(len(call.x))
+
+    monkeypatch.setattr(all_reduce_add_rms_norm_sm90.ENTRY, "cuda", entry)
+    x, residual, out = (torch.empty(2500, 4096, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    weight = torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    op = REGISTRY.op("all_reduce_add_rms_norm")
+    all_reduce_add_rms_norm_sm90.launch({"each": 1}, op.Call(x, residual, weight, 1e-5, "g", 2, out))
+    assert rows == [1024, 1024, 452]
+
+
 def test_a_missing_rank_is_named() -> None:
     failed = torch.zeros(1, dtype=torch.int32)
     memory = Symmetric(options(rank=1), 60.0, failed, ())
