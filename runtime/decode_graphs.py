@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.batch import shard_context
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
 from gristmill.runtime.errors import is_out_of_memory
-from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory
+from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, why_not_captured
 from gristmill.runtime.hidden_states import KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
@@ -45,7 +46,6 @@ from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import SampledTokens
 
 LOG = logging.getLogger("gristmill")
-NO_MEMORY = "there was no memory to capture it"
 SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 """Sequences of the graphs: padding costs at most 7 sequences up to 64, and 15 above, where the arithmetic of a step grows with them."""
 LARGEST = SIZES[-1]
@@ -135,8 +135,7 @@ class DecodeGraphs:
         self.graphs: dict[tuple[int, int, int], DecodeGraph] = {}
         self.taken = taken or GraphMemory(None, self.device)
         self.refused: Counter[str] = Counter()
-        mesh = model.plans.mesh
-        self._block_size = cache.block_size * (mesh.world if mesh.context_parallel else 1)
+        self._block_size = cache.block_size * model.plans.mesh.context_ranks
         self._limit = min(model.config.max_position, cache.num_blocks * self._block_size)
         width = cdiv(self._limit, self._block_size)
         self._rows = sampled.rows
@@ -243,22 +242,14 @@ class DecodeGraphs:
         if self.taken.is_full:
             made.reason = OVER_BOUND
             return made
-        failure = None
-        try:
-            made.graph = self._capture(made, self._stream)
-        except UnpreparedError as error:
-            made.reason = str(error)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = str(error)
-        if failure is not None:  # here, where nothing holds the frames of the exception and their tensors
+        made.reason, failure = why_not_captured(partial(self._capture, made, self._stream))
+        if failure:
             self._leave_out(made, failure)
         elif self.taken.is_full and made.captured:
             self._end_captures(made)
         return made
 
-    def _capture(self, made: DecodeGraph, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _capture(self, made: DecodeGraph, stream: torch.cuda.Stream) -> None:
         """The step of a graph, run once and captured on the stream, for which the current one waits."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
@@ -268,12 +259,13 @@ class DecodeGraphs:
                 self.compute(made)
                 made.holds = self.model.plans.workspaces.held()
             try:
-                return self._record(made, stream)
+                made.graph = self._record(made, stream)
+                return
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
             torch.cuda.empty_cache()  # a capture cannot take the free memory that torch keeps for other work
-            return self._record(made, stream)
+            made.graph = self._record(made, stream)
         finally:
             current.wait_stream(stream)
 
@@ -304,7 +296,7 @@ class DecodeGraphs:
 
     def _leave_out(self, made: DecodeGraph, failure: str) -> None:
         """Run the steps of this graph without it, and give back what its capture took."""
-        made.reason, made.holds = NO_MEMORY, ()
+        made.holds = ()
         if self._cuda:
             torch.cuda.empty_cache()
         if not self._told_of_memory:

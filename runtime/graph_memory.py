@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from gristmill.runtime.errors import UsageError
+from gristmill.autotune.errors import UnpreparedError
+from gristmill.runtime.errors import UsageError, is_out_of_memory
 
+NO_MEMORY = "there was no memory to capture it"
 OVER_BOUND = "the memory that graph_memory allows is used up"
 MIB = 1 << 20
 SHARE = 0.05
@@ -65,6 +67,22 @@ class GraphMemory:
 
     def __str__(self) -> str:
         return f"graphs take {self.used / MIB:.0f} MiB, and graph_memory allows {self.bound / MIB:.0f}"
+
+
+def why_not_captured(capture: Callable[[], None]) -> tuple[str, str]:
+    """Run a capture; why steps cannot be captured, "" if they can, and where there was no memory, what torch said of it.
+
+    Nothing holds the frames of an exception afterwards, and so the tensors in them.
+    """
+    try:
+        capture()
+    except UnpreparedError as error:
+        return str(error), ""
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return NO_MEMORY, str(error)
+    return "", ""
 
 
 def free_bytes(device: torch.device) -> int:

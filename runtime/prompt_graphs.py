@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,11 +23,9 @@ import torch
 from torch import Tensor
 
 from gristmill.autotune.captures import capturing_on
-from gristmill.autotune.errors import UnpreparedError
 from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.errors import is_out_of_memory
-from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory
+from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, why_not_captured
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 
@@ -164,25 +163,16 @@ class PromptGraphs:
         if self.taken.is_full:
             made.reason = OVER_BOUND
             return made
-        failure = None
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
-            self._capture(made, self._stream)
-        except UnpreparedError as error:
-            made.reason = str(error)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = str(error)
+            made.reason, failure = why_not_captured(partial(self._capture, made, self._stream))
         finally:
             current.wait_stream(self._stream)
-        if self.taken.is_full and not made.reason and failure is None:
+        if self.taken.is_full and not made.reason:
             made.reason = OVER_BOUND
             self.taken.give_back(made.nbytes)
-        if (
-            failure is not None or made.reason
-        ):  # here, where nothing holds the frames of the exception and their tensors
+        if made.reason:
             made.pieces, made.calls, made.holds, made.nbytes = [], [], (), 0
         if made.reason == OVER_BOUND:
             torch.cuda.empty_cache()
@@ -192,8 +182,7 @@ class PromptGraphs:
                 self.taken,
                 size,
             )
-        if failure is not None:
-            made.reason = "there was no memory to capture it"
+        if failure:
             torch.cuda.empty_cache()
             LOG.warning(
                 "there is no memory to capture steps of %d tokens, which run kernel by kernel: %s",

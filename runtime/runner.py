@@ -281,10 +281,9 @@ class Runner:
 
     def _batch(self, entries: Sequence[ScheduledRequest], all_rows: bool = False) -> Batch:
         mesh, size = self.model.plans.mesh, self.cache.block_size
-        if mesh.context_parallel:
-            batch = make_batch(entries, size * mesh.world, self.device, all_rows)
-            return shard_context(batch, mesh.rank, mesh.world, size)
-        return make_batch(entries, size, self.device, all_rows, groups=len(self.cache.windows))
+        whole = size * mesh.context_ranks
+        batch = make_batch(entries, whole, self.device, all_rows, groups=len(self.cache.windows))
+        return shard_context(batch, mesh.rank, mesh.world, size) if mesh.context_parallel else batch
 
     @torch.inference_mode()
     def logits(self, entries: Sequence[ScheduledRequest]) -> Tensor:

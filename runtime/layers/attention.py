@@ -79,7 +79,7 @@ class Attention:
             self.context_parallel = ContextParallelAttention(plans, c.num_heads, c.head_dim, c.head_dim)
         self.attend = plans.bind(
             "paged_attention",
-            heads=c.num_heads * (mesh.world if mesh.context_parallel else 1),
+            heads=c.num_heads * mesh.context_ranks,
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             window=window,

@@ -27,6 +27,11 @@ class Mesh:
     group: str = ""
     context_parallel: bool = False
 
+    @property
+    def context_ranks(self) -> int:
+        """The ranks that share each context: all, or this one alone."""
+        return self.world if self.context_parallel else 1
+
 
 ALONE = Mesh()
 """A model in one process."""
