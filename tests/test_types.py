@@ -27,6 +27,7 @@ LINKED = (  # links under src/gristmill
     "kernels",
     "quant",
     "runtime",
+    "serve",
     "tools",
 )
 OURS = ("gristmill", "lab", "ci", "examples")

@@ -41,6 +41,7 @@ def modules() -> Iterator[Path]:
         "kernels",
         "autotune",
         "runtime",
+        "serve",
         "tools",
         "bench",
         "integrations",

@@ -23,6 +23,7 @@ FOLDERS = (
     "lab",
     "quant",
     "runtime",
+    "serve",
     "tools",
     "ci",
     "docs",

@@ -87,7 +87,7 @@ def undeclared(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "folder", ["quant", "kernels", "autotune", "runtime", "tools", "integrations", "src/gristmill"]
+    "folder", ["quant", "kernels", "autotune", "runtime", "serve", "tools", "integrations", "src/gristmill"]
 )
 def test_floats_are_created_in_a_stated_dtype(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))

@@ -243,6 +243,7 @@ def test_the_package_imports_nothing_of_the_lab() -> None:
         "kernels",
         "autotune",
         "runtime",
+        "serve",
         "tools",
         "bench",
         "src/gristmill",
