@@ -89,9 +89,10 @@ void quantize_values(const Values& values, int64_t cols, Code* codes, float* sca
 }
 
 // Quantizes the rows of a call whose activations have m rows of n columns. The scale of the tensor is read, others are
-// written. values_of(T{}, r): the values of row r, as quantize_values takes them. elements: of a task, about.
-template <class Call, class ValuesOf>
-int quantize_rows(const Call& call, int64_t elements, const ValuesOf& values_of) {
+// written. of_row(T{}, r, take) calls take(values) once, with the values of row r as quantize_values takes them.
+// elements: of a task, about.
+template <class Call, class OfRow>
+int quantize_rows(const Call& call, int64_t elements, const OfRow& of_row) {
   if (call.m < 0 || call.n < 1) return GM_E_SHAPE;
   const RowFormat format = row_format(call.format);
   // One scale is given for all rows where there is no lower bound of amax.
@@ -99,8 +100,10 @@ int quantize_rows(const Call& call, int64_t elements, const ValuesOf& values_of)
   const auto quantize = [&](auto type, auto* codes) {
     return parallel_for(call.m, elements / call.n + 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        quantize_values(values_of(type, r), call.n, codes + r * call.codes_stride[0],
-                        static_cast<float*>(call.scales) + r * scales, call.scales_stride[1], format);
+        of_row(type, r, [&](const auto& values) {
+          quantize_values(values, call.n, codes + r * call.codes_stride[0],
+                          static_cast<float*>(call.scales) + r * scales, call.scales_stride[1], format);
+        });
     });
   };
   GM_DISPATCH_FLOAT(call.x_type, T, {

@@ -20,7 +20,7 @@ void add_row(const T* x, T* residual, int64_t cols) {
 }  // namespace
 
 GM_CPU_CALL(gm_rms_norm_quant, RmsNormQuant)(const GmRmsNormQuantCall& call) {
-  return gm::quantize_rows(call, 8192, [&](auto type, int64_t r) {
+  return gm::quantize_rows(call, 8192, [&](auto type, int64_t r, const auto& take) {
     using T = decltype(type);
     const T *from = static_cast<const T*>(call.x) + r * call.x_stride[0],
             *w = static_cast<const T*>(call.weight);
@@ -30,16 +30,17 @@ GM_CPU_CALL(gm_rms_norm_quant, RmsNormQuant)(const GmRmsNormQuantCall& call) {
       from = sum;
     }
     const float scale = gm::inverse_rms(from, call.n, float(call.eps));
-    T* to = call.normed == nullptr ? nullptr : static_cast<T*>(call.normed) + r * call.normed_stride[0];
-    return [=](int64_t c, int64_t n) {
-      if (n == gm::kLanes) {
-        const gm::vf value = gm::rounded<T>(gm::load(from + c) * scale * gm::load(w + c));
-        if (to != nullptr) gm::store(to + c, value);
-        return value;
-      }
-      const gm::vf value = gm::rounded<T>(gm::load(from + c, n) * scale * gm::load(w + c, n));
-      if (to != nullptr) gm::store(to + c, value, n);
-      return value;
+    const auto normed = [=](int64_t c, int64_t n) {
+      if (n == gm::kLanes) return gm::rounded<T>(gm::load(from + c) * scale * gm::load(w + c));
+      return gm::rounded<T>(gm::load(from + c, n) * scale * gm::load(w + c, n));
     };
+    if (call.normed == nullptr) return take(normed);
+    T* to = static_cast<T*>(call.normed) + r * call.normed_stride[0];
+    int64_t c = 0;
+    for (; c + gm::kLanes <= call.n; c += gm::kLanes) gm::store(to + c, normed(c, gm::kLanes));
+    if (c < call.n) gm::store(to + c, normed(c, call.n - c), call.n - c);
+    take([=](int64_t from_c, int64_t n) {
+      return n == gm::kLanes ? gm::load(to + from_c) : gm::load(to + from_c, n);
+    });
   });
 }
