@@ -21,10 +21,20 @@ class Tokenizer:
     def __init__(self, model: str | Path | Checkpoint) -> None:
         self._backend = open_checkpoint(model).tokenizer()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, including those that the tokenizer's post-processor adds."""
-        ids: list[int] = self._backend.encode(text).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, including those that the tokenizer's post-processor adds, if they are wanted."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def token(self, token_id: int) -> str | None:
+        """The token with this id, as the vocabulary has it; None if there is none."""
+        text: str | None = self._backend.id_to_token(token_id)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary; None if there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
 
     def words(self, text: str) -> list[list[int]]:
         """The ids of a text inside a word and, if they differ, after a space, without the post-processor."""
@@ -40,9 +50,9 @@ class Tokenizer:
         text: str = self._backend.to_str()
         return text
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids, without special tokens unless they are wanted."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def stream(self) -> TextStream:
