@@ -1,0 +1,114 @@
+"""The admin plane: what operators do, on a port of its own that is bound to the loopback address."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from gristmill.serve.app import Endpoint
+from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import Exchange, to_plain
+from gristmill.serve.routes import health
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /pause: `mode` as in `Engine.pause`."""
+
+    mode: Literal["abort", "wait", "keep"] = "wait"
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """A body without fields."""
+
+
+class Drain(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /drain: the whole server, which then ends."""
+
+    seconds: float | None = None
+
+
+class Sleep(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /sleep: `level` as in `Engine.sleep`."""
+
+    level: Literal[1, 2] = 1
+
+
+class Wake(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /wake_up: `parts` as in `Engine.wake_up`; None = all."""
+
+    parts: list[Literal["weights", "kv_cache"]] | None = None
+
+
+class Weights(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /update_weights: a directory on the server's disk."""
+
+    path: str
+
+
+class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /log_level."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class Profile(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /profile: the next steps of each engine, as a trace for chrome://tracing."""
+
+    steps: int
+    path: str
+
+
+def action(path: str, declared: type[Any]) -> Endpoint:
+    """POST /PATH calls the method of this name of the engine, with the fields that are given."""
+
+    async def handler(exchange: Exchange) -> None:
+        body = await exchange.body()
+        given = msgspec.json.decode(body or b"{}", type=declared)
+        engine = exchange.service.engine
+        if engine is None:
+            raise ApiError(503, exchange.service.problem, type="server_error", code="loading")
+        values = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+        result = await getattr(engine, path)(**values)
+        await exchange.respond({"ok": True, "result": to_plain(result)})
+
+    return Endpoint("POST", f"/{path}", handler)
+
+
+async def drain(exchange: Exchange) -> None:
+    """Drain the server: it refuses new requests, lets others finish within its limit, and ends."""
+    given = msgspec.json.decode(await exchange.body() or b"{}", type=Drain)
+    exchange.service.on_drain(given.seconds)
+    await exchange.respond({"ok": True, "unfinished": len(exchange.service.active) - 1})
+
+
+def shown(path: str) -> Endpoint:
+    """GET /PATH shows what the method of this name of the engine returns."""
+
+    async def handler(exchange: Exchange) -> None:
+        engine = exchange.service.engine
+        if engine is None:
+            raise ApiError(503, exchange.service.problem, type="server_error", code="loading")
+        result = getattr(engine, path)()
+        if hasattr(result, "__await__"):
+            result = await result
+        await exchange.respond({"ok": True, "result": to_plain(result)})
+
+    return Endpoint("GET", f"/{path}", handler, logged=False)
+
+
+ENDPOINTS = [
+    action("pause", Pause),
+    action("resume", Nothing),
+    Endpoint("POST", "/drain", drain),
+    action("sleep", Sleep),
+    action("wake_up", Wake),
+    action("update_weights", Weights),
+    action("reset_prefix_cache", Nothing),
+    action("set_log_level", LogLevel),
+    action("profile", Profile),
+    shown("status"),
+    shown("dump"),
+    shown("explain"),
+    *health.ENDPOINTS,
+]

@@ -1,0 +1,262 @@
+"""The ASGI application: routes, keys, errors, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.routing import Match, Route
+
+from gristmill.serve.errors import ApiError, Shape, api_error, openai_shape
+from gristmill.serve.exchange import ClientGone, Exchange, encode
+from gristmill.serve.keys import KeyFile, key_of
+from gristmill.serve.service import Service
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A route.
+
+    Attributes:
+        method, path: as Starlette takes them.
+        handler: answers an exchange.
+        open: it needs no key.
+        shape: how its errors are written.
+        logged: each request is a line in the log.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    open: bool = False
+    shape: Shape = openai_shape
+    logged: bool = True
+
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+HEARTBEAT_SECONDS = 15.0
+"""A stream that had nothing to send for so long gets a comment, so that proxies do not close it."""
+
+
+class Application:
+    """Serves endpoints.
+
+    Args:
+        endpoints: the routes, those used most first.
+        keys: who may use them; None = anybody.
+    """
+
+    def __init__(self, service: Service, endpoints: Iterable[Endpoint], keys: KeyFile | None) -> None:
+        self.service, self._keys = service, keys
+        self._numbers = itertools.count()
+        self._prefix = uuid.uuid4().hex[:12]
+        endpoints = list(endpoints)
+        self._exact = {(one.method, one.path): one for one in endpoints if "{" not in one.path}
+        self._routes = [Route(one.path, _Asgi(self, one), methods=[one.method]) for one in endpoints]
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or the server's start and end."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003})
+        elif scope["method"] == "OPTIONS":
+            await self._preflight(scope, receive, send)
+        else:
+            path = _path(scope)
+            endpoint = self._exact.get((scope["method"], path))
+            if endpoint is not None:
+                await self.answer(endpoint, scope, receive, send)
+                return
+            matches = [(route, *route.matches(scope)) for route in self._routes]
+            for route, match, child in matches:
+                if match is Match.FULL:
+                    scope.update(child)
+                    await route.handle(scope, receive, send)
+                    return
+            methods = {
+                m for route, match, _ in matches if match is Match.PARTIAL for m in route.methods or ()
+            }
+            refuse = _wrong_method(sorted(methods)) if methods else _not_found
+            await self.answer(Endpoint("", "", refuse), scope, receive, send)
+
+    async def answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by its endpoint; an exception becomes a response, or the end of a stream."""
+        exchange = Exchange(self.service, scope, receive, send, "", endpoint.shape)
+        given = exchange.headers.get("x-request-id", "")
+        exchange.request_id = given if _ID.fullmatch(given) else f"{self._prefix}-{next(self._numbers)}"
+        begin = time.monotonic()
+        self.service.active.add(exchange)
+        exchange.task = asyncio.current_task()
+        try:
+            if not endpoint.open and self._keys is not None:
+                self._check_key(exchange)
+            await endpoint.handler(exchange)
+        except ClientGone:
+            exchange.gone = True
+        except asyncio.CancelledError:
+            if not exchange.gone:
+                raise
+        except Exception as error:
+            await self._fail(exchange, error)
+        finally:
+            exchange.stop_watching()
+            self.service.active.discard(exchange)
+            if exchange.gone:
+                exchange.record["client_gone"] = True
+            if endpoint.logged:
+                self._log(exchange, begin)
+
+    def _check_key(self, exchange: Exchange) -> None:
+        headers = exchange.headers
+        key = key_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        if self._keys is not None and not self._keys.allows(key):
+            raise ApiError(
+                401,
+                "a key is needed: Authorization: Bearer KEY" if not key else "the key is not known here",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    async def _fail(self, exchange: Exchange, error: Exception) -> None:
+        shown = api_error(error)
+        exchange.record["error"] = shown.message
+        if shown.status == 500:
+            self.service.log.write(
+                "error",
+                request_id=exchange.request_id,
+                error=f"{type(error).__name__}: {error}",
+                where=_trace(error),
+            )
+        body = encode(exchange.shape(shown, exchange.request_id))
+        with suppress(OSError):
+            if not exchange.status:
+                await exchange.respond(body, shown.status, headers=shown.headers)
+            elif exchange.streaming:
+                await exchange.end(
+                    b"event: error\ndata: " + body + b"\n\n"
+                    if exchange.shape is not openai_shape
+                    else b"data: " + body + b"\n\n"
+                )
+
+    def _log(self, exchange: Exchange, begin: float) -> None:
+        scope = exchange.scope
+        client = scope.get("client")
+        self.service.log.write(
+            "request",
+            request_id=exchange.request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=exchange.status or 499,
+            seconds=round(time.monotonic() - begin, 6),
+            client=None if client is None else client[0],
+            **exchange.record,
+        )
+
+    async def _preflight(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A browser asks whether a page may call the API."""
+        exchange = Exchange(self.service, scope, receive, send, self._prefix, openai_shape)
+        if self.service.cors(exchange.headers.get("origin")) is None:
+            await exchange.respond(b"", 403, content_type=b"text/plain")
+            return
+        await exchange.respond(
+            b"",
+            204,
+            content_type=b"text/plain",
+            headers={
+                "access-control-allow-methods": "GET, POST, DELETE",
+                "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta",
+                "access-control-max-age": "600",
+            },
+        )
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self._sweeper = asyncio.ensure_future(self._sweep())
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                if self._sweeper is not None:
+                    self._sweeper.cancel()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _sweep(self) -> None:
+        """Once a second: end the requests of clients that do not read; send a comment into streams that wait."""
+        limit = self.service.config.slow_reader_seconds
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            for exchange in list(self.service.active):
+                blocked = exchange.blocked
+                if blocked is not None:
+                    if now - blocked > limit and exchange.task is not None:
+                        exchange.record["error"] = "the client did not read"
+                        exchange.gone = True
+                        exchange.task.cancel()
+                elif exchange.streaming and now - exchange.last_write > HEARTBEAT_SECONDS:
+                    with suppress(OSError):
+                        await exchange.write(b": waiting\n\n")
+
+
+class _Asgi:
+    """An endpoint as an ASGI application: Starlette passes requests to instances without wrapping them."""
+
+    def __init__(self, application: Application, endpoint: Endpoint) -> None:
+        self._application, self._endpoint = application, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application.answer(self._endpoint, scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    """The path without the prefix under which a proxy offers the server."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
+
+
+async def _not_found(exchange: Exchange) -> None:
+    raise ApiError(
+        404,
+        f"there is no {exchange.scope['method']} {exchange.scope['path']}; the routes are in GET /v1/models and docs/serve.md",
+        code="not_found",
+    )
+
+
+def _wrong_method(allowed: list[str]) -> Handler:
+    async def refuse(exchange: Exchange) -> None:
+        raise ApiError(
+            405,
+            f"{exchange.scope['path']} takes {', '.join(allowed)}, got {exchange.scope['method']}",
+            code="method_not_allowed",
+            headers={"allow": ", ".join(allowed)},
+        )
+
+    return refuse
+
+
+def _trace(error: BaseException) -> list[str]:
+    """Where an exception came from: file and line of its frames, without values."""
+    frames: list[str] = []
+    trace: Any = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append(f"{code.co_filename.rpartition('gristmill/')[2]}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return frames[-12:]

@@ -1,0 +1,266 @@
+"""One request and its response, on the ASGI interface: the body within its limits, JSON out, server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from gristmill.serve.errors import ApiError, Shape
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from gristmill.serve.service import Service
+
+T = TypeVar("T")
+
+MAX_DEPTH = 128
+"""Nested arrays and objects in a body. More are no request, and cost a recursion each."""
+JSON = b"application/json"
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+class Exchange:
+    """A request that is being answered.
+
+    Attributes:
+        service: what the server serves.
+        request_id: the client's X-Request-Id, or one of ours.
+        shape: how errors are written, by the API of the route.
+        status: of the response, once it has begun; 0 before.
+        record: what the log line and the span of this request say, by name.
+        blocked: since when a client does not read, by time.monotonic; None = it does.
+        last_write: when something was sent.
+        task: the handler's.
+        gone: the client has closed the connection, or was given up.
+    """
+
+    __slots__ = (
+        "_headers",
+        "_receive",
+        "_send",
+        "_watcher",
+        "blocked",
+        "gone",
+        "last_write",
+        "record",
+        "request_id",
+        "scope",
+        "service",
+        "shape",
+        "status",
+        "streaming",
+        "task",
+    )
+
+    def __init__(
+        self, service: Service, scope: Scope, receive: Receive, send: Send, request_id: str, shape: Shape
+    ) -> None:
+        self.service, self.scope, self._receive, self._send = service, scope, receive, send
+        self.request_id, self.shape = request_id, shape
+        self.status = 0
+        self.streaming = False
+        self.record: dict[str, Any] = {}
+        self.blocked: float | None = None
+        self.last_write = time.monotonic()
+        self.task: asyncio.Task[Any] | None = None
+        self.gone = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._headers: dict[str, str] | None = None
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the request, by lower-case name; of several the last."""
+        if self._headers is None:
+            self._headers = {
+                name.decode("latin-1").lower(): value.decode("latin-1")
+                for name, value in self.scope["headers"]
+            }
+        return self._headers
+
+    @property
+    def path_params(self) -> MutableMapping[str, Any]:
+        """The variable parts of the path."""
+        params: MutableMapping[str, Any] = self.scope.get("path_params", {})
+        return params
+
+    async def body(self) -> bytes:
+        """The body, decompressed. ApiError: it is too large, or in an encoding that the server does not take."""
+        limit = self.service.config.max_body_bytes
+        encoding = self.headers.get("content-encoding", "identity").strip().lower()
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            if not message.get("more_body"):
+                break
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return body if encoding in ("", "identity") else _decompress(body, encoding, limit)
+
+    async def json(self, declared: type[T]) -> T:
+        """The body as a value of a declared type. ApiError names the field that is wrong."""
+        body = await self.body()
+        if not body:
+            raise ApiError(400, "the request has no body: a JSON object is expected", code="invalid_json")
+        check_depth(body)
+        decoder = _decoders.get(declared)
+        if decoder is None:
+            decoder = _decoders[declared] = msgspec.json.Decoder(declared)
+        value: T = decoder.decode(body)
+        return value
+
+    def watch(self) -> None:
+        """From now on the handler is cancelled when the client closes the connection; for after `body`."""
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(self._left())
+            self._watcher.add_done_callback(self._cancel)
+
+    def stop_watching(self) -> None:
+        """The handler has ended."""
+        if self._watcher is not None:
+            self._watcher.remove_done_callback(self._cancel)
+            self._watcher.cancel()
+
+    async def _left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def _cancel(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and self.task is not None:
+            self.gone = True
+            self.task.cancel()
+
+    async def respond(
+        self,
+        value: Any,
+        status: int = 200,
+        *,
+        content_type: bytes = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """The whole response: bytes, or a value that is written as JSON."""
+        body = value if isinstance(value, bytes) else _encode(value)
+        await self._start(status, content_type, [(b"content-length", b"%d" % len(body))], headers)
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def start_events(self) -> None:
+        """Begin a stream of server-sent events."""
+        self.streaming = True
+        await self._start(
+            200,
+            b"text/event-stream; charset=utf-8",
+            [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
+            None,
+        )
+
+    async def write(self, data: bytes) -> None:
+        """More of the stream. Waits while the client reads too slowly."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """The end of the stream."""
+        await self._write({"type": "http.response.body", "body": data})
+
+    async def _write(self, message: MutableMapping[str, Any]) -> None:
+        self.last_write = self.blocked = time.monotonic()
+        await self._send(message)
+        self.blocked = None
+
+    async def _start(
+        self,
+        status: int,
+        content_type: bytes,
+        more: list[tuple[bytes, bytes]],
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        self.status = status
+        sent = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1")), *more]
+        for name, value in (headers or {}).items():
+            sent.append((name.encode("latin-1"), value.encode("latin-1")))
+        if (cors := self.service.cors(self.headers.get("origin"))) is not None:
+            sent += cors
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
+def encode(value: Any) -> bytes:
+    """JSON."""
+    return _encode(value)
+
+
+def to_plain(value: Any) -> Any:
+    """A result of the engine as JSON has it: dataclasses as objects, exceptions as texts."""
+    if isinstance(value, BaseException):
+        return {"error": f"{type(value).__name__}: {value}"}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(item) for item in value]
+    return value
+
+
+_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
+"""Texts and brackets of JSON."""
+
+
+def check_depth(body: bytes) -> None:
+    """ApiError if the JSON text is nested too deeply: before any recursive parser reads it. Brackets inside texts do not count."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for token in _TOKENS.finditer(body):
+        kind = body[token.start()]
+        if kind in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} levels deep")
+        elif kind in b"]}":
+            depth -= 1
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {limit} bytes (max_body_bytes)",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
+
+
+def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError(
+            415, f"content-encoding must be gzip, deflate or identity, got {encoding!r}", code="encoding"
+        )
+    stream = zlib.decompressobj(47 if "gzip" in encoding else 15)
+    try:
+        text = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body is not {encoding}: {error}", code="encoding") from error
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not stream.eof:
+        raise ApiError(400, f"the body is {encoding} that was cut off", code="encoding")
+    return text

@@ -1,0 +1,173 @@
+"""A prompt that is being completed for a client: the engine's chunks as parts of messages, with what they used."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gristmill.runtime.chat.conversation import Delta, ToolCall
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.serve.errors import ApiError, failed
+from gristmill.serve.exchange import Exchange
+
+if TYPE_CHECKING:
+    from gristmill.runtime.chat.chat import OutputParser
+
+LONG_TEXT = 4096
+"""Characters from which text is tokenized in a thread, beside the streams of others."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What a step added to one completion.
+
+    Attributes:
+        delta: what it added to the message; its `content` alone where nothing is parsed.
+        finish: why the completion ended: ``stop``, ``length``, ``tool_calls``, ``abort``; None = it goes on.
+        chunk: the engine's chunk.
+    """
+
+    choice: int
+    delta: Delta
+    finish: str | None
+    chunk: Chunk
+
+
+class Generation:
+    """One prompt, its completions, and what they have used so far.
+
+    Args:
+        parser: makes the parser of one completion; None = text is passed on as it comes.
+        priority: lower values first, with ``queue_order="priority"``.
+        name: of the request in the engine.
+
+    Attributes:
+        prompt_tokens, output_tokens, reasoning_tokens, cached_tokens: counts so far.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        ids: Sequence[int],
+        params: SamplingParams,
+        parser: Callable[[], OutputParser] | None = None,
+        *,
+        priority: int = 0,
+        name: str | None = None,
+        interval_ms: float | None = None,
+    ) -> None:
+        self._exchange, self._ids, self._params = exchange, ids, params
+        self._parsers = None if parser is None else [parser() for _ in range(params.n)]
+        self._priority = priority
+        self._name = exchange.request_id if name is None else name
+        service = exchange.service
+        self._interval = (service.config.stream_interval_ms if interval_ms is None else interval_ms) / 1e3
+        self._engine = service.require_engine()
+        self.prompt_tokens = len(ids)
+        self.output_tokens = self.cached_tokens = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thoughts."""
+        return sum(parser.reasoning_tokens for parser in self._parsers or ())
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """The parts as they come. ApiError: a completion failed; the engine's errors as they are."""
+        begin = time.monotonic()
+        record = self._exchange.record
+        record["prompt_tokens"] = record.get("prompt_tokens", 0) + self.prompt_tokens
+        first = True
+        parsers = self._parsers
+        stream = self._engine.stream(self._ids, self._params, priority=self._priority, request_id=self._name)
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    self.output_tokens += len(chunk.token_ids)
+                    if first:
+                        first = False
+                        record.setdefault("first_token_seconds", round(time.monotonic() - begin, 6))
+                    finish = chunk.finish_reason
+                    if finish == "error":
+                        raise failed(chunk.error)
+                    if parsers is None:
+                        yield Part(chunk.choice, Delta(chunk.text), finish, chunk)
+                    else:
+                        yield _parsed(parsers[chunk.choice], chunk, finish)
+                    if self._interval and finish is None:
+                        await asyncio.sleep(self._interval)  # what comes meanwhile is one chunk
+        finally:
+            record["output_tokens"] = record.get("output_tokens", 0) + self.output_tokens
+
+
+def _parsed(parser: OutputParser, chunk: Chunk, finish: str | None) -> Part:
+    delta = parser.push(chunk.text, chunk.token_ids)
+    if finish is not None:
+        rest = parser.finish()
+        delta = Delta(
+            delta.content + rest.content, delta.reasoning + rest.reasoning, [*delta.calls, *rest.calls]
+        )
+        if finish == "stop" and parser.calls:
+            finish = "tool_calls"
+    return Part(chunk.choice, delta, finish, chunk)
+
+
+@dataclass(slots=True)
+class Answer:
+    """The parts of one completion, joined: streamed or not, an answer is the same."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    finish: str | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def add(self, part: Part) -> None:
+        """The next part."""
+        delta = part.delta
+        if delta.content:
+            self.content.append(delta.content)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        for call in delta.calls:
+            if call.index == len(self.calls):
+                self.calls.append(ToolCall(call.id, call.name, call.arguments))
+            else:
+                known = self.calls[call.index]
+                self.calls[call.index] = ToolCall(known.id, known.name, known.arguments + call.arguments)
+        if part.finish is not None:
+            self.finish = part.finish
+        self.chunks.append(part.chunk)
+
+
+async def answers(generation: Generation, count: int) -> list[Answer]:
+    """All parts of the `count` completions of a prompt."""
+    joined = [Answer() for _ in range(count)]
+    async for part in generation.parts():
+        joined[part.choice].add(part)
+    return joined
+
+
+async def beside(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments): in a thread if the text that it works on is long."""
+    if size < LONG_TEXT:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def room(service_limit: int, prompt_tokens: int, wanted: int | None) -> int:
+    """The output tokens of a request: what is wanted, as far as there is room. ApiError: the prompt leaves none."""
+    left = service_limit - prompt_tokens
+    if left < 1:
+        raise ApiError(
+            400,
+            f"the prompt has {prompt_tokens} tokens; this model takes {service_limit} of prompt and output together",
+            code="context_length_exceeded",
+        )
+    if wanted is not None and wanted < 1:
+        raise ApiError(400, f"max_tokens must be at least 1, got {wanted}", param="max_tokens")
+    return left if wanted is None else min(wanted, left)

@@ -1,0 +1,287 @@
+"""POST /v1/completions, as OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.serve.app import Endpoint
+from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import Exchange, encode
+from gristmill.serve.generation import Answer, Generation, Part, beside, room
+from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
+from gristmill.serve.sampling import SamplingFields, sampling_params
+from gristmill.serve.service import Service
+from gristmill.serve.usage import usage
+
+MAX_LOGPROBS = 20
+DEFAULT_TOKENS = 16
+"""max_tokens of a request without one: OpenAI's."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+async def token_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
+    """The token ids of each prompt."""
+    given: Any = request.prompt
+    one_prompt = isinstance(given, str) or all(isinstance(item, int) for item in given)
+    many = [given] if one_prompt else given
+    if not one_prompt and any(isinstance(item, int) for item in given):
+        raise ApiError(400, "prompt is a text, token ids, or a list of such: not a mixture", param="prompt")
+    prompts: list[list[int]] = []
+    for one in many:
+        if isinstance(one, str):
+            special = request.add_special_tokens is not False
+            ids = await beside(len(one), service.tokenizer.encode, one, special)
+        else:
+            ids = one
+            wrong = next((token for token in ids if not 0 <= token < service.vocab_size), None)
+            if wrong is not None:
+                raise ApiError(
+                    400,
+                    f"prompt: token ids are 0 to {service.vocab_size - 1}, got {wrong}",
+                    param="prompt",
+                )
+        if (keep := request.truncate_prompt_tokens) is not None and keep > 0:
+            ids = ids[-keep:]
+        if not ids:
+            raise ApiError(400, "the prompt is empty: at least one token is needed", param="prompt")
+        prompts.append(ids)
+    return prompts
+
+
+def _params(
+    service: Service, request: CompletionRequest, prompts: Sequence[Sequence[int]]
+) -> list[SamplingParams]:
+    if request.suffix:
+        raise ApiError(400, "suffix is not supported by this model", param="suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise ApiError(400, "best_of is not supported; use n", param="best_of")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise ApiError(400, f"logprobs must be 0 to {MAX_LOGPROBS}, got {request.logprobs}", param="logprobs")
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        request.prompt_logprobs = request.logprobs
+    wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+    only_prompt = wanted == 0 and request.echo
+    return [
+        sampling_params(
+            service,
+            request,
+            max_tokens=room(service.max_model_len, len(ids), 1 if only_prompt else wanted),
+            logprobs=request.logprobs,
+            prompts=len(prompts),
+        )
+        for ids in prompts
+    ]
+
+
+class Several:
+    """The completions of several prompts: choice i of prompt p is the choice p * n + i of the answer."""
+
+    def __init__(self, exchange: Exchange, request: CompletionRequest, prompts: list[list[int]]) -> None:
+        service = exchange.service
+        self.n = request.n or 1
+        self.prompts = prompts
+        self.generations = [
+            Generation(
+                exchange,
+                ids,
+                params,
+                priority=request.priority or 0,
+                name=f"{exchange.request_id}.{number}" if number else exchange.request_id,
+                interval_ms=request.stream_interval_ms,
+            )
+            for number, (ids, params) in enumerate(
+                zip(prompts, _params(service, request, prompts), strict=True)
+            )
+        ]
+
+    async def parts(self) -> AsyncGenerator[tuple[int, Part], None]:
+        """(choice of the answer, part), of all prompts as they come."""
+        if len(self.generations) == 1:
+            async with aclosing(self.generations[0].parts()) as parts:
+                async for part in parts:
+                    yield part.choice, part
+            return
+        arrived: asyncio.Queue[tuple[int, Part] | BaseException | None] = asyncio.Queue(64)
+
+        async def forward(number: int) -> None:
+            try:
+                async with aclosing(self.generations[number].parts()) as parts:
+                    async for part in parts:
+                        await arrived.put((number * self.n + part.choice, part))
+                await arrived.put(None)
+            except Exception as error:
+                await arrived.put(error)
+
+        tasks = [asyncio.ensure_future(forward(number)) for number in range(len(self.generations))]
+        left = len(tasks)
+        try:
+            while left:
+                item = await arrived.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def completions(exchange: Exchange) -> None:
+    """Answer, whole or as a stream."""
+    request = await exchange.json(CompletionRequest)
+    service = exchange.service
+    service.require_engine()
+    model = service.require_model(request.model)
+    prompts = await token_prompts(service, request)
+    several = Several(exchange, request, prompts)
+    exchange.watch()
+    head = {
+        "id": f"cmpl-{exchange.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+    if request.stream:
+        await _stream(exchange, request, several, head)
+        return
+    joined = [Answer() for _ in range(len(prompts) * several.n)]
+    async for index, part in several.parts():
+        joined[index].add(part)
+    choices = [
+        _choice(service, request, index, prompts[index // several.n], answer)
+        for index, answer in enumerate(joined)
+    ]
+    exchange.record["finish"] = [answer.finish for answer in joined]
+    await exchange.respond(
+        head
+        | {
+            "choices": choices,
+            "usage": usage(*several.generations),
+            "system_fingerprint": service.fingerprint,
+        }
+    )
+
+
+def _choice(
+    service: Service, request: CompletionRequest, index: int, prompt: Sequence[int], answer: Answer
+) -> dict[str, Any]:
+    only_prompt = bool(request.echo and request.max_tokens == 0)
+    ids = [] if only_prompt else [token for chunk in answer.chunks for token in chunk.token_ids]
+    text = "" if only_prompt else "".join(answer.content)
+    before = service.tokenizer.decode(prompt) if request.echo else ""
+    logprobs = None
+    if request.logprobs is not None:
+        entries: list[Any] = (
+            [] if only_prompt else [e for chunk in answer.chunks for e in chunk.logprobs or ()]
+        )
+        shown = list(ids)
+        if request.echo:
+            given = next((c.prompt_logprobs for c in answer.chunks if c.prompt_logprobs is not None), None)
+            entries = [*(given or [None] * len(prompt)), *entries]
+            shown = [*prompt, *ids]
+        logprobs = completion_logprobs(service, entries, shown[: len(entries)], 0)
+    choice = {
+        "index": index,
+        "text": before + text,
+        "logprobs": logprobs,
+        "finish_reason": "length" if only_prompt else answer.finish,
+        "stop_reason": answer.chunks[-1].stop_reason,
+        "prompt_logprobs": prompt_logprobs(service, answer.chunks),
+    }
+    if request.return_token_ids:
+        choice |= {"token_ids": ids, "prompt_token_ids": list(prompt)}
+    return choice
+
+
+async def _stream(
+    exchange: Exchange, request: CompletionRequest, several: Several, head: dict[str, Any]
+) -> None:
+    options = request.stream_options
+    each = bool(options and options.continuous_usage_stats)
+    before = b"data: " + encode(head)[:-1] + b',"choices":['
+    plain = not (each or request.logprobs is not None or request.return_token_ids)
+    offsets: dict[int, int] = {}
+    reasons: list[str] = []
+    service = exchange.service
+    async for index, part in several.parts():
+        if not exchange.status:
+            await exchange.start_events()
+        out = []
+        prompt = several.prompts[index // several.n]
+        if request.echo and index not in offsets:
+            out.append(b"%b%b]}\n\n" % (before, encode(_echo(service, request, index, prompt, part))))
+        if request.echo and request.max_tokens == 0:
+            offsets[index] = 0
+        elif plain and part.finish is None:
+            offsets.setdefault(index, 0)
+            if part.delta.content:
+                out.append(
+                    b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n'
+                    % (before, index, encode(part.delta.content))
+                )
+        else:
+            choice: dict[str, Any] = {
+                "index": index,
+                "text": part.delta.content,
+                "logprobs": None,
+                "finish_reason": part.finish,
+            }
+            ids = part.chunk.token_ids
+            offset = offsets.setdefault(index, 0)
+            if request.logprobs is not None:
+                choice["logprobs"] = completion_logprobs(service, part.chunk.logprobs or (), ids, offset)
+            offsets[index] = offset + len(part.delta.content)
+            if part.finish is not None:
+                choice["stop_reason"] = part.chunk.stop_reason
+            if request.return_token_ids:
+                choice["token_ids"] = list(ids)
+            tail = b',"usage":' + encode(usage(*several.generations)) if each else b""
+            out.append(b"%b%b]%b}\n\n" % (before, encode(choice), tail))
+        if part.finish is not None:
+            reasons.append(part.finish)
+        if out:
+            await exchange.write(b"".join(out))
+    exchange.record["finish"] = reasons
+    last = b"data: [DONE]\n\n"
+    if options and options.include_usage:
+        last = before + b'],"usage":' + encode(usage(*several.generations)) + b"}\n\n" + last
+    await exchange.end(last)
+
+
+def _echo(
+    service: Service, request: CompletionRequest, index: int, prompt: Sequence[int], part: Part
+) -> dict[str, Any]:
+    """The prompt as the first part of a stream."""
+    logprobs = None
+    if request.logprobs is not None:
+        entries = part.chunk.prompt_logprobs or [None] * len(prompt)
+        logprobs = completion_logprobs(service, entries, prompt, 0)
+    return {
+        "index": index,
+        "text": service.tokenizer.decode(prompt),
+        "logprobs": logprobs,
+        "finish_reason": "length" if request.max_tokens == 0 else None,
+    }
+
+
+ENDPOINTS = [Endpoint("POST", "/v1/completions", completions)]

@@ -1,0 +1,71 @@
+"""What load balancers, orchestrators and dashboards ask for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from gristmill import __version__
+from gristmill.serve.app import Endpoint
+from gristmill.serve.errors import unavailable
+from gristmill.serve.exchange import Exchange
+
+
+async def health(exchange: Exchange) -> None:
+    """200 while the process can answer: also while the model loads, or the server drains. 503: its engine has failed for good."""
+    service = exchange.service
+    if service.failed:
+        raise unavailable(service.problem, "engine_failed")
+    await exchange.respond({"status": "ok"})
+
+
+async def ready(exchange: Exchange) -> None:
+    """200 while requests are served; 503 while the model loads, the server drains, or no engine is alive."""
+    service = exchange.service
+    if not service.config.render_only:
+        service.require_engine()
+    elif service.draining:
+        raise unavailable("the server is draining", "draining")
+    await exchange.respond({"status": "ready", "model": service.name})
+
+
+async def version(exchange: Exchange) -> None:
+    """The version of gristmill."""
+    await exchange.respond({"version": __version__})
+
+
+async def metrics(exchange: Exchange) -> None:
+    """Prometheus' text format."""
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    registry = exchange.service.registry
+    text = b"" if registry is None else generate_latest(registry)
+    await exchange.respond(text, content_type=CONTENT_TYPE_LATEST.encode())
+
+
+async def capacity(exchange: Exchange) -> None:
+    """For each engine what it can take and what it has to do."""
+    service = exchange.service
+    engines: list[Any] = []
+    if service.engine is not None:
+        for status in await service.engine.status():
+            engines.append({"error": str(status)} if isinstance(status, BaseException) else asdict(status))
+    await exchange.respond(
+        {
+            "model": service.name,
+            "max_model_len": service.max_model_len,
+            "active_requests": len(service.active),
+            "draining": service.draining,
+            "engines": engines,
+        }
+    )
+
+
+ENDPOINTS = [
+    Endpoint("GET", "/health", health, open=True, logged=False),
+    Endpoint("GET", "/ping", health, open=True, logged=False),
+    Endpoint("GET", "/ready", ready, open=True, logged=False),
+    Endpoint("GET", "/version", version, open=True, logged=False),
+    Endpoint("GET", "/metrics", metrics, open=True, logged=False),
+    Endpoint("GET", "/capacity", capacity, logged=False),
+]

@@ -1,0 +1,114 @@
+"""Tokens without an engine: tokenize, detokenize, and requests rendered as prompts, as vLLM's server has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gristmill.serve.app import Endpoint
+from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import Exchange
+from gristmill.serve.generation import beside
+from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation
+from gristmill.serve.routes.chat import ChatRequest, prepared
+from gristmill.serve.routes.completions import CompletionRequest, token_prompts
+
+
+class TokenizeRequest(msgspec.Struct):
+    """The body of /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[GivenMessage] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    tools: list[GivenTool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool = True
+
+
+async def tokenize(exchange: Exchange) -> None:
+    """Text to token ids."""
+    request, service = await exchange.json(TokenizeRequest), exchange.service
+    service.require_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
+    if request.messages is not None:
+        messages = conversation(request.messages)
+        options = chat_options(
+            service,
+            [tool.function for tool in request.tools or ()],
+            None,
+            template_arguments=request.chat_template_kwargs or {},
+        )
+        size = sum(len(message.content) for message in messages)
+        ids = await beside(size, service.chat.encode, messages, options)
+    else:
+        prompt = request.prompt or ""
+        ids = await beside(len(prompt), service.tokenizer.encode, prompt, request.add_special_tokens)
+    texts = service.token_texts
+    await exchange.respond(
+        {
+            "count": len(ids),
+            "max_model_len": service.max_model_len,
+            "tokens": ids,
+            "token_strs": [texts.text_of(token) for token in ids] if request.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(exchange: Exchange) -> None:
+    """Token ids to text."""
+    request, service = await exchange.json(DetokenizeRequest), exchange.service
+    service.require_model(request.model)
+    wrong = next((token for token in request.tokens if not 0 <= token < service.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens are 0 to {service.vocab_size - 1}, got {wrong}", param="tokens")
+    text = await beside(
+        4 * len(request.tokens), service.tokenizer.decode, request.tokens, request.skip_special_tokens
+    )
+    await exchange.respond({"prompt": text})
+
+
+async def render_chat(exchange: Exchange) -> None:
+    """The prompt of a conversation, as text and as token ids, and its sampling."""
+    request, service = await exchange.json(ChatRequest), exchange.service
+    model = service.require_model(request.model)
+    messages, options, ids, params = await prepared(service, request)
+    await exchange.respond(
+        {
+            "model": model,
+            "prompt": service.chat.render(messages, options),
+            "prompt_token_ids": ids,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "stop_token_ids": list(params.stop_token_ids),
+        }
+    )
+
+
+async def render_completion(exchange: Exchange) -> None:
+    """The token ids of the prompts of a completion."""
+    request, service = await exchange.json(CompletionRequest), exchange.service
+    model = service.require_model(request.model)
+    prompts = await token_prompts(service, request)
+    await exchange.respond(
+        {"model": model, "prompts": [{"prompt_token_ids": ids, "count": len(ids)} for ids in prompts]}
+    )
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/tokenize", tokenize),
+    Endpoint("POST", "/detokenize", detokenize),
+    Endpoint("POST", "/v1/chat/completions/render", render_chat),
+    Endpoint("POST", "/v1/completions/render", render_completion),
+    Endpoint("POST", "/render", render_chat),
+]

@@ -1,0 +1,235 @@
+"""Sampling in requests: the fields that OpenAI's API and vLLM's server have, as `SamplingParams`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gristmill.runtime.sampling_params import SamplingParams, token_biases
+from gristmill.runtime.structured_output import StructuredOutput
+from gristmill.serve.errors import ApiError
+from gristmill.serve.service import Service
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
+MAX_BIASES = 1024
+MAX_SCHEMA_DEPTH = 32
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may recommend."""
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The fields that completions and conversations share. Unknown fields are ignored, as clients send new ones every month."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval_ms: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+DIRECT = (
+    "n",
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
+
+
+def sampling_params(
+    service: Service, request: SamplingFields, *, max_tokens: int, logprobs: int | None, prompts: int = 1
+) -> SamplingParams:
+    """The parameters of a request; what it does not say is as the model recommends, then temperature 1 and no filter.
+
+    Args:
+        max_tokens: of each completion.
+        logprobs: as in `SamplingParams`.
+        prompts: prompts of the request, for the limit of its completions.
+
+    Raises:
+        ApiError: a limit of the server. UsageError: an invalid value.
+    """
+    values: dict[str, Any] = {"temperature": 1.0, **service.defaults}
+    for name in DIRECT:
+        if (value := getattr(request, name)) is not None:
+            values[name] = value
+    if values.get("top_k") == -1:  # vLLM's way of saying all
+        values["top_k"] = 0
+    if values.get("seed") is not None:
+        values["seed"] %= 1 << 63  # clients send negative ones
+    if request.stop:
+        values["stop"] = _stops(request.stop)
+    if request.logit_bias:
+        if len(request.logit_bias) > MAX_BIASES:
+            raise _limit("logit_bias", f"{len(request.logit_bias)} entries", MAX_BIASES)
+        values["logit_bias"] = _biases(request.logit_bias, service.vocab_size)
+    if (structure := structured_output(service, request)) is not None:
+        values["structured_output"] = structure
+    choices = (request.n or 1) * prompts
+    if choices > service.config.max_choices:
+        raise _limit("n", f"{choices} completions", service.config.max_choices)
+    return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def structured_output(service: Service, request: SamplingFields) -> StructuredOutput | None:
+    """What the output looks like: from response_format, or vLLM's structured_outputs and guided fields."""
+    found: dict[str, Any] = {}
+    if request.response_format is not None:
+        found |= _response_format(request.response_format)
+    for name, value in (request.structured_outputs or {}).items():
+        if value is not None and name in _STRUCTURED:
+            found |= {_STRUCTURED[name]: value} if name != "json_object" else _any_object(value)
+    for name, field in _GUIDED.items():
+        if (value := getattr(request, name)) is not None:
+            found[field] = value
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ApiError(400, f"one of {', '.join(sorted(found))} can describe the output, not several")
+    for name, value in found.items():
+        check_schema(service, name, value)
+    return StructuredOutput(**found)
+
+
+_STRUCTURED = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_object": "json_schema",
+}
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def _any_object(wanted: Any) -> dict[str, Any]:
+    return {"json_schema": {"type": "object"}} if wanted else {}
+
+
+def _response_format(form: Mapping[str, Any]) -> dict[str, Any]:
+    kind = form.get("type")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return _any_object(True)
+    if kind == "json_schema":
+        given = form.get("json_schema")
+        schema = given.get("schema") if isinstance(given, Mapping) else None
+        # The responses API has the schema itself in the format.
+        schema = form.get("schema") if schema is None else schema
+        if not isinstance(schema, Mapping):
+            raise ApiError(
+                400,
+                "response_format of type json_schema needs json_schema.schema, an object",
+                param="response_format",
+            )
+        return {"json_schema": schema}
+    if kind == "structural_tag":
+        return {"structural_tag": {k: v for k, v in form.items() if k in ("type", "structures", "triggers")}}
+    if kind == "grammar" and isinstance(form.get("grammar"), str):
+        return {"grammar": form["grammar"]}
+    raise ApiError(
+        400,
+        f"response_format.type must be text, json_object, json_schema, structural_tag or grammar, got {kind!r}",
+        param="response_format",
+    )
+
+
+def check_schema(service: Service, name: str, value: Any) -> None:
+    """ApiError if a schema or grammar is larger or deeper than the server takes."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > service.config.max_schema_bytes:
+        raise _limit(name, f"{len(text)} bytes", service.config.max_schema_bytes)
+    if not isinstance(value, str) and _depth(value) > MAX_SCHEMA_DEPTH:
+        raise _limit(name, f"{_depth(value)} levels", MAX_SCHEMA_DEPTH)
+
+
+def _depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level:
+        deepest += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(inner, Mapping | list)
+        ]
+    return deepest
+
+
+def _stops(stop: str | list[str]) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS:
+        raise _limit("stop", f"{len(stops)} texts", MAX_STOPS)
+    longest = max((len(one) for one in stops), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise _limit("stop", f"a text of {longest} characters", MAX_STOP_CHARACTERS)
+    return stops
+
+
+def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    biases = token_biases(given)
+    for token in biases:
+        if not isinstance(token, int) or token >= vocab_size:
+            raise ApiError(
+                400,
+                f"logit_bias must map token ids below {vocab_size} to numbers, got {token!r}",
+                param="logit_bias",
+            )
+    return biases
+
+
+def _limit(param: str, got: str, most: int) -> ApiError:
+    return ApiError(400, f"{param}: {got} are more than this server takes ({most})", param=param)

@@ -1,0 +1,142 @@
+"""What a server serves: the model's engine, tokenizer and conversations, and the rules for requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gristmill import __version__
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.tokenizer import Tokenizer
+from gristmill.serve.config import ServeConfig
+from gristmill.serve.errors import ApiError, unavailable
+from gristmill.serve.keys import KeyFile
+from gristmill.serve.request_log import RequestLog
+from gristmill.serve.token_text import TokenTexts
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from gristmill.runtime.chat.chat import Chat
+    from gristmill.runtime.status import EngineStatus
+    from gristmill.serve.exchange import Exchange
+
+
+class Engine(Protocol):
+    """The engine as requests use it: an `AsyncEngine`, or `Replicas`."""
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """As `AsyncEngine.stream`."""
+        ...
+
+    async def status(self) -> Sequence[EngineStatus | BaseException]:
+        """As `Replicas.status`."""
+        ...
+
+    async def drain(self, timeout: float | None = None) -> Any:
+        """As `Engine.drain`, for each replica."""
+        ...
+
+    def close(self) -> Any:
+        """End the processes."""
+        ...
+
+
+@dataclass
+class Service:
+    """A model behind an API.
+
+    Attributes:
+        names: the names of the model; the first is used in answers.
+        max_model_len: tokens of prompt and output of one request.
+        vocab_size: token ids are below it.
+        defaults: sampling parameters that the model recommends, by the names of `SamplingParams`.
+        engine: None while it loads, and with `ServeConfig.render_only`.
+        on_drain: begins to drain the server.
+        draining: new requests are refused.
+        problem: why there is no engine.
+        failed: there will be none.
+        active: requests that are being answered.
+    """
+
+    config: ServeConfig
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    chat: Chat
+    max_model_len: int
+    vocab_size: int
+    defaults: Mapping[str, Any]
+    log: RequestLog
+    engine: Engine | None = None
+    registry: CollectorRegistry | None = None
+    on_drain: Callable[[float | None], None] = lambda seconds: None
+    draining: bool = False
+    problem: str = "the model is loading"
+    failed: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    active: set[Exchange] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """The name of the model in answers."""
+        return self.names[0]
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Bytes of single tokens."""
+        return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What answers say made them."""
+        return f"gristmill-{__version__}"
+
+    @cached_property
+    def keys(self) -> KeyFile | None:
+        """Who may use the API; None = anybody."""
+        path = self.config.api_key_file
+        return None if path is None else KeyFile(path)
+
+    def require_engine(self) -> Engine:
+        """The engine. ApiError 503 if requests cannot be served now."""
+        if self.draining:
+            raise unavailable("the server is draining: it takes no new requests", "draining")
+        if self.config.render_only:
+            raise ApiError(501, "this server renders and tokenizes only (--render-only)", code="render_only")
+        if self.engine is None:
+            raise unavailable(self.problem, "loading")
+        return self.engine
+
+    def require_model(self, name: str | None) -> str:
+        """The name under which an answer is given. ApiError 404 if the server has no such model."""
+        if not name or name in self.names:
+            return name or self.name
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist here; this server has {', '.join(self.names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def cors(self, origin: str | None) -> list[tuple[bytes, bytes]] | None:
+        """Headers of a response to a page of this origin; None = the page may not read it."""
+        allowed = self.config.cors_origins
+        if origin is None or not allowed or ("*" not in allowed and origin not in allowed):
+            return None
+        shown = "*" if "*" in allowed else origin
+        return [
+            (b"access-control-allow-origin", shown.encode("latin-1", "replace")),
+            (b"vary", b"origin"),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+        ]

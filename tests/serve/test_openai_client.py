@@ -1,0 +1,119 @@
+"""The `openai` package through the routes of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+PROMPT = "The function returns"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    """A client."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_completion_is_what_the_engine_generates(client: openai.OpenAI) -> None:
+    """Greedy text, its usage, its end."""
+    answer = client.completions.create(model="docs-llama", prompt=PROMPT, max_tokens=12, temperature=0)
+    assert answer.choices[0].text == " a copy of the input.\n\nThe return value is"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+
+
+def test_streamed_completion_is_the_same(client: openai.OpenAI) -> None:
+    """Streamed and whole answers are equal, with usage in the last part."""
+    whole = client.completions.create(model="docs-llama", prompt=PROMPT, max_tokens=12, temperature=0)
+    parts = list(
+        client.completions.create(
+            model="docs-llama",
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
+    assert parts[-1].usage == whole.usage
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "length"
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    """A conversation, whole and streamed."""
+    whole = client.chat.completions.create(
+        model="docs-llama", messages=HELLO, max_tokens=10, temperature=0, logprobs=True, top_logprobs=2
+    )
+    parts = list(
+        client.chat.completions.create(
+            model="docs-llama", messages=HELLO, max_tokens=10, temperature=0, stream=True
+        )
+    )
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == whole.choices[0].message.content
+    assert parts[0].choices[0].delta.role == "assistant"
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert "".join(one.token for one in logprobs.content) == text
+    assert all(len(one.top_logprobs) == 2 for one in logprobs.content)
+
+
+def test_async_client_and_cancellation(url: str) -> None:
+    """Sixteen streams at once; one is left early, and the others go on."""
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> int:
+        count = 0
+        stream = await client.completions.create(
+            model="docs-llama",
+            prompt=[1 + number] * 4,
+            max_tokens=20,
+            stream=True,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+        async for _ in stream:
+            count += 1
+            if number == 3 and count == 2:
+                await stream.close()
+                return -1
+        return count
+
+    async def main() -> list[int]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(16)))
+
+    counts = asyncio.run(main())
+    assert counts[3] == -1
+    assert all(count >= 1 for number, count in enumerate(counts) if number != 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "param"),
+    [
+        ({"model": "another"}, 404, "model"),
+        ({"temperature": -1}, 400, None),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 1000}, 400, "n"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [10**9]}, 400, "prompt"),
+        ({"logprobs": 99}, 400, "logprobs"),
+        ({"extra_body": {"top_k": "many"}}, 400, "top_k"),
+        ({"prompt": "word " * 20000}, 400, None),
+    ],
+)
+def test_errors_have_the_shape_of_the_api(
+    client: openai.OpenAI, values: dict[str, object], status: int, param: str | None
+) -> None:
+    """Status, message and field of what is wrong."""
+    given = {"model": "docs-llama", "prompt": PROMPT, "max_tokens": 4} | values
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**given)  # type: ignore[call-overload]
+    assert caught.value.status_code == status
+    assert caught.value.message
+    assert caught.value.param == param
