@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.routing import Match, Route
 
 from gristmill.serve.errors import ApiError, Shape, api_error, openai_shape
-from gristmill.serve.exchange import ClientGone, Exchange, encode
+from gristmill.serve.exchange import BODY_SECONDS, ClientGone, Exchange, encode
 from gristmill.serve.keys import KeyFile, key_of
 from gristmill.serve.service import Service
 
@@ -108,7 +108,10 @@ class Application:
         except ClientGone:
             exchange.gone = True
         except asyncio.CancelledError:
-            if not exchange.gone:
+            if exchange.late:
+                late = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="timeout")
+                await self._fail(exchange, late)
+            elif not exchange.gone:
                 raise
         except Exception as error:
             await self._fail(exchange, error)
@@ -145,6 +148,7 @@ class Application:
         body = encode(exchange.shape(shown, exchange.request_id))
         with suppress(OSError):
             if not exchange.status:
+                await exchange.discard()
                 await exchange.respond(body, shown.status, headers=shown.headers)
             elif exchange.streaming:
                 await exchange.end(
@@ -204,7 +208,9 @@ class Application:
             now = time.monotonic()
             for exchange in list(self.service.active):
                 blocked = exchange.blocked
-                if blocked is not None:
+                if exchange.late and exchange.task is not None:
+                    exchange.task.cancel()
+                elif blocked is not None:
                     if now - blocked > limit and exchange.task is not None:
                         exchange.record["error"] = "the client did not read"
                         exchange.gone = True

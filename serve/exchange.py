@@ -7,6 +7,7 @@ import re
 import time
 import zlib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,10 @@ T = TypeVar("T")
 
 MAX_DEPTH = 128
 """Nested arrays and objects in a body. More are no request, and cost a recursion each."""
+BODY_SECONDS = 60.0
+"""How long a client may take to send a body."""
+DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 5.0
+"""How much of a body is read, and for how long, that nobody wants."""
 JSON = b"application/json"
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
@@ -38,6 +43,7 @@ class Exchange:
         status: of the response, once it has begun; 0 before.
         record: what the log line and the span of this request say, by name.
         blocked: since when a client does not read, by time.monotonic; None = it does.
+        reading: since when the body is waited for; None = it is not, or is there.
         last_write: when something was sent.
         task: the handler's.
         gone: the client has closed the connection, or was given up.
@@ -48,9 +54,11 @@ class Exchange:
         "_receive",
         "_send",
         "_watcher",
+        "_whole",
         "blocked",
         "gone",
         "last_write",
+        "reading",
         "record",
         "request_id",
         "scope",
@@ -70,9 +78,11 @@ class Exchange:
         self.streaming = False
         self.record: dict[str, Any] = {}
         self.blocked: float | None = None
+        self.reading: float | None = None
         self.last_write = time.monotonic()
         self.task: asyncio.Task[Any] | None = None
         self.gone = False
+        self._whole = False
         self._watcher: asyncio.Task[None] | None = None
         self._headers: dict[str, str] | None = None
 
@@ -85,6 +95,11 @@ class Exchange:
                 for name, value in self.scope["headers"]
             }
         return self._headers
+
+    @property
+    def late(self) -> bool:
+        """Whether the body has not come within its time."""
+        return self.reading is not None and time.monotonic() - self.reading > BODY_SECONDS
 
     @property
     def path_params(self) -> MutableMapping[str, Any]:
@@ -101,6 +116,7 @@ class Exchange:
             raise _too_large(limit)
         parts: list[bytes] = []
         size = 0
+        self.reading = time.monotonic()
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -110,9 +126,24 @@ class Exchange:
             if size > limit:
                 raise _too_large(limit)
             if not message.get("more_body"):
+                self._whole = True
+                self.reading = None
                 break
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return body if encoding in ("", "identity") else _decompress(body, encoding, limit)
+
+    async def discard(self) -> None:
+        """Read what is left of the body, within limits: a client that is still sending would not see the response."""
+        if self._whole or "expect" in self.headers:
+            return
+        size = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while size < DISCARD_BYTES:
+                    message = await self._receive()
+                    size += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
 
     async def json(self, declared: type[T]) -> T:
         """The body as a value of a declared type. ApiError names the field that is wrong."""

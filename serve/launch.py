@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from gristmill.serve.app import Application
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
 
 def make_service(model: str | Path, config: ServeConfig, engine: EngineConfig) -> Service:
     """What a server serves, without the engine: configuration, tokenizer, conversations.
@@ -198,6 +201,7 @@ def make_server(app: Application, config: ServeConfig, tls: bool = True) -> uvic
             log_level="error",
             access_log=False,
             server_header=False,
+            backlog=BACKLOG,
             proxy_headers=False,
             root_path=(config.root_path or "").rstrip("/"),
             timeout_keep_alive=75,
@@ -217,6 +221,7 @@ def listen(config: ServeConfig) -> socket.socket:
         one = socket.socket(socket.AF_UNIX)
         try:
             one.bind(str(path))
+            one.listen(BACKLOG)
         except OSError as error:
             raise UsageError(f"cannot listen at {path}: {error.strerror or error}") from error
         return one
@@ -232,6 +237,7 @@ def bind(host: str, port: int) -> socket.socket:
         one = socket.socket(family, kind, protocol)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(place)
+        one.listen(BACKLOG)  # from now on connections wait until they are accepted
     except OSError as error:
         raise UsageError(
             f"cannot listen at {host}:{port}: {error.strerror or error}; --port 0 takes a free port"

@@ -1,0 +1,71 @@
+"""An engine that says what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import TokenLogprobs
+
+Script = Callable[[Sequence[int], SamplingParams], Sequence[Chunk]]
+
+
+def echo(ids: Sequence[int], params: SamplingParams) -> list[Chunk]:
+    """max_tokens words, of the token ids of the prompt in turn."""
+    found = []
+    for choice in range(params.n):
+        for index in range(params.max_tokens):
+            token = ids[index % len(ids)]
+            logprobs = None
+            if params.logprobs is not None:
+                logprobs = (TokenLogprobs(token, -1.0, 1, ((token, -1.0),) * params.logprobs),)
+            last = index == params.max_tokens - 1
+            found.append(
+                Chunk(0, (token,), f" {token}", "length" if last else None, choice, logprobs=logprobs)
+            )
+    return found
+
+
+class ScriptedEngine:
+    """Streams the chunks of a script, and lets others run between two of them.
+
+    Attributes:
+        active: requests that have not ended; left: those whose caller has left before the end.
+    """
+
+    def __init__(self, script: Script = echo, seconds: float = 0.0) -> None:
+        self._script, self._seconds = script, seconds
+        self.active = self.left = 0
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks."""
+        self.active += 1
+        ended = False
+        try:
+            for chunk in self._script(prompt, params or SamplingParams()):
+                await asyncio.sleep(self._seconds)
+                yield chunk
+            ended = True
+        finally:
+            self.active -= 1
+            self.left += not ended
+
+    async def status(self) -> list[Any]:
+        """None."""
+        return []
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
