@@ -109,6 +109,7 @@ class Application:
             exchange.gone = True
         except asyncio.CancelledError:
             if exchange.late:
+                exchange.give_up_body()
                 late = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="timeout")
                 await self._fail(exchange, late)
             elif not exchange.gone:

@@ -132,6 +132,10 @@ class Exchange:
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return body if encoding in ("", "identity") else _decompress(body, encoding, limit)
 
+    def give_up_body(self) -> None:
+        """The body is waited for no more."""
+        self.reading, self._whole = None, True
+
     async def discard(self) -> None:
         """Read what is left of the body, within limits: a client that is still sending would not see the response."""
         if self._whole or "expect" in self.headers:

@@ -14,6 +14,7 @@ import uvloop
 
 from gristmill import LLM, AsyncEngine
 from gristmill.runtime.chat.chat import Chat
+from gristmill.runtime.explain import explain_plans
 from gristmill.serve.config import ServeConfig
 from gristmill.serve.launch import Server
 from gristmill.serve.request_log import RequestLog
@@ -33,6 +34,10 @@ class LocalEngine(AsyncEngine):
     async def status(self) -> list[Any]:
         """The status of this one."""
         return [await self.check_health()]
+
+    async def explain(self) -> list[Any]:
+        """Which kernels ran."""
+        return [explain_plans(self._thread.engine.runner.model.plans)]
 
 
 @contextmanager

@@ -1,0 +1,241 @@
+"""Keys, limits, clients that leave or do not read, draining, the log: with an engine that costs nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gristmill import LLM
+from gristmill.runtime.errors import UsageError
+from gristmill.serve import app, exchange
+from gristmill.serve.launch import bind
+from tests.serve.scripted import ScriptedEngine
+from tests.serve.server import service_of, serving
+
+ASK = {"prompt": [1, 2, 3], "max_tokens": 4}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Until it holds; TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+def test_keys_are_asked_for_and_read_again(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key 401; either header counts; a new key in the file counts at once, an old one no more; /health needs none."""
+    monkeypatch.setattr("gristmill.serve.keys.CHECK_SECONDS", 0.0)
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfirst-key\n\nsecond-key\n")
+    with serving(service_of(llm, api_key_file=str(keys)), lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+
+        def status(**headers: str) -> int:
+            return httpx.post(f"{url}/v1/completions", json=ASK, headers=headers).status_code
+
+        refused = httpx.post(f"{url}/v1/completions", json=ASK)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert status(authorization="Bearer first-key") == 200
+        assert status(**{"x-api-key": "second-key"}) == 200
+        for wrong in ("Bearer", "Bearer first", "Bearer first-key2", "Basic first-key", "Bearer # ours"):
+            assert status(authorization=wrong) == 401
+        keys.write_text("third-key\n")
+        assert status(authorization="Bearer third-key") == 200
+        assert status(authorization="Bearer first-key") == 401
+        keys.unlink()  # while it is being replaced
+        assert status(authorization="Bearer third-key") == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/ui/state").status_code == 401
+
+
+def test_cors_is_off_unless_asked_for(llm: LLM) -> None:
+    """Only pages of a listed origin may read answers."""
+    origin = {"origin": "https://a.example"}
+    with serving(service_of(llm), lambda service: ScriptedEngine()) as url:
+        assert "access-control-allow-origin" not in httpx.get(f"{url}/version", headers=origin).headers
+        assert httpx.options(f"{url}/v1/completions", headers=origin).status_code == 403
+    with serving(
+        service_of(llm, cors_origins=["https://a.example"]), lambda service: ScriptedEngine()
+    ) as url:
+        answer = httpx.get(f"{url}/version", headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        other = httpx.get(f"{url}/version", headers={"origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+        asked = httpx.options(f"{url}/v1/completions", headers=origin)
+        assert asked.status_code == 204
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+
+
+def test_bodies(llm: LLM) -> None:
+    """Compressed bodies are read; too large ones are refused, before and after they are unpacked."""
+    with serving(service_of(llm, max_body_bytes=10_000), lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        packed = gzip.compress(json.dumps(ASK).encode())
+        encoded = {"content-encoding": "gzip"}
+        assert httpx.post(f"{url}/v1/completions", content=packed, headers=encoded).status_code == 200
+        large = json.dumps({**ASK, "user": "x" * 20_000}).encode()
+        assert httpx.post(f"{url}/v1/completions", content=large).status_code == 413
+        assert (
+            httpx.post(f"{url}/v1/completions", content=gzip.compress(large), headers=encoded).status_code
+            == 413
+        )
+        assert httpx.post(f"{url}/v1/completions", content=iter([large])).status_code == 413
+
+
+def test_request_ids(llm: LLM) -> None:
+    """A sound id of the client is kept; another is replaced."""
+    with serving(service_of(llm), lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        for given, kept in (("abc-1", True), ("x" * 129, False), ("a b", False)):
+            answer = httpx.post(f"{url}/v1/completions", json=ASK, headers={"x-request-id": given})
+            assert (answer.headers["x-request-id"] == given) is kept
+            assert (answer.json()["id"] == f"cmpl-{given}") is kept
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(llm: LLM, stream: bool) -> None:
+    """Also one whose answer is not streamed."""
+    engine = ScriptedEngine(seconds=0.01)
+    with serving(service_of(llm), lambda service: engine) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps({**ASK, "max_tokens": 1000, "stream": stream}).encode()
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(body), body)
+            )
+            wait_for(lambda: engine.active == 1)
+        wait_for(lambda: engine.active == 0, 2.0)
+        assert engine.left == 1
+
+
+def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
+    """Its request ends after slow_reader_seconds; others are served meanwhile."""
+    engine = ScriptedEngine(lambda ids, params: _long(params.max_tokens))
+    with serving(service_of(llm, slow_reader_seconds=0.5), lambda service: engine) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps({**ASK, "max_tokens": 4000, "stream": True}).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(body), body)
+            )
+            wait_for(lambda: engine.active == 1)
+            assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
+            wait_for(lambda: engine.active == 0, 5.0)
+            assert engine.left == 1
+
+
+def _long(count: int) -> list[Any]:
+    from gristmill.runtime.completion import Chunk
+
+    return [Chunk(0, (1,), "x" * 5000, "length" if i == count - 1 else None) for i in range(count)]
+
+
+def test_a_body_that_does_not_come(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for only so long."""
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.3)
+    with serving(service_of(llm), lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert client.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_a_stream_that_waits_gets_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that proxies do not close it; clients ignore them."""
+    monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.2)
+    engine = ScriptedEngine(seconds=1.5)
+    with serving(service_of(llm), lambda service: engine) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        answer = httpx.post(
+            f"{url}/v1/completions", json={**ASK, "max_tokens": 2, "stream": True}, timeout=20
+        )
+        assert ": waiting\n\n" in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_draining(llm: LLM) -> None:
+    """New requests get 503, running ones end, then the server does; the log says so without their text."""
+    engine = ScriptedEngine(seconds=0.05)
+    service = service_of(llm)
+    answers: list[httpx.Response] = []
+    with serving(service, lambda service: engine) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        client = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{url}/v1/completions", json={**ASK, "max_tokens": 20, "stream": True})
+            )
+        )
+        client.start()
+        wait_for(lambda: engine.active == 1)
+        service.draining = True
+        assert httpx.get(f"{url}/ready").status_code == 503
+        assert httpx.get(f"{url}/health").status_code == 200
+        refused = httpx.post(f"{url}/v1/completions", json=ASK)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        service.draining = False
+    client.join()
+    assert answers[0].text.endswith("data: [DONE]\n\n")
+    assert engine.left == 0
+
+
+def test_the_log_has_no_text(llm: LLM, tmp_path: Path) -> None:
+    """A line for each request: what it was, how long it took, its tokens."""
+    log = tmp_path / "log"
+    with serving(service_of(llm, log_file=str(log)), lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a secret", "max_tokens": 3})
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    [line] = [one for one in lines if one["event"] == "request" and one["path"] == "/v1/completions"]
+    assert line["status"] == 200
+    assert line["output_tokens"] == 3
+    assert line["prompt_tokens"] >= 1
+    assert line["finish"] == ["length"]
+    assert "secret" not in log.read_text()
+
+
+def test_an_address_that_is_taken(tmp_path: Path) -> None:
+    """The error names it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/x", 404),
+    ],
+)
+def test_wrong_routes(llm: LLM, url: str, method: str, path: str, status: int) -> None:
+    """In the API's shape."""
+    answer = httpx.request(method, url + path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    if status == 405:
+        assert answer.headers["allow"]
