@@ -44,6 +44,10 @@ class Engine(Protocol):
         """As `Replicas.status`."""
         ...
 
+    async def explain(self) -> Sequence[Any]:
+        """For each replica the rows of `LLM.explain`."""
+        ...
+
     async def drain(self, timeout: float | None = None) -> Any:
         """As `Engine.drain`, for each replica."""
         ...

@@ -64,6 +64,10 @@ class ScriptedEngine:
         """None."""
         return []
 
+    async def explain(self) -> list[Any]:
+        """Nothing ran."""
+        return []
+
     async def drain(self, timeout: float | None = None) -> None:
         """Nothing to do."""
 

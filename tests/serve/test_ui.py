@@ -27,4 +27,4 @@ def test_state_and_kernels(url: str) -> None:
     assert state["state"] == "ready"
     assert state["engines"][0]["num_blocks"] > 0
     kernels = httpx.get(f"{url}/ui/kernels").json()["kernels"]
-    assert {row["op"] for row in kernels} >= {"linear", "rms_norm"}
+    assert {row["op"] for row in kernels} >= {"linear", "fused_add_rms_norm"}
