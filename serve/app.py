@@ -47,7 +47,7 @@ class Endpoint:
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 HEARTBEAT_SECONDS = 15.0
-"""A stream that had nothing to send for so long gets a comment, so that proxies do not close it."""
+"""A stream that had nothing to send for so long gets a sign of life, so that proxies do not close it."""
 
 
 class Application:
@@ -87,11 +87,13 @@ class Application:
                     scope.update(child)
                     await route.handle(scope, receive, send)
                     return
-            methods = {
-                m for route, match, _ in matches if match is Match.PARTIAL for m in route.methods or ()
-            }
-            refuse = _wrong_method(sorted(methods)) if methods else _not_found
-            await self.answer(Endpoint("", "", refuse), scope, receive, send)
+            partial = [route for route, match, _ in matches if match is Match.PARTIAL]
+            refuse: Handler = _not_found
+            shape = openai_shape
+            if partial:
+                refuse = _wrong_method(sorted({m for route in partial for m in route.methods or ()}))
+                shape = partial[0].app.endpoint.shape
+            await self.answer(Endpoint("", "", refuse, shape=shape), scope, receive, send)
 
     async def answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by its endpoint; an exception becomes a response, or the end of a stream."""
@@ -146,17 +148,14 @@ class Application:
                 error=f"{type(error).__name__}: {error}",
                 where=_trace(error),
             )
-        body = encode(exchange.shape(shown, exchange.request_id))
+        shape = exchange.shape
+        body = encode(shape.body(shown, exchange.request_id))
         with suppress(OSError):
             if not exchange.status:
                 await exchange.discard()
                 await exchange.respond(body, shown.status, headers=shown.headers)
             elif exchange.streaming:
-                await exchange.end(
-                    b"event: error\ndata: " + body + b"\n\n"
-                    if exchange.shape is not openai_shape
-                    else b"data: " + body + b"\n\n"
-                )
+                await exchange.end(shape.error_event + b"data: " + body + b"\n\n")
 
     def _log(self, exchange: Exchange, begin: float) -> None:
         scope = exchange.scope
@@ -202,7 +201,7 @@ class Application:
                 return
 
     async def _sweep(self) -> None:
-        """Once a second: end the requests of clients that do not read; send a comment into streams that wait."""
+        """Once a second: end the requests of clients that do not read; send a sign of life into streams that wait."""
         limit = self.service.config.slow_reader_seconds
         while True:
             await asyncio.sleep(1.0)
@@ -216,19 +215,20 @@ class Application:
                         exchange.record["error"] = "the client did not read"
                         exchange.gone = True
                         exchange.task.cancel()
-                elif exchange.streaming and now - exchange.last_write > HEARTBEAT_SECONDS:
+                elif exchange.streams and now - exchange.last_write > HEARTBEAT_SECONDS:
                     with suppress(OSError):
-                        await exchange.write(b": waiting\n\n")
+                        await exchange.start_events()
+                        await exchange.write(exchange.shape.heartbeat)
 
 
 class _Asgi:
     """An endpoint as an ASGI application: Starlette passes requests to instances without wrapping them."""
 
     def __init__(self, application: Application, endpoint: Endpoint) -> None:
-        self._application, self._endpoint = application, endpoint
+        self._application, self.endpoint = application, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._application.answer(self._endpoint, scope, receive, send)
+        await self._application.answer(self.endpoint, scope, receive, send)
 
 
 def _path(scope: Scope) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -95,14 +96,29 @@ def _place(message: str) -> str | None:
     return place.rstrip("`").lstrip(".") or None if found else None
 
 
-Shape = Callable[[ApiError, str], Any]
-"""An error and the request's id -> the body of the response."""
+@dataclass(frozen=True)
+class Shape:
+    """How an API writes what is not an answer.
+
+    Attributes:
+        body: an error and the request's id -> the body of the response.
+        id_header: the header with the request's id.
+        heartbeat: what a stream sends while it has nothing to say.
+        error_event: what stands before an error in a stream.
+    """
+
+    body: Callable[[ApiError, str], Any]
+    id_header: bytes = b"x-request-id"
+    heartbeat: bytes = b": waiting\n\n"
+    error_event: bytes = b""
 
 
-def openai_shape(error: ApiError, request_id: str) -> Any:
-    """As OpenAI's API."""
+def _openai(error: ApiError, request_id: str) -> Any:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
+
+openai_shape = Shape(_openai)
+"""As OpenAI's APIs."""
 
 _ANTHROPIC = {
     400: "invalid_request_error",
@@ -115,11 +131,16 @@ _ANTHROPIC = {
 }
 
 
-def anthropic_shape(error: ApiError, request_id: str) -> Any:
-    """As Anthropic's API."""
+def _anthropic(error: ApiError, request_id: str) -> Any:
     kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {
         "type": "error",
         "error": {"type": kind, "message": error.message},
         "request_id": request_id,
     }
+
+
+anthropic_shape = Shape(
+    _anthropic, b"request-id", b'event: ping\ndata: {"type": "ping"}\n\n', b"event: error\n"
+)
+"""As Anthropic's API."""

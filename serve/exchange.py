@@ -45,6 +45,7 @@ class Exchange:
         blocked: since when a client does not read, by time.monotonic; None = it does.
         reading: since when the body is waited for; None = it is not, or is there.
         last_write: when something was sent.
+        streams: the answer is a stream of events, which has begun or waits for its first part.
         task: the handler's.
         gone: the client has closed the connection, or was given up.
     """
@@ -66,6 +67,7 @@ class Exchange:
         "shape",
         "status",
         "streaming",
+        "streams",
         "task",
     )
 
@@ -75,7 +77,7 @@ class Exchange:
         self.service, self.scope, self._receive, self._send = service, scope, receive, send
         self.request_id, self.shape = request_id, shape
         self.status = 0
-        self.streaming = False
+        self.streaming = self.streams = False
         self.record: dict[str, Any] = {}
         self.blocked: float | None = None
         self.reading: float | None = None
@@ -196,8 +198,10 @@ class Exchange:
         await self._write({"type": "http.response.body", "body": body})
 
     async def start_events(self) -> None:
-        """Begin a stream of server-sent events."""
-        self.streaming = True
+        """Begin a stream of server-sent events, if it has not begun."""
+        if self.status:
+            return
+        self.streaming = self.streams = True
         await self._start(
             200,
             b"text/event-stream; charset=utf-8",
@@ -226,7 +230,11 @@ class Exchange:
         headers: Mapping[str, str] | None,
     ) -> None:
         self.status = status
-        sent = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1")), *more]
+        sent = [
+            (b"content-type", content_type),
+            (self.shape.id_header, self.request_id.encode("latin-1")),
+            *more,
+        ]
         for name, value in (headers or {}).items():
             sent.append((name.encode("latin-1"), value.encode("latin-1")))
         if (cors := self.service.cors(self.headers.get("origin"))) is not None:

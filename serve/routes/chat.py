@@ -100,6 +100,7 @@ async def chat(exchange: Exchange) -> None:
         "model": model,
     }
     if request.stream:
+        exchange.streams = True
         await _stream(exchange, request, generation, head)
         return
     joined = await answers(generation, params.n)
@@ -158,8 +159,7 @@ async def _stream(
     reasons: list[str] = []
     show_thoughts = request.include_reasoning is not False
     async for part in generation.parts():
-        if not begun:
-            await exchange.start_events()
+        await exchange.start_events()
         out = []
         if part.choice not in begun:
             begun.add(part.choice)

@@ -162,6 +162,7 @@ async def completions(exchange: Exchange) -> None:
         "model": model,
     }
     if request.stream:
+        exchange.streams = True
         await _stream(exchange, request, several, head)
         return
     joined = [Answer() for _ in range(len(prompts) * several.n)]
@@ -224,8 +225,7 @@ async def _stream(
     reasons: list[str] = []
     service = exchange.service
     async for index, part in several.parts():
-        if not exchange.status:
-            await exchange.start_events()
+        await exchange.start_events()
         out = []
         prompt = several.prompts[index // several.n]
         if request.echo and index not in offsets:

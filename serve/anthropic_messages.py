@@ -1,0 +1,267 @@
+"""The messages and tools of Anthropic's messages API as a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from gristmill.runtime.chat.conversation import ChatOptions, Message, ToolCall
+from gristmill.serve.errors import ApiError
+from gristmill.serve.openai_messages import MAX_MESSAGES, GivenFunction, chat_options
+from gristmill.serve.sampling import SamplingFields
+from gristmill.serve.service import Service
+
+CALL_PREFIX = "toolu_"
+"""How ids of tool calls begin in this API; the model's own follow."""
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
+class Block(msgspec.Struct):
+    """A part of a content, with the fields of every kind that is known."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+
+
+class GivenMessage(msgspec.Struct):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class GivenTool(msgspec.Struct):
+    """A tool: one of the client's, or by its type one that the server would run."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """``tool_choice``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """``thinking``."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """The form of the text."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """``output_config``."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class PromptFields(msgspec.Struct, kw_only=True):
+    """The fields that make the prompt: those of count_tokens. Unknown fields are ignored, as clients send new ones every month."""
+
+    messages: list[GivenMessage]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[GivenTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+
+class MessagesRequest(PromptFields, kw_only=True):
+    """The body of /v1/messages. Of the fields of other APIs it takes those that choose tokens."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    priority: int | None = None
+    stream_interval_ms: float | None = None
+
+    def sampling(self) -> SamplingFields:
+        """How tokens are chosen, as the other APIs say it."""
+        form = _format(self)
+        return SamplingFields(
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            response_format=None if form is None else {"type": "json_schema", "schema": form.schema},
+        )
+
+
+def _format(request: PromptFields) -> OutputFormat | None:
+    config = request.output_config
+    return request.output_format if config is None or config.format is None else config.format
+
+
+def prompt(service: Service, request: PromptFields) -> tuple[list[Message], ChatOptions]:
+    """(conversation, how it is continued). ApiError names the field that is wrong."""
+    messages = _Conversation(request).messages
+    thinking = request.thinking
+    budget = None if thinking is None else thinking.budget_tokens
+    if thinking is not None and thinking.type == "enabled" and (budget is None or budget < 1):
+        raise ApiError(
+            400, f"thinking.budget_tokens must be at least 1, got {budget}", param="thinking.budget_tokens"
+        )
+    effort = None if request.output_config is None else request.output_config.effort
+    choice = request.tool_choice
+    return messages, chat_options(
+        service,
+        [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())],
+        _choice(choice),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        # This API's clients expect no thoughts unless they asked for them; "adaptive" leaves it to the model.
+        reasoning={"enabled": True, "adaptive": None}.get(thinking.type, False) if thinking else False,
+        reasoning_effort=None if effort is None else EFFORTS[effort],
+        template_arguments={} if budget is None else {"thinking_budget": budget},
+        continue_final=messages[-1].role == "assistant",
+    )
+
+
+def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None or choice.type in ("auto", "none"):
+        return None if choice is None else choice.type
+    return "required" if choice.type == "any" else {"name": choice.name}
+
+
+def _tool(given: GivenTool, place: str) -> GivenFunction:
+    if given.type not in (None, "custom"):
+        raise ApiError(
+            400,
+            f"{place}: {given.type!r} is a tool of Anthropic's servers; this server takes tools of the client, with an input_schema",
+            param=place,
+        )
+    if given.input_schema is None:
+        raise ApiError(400, f"{place}.input_schema is missing", param=f"{place}.input_schema")
+    return GivenFunction(given.name, given.description, given.input_schema, given.strict)
+
+
+class _Conversation:
+    """Builds the messages: this API has tool results within a user's message, and joins messages of one role."""
+
+    def __init__(self, request: PromptFields) -> None:
+        self.messages: list[Message] = []
+        self._names: dict[str, str] = {}
+        if not request.messages:
+            raise ApiError(400, "messages must have at least one message", param="messages")
+        if len(request.messages) > MAX_MESSAGES:
+            raise ApiError(
+                400, f"messages: {len(request.messages)} are more than {MAX_MESSAGES}", param="messages"
+            )
+        if request.system is not None and (system := _text(request.system, "system", "\n\n")):
+            self.messages.append(Message("system", system))
+        for index, one in enumerate(request.messages):
+            place = f"messages[{index}]"
+            if one.role == "assistant":
+                self._assistant(one.content, place)
+            elif one.role == "system":
+                self.messages.append(Message("system", _text(one.content, f"{place}.content", "\n\n")))
+            else:
+                self._user(one.content, place)
+        last = self.messages[-1]
+        if last.role == "assistant" and (last.tool_calls or not last.content):
+            raise ApiError(
+                400,
+                "messages: the last one is an assistant's, which is continued: it must have text and no tool_use",
+                param="messages",
+            )
+
+    def _user(self, content: str | list[Block], place: str) -> None:
+        blocks = [Block("text", text=content)] if isinstance(content, str) else content
+        if not blocks:
+            raise ApiError(400, f"{place}.content is empty", param=f"{place}.content")
+        for index, block in enumerate(blocks):
+            where = f"{place}.content[{index}]"
+            if block.type == "tool_result":
+                self._result(block, where)
+            else:
+                text = _text_of(block, where)
+                last = self.messages[-1] if self.messages else None
+                if last is not None and last.role == "user":
+                    self.messages[-1] = replace(last, content=f"{last.content}\n{text}")
+                else:
+                    self.messages.append(Message("user", text))
+
+    def _result(self, block: Block, place: str) -> None:
+        if not block.tool_use_id:
+            raise ApiError(400, f"{place}.tool_use_id is missing", param=f"{place}.tool_use_id")
+        text = "" if block.content is None else _text(block.content, f"{place}.content", "\n")
+        call = block.tool_use_id.removeprefix(CALL_PREFIX)
+        name = self._names.get(call, "")
+        failed = "Error: " if block.is_error else ""
+        self.messages.append(Message("tool", failed + text, tool_call_id=call, name=name))
+
+    def _assistant(self, content: str | list[Block], place: str) -> None:
+        blocks = [Block("text", text=content)] if isinstance(content, str) else content
+        text, thoughts, calls = "", "", []
+        for index, block in enumerate(blocks):
+            where = f"{place}.content[{index}]"
+            if block.type == "tool_use":
+                if not block.id or not block.name or block.input is None:
+                    raise ApiError(400, f"{where}: tool_use needs id, name and input", param=where)
+                call = block.id.removeprefix(CALL_PREFIX)
+                self._names[call] = block.name
+                calls.append(ToolCall(call, block.name, json.dumps(block.input, ensure_ascii=False)))
+            elif block.type == "thinking":
+                if block.thinking is None:
+                    raise ApiError(400, f"{where}.thinking is missing", param=f"{where}.thinking")
+                thoughts += block.thinking
+            elif block.type != "redacted_thinking":
+                text += _text_of(block, where)
+        last = self.messages[-1] if self.messages else None
+        if last is not None and last.role == "assistant":
+            self.messages[-1] = Message(
+                "assistant", last.content + text, last.reasoning + thoughts, (*last.tool_calls, *calls)
+            )
+        else:
+            self.messages.append(Message("assistant", text, thoughts, tuple(calls)))
+
+
+def _text(content: str | Sequence[Block], place: str, between: str) -> str:
+    """The text of a content that is text only."""
+    if isinstance(content, str):
+        return content
+    return between.join(_text_of(block, f"{place}[{index}]") for index, block in enumerate(content))
+
+
+def _text_of(block: Block, place: str) -> str:
+    if block.type != "text":
+        raise ApiError(
+            400, f"{place}: a block of type {block.type!r} cannot be here: this model takes text", param=place
+        )
+    if block.text is None:
+        raise ApiError(400, f"{place}.text is missing", param=f"{place}.text")
+    return block.text

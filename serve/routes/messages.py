@@ -1,0 +1,119 @@
+"""POST /v1/messages and its count_tokens, as Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.serve.anthropic_events import Event, MessageEvents, MessageFold
+from gristmill.serve.anthropic_messages import MessagesRequest, PromptFields, prompt
+from gristmill.serve.app import Endpoint
+from gristmill.serve.errors import ApiError, anthropic_shape, unavailable
+from gristmill.serve.exchange import Exchange, encode
+from gristmill.serve.generation import Generation, Part, beside, room
+from gristmill.serve.sampling import sampling_params
+
+
+async def count_tokens(exchange: Exchange) -> None:
+    """The tokens of a prompt."""
+    request, service = await exchange.json(PromptFields), exchange.service
+    service.require_model(request.model)
+    conversation, options = prompt(service, request)
+    size = sum(len(message.content) for message in conversation)
+    ids = await beside(size, service.chat.encode, conversation, options)
+    await exchange.respond({"input_tokens": len(ids)})
+
+
+async def messages(exchange: Exchange) -> None:
+    """Answer, whole or as a stream."""
+    request, service = await exchange.json(MessagesRequest), exchange.service
+    service.require_engine()
+    model = service.require_model(request.model)
+    thinking = request.thinking
+    if thinking is not None and (thinking.budget_tokens or 0) >= request.max_tokens:
+        raise ApiError(
+            400,
+            f"max_tokens ({request.max_tokens}) must be more than thinking.budget_tokens ({thinking.budget_tokens})",
+            param="max_tokens",
+        )
+    conversation, options = prompt(service, request)
+    size = sum(len(message.content) for message in conversation)
+    ids = await beside(size, service.chat.encode, conversation, options)
+    tokens = room(service.max_model_len, len(ids), request.max_tokens)
+    params = sampling_params(service, request.sampling(), max_tokens=tokens, logprobs=None)
+    exchange.watch()
+    generation = Generation(
+        exchange,
+        ids,
+        service.chat.params(params, options),
+        lambda: service.chat.parser(options, ids),
+        priority=request.priority or 0,
+        interval_ms=request.stream_interval_ms,
+    )
+    wanted = "dropped" if thinking is None or thinking.type == "disabled" else "shown"
+    events = MessageEvents(
+        {
+            "id": f"msg_{exchange.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+        },
+        thoughts="omitted" if wanted == "shown" and thinking and thinking.display == "omitted" else wanted,
+        stops=request.stop_sequences or (),
+        full="max_tokens" if tokens == request.max_tokens else "model_context_window_exceeded",
+        usage=lambda: _usage(generation),
+    )
+    if request.stream:
+        await _stream(exchange, generation, events)
+        return
+    fold = MessageFold()
+    fold.add(events.start())
+    async for part in generation.parts():
+        fold.add(events.of(_finished(part)))
+    exchange.record["finish"] = [fold.message["stop_reason"]]
+    await exchange.respond(fold.message)
+
+
+async def _stream(exchange: Exchange, generation: Generation, events: MessageEvents) -> None:
+    exchange.streams = True
+    begun = False
+    async for part in generation.parts():
+        some = events.of(_finished(part))
+        if not begun:
+            begun = True
+            await exchange.start_events()
+            some = events.start() + some
+        if some:
+            await exchange.write(b"".join(map(_written, some)))
+        if part.finish is not None:
+            exchange.record["finish"] = [part.finish]
+    await exchange.end()
+
+
+def _written(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+
+
+def _finished(part: Part) -> Part:
+    """The part. ApiError: the completion was ended by the server, which this API has no stop reason for."""
+    if part.finish == "abort":
+        raise unavailable("the server ended the request before it was complete")
+    return part
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    return {
+        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "output_tokens": generation.output_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": generation.cached_tokens,
+        "output_tokens_details": {"thinking_tokens": generation.reasoning_tokens},
+    }
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/messages", messages, shape=anthropic_shape),
+    Endpoint("POST", "/v1/messages/count_tokens", count_tokens, shape=anthropic_shape),
+]
