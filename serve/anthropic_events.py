@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gristmill.runtime.chat.conversation import CallDelta
 from gristmill.serve.anthropic_messages import CALL_PREFIX
+from gristmill.serve.blocks import Blocks, Step
 from gristmill.serve.generation import Part
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 class MessageEvents:
-    """The events of one message. Blocks come one after another: thinking, text, calls of tools, as the model writes them.
+    """The events of one message.
 
     Args:
         head: the message without content and usage.
@@ -41,11 +41,9 @@ class MessageEvents:
     ) -> None:
         self._head, self._thoughts, self._stops, self._usage = head, thoughts, frozenset(stops), usage
         self._stop_reasons = STOPS | {"length": full}
-        self._index = -1  # of the block that is open, or was last
-        self._open = ""  # its kind
-        self._call = -1  # the tool call in it
-        self._digest = hashlib.sha256()
-        self._blank = ""  # space at the beginning of a text that may turn out to have nothing else
+        self._blocks = Blocks(thoughts != "dropped")
+        self._index = -1  # of the last block
+        self._digest = hashlib.sha256()  # of the last thoughts
 
     def start(self) -> list[Event]:
         """Before the first part."""
@@ -55,76 +53,44 @@ class MessageEvents:
     def of(self, part: Part) -> list[Event]:
         """What a part adds; the last one ends the message."""
         events: list[Event] = []
-        delta = part.delta
-        # The rest of a call was written before whatever else came with it.
-        rest = [call for call in delta.calls if self._open == "tool_use" and call.index == self._call]
-        new = delta.calls[len(rest) :]
-        for call in rest:
-            self._tool(events, call)
-        if delta.reasoning and self._thoughts != "dropped":
-            self._think(events, delta.reasoning)
-        if delta.content:
-            self._text(events, delta.content)
-        for call in new:
-            self._tool(events, call)
+        for step in self._blocks.of(part):
+            if step.action == "begin":
+                self._index += 1
+                block = self._block(step)
+                events.append({"type": "content_block_start", "index": self._index, "content_block": block})
+                continue
+            if (delta := self._delta(step)) is not None:
+                events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+            if step.action == "end":
+                events.append({"type": "content_block_stop", "index": self._index})
         if part.finish is not None:
             self._end(events, part.finish, part.chunk.stop_reason)
         return events
 
-    def _think(self, events: list[Event], text: str) -> None:
-        if self._open != "thinking":
-            self._begin(events, "thinking", {"type": "thinking", "thinking": "", "signature": ""})
+    def _block(self, step: Step) -> Event:
+        if step.kind == "text":
+            return {"type": "text", "text": "", "citations": None}
+        if step.kind == "thoughts":
             self._digest = hashlib.sha256()
-        self._digest.update(text.encode("utf-8", "surrogatepass"))
-        if self._thoughts == "shown":
-            self._delta(events, {"type": "thinking_delta", "thinking": text})
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        name = step.id.removeprefix(CALL_PREFIX) or uuid.uuid4().hex[:24]
+        return {"type": "tool_use", "id": CALL_PREFIX + name, "name": step.name, "input": {}}
 
-    def _text(self, events: list[Event], text: str) -> None:
-        if self._open != "text":
-            text = self._blank + text
-            self._blank = ""
-            if text.isspace():
-                self._blank = text
-                return
-            self._begin(events, "text", {"type": "text", "text": "", "citations": None})
-        self._delta(events, {"type": "text_delta", "text": text})
-
-    def _tool(self, events: list[Event], call: CallDelta) -> None:
-        self._blank = ""  # between calls there is no text
-        if call.index > self._call:
-            self._call = call.index
-            name = call.id.removeprefix(CALL_PREFIX) or uuid.uuid4().hex[:24]
-            block = {"type": "tool_use", "id": CALL_PREFIX + name, "name": call.name, "input": {}}
-            self._begin(events, "tool_use", block)
-        if call.arguments:
-            if self._open != "tool_use" or call.index != self._call:
-                raise RuntimeError(f"arguments of call {call.index} came after its end")
-            self._delta(events, {"type": "input_json_delta", "partial_json": call.arguments})
-
-    def _begin(self, events: list[Event], kind: str, block: dict[str, Any]) -> None:
-        self._close(events)
-        self._index += 1
-        self._open = kind
-        events.append({"type": "content_block_start", "index": self._index, "content_block": block})
-
-    def _delta(self, events: list[Event], delta: dict[str, Any]) -> None:
-        events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-    def _close(self, events: list[Event]) -> None:
-        if not self._open:
-            return
-        if self._open == "thinking":
-            # Clients give thoughts back with their signature, and some want one. Ours tells nothing but the text.
-            signature = base64.b64encode(self._digest.digest()).decode()
-            self._delta(events, {"type": "signature_delta", "signature": signature})
-        events.append({"type": "content_block_stop", "index": self._index})
-        self._open = ""
+    def _delta(self, step: Step) -> Event | None:
+        if step.kind == "thoughts":
+            if step.action == "end":
+                # Clients give thoughts back with their signature, and some want one. Ours tells nothing but the text.
+                signature = base64.b64encode(self._digest.digest()).decode()
+                return {"type": "signature_delta", "signature": signature}
+            self._digest.update(step.text.encode("utf-8", "surrogatepass"))
+            return {"type": "thinking_delta", "thinking": step.text} if self._thoughts == "shown" else None
+        if step.action == "end":
+            return None
+        if step.kind == "text":
+            return {"type": "text_delta", "text": step.text}
+        return {"type": "input_json_delta", "partial_json": step.text}
 
     def _end(self, events: list[Event], finish: str, stop: int | str | None) -> None:
-        if self._blank and self._call < 0:
-            self._begin(events, "text", {"type": "text", "text": "", "citations": None})
-            self._delta(events, {"type": "text_delta", "text": self._blank})
-        self._close(events)
         reason, sequence = self._stop_reasons[finish], None
         if finish == "stop" and isinstance(stop, str) and stop in self._stops:
             reason, sequence = "stop_sequence", stop

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.runtime.chat.conversation import Delta, ToolCall
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.serve.errors import ApiError, failed
+from gristmill.serve.errors import ApiError, failed, unavailable
 from gristmill.serve.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -102,6 +102,15 @@ class Generation:
                         await asyncio.sleep(self._interval)  # what comes meanwhile is one chunk
         finally:
             record["output_tokens"] = record.get("output_tokens", 0) + self.output_tokens
+
+
+async def uncut(generation: Generation) -> AsyncGenerator[Part, None]:
+    """Its parts, for APIs that have no word for a completion which the server ended: then ApiError."""
+    async with aclosing(generation.parts()) as parts:
+        async for part in parts:
+            if part.finish == "abort":
+                raise unavailable("the server ended the request before it was complete")
+            yield part
 
 
 def _parsed(parser: OutputParser, chunk: Chunk, finish: str | None) -> Part:

@@ -7,9 +7,9 @@ from typing import Any
 from gristmill.serve.anthropic_events import Event, MessageEvents, MessageFold
 from gristmill.serve.anthropic_messages import MessagesRequest, PromptFields, prompt
 from gristmill.serve.app import Endpoint
-from gristmill.serve.errors import ApiError, anthropic_shape, unavailable
+from gristmill.serve.errors import ApiError, anthropic_shape
 from gristmill.serve.exchange import Exchange, encode
-from gristmill.serve.generation import Generation, Part, beside, room
+from gristmill.serve.generation import Generation, beside, room, uncut
 from gristmill.serve.sampling import sampling_params
 
 
@@ -70,8 +70,8 @@ async def messages(exchange: Exchange) -> None:
         return
     fold = MessageFold()
     fold.add(events.start())
-    async for part in generation.parts():
-        fold.add(events.of(_finished(part)))
+    async for part in uncut(generation):
+        fold.add(events.of(part))
     exchange.record["finish"] = [fold.message["stop_reason"]]
     await exchange.respond(fold.message)
 
@@ -79,8 +79,8 @@ async def messages(exchange: Exchange) -> None:
 async def _stream(exchange: Exchange, generation: Generation, events: MessageEvents) -> None:
     exchange.streams = True
     begun = False
-    async for part in generation.parts():
-        some = events.of(_finished(part))
+    async for part in uncut(generation):
+        some = events.of(part)
         if not begun:
             begun = True
             await exchange.start_events()
@@ -94,13 +94,6 @@ async def _stream(exchange: Exchange, generation: Generation, events: MessageEve
 
 def _written(event: Event) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
-
-
-def _finished(part: Part) -> Part:
-    """The part. ApiError: the completion was ended by the server, which this API has no stop reason for."""
-    if part.finish == "abort":
-        raise unavailable("the server ended the request before it was complete")
-    return part
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
