@@ -79,8 +79,11 @@ class OpenPage:
 
 
 @contextmanager
-def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[OpenPage]:
-    """Opens a page in a window `width` pixels wide. scheme: ``light`` or ``dark``."""
+def opened(running: Any, path: Path | str, width: int, scheme: str) -> Iterator[OpenPage]:
+    """Opens a page, a file or an address, in a window `width` pixels wide. scheme: ``light`` or ``dark``. Requests to the address's own
+    server are no fault."""
+    address = path if isinstance(path, str) else path.resolve().as_uri()
+    own = (*LOCAL, address.rpartition("/")[0] + "/") if isinstance(path, str) else LOCAL
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:
         actual = OpenPage(context.new_page())
@@ -91,9 +94,9 @@ def opened(running: Any, path: Path, width: int, scheme: str) -> Iterator[OpenPa
         actual.page.on("pageerror", lambda error: actual.heard.append(f"console: {error}"))
         actual.page.on(
             "request",
-            lambda request: request.url.startswith(LOCAL) or actual.heard.append(f"network: {request.url}"),
+            lambda request: request.url.startswith(own) or actual.heard.append(f"network: {request.url}"),
         )
-        actual.page.goto(path.resolve().as_uri())
+        actual.page.goto(address)
         yield actual
     finally:
         context.close()

@@ -148,7 +148,16 @@ def test_nobody_else_names_a_family_or_a_format() -> None:
     )
     match = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
-        for folder in ("quant", "runtime", "serve", "tools", "kernels", "autotune", "kernel_registry", "src/gristmill")
+        for folder in (
+            "quant",
+            "runtime",
+            "serve",
+            "tools",
+            "kernels",
+            "autotune",
+            "kernel_registry",
+            "src/gristmill",
+        )
         for file in (ROOT / folder).glob("*.py" if folder.startswith("src") else "**/*.py")
         for line in file.read_text(encoding="utf-8").splitlines()
         if named.search(line)

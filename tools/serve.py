@@ -1,0 +1,68 @@
+"""``gristmill serve``: a model behind OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from gristmill import console
+from gristmill.runtime.errors import UsageError
+
+
+class ServeCommand(click.Command):
+    """A command that takes every option of `ServeConfig` and of `EngineConfig`; they are made when it is used."""
+
+    _declared = False
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The command's own parameters and those of the declarations, made once."""
+        if not self._declared:
+            from gristmill.runtime.engine_config import EngineConfig
+            from gristmill.serve.config import ServeConfig
+            from gristmill.tools.declared_options import options_of
+
+            self._declared = True
+            self.params += [*options_of(ServeConfig), *options_of(EngineConfig)]
+        return super().get_params(ctx)
+
+
+@click.command(name="serve", cls=ServeCommand)
+@click.argument("model", required=False)
+def serve(model: str | None, **options: Any) -> None:
+    """Serve a model to clients of OpenAI's and Anthropic's APIs.
+
+    MODEL is a Hugging Face directory, a GGUF file, or the id of a model on the Hugging Face hub. Without it, SmolLM2-135M-Instruct is fetched
+    (93 MB, Apache-2.0).
+
+    \b
+    gristmill serve
+    gristmill serve DIR --quant int4_g128 --port 8000 --api-key-file keys
+    curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+    The page at /ui has a chat, the load of the engines, and which kernels run. SIGTERM drains: running requests have --drain-seconds.
+    """
+    from gristmill.runtime.default_model import default_model
+    from gristmill.runtime.engine_config import EngineConfig
+    from gristmill.serve.config import ServeConfig
+    from gristmill.serve.engines import open_engines
+    from gristmill.serve.launch import Server, make_service
+    from gristmill.tools.declared_options import given
+
+    try:
+        import uvloop
+    except ImportError as error:
+        raise UsageError("the server needs more packages: pip install 'gristmill[serve]'") from error
+    config = ServeConfig(**given(ServeConfig, options))
+    stated = given(EngineConfig, options)
+    engine = EngineConfig.of(stated)  # before anything is started
+    name = default_model() if model is None else model
+    service = make_service(name, config, engine)
+    load = None if config.render_only else open_engines(name, stated)
+
+    def listening(url: str) -> None:
+        console.err().print(f"gristmill serves {service.name} at {url} (page: {url}/ui)", highlight=False)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Server(service, load).run(listening))
