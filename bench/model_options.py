@@ -13,7 +13,7 @@ _OPTIONS = (
     click.option(
         "--model",
         metavar="M",
-        help=f"A config.json, a checkpoint's directory, or one of {', '.join(model_names())}.",
+        help=f"A config.json, a checkpoint's directory, a repository of the Hugging Face hub (org/name), or one of {', '.join(model_names())}.",
     ),
     click.option(
         "--tp",

@@ -128,13 +128,19 @@ def model_names() -> list[str]:
 
 
 def load_config(name: str) -> dict[str, Any]:
-    """The configuration of a shipped model, of a config.json, or of the directory of a checkpoint."""
+    """The configuration of a shipped model, of a config.json, of the directory of a checkpoint, or of a repository of the hub."""
     path = MODELS / f"{name}.json"
     if not path.is_file():
         path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if "/" in name and not path.exists():
+        from gristmill.runtime.hub import HubName, local_config
+
+        if HubName.parse(name) is not None:
+            path = local_config(name)
     if not path.is_file():
         raise ShapeError(
-            f"model {name!r}: expected a config.json, a directory with one, or one of {', '.join(model_names())}"
+            f"model {name!r}: expected a config.json, a directory with one, a repository of the Hugging Face hub (org/name), or one of "
+            f"{', '.join(model_names())}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -48,7 +48,8 @@ class LLM:
     engine, model and config are attributes.
 
     Args:
-        model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it.
+        model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it; or the name of a repository of the
+            Hugging Face hub, which is fetched: ``org/name``, ``org/name:file.gguf``, ``org/name@revision``.
         options: those of `EngineConfig`, by name.
 
     Raises:

@@ -20,10 +20,15 @@ def no_bar() -> Iterator[None]:
         _HIDDEN.reset(token)
 
 
+def bar_is_shown() -> bool:
+    """Whether a bar would be shown here: stderr is a terminal, and nobody said `no_bar`."""
+    return not _HIDDEN.get() and sys.stderr.isatty()
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr while the block runs, if that is a terminal. Yields a `Progress`."""
-    if _HIDDEN.get() or not sys.stderr.isatty():
+    if not bar_is_shown():
         yield lambda phase, done, total: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

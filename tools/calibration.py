@@ -22,6 +22,7 @@ from gristmill.quant.writing.methods import Awq, Gptq, Method, RoundToNearest
 from gristmill.runtime.batch import make_batch
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.hub import local_model
 from gristmill.runtime.kv_cache import blocks_needed
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.linear import Linear, PartialSum, SplitLinear
@@ -59,6 +60,7 @@ class LayerStream:
         device: str = "auto",
         policy: Policy | None = None,
     ) -> None:
+        directory = local_model(directory)
         self.config = load_config(directory)
         self.table = model_table(self.config)
         if window < 2 or windows < 1 or len(tokens) < window * windows:
@@ -77,7 +79,7 @@ class LayerStream:
             raise UsageError(
                 f"{self.config.architecture} has its experts in one tensor, which is not calibrated"
             )
-        self.directory = Path(directory)
+        self.directory = directory
         self.plans = _Passing(parse_device(device, policy), torch.float32, policy)
         self.rope = Rope(self.plans, self.config)
         at_once, each = (

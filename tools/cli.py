@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def cli() -> None:
     """Run language models with kernels that are verified and selected by measurement on this machine.
 
-    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file. "gristmill supported" lists the
-    architectures, and the checkpoint formats that are read and written.
+    A model is a Hugging Face directory: config.json, safetensors files, tokenizer.json; or a GGUF file; or a repository of the Hugging Face
+    hub, by its name: org/name, org/name:file.gguf, org/name@revision. "gristmill supported" lists the architectures, and the checkpoint
+    formats that are read and written.
 
     \b
     gristmill supported
@@ -71,7 +72,10 @@ class SamplingCommand(ModelCommand):
 
 
 model_option = click.option(
-    "--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, or a GGUF file."
+    "--model",
+    required=True,
+    metavar="MODEL",
+    help="Model directory in Hugging Face's layout, a GGUF file, or a repository of its hub: org/name[:FILE.gguf][@REVISION].",
 )
 
 
@@ -275,7 +279,10 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 
 @cli.command()
 @click.option(
-    "--model", required=True, metavar="DIR", help="Model directory in Hugging Face's layout, unquantized."
+    "--model",
+    required=True,
+    metavar="MODEL",
+    help="Model directory in Hugging Face's layout, unquantized, or a repository of its hub: org/name[@REVISION].",
 )
 @click.option(
     "--quant", required=True, metavar="SCHEME", help="int4_g128, int8_ch, fp8_block, mxfp4, nvfp4, ..."
@@ -359,9 +366,11 @@ def quantize(
     "resumed" (layers that existed), "notes" (weights treated differently, and why), "seconds"}
     """
     from gristmill.quant.writing.checkpoint import write_quantized
+    from gristmill.runtime.hub import local_model
     from gristmill.runtime.loader.config import load_config
     from gristmill.runtime.loader.load import parse_scheme
     from gristmill.runtime.models import model_table
+    from gristmill.runtime.progress import no_bar
     from gristmill.tools.calibration import make_method
     from gristmill.tools.evaluate import read_tokens
 
@@ -374,12 +383,14 @@ def quantize(
         raise click.UsageError(f"--first must be at least 0, got {first}")
     begin = time.perf_counter()
     tokens = None if calibration is None else read_tokens(calibration)[first:]
+    with no_bar() if as_json else nullcontext():
+        directory = local_model(model)
     chosen = make_method(
-        method, model, tokens, window=window, windows=windows, device=device, act_order=act_order
+        method, directory, tokens, window=window, windows=windows, device=device, act_order=act_order
     )
     with _bar("quantizing", as_json) as advance:
         report = write_quantized(
-            Path(model), Path(out), model_table(load_config(model)), scheme, advance, form, chosen
+            directory, Path(out), model_table(load_config(directory)), scheme, advance, form, chosen
         )
     seconds = time.perf_counter() - begin
     if as_json:
@@ -495,14 +506,21 @@ def supported(as_json: bool) -> None:
 def _load(options: dict[str, Any], quiet: bool, text: bool = False, **defaults: Any) -> LLM:
     """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read.
     defaults: of the engine's options that are not given."""
-    with console.err().status(f"loading {options['model']}") if not quiet else nullcontext():
+    with console.err().status(f"loading {options['model']}") if not quiet else nullcontext() as line:
+        from gristmill.runtime.hub import local_model
         from gristmill.runtime.llm import LLM
         from gristmill.runtime.loader.config import open_checkpoint
         from gristmill.runtime.progress import no_bar
         from gristmill.tools.declared_options import config_of
 
         config = config_of(options, **defaults)
-        checkpoint = open_checkpoint(options["model"])
+        if line is not None:
+            line.stop()  # a model that is fetched has a bar of its own
+        with no_bar() if quiet else nullcontext():
+            path = local_model(options["model"])
+        if line is not None:
+            line.start()
+        checkpoint = open_checkpoint(path)
         if text:
             checkpoint.config()  # of a path that is no model, the better error
             checkpoint.tokenizer()

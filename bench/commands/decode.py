@@ -22,7 +22,7 @@ from gristmill.bench.result_file import write
     default="llama-3-8b",
     show_default=True,
     metavar="M",
-    help="A shipped model (kernelbench shapes --help), a config.json, or a directory with one; only its sizes are used.",
+    help="A shipped model (kernelbench shapes --help), a config.json, a directory with one, or a repository of the hub; only its sizes count.",
 )
 @click.option(
     "--quant",

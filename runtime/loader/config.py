@@ -14,18 +14,20 @@ from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig
 from gristmill.runtime.errors import ConfigError
+from gristmill.runtime.hub import local_model
 from gristmill.runtime.models import families, reported
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
-    """The model at a path: a GGUF file, or a Hugging Face directory, whose files are read on first use. An open one is returned.
+    """The model at a path: a GGUF file, or a Hugging Face directory, whose files are read on first use. An open one is returned. What is
+    no path but the name of a repository, as `local_model` takes it, is fetched.
 
     Raises:
-        CheckpointError: a damaged GGUF file.
+        ConfigError: as `local_model`. CheckpointError: a damaged GGUF file.
     """
     if not isinstance(path, str | Path):
         return path
-    place = Path(path)
+    place = local_model(path)
     if place.suffix == ".gguf" and not place.is_dir():
         return GgufCheckpoint(place, gguf_architectures())
     return SafetensorsCheckpoint(place)
@@ -38,7 +40,7 @@ def gguf_architectures() -> tuple[GgufArchitecture, ...]:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """The configuration of a model: a directory or a GGUF file.
+    """The configuration of a model: a directory, a GGUF file, or a name as of `local_model`.
 
     Raises:
         ConfigError: no such directory, no config.json, an unsupported architecture or feature, an entry that is

@@ -27,6 +27,7 @@ from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import ReplicaError, UsageError
+from gristmill.runtime.hub import local_model
 from gristmill.runtime.integers import as_prompt, plain
 from gristmill.runtime.llm import Prompt
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
@@ -52,7 +53,7 @@ class Replicas:
     """Copies of a model with one front end. Each decides for itself; they share nothing but, if asked for, a store of `kv_transfer`.
 
     Args:
-        model, options: arguments of `LLM`, for each. On GPUs, replica r has those from r * tensor_parallel
+        model, options: arguments of `LLM`, for each; a model of the hub is fetched once. On GPUs, replica r has those from r * tensor_parallel
             on.
         count: number of replicas.
         route: ``prefix``: a request goes to the replica that was sent the longest prefix of its prompt, unless that has far more to do than
@@ -82,6 +83,7 @@ class Replicas:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
             raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")
         EngineConfig.of(options)  # before processes are started
+        model = local_model(model)  # fetched once, not by each of them
         options["device"] = device_of(options)
         self._retry, self._timeout = retry, timeout
         self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()

@@ -30,8 +30,9 @@ def check_draft_model(target: str | Path | Checkpoint, draft: str | Path) -> Che
 
     Their tokenizers have the same tokens with the same ids; where neither has a tokenizer, their vocabularies have the same size.
     """
-    target, opened = open_checkpoint(target), open_checkpoint(draft)
+    target = open_checkpoint(target)
     try:
+        opened = open_checkpoint(draft)
         opened.config()
     except ConfigError as error:
         raise ConfigError(f"draft model: {error}") from error
