@@ -174,7 +174,8 @@ def room(service_limit: int, prompt_tokens: int, wanted: int | None) -> int:
     if left < 1:
         raise ApiError(
             400,
-            f"the prompt has {prompt_tokens} tokens; this model takes {service_limit} of prompt and output together",
+            # Clients look for the first words.
+            f"This model's maximum context length is {service_limit} tokens of prompt and output; the prompt has {prompt_tokens}",
             code="context_length_exceeded",
         )
     if wanted is not None and wanted < 1:

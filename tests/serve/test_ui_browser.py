@@ -92,13 +92,15 @@ def test_a_key_is_asked_for(chromium: Any, llm: LLM, tmp_path: Path) -> None:
     """The page says so, takes one, and goes on."""
     keys = tmp_path / "keys"
     keys.write_text("the-key\n")
-    with serving(service_of(llm, api_key_file=str(keys)), lambda service: ScriptedEngine()) as url:
-        with opened(chromium, f"{url}/ui", 800, "light") as tab:
-            tab.page.locator("#key").wait_for(state="visible")
-            tab.page.locator("#key").fill("the-key")
-            tab.page.keyboard.press("Enter")
-            wait_for(lambda: tab.page.evaluate("document.title !== 'gristmill'"))
-            assert not tab.page.locator("#access").is_visible()
+    with (
+        serving(service_of(llm, api_key_file=str(keys)), lambda service: ScriptedEngine()) as url,
+        opened(chromium, f"{url}/ui", 800, "light") as tab,
+    ):
+        tab.page.locator("#key").wait_for(state="visible")
+        tab.page.locator("#key").fill("the-key")
+        tab.page.keyboard.press("Enter")
+        wait_for(lambda: tab.page.evaluate("document.title !== 'gristmill'"))
+        assert not tab.page.locator("#access").is_visible()
 
 
 @pytest.mark.parametrize(
