@@ -154,6 +154,8 @@ class Application:
             if not exchange.status:
                 await exchange.discard()
                 await exchange.respond(body, shown.status, headers=shown.headers)
+            elif exchange.on_error is not None:
+                await exchange.end(exchange.on_error(shown))
             elif exchange.streaming:
                 await exchange.end(shape.error_event + b"data: " + body + b"\n\n")
 

@@ -31,6 +31,7 @@ class Blocks:
         self._thoughts = thoughts
         self._open: Kind | None = None
         self._call = -1  # the last one that has begun
+        self._bare = False  # it has no arguments yet
         self._blank = ""  # space at the beginning of a text that may turn out to have nothing else
 
     def of(self, part: Part) -> list[Step]:
@@ -49,7 +50,7 @@ class Blocks:
         if part.finish is not None:
             if self._blank and self._call < 0:
                 self._add(steps, "text", self._blank)
-            self._end(steps)
+            self._end(steps, part.finish == "length")
         return steps
 
     def _add(self, steps: list[Step], kind: Kind, text: str) -> None:
@@ -70,9 +71,11 @@ class Blocks:
         if call.index > self._call:
             self._call = call.index
             self._begin(steps, Step("begin", "call", "", call.id, call.name))
+            self._bare = True
         if call.arguments:
             if self._open != "call" or call.index != self._call:
                 raise RuntimeError(f"arguments of call {call.index} came after its end")
+            self._bare = False
             steps.append(Step("add", "call", call.arguments))
 
     def _begin(self, steps: list[Step], step: Step) -> None:
@@ -80,7 +83,9 @@ class Blocks:
         self._open = step.kind
         steps.append(step)
 
-    def _end(self, steps: list[Step]) -> None:
+    def _end(self, steps: list[Step], cut: bool = False) -> None:
         if self._open is not None:
+            if self._open == "call" and self._bare and not cut:
+                steps.append(Step("add", "call", "{}"))  # clients read JSON
             steps.append(Step("end", self._open))
             self._open = None

@@ -36,6 +36,8 @@ class ServeConfig:
         max_body_bytes: bytes of a request's body, also after it was decompressed.
         max_choices: the most completions of one request, `n` times prompts.
         max_schema_bytes: bytes of a JSON schema or a grammar in a request.
+        store_responses: how many responses of /v1/responses are kept, to go on from and to be made in the background; 0 = none.
+        store_bytes: bytes of JSON that they have together, in memory.
         slow_reader_seconds: seconds that a stream waits for a client that does not read; then the request is aborted.
         stream_interval_ms: the least time between two parts of a stream; requests may have their own.
         log_file: where the log goes; None = stderr. One JSON object per line.
@@ -67,6 +69,8 @@ class ServeConfig:
     max_body_bytes: int = 16 << 20
     max_choices: int = 128
     max_schema_bytes: int = 64 << 10
+    store_responses: int = 0
+    store_bytes: int = 256 << 20
     slow_reader_seconds: float = 60.0
     stream_interval_ms: float = 0.0
     log_file: str | None = None
@@ -78,10 +82,14 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not (type(value) is int and 0 <= value <= 65535):
                 raise UsageError(f"{name} must be a port, 0 to 65535, got {value!r}")
-        for name in ("replicas", "max_body_bytes", "max_choices", "max_schema_bytes"):
+        for name in ("replicas", "max_body_bytes", "max_choices", "max_schema_bytes", "store_bytes"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+        if type(self.store_responses) is not int or self.store_responses < 0:
+            raise UsageError(
+                f"store_responses must be an integer of at least 0, got {self.store_responses!r}"
+            )
         for name in ("drain_seconds", "slow_reader_seconds", "stream_interval_ms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:

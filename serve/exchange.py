@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +47,7 @@ class Exchange:
         last_write: when something was sent.
         streams: the answer is a stream of events, which has begun or waits for its first part.
         task: the handler's.
+        on_error: writes an error into a stream that has begun; None = as the shape has it.
         gone: the client has closed the connection, or was given up.
     """
 
@@ -59,6 +60,7 @@ class Exchange:
         "blocked",
         "gone",
         "last_write",
+        "on_error",
         "reading",
         "record",
         "request_id",
@@ -84,6 +86,7 @@ class Exchange:
         self.last_write = time.monotonic()
         self.task: asyncio.Task[Any] | None = None
         self.gone = False
+        self.on_error: Callable[[ApiError], bytes] | None = None
         self._whole = False
         self._watcher: asyncio.Task[None] | None = None
         self._headers: dict[str, str] | None = None

@@ -16,6 +16,7 @@ from gristmill.serve.config import ServeConfig
 from gristmill.serve.errors import ApiError, unavailable
 from gristmill.serve.keys import KeyFile
 from gristmill.serve.request_log import RequestLog
+from gristmill.serve.responses.store import ResponseStore
 from gristmill.serve.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ class Service:
     def fingerprint(self) -> str:
         """What answers say made them."""
         return f"gristmill-{__version__}"
+
+    @cached_property
+    def responses(self) -> ResponseStore | None:
+        """The responses that are kept; None = this server keeps none."""
+        entries = self.config.store_responses
+        return ResponseStore(entries, self.config.store_bytes) if entries else None
 
     @cached_property
     def keys(self) -> KeyFile | None:

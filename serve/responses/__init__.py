@@ -1,0 +1,1 @@
+"""OpenAI's responses API: requests, events, and the responses that are kept."""
