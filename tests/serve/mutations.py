@@ -68,9 +68,64 @@ COMPLETION = {
 }
 TOKENIZE = {"prompt": "Some text", "add_special_tokens": True, "return_token_strs": True}
 DETOKENIZE = {"tokens": [1, 2, 3, 4]}
+MESSAGES = {
+    "model": "m",
+    "max_tokens": 5,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "What is ☃ in Paris?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look.", "signature": "s"},
+                {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"city": "Paris"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "12 degrees", "is_error": False},
+                {"type": "text", "text": "and?"},
+            ],
+        },
+    ],
+    "tools": [{"name": "look", "description": "Look.", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 3, "display": "summarized"},
+    "output_config": {"effort": "low"},
+    "stop_sequences": ["\n\n"],
+    "temperature": 0.7,
+    "top_k": 5,
+    "stream": True,
+    "metadata": {"user_id": "somebody"},
+}
+RESPONSES = {
+    "model": "m",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "What is ☃ in Paris?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Look."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "12 degrees"},
+    ],
+    "instructions": "Be brief.",
+    "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "look"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "max_output_tokens": 5,
+    "truncation": "auto",
+    "metadata": {"user": "somebody"},
+    "stream": True,
+    "store": False,
+}
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/responses": RESPONSES,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "/v1/chat/completions/render": CHAT,

@@ -59,19 +59,12 @@ def faults(number: int, sent: bytes, framed: bool, status: int, body: bytes) -> 
         return []
     if sent.startswith((b"HEAD", b"OPTIONS")):
         return []
+    fields = {"message", "type"}
+    if b" /v1/messages" not in sent.partition(b"\r\n")[0]:
+        fields |= {"param", "code"}
     try:
         error = json.loads(body)["error"]
-        sound = (
-            isinstance(error["message"], str)
-            and bool(error["message"])
-            and set(error)
-            == {
-                "message",
-                "type",
-                "param",
-                "code",
-            }
-        )
+        sound = isinstance(error["message"], str) and bool(error["message"]) and set(error) == fields
     except (ValueError, KeyError, TypeError):
         sound = False
     return [] if sound else [f"{number}: {status} without the API's error: {body[:200]!r}"]
@@ -116,6 +109,7 @@ def test_a_wrong_answer_is_noticed() -> None:
     assert faults(1, b"POST", True, 400, b"<html>")
     sound = b'{"error": {"message": "m", "type": "t", "param": null, "code": null}}'
     assert not faults(1, b"POST", True, 400, sound)
+    assert faults(1, b"POST /v1/messages HTTP/1.1", True, 400, sound)
 
 
 def test_memory_is_flat(server: tuple[str, Path, Service]) -> None:
