@@ -20,6 +20,7 @@ from gristmill.serve.keys import KeyFile, key_of
 from gristmill.serve.service import Service
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
     from starlette.types import Receive, Scope, Send
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -106,7 +107,10 @@ class Application:
         try:
             if not endpoint.open and self._keys is not None:
                 self._check_key(exchange)
-            await endpoint.handler(exchange)
+            if endpoint.logged and self.service.tracer is not None:
+                await self._traced(endpoint, exchange, self.service.tracer)
+            else:
+                await endpoint.handler(exchange)
         except ClientGone:
             exchange.gone = True
         except asyncio.CancelledError:
@@ -125,6 +129,16 @@ class Application:
                 exchange.record["client_gone"] = True
             if endpoint.logged:
                 self._log(exchange, begin)
+
+    async def _traced(self, endpoint: Endpoint, exchange: Exchange, tracer: Tracer) -> None:
+        from gristmill.serve.tracing import route_span
+
+        with route_span(tracer, exchange):
+            try:
+                await endpoint.handler(exchange)
+            except Exception as error:
+                if not isinstance(error, ClientGone):
+                    await self._fail(exchange, error)
 
     def _check_key(self, exchange: Exchange) -> None:
         headers = exchange.headers

@@ -42,6 +42,7 @@ class ServeConfig:
         stream_interval_ms: the least time between two parts of a stream; requests may have their own.
         log_file: where the log goes; None = stderr. One JSON object per line.
         log_text: write prompts and outputs into the log as well.
+        otlp_endpoint: where spans of requests are sent, such as ``http://localhost:4318/v1/traces``; None = nowhere.
         metrics_prefix: prefix of the names of metrics, before a colon.
 
     Raises:
@@ -75,6 +76,7 @@ class ServeConfig:
     stream_interval_ms: float = 0.0
     log_file: str | None = None
     log_text: bool = False
+    otlp_endpoint: str | None = None
     metrics_prefix: str = "vllm"
 
     def __post_init__(self) -> None:

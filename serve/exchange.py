@@ -128,10 +128,10 @@ class Exchange:
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
+            self._whole = not message.get("more_body")
             if size > limit:
                 raise _too_large(limit)
-            if not message.get("more_body"):
-                self._whole = True
+            if self._whole:
                 self.reading = None
                 break
         body = parts[0] if len(parts) == 1 else b"".join(parts)

@@ -49,6 +49,11 @@ def make_service(model: str | Path, config: ServeConfig, engine: EngineConfig) -
     }
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0} if config.generation_config == "model" else {}
+    tracer = None
+    if config.otlp_endpoint is not None:
+        from gristmill.serve.tracing import otlp_tracer
+
+        tracer = otlp_tracer(config.otlp_endpoint)
     return Service(
         config,
         tuple(config.served_model_name) or (str(model),),
@@ -58,6 +63,7 @@ def make_service(model: str | Path, config: ServeConfig, engine: EngineConfig) -
         parsed.vocab_size,
         defaults,
         RequestLog(config.log_file),
+        tracer=tracer,
     )
 
 

@@ -20,6 +20,7 @@ from gristmill.serve.responses.store import ResponseStore
 from gristmill.serve.token_text import TokenTexts
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
     from prometheus_client import CollectorRegistry
 
     from gristmill.runtime.chat.chat import Chat
@@ -68,6 +69,8 @@ class Service:
         vocab_size: token ids are below it.
         defaults: sampling parameters that the model recommends, by the names of `SamplingParams`.
         engine: None while it loads, and with `ServeConfig.render_only`.
+        registry: of the metrics; None = there are none.
+        tracer: for a span for each request; None = none.
         on_drain: begins to drain the server.
         draining: new requests are refused.
         problem: why there is no engine.
@@ -85,6 +88,7 @@ class Service:
     log: RequestLog
     engine: Engine | None = None
     registry: CollectorRegistry | None = None
+    tracer: Tracer | None = None
     on_drain: Callable[[float | None], None] = lambda seconds: None
     draining: bool = False
     problem: str = "the model is loading"

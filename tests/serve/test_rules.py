@@ -239,3 +239,30 @@ def test_wrong_routes(llm: LLM, url: str, method: str, path: str, status: int) -
     assert answer.json()["error"]["message"]
     if status == 405:
         assert answer.headers["allow"]
+
+
+def test_spans_begin_at_the_route(llm: LLM) -> None:
+    """Under the client's trace, with status and error."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    service = service_of(llm)
+    service.tracer = provider.get_tracer("tests")
+    parent = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    with serving(service, lambda service: ScriptedEngine()) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert httpx.post(f"{url}/v1/completions", json=ASK, headers=parent).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json={**ASK, "n": 0}, headers=parent).status_code == 400
+    sound, wrong = kept.get_finished_spans()
+    for span, status in ((sound, 200), (wrong, 400)):
+        assert span.name == "POST /v1/completions"
+        assert span.attributes is not None
+        assert span.attributes["http.response.status_code"] == status
+        assert span.parent is not None
+        assert f"{span.parent.span_id:x}" == "b7ad6b7169203331"
+        assert f"{span.get_span_context().trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    assert sound.status.is_ok or sound.status.is_unset
+    assert not wrong.status.is_ok
