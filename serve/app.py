@@ -61,6 +61,7 @@ class Application:
 
     def __init__(self, service: Service, endpoints: Iterable[Endpoint], keys: KeyFile | None) -> None:
         self.service, self._keys = service, keys
+        self._root = (service.config.root_path or "").rstrip("/")
         self._numbers = itertools.count()
         self._prefix = uuid.uuid4().hex[:12]
         endpoints = list(endpoints)
@@ -77,7 +78,9 @@ class Application:
         elif scope["method"] == "OPTIONS":
             await self._preflight(scope, receive, send)
         else:
-            path = _path(scope)
+            path: str = scope["path"]
+            if self._root and path.startswith(self._root + "/"):  # a proxy may strip it, or not
+                scope["path"] = path = path[len(self._root) :]
             endpoint = self._exact.get((scope["method"], path))
             if endpoint is not None:
                 await self.answer(endpoint, scope, receive, send)
@@ -245,13 +248,6 @@ class _Asgi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._application.answer(self.endpoint, scope, receive, send)
-
-
-def _path(scope: Scope) -> str:
-    """The path without the prefix under which a proxy offers the server."""
-    path: str = scope["path"]
-    prefix: str = scope.get("root_path", "")
-    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
 
 
 async def _not_found(exchange: Exchange) -> None:

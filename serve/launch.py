@@ -217,7 +217,6 @@ def make_server(app: Application, config: ServeConfig, tls: bool = True) -> uvic
             server_header=False,
             backlog=BACKLOG,
             proxy_headers=False,
-            root_path=(config.root_path or "").rstrip("/"),
             timeout_keep_alive=75,
             timeout_graceful_shutdown=3,
             ssl_certfile=config.tls_certificate if tls else None,
