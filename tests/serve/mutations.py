@@ -120,12 +120,23 @@ RESPONSES = {
     "stream": True,
     "store": False,
 }
+SCORE = {
+    "model": "m",
+    "query": "The function",
+    "items": ["returns", [1, 2, 3]],
+    "label_token_ids": [5, 6, 4000],
+    "apply_softmax": True,
+    "item_first": False,
+    "add_special_tokens": True,
+}
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
     "/v1/responses": RESPONSES,
+    "/v1/score": SCORE,
+    "/generative_scoring": SCORE,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "/v1/chat/completions/render": CHAT,
