@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import TokenLogprobs
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange, encode
@@ -169,7 +171,14 @@ async def completions(exchange: Exchange) -> None:
     async for index, part in several.parts():
         joined[index].add(part)
     choices = [
-        _choice(service, request, index, prompts[index // several.n], answer)
+        _choice(
+            service,
+            request,
+            index,
+            prompts[index // several.n],
+            answer,
+            _of_prompt(joined[index - index % several.n].chunks),
+        )
         for index, answer in enumerate(joined)
     ]
     exchange.record["finish"] = [answer.finish for answer in joined]
@@ -183,8 +192,18 @@ async def completions(exchange: Exchange) -> None:
     )
 
 
+def _of_prompt(chunks: Sequence[Chunk]) -> Sequence[TokenLogprobs | None] | None:
+    """The log-probabilities of a prompt, which the first of its completions has; None = not known."""
+    return next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None)
+
+
 def _choice(
-    service: Service, request: CompletionRequest, index: int, prompt: Sequence[int], answer: Answer
+    service: Service,
+    request: CompletionRequest,
+    index: int,
+    prompt: Sequence[int],
+    answer: Answer,
+    given: Sequence[TokenLogprobs | None] | None,
 ) -> dict[str, Any]:
     only_prompt = bool(request.echo and request.max_tokens == 0)
     ids = [] if only_prompt else [token for chunk in answer.chunks for token in chunk.token_ids]
@@ -197,7 +216,6 @@ def _choice(
         )
         shown = list(ids)
         if request.echo:
-            given = next((c.prompt_logprobs for c in answer.chunks if c.prompt_logprobs is not None), None)
             entries = [*(given or [None] * len(prompt)), *entries]
             shown = [*prompt, *ids]
         logprobs = completion_logprobs(service, entries, shown[: len(entries)], 0)
@@ -222,14 +240,18 @@ async def _stream(
     before = b"data: " + encode(head)[:-1] + b',"choices":['
     plain = not (each or request.logprobs is not None or request.return_token_ids)
     offsets: dict[int, int] = {}
+    given: dict[int, Sequence[TokenLogprobs | None] | None] = {}  # by prompt
     reasons: list[str] = []
     service = exchange.service
     async for index, part in several.parts():
         await exchange.start_events()
         out = []
-        prompt = several.prompts[index // several.n]
+        number = index // several.n
+        prompt = several.prompts[number]
         if request.echo and index not in offsets:
-            out.append(b"%b%b]}\n\n" % (before, encode(_echo(service, request, index, prompt, part))))
+            given[number] = given.get(number) or part.chunk.prompt_logprobs
+            echo = _echo(service, request, index, prompt, given[number])
+            out.append(b"%b%b]}\n\n" % (before, encode(echo)))
         if request.echo and request.max_tokens == 0:
             offsets[index] = 0
         elif plain and part.finish is None:
@@ -269,12 +291,16 @@ async def _stream(
 
 
 def _echo(
-    service: Service, request: CompletionRequest, index: int, prompt: Sequence[int], part: Part
+    service: Service,
+    request: CompletionRequest,
+    index: int,
+    prompt: Sequence[int],
+    given: Sequence[TokenLogprobs | None] | None,
 ) -> dict[str, Any]:
     """The prompt as the first part of a stream."""
     logprobs = None
     if request.logprobs is not None:
-        entries = part.chunk.prompt_logprobs or [None] * len(prompt)
+        entries = given or [None] * len(prompt)
         logprobs = completion_logprobs(service, entries, prompt, 0)
     return {
         "index": index,

@@ -14,11 +14,12 @@ Script = Callable[[Sequence[int], SamplingParams], Sequence[Chunk]]
 
 
 def echo(ids: Sequence[int], params: SamplingParams) -> list[Chunk]:
-    """max_tokens words, of the token ids of the prompt in turn."""
+    """max_tokens words, of the token ids of the prompt, or those that are allowed, in turn."""
+    words = params.allowed_token_ids or ids
     found = []
     for choice in range(params.n):
         for index in range(params.max_tokens):
-            token = ids[index % len(ids)]
+            token = words[index % len(words)]
             logprobs = None
             if params.logprobs is not None:
                 logprobs = (TokenLogprobs(token, -1.0, 1, ((token, -1.0),) * params.logprobs),)

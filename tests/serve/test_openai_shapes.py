@@ -1,0 +1,263 @@
+"""Every answer and event of the completions and chat APIs against the published types, and the package's helpers, over outputs that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_choice import CompletionChoice
+from openai.types.completion_choice import Logprobs as CompletionLogprobs
+
+from tests.serve.shapes import events_of, validated
+from tests.serve.stage import Stage, stage
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string"}},
+            "required": ["town"],
+            "additionalProperties": False,
+        },
+    },
+}
+CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "Hello"}]}
+SCRIPTS = {
+    "text": "Grüße, 世界! 👋🏽 done",
+    "thoughts": "«The user greets. 思考»Hello",
+    "call": '⟦look|{"town": "Zürich ⟪a⟫"}⟧',
+    "all": '«Two towns»I look.\n⟦look|{"town": "Bern"}⟧⟦look|{"town": "Rom"}⟧',
+    "nothing": "",
+}
+EXTRA = {
+    "choices.message.reasoning",
+    "choices.message.reasoning_content",
+    "choices.delta.reasoning",
+    "choices.delta.reasoning_content",
+    "choices.stop_reason",
+    "choices.token_ids",
+    "choices.prompt_token_ids",
+    "choices.prompt_logprobs",
+    "prompt_token_ids",
+    "prompt_logprobs",
+}
+"""What vLLM's server has beside the published fields."""
+
+
+class Logprobs(CompletionLogprobs):
+    """Of an echoed prompt: nothing predicts its first token. The published type has no word for it; OpenAI's own server says null."""
+
+    token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
+    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
+
+
+class Choice(CompletionChoice):
+    """A choice with such ones."""
+
+    logprobs: Logprobs | None = None
+
+
+class Echo(Completion):
+    """An answer with such choices."""
+
+    choices: list[Choice]  # type: ignore[assignment]
+
+
+class StreamedChoice(Choice):
+    """Of a stream that goes on: as of conversations, finish_reason is null. The published type knows only whole answers."""
+
+    finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
+
+
+class Streamed(Completion):
+    """A part of a stream."""
+
+    choices: list[StreamedChoice]  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Stage]:
+    """A server."""
+    with stage() as one:
+        yield one
+
+
+@pytest.fixture
+def client(scripted: Stage) -> Iterator[openai.OpenAI]:
+    """A client."""
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=20) as one:
+        yield one
+
+
+def answered(url: str, path: str, body: dict[str, Any], whole: Any, part: Any) -> tuple[Any, list[Any]]:
+    """(answer, parts of the streamed one), each valid."""
+    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
+    assert validated(whole, answer) <= EXTRA
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(httpx.post(f"{url}/v1/{path}", json=body | streamed, timeout=60))
+    assert events.pop() == (None, "[DONE]")
+    for name, data in events:
+        assert name is None and validated(part, data) <= EXTRA
+    parts = [data for _, data in events]
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == answer["usage"]
+    assert all(one.get("usage") is None for one in parts[:-1])
+    return answer, parts[:-1]
+
+
+def message_of(parts: list[Any], index: int = 0) -> dict[str, Any]:
+    """The message that the parts of a choice add up to, with its finish_reason."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    deltas = [choice for part in parts for choice in part["choices"] if choice["index"] == index]
+    assert deltas[0]["delta"]["role"] == "assistant"
+    for number, choice in enumerate(deltas):
+        assert (choice["finish_reason"] is not None) == (number == len(deltas) - 1)
+        for field in ("content", "reasoning_content"):
+            message[field] += choice["delta"].get(field) or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            if call["index"] == len(message["calls"]):
+                message["calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+            message["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return message | {"finish_reason": deltas[-1]["finish_reason"]}
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_chat(scripted: Stage, name: str, finish: str) -> None:
+    """Whole and streamed are the same, however the output is cut."""
+    for seed in range(6):
+        scripted.plays(SCRIPTS[name], finish, seed=seed)
+        body = CHAT | {"tools": [LOOK], "logprobs": seed % 2 == 1, "top_logprobs": 2 * (seed % 2)}
+        answer, parts = answered(scripted.url, "chat/completions", body, ChatCompletion, ChatCompletionChunk)
+        choice, added = answer["choices"][0], message_of(parts)
+        message = choice["message"]
+        assert (message["content"] or "") == added["content"]
+        assert message.get("reasoning_content", "") == added["reasoning_content"]
+        calls = [{"id": one["id"]} | one["function"] for one in message.get("tool_calls", ())]
+        assert calls == added["calls"]
+        assert choice["finish_reason"] == added["finish_reason"]
+        assert added["finish_reason"] == ("tool_calls" if calls and finish == "stop" else finish)
+
+
+def test_chat_of_an_engine(url: str) -> None:
+    """Several choices, log-probabilities, everything that can be asked for."""
+    body = CHAT | {
+        "model": "docs-llama",
+        "n": 2,
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "return_token_ids": True,
+    }
+    answer, parts = answered(url, "chat/completions", body, ChatCompletion, ChatCompletionChunk)
+    for choice in answer["choices"]:
+        added = message_of(parts, choice["index"])
+        assert choice["message"]["content"] == added["content"]
+        assert choice["finish_reason"] == added["finish_reason"]
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 2}])
+def test_completions_of_an_engine(url: str, more: dict[str, Any]) -> None:
+    """Two prompts, two choices each."""
+    body = {"model": "docs-llama", "prompt": ["The function", "A"], "n": 2, "max_tokens": 6, "temperature": 0}
+    whole = Echo if more.get("echo") else Completion
+    answer, parts = answered(url, "completions", body | more, whole, Streamed)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for choice in answer["choices"]:
+        mine = [one for part in parts for one in part["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert [one["finish_reason"] for one in mine][-1] == choice["finish_reason"]
+        if "logprobs" in more:
+            tokens = [token for one in mine if one["logprobs"] for token in one["logprobs"]["tokens"]]
+            assert tokens == choice["logprobs"]["tokens"]
+            absent = [one is None for one in choice["logprobs"]["token_logprobs"]]
+            assert absent == [number == 0 and "echo" in more for number in range(len(absent))]
+
+
+def test_completions(scripted: Stage) -> None:
+    """Whole and streamed are the same, however the output is cut."""
+    for seed in range(6):
+        scripted.plays(SCRIPTS["text"], seed=seed)
+        body = {"model": "scripted", "prompt": "Hello", "max_tokens": 50}
+        answer, parts = answered(scripted.url, "completions", body, Completion, Streamed)
+        assert "".join(one["choices"][0]["text"] for one in parts) == SCRIPTS["text"]
+        assert answer["choices"][0]["text"] == SCRIPTS["text"]
+        assert answer["choices"][0]["finish_reason"] == parts[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_models(scripted: Stage, client: openai.OpenAI) -> None:
+    """The list, and one."""
+    names = [one.id for one in client.models.list()]
+    assert names == ["scripted"]
+    assert validated(Model, httpx.get(f"{scripted.url}/v1/models/scripted").json()) == {
+        "root",
+        "parent",
+        "max_model_len",
+    }
+
+
+class Town(pydantic.BaseModel):
+    """What an answer, or the arguments of a call, are parsed as."""
+
+    town: str
+
+
+def test_helpers(scripted: Stage, client: openai.OpenAI) -> None:
+    """parse and stream, with a format and with tools."""
+    ask: Any = CHAT
+    scripted.plays('{"town": "Bern"}')
+    answer = client.chat.completions.parse(**ask, response_format=Town)
+    assert answer.choices[0].message.parsed == Town(town="Bern")
+    with client.chat.completions.stream(**ask, response_format=Town) as stream:
+        kinds = {event.type for event in stream}
+        assert stream.get_final_completion().choices[0].message.parsed == Town(town="Bern")
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    scripted.plays(SCRIPTS["all"])
+    tool = openai.pydantic_function_tool(Town, name="look")
+    parsed = client.chat.completions.parse(**ask, tools=[tool])
+    assert parsed.choices[0].message.tool_calls is not None
+    found = [call.function.parsed_arguments for call in parsed.choices[0].message.tool_calls]
+    assert found == [Town(town="Bern"), Town(town="Rom")]
+    with client.chat.completions.stream(**ask, tools=[tool]) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert [event.parsed_arguments for event in done] == found
+    scripted.plays("Half", "length")
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**ask, response_format=Town)
+
+
+def test_error_within_a_stream(scripted: Stage, client: openai.OpenAI) -> None:
+    """The package raises it."""
+    scripted.plays("Hello", error=RuntimeError("secret"))
+    ask: Any = CHAT
+    with pytest.raises(openai.APIError, match="RuntimeError in the server"):
+        list(client.chat.completions.create(**ask, stream=True))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"object": "chat"},
+        {"created": "now"},
+        {"choices": [{"index": 0, "message": {"role": "assistant"}, "finish_reason": "abort"}]},
+        {"choices": [{"message": {"role": "assistant"}, "finish_reason": "stop"}]},
+        {"usage": {"prompt_tokens": 1}},
+    ],
+)
+def test_the_shapes_show_a_wrong_answer(scripted: Stage, fault: dict[str, Any]) -> None:
+    """Each fault that the package itself accepts."""
+    scripted.plays("Hi")
+    good = httpx.post(f"{scripted.url}/v1/chat/completions", json=CHAT).json()
+    assert validated(ChatCompletion, good) <= EXTRA
+    ChatCompletion.construct(**good | fault)
+    with pytest.raises(pydantic.ValidationError):
+        validated(ChatCompletion, good | fault)
