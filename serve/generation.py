@@ -28,7 +28,7 @@ class Part:
 
     Attributes:
         delta: what it added to the message; its `content` alone where nothing is parsed.
-        finish: why the completion ended: ``stop``, ``length``, ``tool_calls``, ``abort``; None = it goes on.
+        finish: why the completion ended: ``stop``, ``length``, ``tool_calls``; None = it goes on.
         chunk: the engine's chunk.
     """
 
@@ -77,7 +77,7 @@ class Generation:
         return sum(parser.reasoning_tokens for parser in self._parsers or ())
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """The parts as they come. ApiError: a completion failed; the engine's errors as they are."""
+        """The parts as they come. ApiError: a completion failed, or the server ended it; the engine's errors as they are."""
         begin = time.monotonic()
         record = self._exchange.record
         record["prompt_tokens"] = record.get("prompt_tokens", 0) + self.prompt_tokens
@@ -94,23 +94,19 @@ class Generation:
                     finish = chunk.finish_reason
                     if finish == "error":
                         raise failed(chunk.error)
+                    ended = finish == "abort"  # no API has a word for it
+                    if ended:
+                        finish = None
                     if parsers is None:
                         yield Part(chunk.choice, Delta(chunk.text), finish, chunk)
                     else:
                         yield _parsed(parsers[chunk.choice], chunk, finish)
+                    if ended:
+                        raise unavailable("the server ended the request before it was complete", "aborted")
                     if self._interval and finish is None:
                         await asyncio.sleep(self._interval)  # what comes meanwhile is one chunk
         finally:
             record["output_tokens"] = record.get("output_tokens", 0) + self.output_tokens
-
-
-async def uncut(generation: Generation) -> AsyncGenerator[Part, None]:
-    """Its parts, for APIs that have no word for a completion which the server ended: then ApiError."""
-    async with aclosing(generation.parts()) as parts:
-        async for part in parts:
-            if part.finish == "abort":
-                raise unavailable("the server ended the request before it was complete")
-            yield part
 
 
 def _parsed(parser: OutputParser, chunk: Chunk, finish: str | None) -> Part:

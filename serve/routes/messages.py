@@ -9,7 +9,7 @@ from gristmill.serve.anthropic_messages import MessagesRequest, PromptFields, pr
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError, anthropic_shape
 from gristmill.serve.exchange import Exchange, encode
-from gristmill.serve.generation import Generation, beside, room, uncut
+from gristmill.serve.generation import Generation, beside, room
 from gristmill.serve.sampling import sampling_params
 
 
@@ -70,7 +70,7 @@ async def messages(exchange: Exchange) -> None:
         return
     fold = MessageFold()
     fold.add(events.start())
-    async for part in uncut(generation):
+    async for part in generation.parts():
         fold.add(events.of(part))
     exchange.record["finish"] = [fold.message["stop_reason"]]
     await exchange.respond(fold.message)
@@ -79,7 +79,7 @@ async def messages(exchange: Exchange) -> None:
 async def _stream(exchange: Exchange, generation: Generation, events: MessageEvents) -> None:
     exchange.streams = True
     begun = False
-    async for part in uncut(generation):
+    async for part in generation.parts():
         some = events.of(part)
         if not begun:
             begun = True

@@ -8,7 +8,7 @@ from typing import Any
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import RETRY_AFTER, ApiError, api_error
 from gristmill.serve.exchange import Exchange, encode
-from gristmill.serve.generation import Generation, uncut
+from gristmill.serve.generation import Generation
 from gristmill.serve.logprobs import chat_logprobs
 from gristmill.serve.responses.events import Event, ResponseEvents, usage
 from gristmill.serve.responses.items import Item, conversation, input_items
@@ -58,7 +58,7 @@ async def create(exchange: Exchange) -> None:
         await _stream(exchange, generation, events)
     else:
         events.start()
-        async for part in uncut(generation):
+        async for part in generation.parts():
             events.of(part)
     exchange.record["finish"] = [events.response["status"]]
     if store is not None:
@@ -72,7 +72,7 @@ async def _stream(exchange: Exchange, generation: Generation, events: ResponseEv
     exchange.streams = True
     exchange.on_error = lambda error: b"".join(map(_written, events.failed(error)))
     begun = False
-    async for part in uncut(generation):
+    async for part in generation.parts():
         some = events.of(part) if begun else events.start() + events.of(part)
         if not begun:
             begun = True
@@ -113,7 +113,7 @@ async def _work(
 ) -> None:
     error: str | None = None
     try:
-        async for part in uncut(generation):
+        async for part in generation.parts():
             events.of(part)
     except asyncio.CancelledError:
         events.cancelled()

@@ -19,7 +19,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
-from gristmill.serve.generation import Generation, beside, room, uncut
+from gristmill.serve.generation import Generation, beside, room
 from gristmill.serve.service import Service
 
 CANDIDATES = 256
@@ -176,7 +176,7 @@ class _Scorer:
             generation = Generation(
                 self._exchange, ids, params, priority=self._request.priority or 0, name=name
             )
-            async for part in uncut(generation):
+            async for part in generation.parts():
                 for entry in part.chunk.logprobs or ():
                     found = {**dict(entry.top), entry.token_id: entry.logprob}
         return found

@@ -243,6 +243,23 @@ def test_error_within_a_stream(scripted: Stage, client: openai.OpenAI) -> None:
         list(client.chat.completions.create(**ask, stream=True))
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_what_the_server_ends_is_no_answer(scripted: Stage, path: str) -> None:
+    """503, or in a stream what there was and then the error: no published finish_reason means it."""
+    scripted.plays("Hello", "abort")
+    body = CHAT | {"prompt": "Hello"}
+    answer = httpx.post(f"{scripted.url}/v1/{path}", json=body)
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    events = events_of(httpx.post(f"{scripted.url}/v1/{path}", json=body | {"stream": True}))
+    assert "error" in events[-1][1] and events[-1][1]["error"]["code"] == "aborted"
+    choices = [data["choices"][0] for _, data in events[:-1]]
+    assert (
+        "".join(one["text"] if "text" in one else one["delta"].get("content", "") for one in choices)
+        == "Hello"
+    )
+    assert all(one["finish_reason"] is None for one in choices)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
