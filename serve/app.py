@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match, Route
 
-from gristmill.serve.errors import ApiError, Shape, api_error, openai_shape
+from gristmill.serve.errors import ApiError, Shape, anthropic_shape, api_error, openai_shape
 from gristmill.serve.exchange import BODY_SECONDS, ClientGone, Exchange, encode
 from gristmill.serve.keys import KeyFile, key_of
 from gristmill.serve.service import Service
@@ -93,7 +93,8 @@ class Application:
                     return
             partial = [route for route, match, _ in matches if match is Match.PARTIAL]
             refuse: Handler = _not_found
-            shape = openai_shape
+            anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
+            shape = anthropic_shape if anthropic else openai_shape
             if partial:
                 refuse = _wrong_method(sorted({m for route in partial for m in route.methods or ()}))
                 shape = partial[0].app.endpoint.shape

@@ -1,7 +1,8 @@
-"""GET /v1/models, as OpenAI's API."""
+"""GET /v1/models, with the fields of OpenAI's and of Anthropic's API."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from gristmill.serve.app import Endpoint
@@ -18,13 +19,27 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
         "root": service.name,
         "parent": None,
         "max_model_len": service.max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": service.max_model_len,
+        "max_tokens": service.max_model_len,
     }
 
 
 async def models(exchange: Exchange) -> None:
     """All names of the model."""
     service = exchange.service
-    await exchange.respond({"object": "list", "data": [_entry(service, name) for name in service.names]})
+    await exchange.respond(
+        {
+            "object": "list",
+            "data": [_entry(service, name) for name in service.names],
+            "has_more": False,
+            "first_id": service.names[0],
+            "last_id": service.names[-1],
+        }
+    )
 
 
 async def model(exchange: Exchange) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pydantic
 import pytest
 from anthropic.types import Message as PublishedMessage
-from anthropic.types import MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared.error_response import ErrorResponse
 
 from gristmill.runtime.chat.conversation import CallDelta, Delta, Message, ToolCall
@@ -329,6 +329,17 @@ def test_count_tokens(scripted: Stage, client: anthropic.Anthropic) -> None:
     assert count.input_tokens == answer.usage.input_tokens > 8
     body = {"model": "scripted", "messages": messages}
     assert validated(MessageTokensCount, post(scripted, body, "/v1/messages/count_tokens").json()) == set()
+
+
+def test_models(scripted: Stage, client: anthropic.Anthropic) -> None:
+    """The list, and one; what this API has and the server has not is an error in its shape."""
+    assert [one.id for one in client.models.list()] == ["scripted"]
+    assert client.models.retrieve("scripted").max_input_tokens == 512
+    entry = httpx.get(f"{scripted.url}/v1/models/scripted").json()
+    assert validated(ModelInfo, entry) == {"object", "created", "owned_by", "root", "parent", "max_model_len"}
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.batches.retrieve("msgbatch_1")
+    assert caught.value.type == "not_found_error" and caught.value.request_id
 
 
 def test_beta_client(scripted: Stage, client: anthropic.Anthropic) -> None:
