@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gristmill import __version__, console
+from gristmill.tools.bench_serve.command import bench
 
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
@@ -34,6 +35,7 @@ def cli() -> None:
     gristmill eval --model DIR --tokens ids.u16 --window 1024 --windows 16
     gristmill quantize --model DIR --quant nvfp4 --out DIR-nvfp4
     gristmill warm --model DIR
+    gristmill bench serve --base-url http://127.0.0.1:8000
 
     The first run of a model verifies the kernels it needs and records the results; later runs start immediately.
     GRISTMILL_POLICY names a policy file (TOML) as --policy does: pins, exclude, strict, deterministic, batch_invariant.
@@ -547,6 +549,9 @@ def _kernels(rows: list[dict[str, Any]]) -> None:
         [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)],
         right=("plans",),
     )
+
+
+cli.add_command(bench)
 
 
 def main() -> None:
