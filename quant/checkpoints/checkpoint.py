@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from gristmill.quant.checkpoints.chat_files import ChatFiles
 from gristmill.quant.errors import ConfigError
 from gristmill.quant.formats import Source
 
@@ -42,6 +43,14 @@ class Checkpoint(NamedSource, Protocol):
 
         Raises:
             NoTokenizerError: there is none. ConfigError: it cannot be read.
+        """
+        ...
+
+    def chat_files(self) -> ChatFiles:
+        """Templates of conversations, and texts of special tokens; empty if there are none.
+
+        Raises:
+            ConfigError: they cannot be read.
         """
         ...
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gristmill.quant.checkpoints.chat_files import ChatFiles, directory_chat_files, gguf_chat_files
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_tokenizer
 from gristmill.quant.checkpoints.gguf_tokenizer import gguf_tokenizer
 from gristmill.quant.errors import CheckpointError, ConfigError
@@ -51,6 +52,12 @@ class GgufCheckpoint(GgufFile):
             return gguf_tokenizer(self.tokenizer_fields(), str(self.path))
         except ConfigError as error:
             raise NoTokenizerError(str(error)) from error
+
+    def chat_files(self) -> ChatFiles:
+        """Of the file; a tokenizer_config.json or chat_template.jinja next to it comes first."""
+        beside = directory_chat_files(self.path.parent)
+        inside = gguf_chat_files(self.tokenizer_fields(), str(self.path))
+        return ChatFiles({**inside.templates, **beside.templates}, {**inside.tokens, **beside.tokens})
 
     def read(
         self,

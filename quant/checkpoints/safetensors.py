@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gristmill.quant.checkpoints.chat_files import ChatFiles, directory_chat_files
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_json, read_tokenizer
 from gristmill.quant.errors import CheckpointError, ConfigError
 from gristmill.quant.formats import checkpoint_formats
@@ -106,6 +107,10 @@ class SafetensorsCheckpoint:
         if not file.is_file():
             raise NoTokenizerError(f"{self.path} has no tokenizer.json: pass prompts as lists of token ids")
         return read_tokenizer(file)
+
+    def chat_files(self) -> ChatFiles:
+        """As `directory_chat_files`."""
+        return directory_chat_files(self.path)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
