@@ -16,7 +16,7 @@ from gristmill.serve.errors import ApiError, failed, unavailable
 from gristmill.serve.exchange import Exchange
 
 if TYPE_CHECKING:
-    from gristmill.runtime.chat.chat import OutputParser
+    from gristmill.runtime.chat.formats import OutputParser
 
 LONG_TEXT = 4096
 """Characters from which text is tokenized in a thread, beside the streams of others."""
