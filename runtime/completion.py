@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError
@@ -108,6 +108,7 @@ class Chunk:
         choice, stop_reason, error: as of `Completion`.
         logprobs: one for each new token; None = not asked for.
         prompt_logprobs: as of `Completion`, in the first chunk; None in the others.
+        cached_tokens: tokens of the prompt that were found in the prefix cache. Chunks that differ in it alone are equal.
     """
 
     index: int
@@ -119,6 +120,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: ErrorInfo | None = None
+    cached_tokens: int = field(default=0, compare=False)
 
 
 def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
@@ -240,6 +242,7 @@ class TextOutput:
             None if self._params.logprobs is None else output.logprobs[: len(ids)],
             output.prompt_logprobs,
             output.error if reason is FinishReason.ERROR else None,
+            output.cached_tokens,
         )
 
     def _decode(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:

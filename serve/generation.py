@@ -88,6 +88,8 @@ class Generation:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self.output_tokens += len(chunk.token_ids)
+                    if not chunk.choice:  # the others find what the first has computed
+                        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
                     if first:
                         first = False
                         record.setdefault("first_token_seconds", round(time.monotonic() - begin, 6))

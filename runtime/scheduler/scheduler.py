@@ -378,7 +378,9 @@ class Scheduler(SchedulerState):
                 break
         if accepted < len(new_ids):
             new_ids = new_ids[:accepted]
-        output = RequestOutput(request.id, new_ids, request.finish_reason)
+        output = RequestOutput(
+            request.id, new_ids, request.finish_reason, cached_tokens=request.cached_tokens
+        )
         if request.finish_reason is FinishReason.ERROR:
             output.error = INVALID_LOGITS
         return output

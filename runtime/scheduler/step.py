@@ -119,6 +119,7 @@ class RequestOutput:
         logprobs: those of new_ids; empty where `SamplingParams.logprobs` is None.
         prompt_logprobs: those of the prompt's tokens, None for the first: with the first new id, if requested.
         error: why finish_reason is ERROR; else None.
+        cached_tokens: tokens of the prompt that were found in the prefix cache. Outputs that differ in it alone are equal.
     """
 
     id: str
@@ -127,3 +128,4 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: ErrorInfo | None = None
+    cached_tokens: int = field(default=0, compare=False)

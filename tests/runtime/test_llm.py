@@ -48,6 +48,15 @@ def test_stream_is_generate_in_pieces(llm: LLM) -> None:
     assert ends == ["length", "length"]
 
 
+def test_chunks_say_what_was_cached(llm: LLM) -> None:
+    """Of the prompt, in whole blocks; chunks are equal whether or not."""
+    prompt = [7 + i % 90 for i in range(70)]
+    fresh, again = (list(llm.stream([prompt], SamplingParams(max_tokens=3))) for _ in range(2))
+    assert {chunk.cached_tokens for chunk in fresh} == {0}
+    assert {chunk.cached_tokens for chunk in again} == {64}
+    assert fresh == again
+
+
 def test_closing_a_stream_aborts(llm: LLM) -> None:
     stream = llm.stream(TEXT, SamplingParams(max_tokens=100))
     next(stream)

@@ -194,6 +194,37 @@ def test_completions(scripted: Stage) -> None:
         assert answer["choices"][0]["finish_reason"] == parts[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_what_was_cached(url: str, stream: bool) -> None:
+    """In every API, of a prompt that came before; not what the second choice finds of the first."""
+    words = " ".join(f"{stream} number {number}" for number in range(40))
+    hello = [{"role": "user", "content": words}]
+    found = []
+    for path, body in (
+        ("chat/completions", {"messages": hello, "n": 2, "stream_options": {"include_usage": True}}),
+        ("chat/completions", {"messages": hello, "stream_options": {"include_usage": True}}),
+        ("messages", {"messages": hello}),
+        ("responses", {"input": hello}),
+    ):
+        limit = {"max_output_tokens" if path == "responses" else "max_tokens": 2, "stream": stream}
+        if not stream:
+            limit.pop("stream")
+            body.pop("stream_options", None)
+        answer = httpx.post(f"{url}/v1/{path}", json=body | limit, timeout=60)
+        assert answer.status_code == 200, answer.text
+        data = [one for _, one in events_of(answer) if one != "[DONE]"] if stream else [answer.json()]
+        usages = [one.get("usage") or one.get("response", {}).get("usage") for one in data]
+        found.append([usage for usage in usages if usage][-1])
+    whole = found[0]["prompt_tokens"]
+    cached = [one["prompt_tokens_details"]["cached_tokens"] for one in found[:2]]
+    assert cached[0] == 0 and whole - 17 <= cached[1] < whole
+    assert found[2]["cache_read_input_tokens"] == cached[1]
+    assert found[2]["input_tokens"] == whole - cached[1]
+    assert (
+        found[3]["input_tokens_details"]["cached_tokens"] == cached[1] and found[3]["input_tokens"] == whole
+    )
+
+
 def test_models(scripted: Stage, client: openai.OpenAI) -> None:
     """The list, and one."""
     names = [one.id for one in client.models.list()]
