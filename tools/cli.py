@@ -14,6 +14,7 @@ import click
 
 from gristmill import __version__, console
 from gristmill.tools.bench_serve.command import bench
+from gristmill.tools.model_command import ModelCommand, SamplingCommand, load_llm, model_option
 
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
@@ -40,45 +41,6 @@ def cli() -> None:
     The first run of a model verifies the kernels it needs and records the results; later runs start immediately.
     GRISTMILL_POLICY names a policy file (TOML) as --policy does: pins, exclude, strict, deterministic, batch_invariant.
     """
-
-
-class ModelCommand(click.Command):
-    """A command that takes every option of `EngineConfig`, and with ``sampling`` every parameter of `SamplingParams`.
-
-    They are made when the command is used: other commands need not import torch.
-    """
-
-    sampling = False
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The command's own parameters and those of the declarations, made once."""
-        if not self._declared:
-            from gristmill.runtime.engine_config import EngineConfig
-            from gristmill.runtime.sampling_params import SamplingParams
-            from gristmill.tools.declared_options import options_of
-
-            self._declared = True
-            self.params += [
-                *(options_of(SamplingParams) if self.sampling else ()),
-                *options_of(EngineConfig),
-            ]
-        return super().get_params(ctx)
-
-    _declared = False
-
-
-class SamplingCommand(ModelCommand):
-    """A model command that generates."""
-
-    sampling = True
-
-
-model_option = click.option(
-    "--model",
-    required=True,
-    metavar="MODEL",
-    help="Model directory in Hugging Face's layout, a GGUF file, or a repository of its hub: org/name[:FILE.gguf][@REVISION].",
-)
 
 
 @cli.command(cls=SamplingCommand)
@@ -135,10 +97,10 @@ def generate(
     from gristmill.runtime.completion import GrowingCompletion
     from gristmill.runtime.sampling_params import SamplingParams
     from gristmill.tools.declared_options import given, params_of
-    from gristmill.tools.reports import print_drafts, print_transfer
+    from gristmill.tools.reports import print_drafts, print_kernels, print_transfer
 
     params = params_of(params_file, given(SamplingParams, options))
-    llm = _load(options, as_json, text=True, warm="off")
+    llm = load_llm(options, as_json, text=True, warm="off")
     begin = time.perf_counter()
     growing = [GrowingCompletion() for _ in range(params.n)]
     with _draining(llm, drain_seconds):
@@ -189,7 +151,7 @@ def generate(
         print_drafts(speculation)
         print_transfer(transfer)
     if rows is not None:
-        _kernels(rows)
+        print_kernels(rows)
     if graphs:
         console.table(
             "Decode steps",
@@ -256,7 +218,7 @@ def evaluate(tokens_file: str, window: int, windows: int, as_json: bool, **optio
 
     tokens = read_tokens(tokens_file)
     model, quant = options["model"], options["quant"] or "as stored"
-    llm = _load(options, as_json, max_batch_tokens=max(2048, window), warm="off")
+    llm = load_llm(options, as_json, max_batch_tokens=max(2048, window), warm="off")
     with _bar("evaluating", as_json) as advance:
         evaluation = run(llm.engine, tokens, window, windows, advance)
     if as_json:
@@ -433,7 +395,7 @@ def warm(as_json: bool, **options: Any) -> None:
     from gristmill.kernel_registry.policy import Policy
 
     policy = Policy.load(options["policy"]) if options["policy"] else Policy.current()
-    report = _load(options, as_json).engine.warmed
+    report = load_llm(options, as_json).engine.warmed
     assert report is not None
     if as_json:
         console.emit(asdict(report) | {"store": str(policy.store_path)})
@@ -505,31 +467,6 @@ def supported(as_json: bool) -> None:
         console.err().print(str(failure), highlight=False, markup=False)
 
 
-def _load(options: dict[str, Any], quiet: bool, text: bool = False, **defaults: Any) -> LLM:
-    """The model of the options. With `text`, prompts are text, so a missing tokenizer is an error before weights are read.
-    defaults: of the engine's options that are not given."""
-    with console.err().status(f"loading {options['model']}") if not quiet else nullcontext() as line:
-        from gristmill.runtime.hub import local_model
-        from gristmill.runtime.llm import LLM
-        from gristmill.runtime.loader.config import open_checkpoint
-        from gristmill.runtime.progress import no_bar
-        from gristmill.tools.declared_options import config_of
-
-        config = config_of(options, **defaults)
-        if line is not None:
-            line.stop()  # a model that is fetched has a bar of its own
-        with no_bar() if quiet else nullcontext():
-            path = local_model(options["model"])
-        if line is not None:
-            line.start()
-        checkpoint = open_checkpoint(path)
-        if text:
-            checkpoint.config()  # of a path that is no model, the better error
-            checkpoint.tokenizer()
-    with no_bar() if quiet else nullcontext():
-        return LLM.from_config(checkpoint, config)
-
-
 @contextmanager
 def _bar(description: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr; yields a function to call with (done, total)."""
@@ -538,17 +475,6 @@ def _bar(description: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=console.err(), transient=True, disable=quiet) as bar:
         task = bar.add_task(description, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _kernels(rows: list[dict[str, Any]]) -> None:
-    from gristmill.runtime.explain import summarize
-
-    console.table(
-        "Kernels that ran",
-        ["operation", "kernel", "weights", "plans", "why"],
-        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)],
-        right=("plans",),
-    )
 
 
 cli.add_command(bench)

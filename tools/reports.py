@@ -1,8 +1,11 @@
-"""Counts of drafts and of KV transfer as text on stderr, for the command line."""
+"""What an engine did, as tables: drafts, KV transfer, kernels."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from gristmill import console
+from gristmill.runtime.explain import summarize
 from gristmill.runtime.kv_transfer.statistics import TransferStatus
 from gristmill.runtime.speculation.statistics import SpeculationStatus
 
@@ -55,3 +58,13 @@ def print_transfer(status: TransferStatus | None) -> None:
     if status.failures:
         rows = [[reason, count] for reason, count in status.failures.items()]
         console.table("Blocks that were computed, or not saved", ["reason", "times"], rows, right=("times",))
+
+
+def print_kernels(rows: list[dict[str, Any]]) -> None:
+    """The kernels of `LLM.explain`, summed up."""
+    console.table(
+        "Kernels that ran",
+        ["operation", "kernel", "weights", "plans", "why"],
+        [[r["op"], r["kernel"], ", ".join(r["formats"]), r["plans"], r["reason"]] for r in summarize(rows)],
+        right=("plans",),
+    )
