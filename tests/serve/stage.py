@@ -116,6 +116,7 @@ class ScriptedParser:
 
     def __init__(self) -> None:
         self.reasoning_tokens = self.calls = 0
+        self.open_call = False
         self._inside = ""  # thoughts, name, arguments
 
     def push(self, text: str, ids: Sequence[int] = ()) -> Delta:
@@ -132,12 +133,12 @@ class ScriptedParser:
         elif character == "⟦":
             self._inside, self._name = "name", ""
         elif character in "»⟧":
-            self._inside = ""
+            self._inside, self.open_call = "", False
         elif self._inside == "thoughts":
             self.reasoning_tokens += 1
             delta.reasoning += character
         elif self._inside == "name" and character == "|":
-            self._inside = "arguments"
+            self._inside, self.open_call = "arguments", True
             calls.append(CallDelta(self.calls, "", f"call_{self.calls}x", self._name))
             self.calls += 1
         elif self._inside == "name":
