@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -169,11 +168,27 @@ def _tool(given: GivenTool, place: str) -> GivenFunction:
     return GivenFunction(given.name, given.description, given.input_schema, given.strict)
 
 
+class _Turn:
+    """What one side says until the other has the word: this API joins messages of one role."""
+
+    def __init__(self, role: Literal["user", "assistant"]) -> None:
+        self.role = role
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def message(self) -> Message:
+        """It as a message."""
+        between = "\n" if self.role == "user" else ""  # an assistant's text stays as the model wrote it
+        return Message(self.role, between.join(self.texts), "".join(self.thoughts), tuple(self.calls))
+
+
 class _Conversation:
-    """Builds the messages: this API has tool results within a user's message, and joins messages of one role."""
+    """Builds the messages. This API has tool results within a user's message."""
 
     def __init__(self, request: PromptFields) -> None:
         self.messages: list[Message] = []
+        self._turn: _Turn | None = None
         self._names: dict[str, str] = {}
         if not request.messages:
             raise ApiError(400, "messages must have at least one message", param="messages")
@@ -184,70 +199,67 @@ class _Conversation:
         if request.system is not None and (system := _text(request.system, "system", "\n\n")):
             self.messages.append(Message("system", system))
         for index, one in enumerate(request.messages):
-            place = f"messages[{index}]"
-            if one.role == "assistant":
-                self._assistant(one.content, place)
-            elif one.role == "system":
-                self.messages.append(Message("system", _text(one.content, f"{place}.content", "\n\n")))
-            else:
-                self._user(one.content, place)
-        last = self.messages[-1]
-        if last.role == "assistant" and (last.tool_calls or not last.content):
+            place = f"messages[{index}].content"
+            if one.role == "system":
+                self._add(Message("system", _text(one.content, place, "\n\n")))
+                continue
+            blocks = [Block("text", text=one.content)] if isinstance(one.content, str) else one.content
+            if not blocks and one.role == "user":
+                raise ApiError(400, f"{place} is empty", param=place)
+            for number, block in enumerate(blocks):
+                where = f"{place}[{number}]"
+                if one.role == "assistant":
+                    self._assistant(block, where)
+                elif block.type == "tool_result":
+                    self._add(self._result(block, where))
+                else:
+                    self._take_turn("user").texts.append(_text_of(block, where))
+        self._end_turn()
+        last = self.messages[-1] if self.messages else Message("user")
+        if not self.messages or (last.role == "assistant" and (last.tool_calls or not last.content)):
             raise ApiError(
                 400,
                 "messages: the last one is an assistant's, which is continued: it must have text and no tool_use",
                 param="messages",
             )
 
-    def _user(self, content: str | list[Block], place: str) -> None:
-        blocks = [Block("text", text=content)] if isinstance(content, str) else content
-        if not blocks:
-            raise ApiError(400, f"{place}.content is empty", param=f"{place}.content")
-        for index, block in enumerate(blocks):
-            where = f"{place}.content[{index}]"
-            if block.type == "tool_result":
-                self._result(block, where)
-            else:
-                text = _text_of(block, where)
-                last = self.messages[-1] if self.messages else None
-                if last is not None and last.role == "user":
-                    self.messages[-1] = replace(last, content=f"{last.content}\n{text}")
-                else:
-                    self.messages.append(Message("user", text))
+    def _take_turn(self, role: Literal["user", "assistant"]) -> _Turn:
+        if self._turn is None or self._turn.role != role:
+            self._end_turn()
+            self._turn = _Turn(role)
+        return self._turn
 
-    def _result(self, block: Block, place: str) -> None:
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self.messages.append(self._turn.message())
+            self._turn = None
+
+    def _add(self, message: Message) -> None:
+        self._end_turn()
+        self.messages.append(message)
+
+    def _result(self, block: Block, place: str) -> Message:
         if not block.tool_use_id:
             raise ApiError(400, f"{place}.tool_use_id is missing", param=f"{place}.tool_use_id")
         text = "" if block.content is None else _text(block.content, f"{place}.content", "\n")
         call = block.tool_use_id.removeprefix(CALL_PREFIX)
-        name = self._names.get(call, "")
         failed = "Error: " if block.is_error else ""
-        self.messages.append(Message("tool", failed + text, tool_call_id=call, name=name))
+        return Message("tool", failed + text, tool_call_id=call, name=self._names.get(call, ""))
 
-    def _assistant(self, content: str | list[Block], place: str) -> None:
-        blocks = [Block("text", text=content)] if isinstance(content, str) else content
-        text, thoughts, calls = "", "", []
-        for index, block in enumerate(blocks):
-            where = f"{place}.content[{index}]"
-            if block.type == "tool_use":
-                if not block.id or not block.name or block.input is None:
-                    raise ApiError(400, f"{where}: tool_use needs id, name and input", param=where)
-                call = block.id.removeprefix(CALL_PREFIX)
-                self._names[call] = block.name
-                calls.append(ToolCall(call, block.name, json.dumps(block.input, ensure_ascii=False)))
-            elif block.type == "thinking":
-                if block.thinking is None:
-                    raise ApiError(400, f"{where}.thinking is missing", param=f"{where}.thinking")
-                thoughts += block.thinking
-            elif block.type != "redacted_thinking":
-                text += _text_of(block, where)
-        last = self.messages[-1] if self.messages else None
-        if last is not None and last.role == "assistant":
-            self.messages[-1] = Message(
-                "assistant", last.content + text, last.reasoning + thoughts, (*last.tool_calls, *calls)
-            )
-        else:
-            self.messages.append(Message("assistant", text, thoughts, tuple(calls)))
+    def _assistant(self, block: Block, place: str) -> None:
+        turn = self._take_turn("assistant")
+        if block.type == "tool_use":
+            if not block.id or not block.name or block.input is None:
+                raise ApiError(400, f"{place}: tool_use needs id, name and input", param=place)
+            call = block.id.removeprefix(CALL_PREFIX)
+            self._names[call] = block.name
+            turn.calls.append(ToolCall(call, block.name, json.dumps(block.input, ensure_ascii=False)))
+        elif block.type == "thinking":
+            if block.thinking is None:
+                raise ApiError(400, f"{place}.thinking is missing", param=f"{place}.thinking")
+            turn.thoughts.append(block.thinking)
+        elif block.type != "redacted_thinking":
+            turn.texts.append(_text_of(block, place))
 
 
 def _text(content: str | Sequence[Block], place: str, between: str) -> str:

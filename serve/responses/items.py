@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -36,17 +36,22 @@ class GivenItem(msgspec.Struct):
     arguments: str | None = None
     output: str | list[GivenPart] | None = None
 
+    @property
+    def kind(self) -> str | None:
+        """The type, which messages and references may leave out."""
+        return self.type or ("message" if self.role else "item_reference" if self.id else None)
+
 
 def new_id(prefix: str) -> str:
     """An id that nobody can guess."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(given: str | Sequence[GivenItem], known: Callable[[str], Item | None]) -> list[Item]:
+def input_items(given: str | Sequence[GivenItem], known: Mapping[str, Item]) -> list[Item]:
     """The input as complete items, each with an id. ApiError names the one that is wrong.
 
     Args:
-        known: an item of a stored response by its id; None = there is none.
+        known: the items that references may be to, by id.
     """
     if isinstance(given, str):
         return [_message("user", "msg", None, [{"type": "input_text", "text": given}])]
@@ -57,8 +62,8 @@ def input_items(given: str | Sequence[GivenItem], known: Callable[[str], Item | 
     return [_item(item, f"input[{index}]", known) for index, item in enumerate(given)]
 
 
-def _item(given: GivenItem, place: str, known: Callable[[str], Item | None]) -> Item:
-    kind = given.type or ("message" if given.role else None)
+def _item(given: GivenItem, place: str, known: Mapping[str, Item]) -> Item:
+    kind = given.kind
     if kind == "message":
         if given.role is None or given.content is None:
             raise ApiError(400, f"{place}: a message needs role and content", param=place)
@@ -99,8 +104,8 @@ def _item(given: GivenItem, place: str, known: Callable[[str], Item | None]) -> 
             "summary": [{"type": "summary_text", "text": text} for text in summary],
             "content": [{"type": "reasoning_text", "text": text} for text in thoughts],
         }
-    if kind == "item_reference" or (kind is None and given.id):
-        found = known(given.id or "")
+    if kind == "item_reference":
+        found = known.get(given.id or "")
         if found is None:
             raise ApiError(400, f"{place}: this server keeps no item {given.id!r}", param=place)
         return found
@@ -149,13 +154,13 @@ def conversation(items: Sequence[Item], instructions: str | None) -> list[Messag
         if kind == "reasoning":
             if turn.text or turn.calls:
                 turn.end(messages)
-            turn.thoughts += text or "".join(part["text"] for part in item["summary"])
+            turn.thoughts.append(text or "".join(part["text"] for part in item["summary"]))
         elif kind == "function_call":
             turn.calls.append(ToolCall(item["call_id"], item["name"], item["arguments"]))
         elif kind == "message" and item["role"] == "assistant":
             if turn.text or turn.calls:
                 turn.end(messages)
-            turn.text += text
+            turn.text = text
         else:
             turn.end(messages)
             call = item.get("call_id", "")
@@ -172,11 +177,12 @@ class _Turn:
     """What an assistant does until somebody else has the word."""
 
     def __init__(self) -> None:
-        self.text, self.thoughts = "", ""
+        self.text = ""
+        self.thoughts: list[str] = []
         self.calls: list[ToolCall] = []
 
     def end(self, messages: list[Message]) -> None:
         """Add it to the messages, if there is anything."""
         if self.text or self.thoughts or self.calls:
-            messages.append(Message("assistant", self.text, self.thoughts, tuple(self.calls)))
-        self.text, self.thoughts, self.calls = "", "", []
+            messages.append(Message("assistant", self.text, "".join(self.thoughts), tuple(self.calls)))
+        self.text, self.thoughts, self.calls = "", [], []

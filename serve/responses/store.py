@@ -89,15 +89,14 @@ class ResponseStore:
             found.task.cancel()
         self._drop(name)
 
-    def item(self, name: str, owner: str) -> Item | None:
-        """An item of an input or output, by its id."""
+    def items(self, owner: str) -> dict[str, Item]:
+        """All items of the inputs and outputs of an owner, by their ids."""
+        found: dict[str, Item] = {}
         for stored in self._stored.values():
             if stored.owner == owner:
                 output: Sequence[Item] = stored.response["output"]
-                for one in (*stored.items, *output):
-                    if one["id"] == name:
-                        return one
-        return None
+                found |= {one["id"]: one for one in (*stored.items, *output)}
+        return found
 
     def _drop(self, name: str) -> None:
         if (found := self._stored.pop(name, None)) is not None:

@@ -162,7 +162,8 @@ def _items(exchange: Exchange, request: ResponsesRequest) -> list[Item]:
         if previous.task is not None:
             raise ApiError(400, f"response {name!r} is in progress", param="previous_response_id")
         before = [*previous.items, *previous.response["output"]]
-    new = input_items(request.input, lambda id: None if store is None else store.item(id, owner))
+    refers = any(one.kind == "item_reference" for one in request.input if not isinstance(one, str))
+    new = input_items(request.input, {} if store is None or not refers else store.items(owner))
     return [*before, *new]
 
 

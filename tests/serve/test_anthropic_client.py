@@ -378,6 +378,15 @@ def test_async_client_streams_and_leaves(scripted: Stage) -> None:
     assert asyncio.run(main()) == ["Hello there"] * 8
 
 
+def test_long_inputs_take_time_in_proportion(scripted: Stage) -> None:
+    """Not as the square of their length: no request blocks the server."""
+    content = [{"type": "text", "text": "a" * 20}] * 100_000
+    begin = time.monotonic()
+    answer = post(scripted, ASK | {"messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400 and "tokens" in answer.json()["error"]["message"]
+    assert time.monotonic() - begin < 5
+
+
 def until(condition: Any) -> None:
     """Wait for at most 5 s."""
     end = time.monotonic() + 5

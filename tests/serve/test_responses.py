@@ -350,6 +350,9 @@ def test_stored_responses(scripted: Stage, client: openai.OpenAI) -> None:
         store=False,
     )
     assert scripted.seen[0] == [Message("assistant", "I look."), Message("user", "so?")]
+    bare: Any = [{"id": first.output[1].id}, {"role": "user", "content": "so?"}]
+    client.responses.create(model="scripted", input=bare, store=False)
+    assert scripted.seen[0] == [Message("assistant", "I look."), Message("user", "so?")]
     found = client.responses.retrieve(second.id)
     assert found.to_dict() == second.to_dict()
     assert validated(Response, httpx.get(f"{scripted.url}/v1/responses/{second.id}").json()) == set()
@@ -479,6 +482,16 @@ def test_the_store_has_limits() -> None:
         ended = stored("a", number)
         store.put(ended)
     assert store.holds(ended) and store.bytes < 400
+
+
+def test_long_inputs_take_time_in_proportion(scripted: Stage) -> None:
+    """Not as the square of their length: no request blocks the server."""
+    scripted.plays("Hi")
+    many = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * 500}]}] * 15_000
+    begin = time.monotonic()
+    answer = post(scripted, ASK | {"input": [*many, {"role": "user", "content": "b"}]})
+    assert answer.status_code == 200 and time.monotonic() - begin < 5
+    assert len(scripted.seen[0][0].reasoning) == 500 * 15_000
 
 
 def until(condition: Any) -> None:
