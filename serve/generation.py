@@ -44,7 +44,7 @@ class Generation:
     Args:
         parser: makes the parser of one completion; None = text is passed on as it comes.
         priority: lower values first, with ``queue_order="priority"``.
-        name: of the request in the engine.
+        name: of the request in the engine, if no other has it.
 
     Attributes:
         prompt_tokens, output_tokens, reasoning_tokens, cached_tokens: counts so far.
@@ -83,7 +83,10 @@ class Generation:
         record["prompt_tokens"] = record.get("prompt_tokens", 0) + self.prompt_tokens
         first = True
         parsers = self._parsers
-        stream = self._engine.stream(self._ids, self._params, priority=self._priority, request_id=self._name)
+        name = self._own_name()
+        names = self._exchange.service.in_engine
+        names.add(name)
+        stream = self._engine.stream(self._ids, self._params, priority=self._priority, request_id=name)
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
@@ -108,7 +111,16 @@ class Generation:
                     if self._interval and finish is None:
                         await asyncio.sleep(self._interval)  # what comes meanwhile is one chunk
         finally:
+            names.discard(name)
             record["output_tokens"] = record.get("output_tokens", 0) + self.output_tokens
+
+    def _own_name(self) -> str:
+        """A name that no other request in the engine has: clients send the same X-Request-Id with several requests of one task."""
+        names, name, number = self._exchange.service.in_engine, self._name, 1
+        while name in names:
+            number += 1
+            name = f"{self._name}~{number}"
+        return name
 
 
 def _parsed(parser: OutputParser, chunk: Chunk, finish: str | None) -> Part:

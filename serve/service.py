@@ -76,6 +76,7 @@ class Service:
         problem: why there is no engine.
         failed: there will be none.
         active: requests that are being answered.
+        in_engine: the names of the engine's requests.
     """
 
     config: ServeConfig
@@ -95,6 +96,7 @@ class Service:
     failed: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     active: set[Exchange] = field(default_factory=set)
+    in_engine: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -224,6 +225,21 @@ def test_usage_says_what_was_cached(url: str, stream: bool) -> None:
     assert (
         found[3]["input_tokens_details"]["cached_tokens"] == cached[1] and found[3]["input_tokens"] == whole
     )
+
+
+def test_requests_may_share_an_id(url: str) -> None:
+    """The client's X-Request-Id comes back, and is no name that only one request can have."""
+
+    async def main() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"prompt": ["The", "A"], "max_tokens": 20, "n": 2}
+            headers = {"x-request-id": "task-1"}
+            asked = [client.post(f"{url}/v1/completions", json=body, headers=headers) for _ in range(6)]
+            return await asyncio.gather(*asked)
+
+    for answer in asyncio.run(main()):
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-request-id"] == "task-1"
 
 
 def test_models(scripted: Stage, client: openai.OpenAI) -> None:
