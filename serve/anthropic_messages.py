@@ -91,6 +91,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    mcp_servers: list[Any] | None = None
 
 
 class MessagesRequest(PromptFields, kw_only=True):
@@ -128,6 +129,8 @@ def _format(request: PromptFields) -> OutputFormat | None:
 
 def prompt(service: Service, request: PromptFields) -> tuple[list[Message], ChatOptions]:
     """(conversation, how it is continued). ApiError names the field that is wrong."""
+    if request.mcp_servers:
+        raise ApiError(400, "mcp_servers are not supported: this server calls no others", param="mcp_servers")
     messages = _Conversation(request).messages
     thinking = request.thinking
     budget = None if thinking is None else thinking.budget_tokens

@@ -331,6 +331,15 @@ def test_count_tokens(scripted: Stage, client: anthropic.Anthropic) -> None:
     assert validated(MessageTokensCount, post(scripted, body, "/v1/messages/count_tokens").json()) == set()
 
 
+def test_tokens_are_counted_without_weights() -> None:
+    """As the rest of what needs a tokenizer alone."""
+    with stage(render_only=True) as scripted:
+        body = {"messages": ASK["messages"]}
+        assert post(scripted, body, "/v1/messages/count_tokens").json()["input_tokens"] > 1
+        answer = post(scripted, ASK)
+        assert answer.status_code == 501 and validated(ErrorResponse, answer.json()) == set()
+
+
 def test_models(scripted: Stage, client: anthropic.Anthropic) -> None:
     """The list, and one; what this API has and the server has not is an error in its shape."""
     assert [one.id for one in client.models.list()] == ["scripted"]
@@ -463,6 +472,7 @@ BAD: dict[str, dict[str, Any]] = {
     "system as number": {"system": 1},
     "system with an image": {"system": [{"type": "image"}]},
     "server's tool": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+    "server of tools": {"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]},
     "tool without schema": {"tools": [{"name": "a"}]},
     "tool without name": {"tools": [{"input_schema": {}}]},
     "two tools of one name": {"tools": [WEATHER, WEATHER]},
@@ -562,6 +572,32 @@ def test_pings_while_it_waits(
         assert [next(lines), json.loads(next(lines)[6:])] == ["event: ping", {"type": "ping"}]
         scripted.plays("Hi")  # the request goes on waiting, another is answered
         assert client.messages.create(**ASK).stop_reason == "end_turn"
+
+
+def test_with_an_engine(url: str) -> None:
+    """A stop sequence ends the text before it, a schema binds it, a prefill is continued, and both ways are the same."""
+    ask: Any = {"model": "docs-llama", "max_tokens": 24, "extra_body": {"temperature": 0}}
+    ask["messages"] = [{"role": "user", "content": "The function returns"}]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        answer = client.messages.create(**ask)
+        [block] = answer.content
+        assert block.type == "text" and len(block.text) > 20 and answer.stop_reason == "max_tokens"
+        assert answer.usage.output_tokens == 24
+        stop = block.text[9:13]
+        with client.messages.stream(**ask, stop_sequences=["never", stop]) as stream:
+            cut = stream.get_final_message()
+        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+        assert stream.get_final_text() == block.text[: block.text.index(stop)]
+        begun = ask | {"messages": [*ask["messages"], {"role": "assistant", "content": block.text[:9]}]}
+        assert client.messages.count_tokens(model="docs-llama", messages=begun["messages"]).input_tokens > 5
+        [rest] = client.messages.create(**begun).content
+        assert rest.type == "text" and not rest.text.startswith(block.text[:9])
+        word = {"type": "object", "properties": {"word": {"enum": ["yes", "no"]}}, "required": ["word"]}
+        word["additionalProperties"] = False
+        form: Any = {"format": {"type": "json_schema", "schema": word}}
+        bound = client.messages.create(**ask | {"max_tokens": 100}, output_config=form)
+        assert bound.content[0].type == "text" and bound.stop_reason == "end_turn"
+        assert json.loads(bound.content[0].text)["word"] in ("yes", "no")
 
 
 def events(*deltas: Delta) -> list[dict[str, Any]]:

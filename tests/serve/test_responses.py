@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -482,6 +482,49 @@ def test_the_store_has_limits() -> None:
         ended = stored("a", number)
         store.put(ended)
     assert store.holds(ended) and store.bytes < 400
+
+
+class Word(pydantic.BaseModel):
+    """An answer of one word."""
+
+    word: Literal["yes", "no"]
+
+
+def test_with_an_engine(url: str) -> None:
+    """Log-probabilities are those of the text; a schema binds it; many at once, some of them left."""
+    ask: Any = {"model": "docs-llama", "input": "The function returns", "temperature": 0}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        answer = client.responses.create(**ask, max_output_tokens=20, top_logprobs=2)
+        assert answer.status == "incomplete" and answer.usage and answer.usage.output_tokens == 20
+        message = answer.output[0]
+        assert message.type == "message" and message.content[0].type == "output_text"
+        entries = message.content[0].logprobs or []
+        assert "".join(one.token for one in entries) == answer.output_text
+        assert all(len(one.top_logprobs) == 2 for one in entries)
+        parsed = client.responses.parse(**ask, max_output_tokens=100, text_format=Word)
+        assert parsed.output_parsed is not None and parsed.status == "completed"
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        text = ""
+        stream = await client.responses.create(
+            **ask | {"input": f"Number {number % 4}"}, max_output_tokens=20, stream=True
+        )
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                text += event.delta
+                if number % 3 == 1:
+                    await stream.close()
+                    break
+        return text
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(24)))
+
+    texts = asyncio.run(main())
+    for number, text in enumerate(texts):
+        whole = texts[next(other for other in range(24) if other % 4 == number % 4 and other % 3 != 1)]
+        assert whole.startswith(text) and (len(text) < len(whole) or number % 3 != 1)
 
 
 def test_long_inputs_take_time_in_proportion(scripted: Stage) -> None:
