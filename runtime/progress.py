@@ -20,9 +20,14 @@ def no_bar() -> Iterator[None]:
         _HIDDEN.reset(token)
 
 
+def is_quiet() -> bool:
+    """Whether `no_bar` is in force."""
+    return _HIDDEN.get()
+
+
 def bar_is_shown() -> bool:
     """Whether a bar would be shown here: stderr is a terminal, and nobody said `no_bar`."""
-    return not _HIDDEN.get() and sys.stderr.isatty()
+    return not is_quiet() and sys.stderr.isatty()
 
 
 @contextmanager

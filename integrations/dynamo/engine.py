@@ -26,6 +26,7 @@ from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.engine import EngineDraining
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.hub import local_model
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.scheduler import QueueFull, RequestTooLarge
 
@@ -66,7 +67,9 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
     async def from_args(cls, argv: list[str] | None = None) -> tuple[GristmillEngine, WorkerConfig]:
         """The engine of a command line, not started."""
         parser = argparse.ArgumentParser("python -m gristmill.integrations.dynamo", description=__doc__)
-        parser.add_argument("--model", required=True, help="a directory")
+        parser.add_argument(
+            "--model", required=True, help="a directory, or a repository of the Hugging Face hub"
+        )
         parser.add_argument("--served-model-name", help="for clients; the directory's name otherwise")
         parser.add_argument(
             "--option",
@@ -95,14 +98,15 @@ class GristmillEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is read withou
             parser.error(f"--option takes NAME=VALUE, got {', '.join(wrong)}")
         name = arguments.served_model_name or Path(arguments.model).name
         options = engine_options({key: value for key, _, value in pairs})
-        engine = cls(arguments.model, name, options, not arguments.disable_kv_routing)
+        path = local_model(arguments.model)
+        engine = cls(str(path), name, options, not arguments.disable_kv_routing)
         return engine, WorkerConfig(
             namespace=arguments.namespace,
             component=arguments.component,
             endpoint=arguments.endpoint,
-            model_name=arguments.model,
+            model_name=str(path),
             served_model_name=name,
-            endpoint_types=arguments.endpoint_types or _endpoints(Path(arguments.model)),
+            endpoint_types=arguments.endpoint_types or _endpoints(path),
             discovery_backend=arguments.discovery_backend,
             request_plane=arguments.request_plane,
             event_plane=arguments.event_plane,

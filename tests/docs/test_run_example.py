@@ -12,6 +12,8 @@ from rich.console import Console
 
 from gristmill import LLM, console
 from gristmill.runtime import Chunk
+from gristmill.runtime.chat.chat import Chat
+from gristmill.runtime.default_model import ModelUnavailableError
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +59,39 @@ def test_the_name_is_bold_on_a_terminal(
     )
     example.answer("docs-llama")
     assert "\x1b[1mdocs-llama\x1b[0m (bf16)" in capsys.readouterr().out
+
+
+def test_without_a_chat_model_it_says_so_and_ends_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = _example()
+
+    def unavailable() -> Path:
+        raise ModelUnavailableError("the package index is out of reach")
+
+    monkeypatch.setattr(example, "default_model", unavailable)
+    monkeypatch.setattr(example, "LLM", None)
+    example.converse()
+    assert capsys.readouterr().out == "\nNo chat model: the package index is out of reach\n"
+
+
+def test_the_chat_model_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With the smallest example model in the place of the one that is fetched."""
+    example = _example()
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    monkeypatch.setattr(example, "default_model", lambda: example.MODELS / "docs-llama")
+    options = {"device": "cpu", "num_blocks": 32, "warm": "off", "dtype": "fp32"}
+    monkeypatch.setattr(example, "LLM", lambda path: LLM(path, **options))
+    monkeypatch.setattr(
+        example, "Chat", lambda path, tokenizer: Chat(path, tokenizer, template=str(template))
+    )
+    example.converse()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"SmolLM2-135M-Instruct (Apache-2.0): {example.QUESTION}"
+    assert re.fullmatch(r"  \[\d+ tokens in [\d.]+ s\]", lines[-1]) and len(lines) > 3
 
 
 def test_the_readme_has_the_weights_that_a_run_reports() -> None:
