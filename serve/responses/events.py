@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gristmill.runtime.completion import Chunk
 from gristmill.serve.blocks import Blocks, Step
 from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import encode
 from gristmill.serve.generation import Generation, Part
 from gristmill.serve.responses.items import Item, new_id
 
@@ -179,6 +180,11 @@ def brief(entries: list[Any]) -> list[Any]:
         }
         for one in entries
     ]
+
+
+def written(events: Sequence[Event]) -> list[bytes]:
+    """Events as a stream has them."""
+    return [b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events]
 
 
 def usage(generation: Generation) -> dict[str, Any]:

@@ -22,6 +22,9 @@ class Stored:
         owner: whose key it was made with; nobody else sees it.
         items: its whole input, with that of the responses before it.
         task: generates it in the background; None = it is complete.
+        background: it was made there.
+        events: those that a stream of it has, by their numbers; None = they are not kept.
+        changed: is set when there are more of them, or the end, and then another one takes its place.
     """
 
     owner: str
@@ -29,7 +32,16 @@ class Stored:
     items: Sequence[Item]
     task: asyncio.Task[None] | None = None
     background: bool = False
+    events: list[bytes] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     size: int = field(default=0, init=False)
+
+    def add(self, events: Sequence[bytes]) -> None:
+        """The next events; none = it has ended."""
+        if self.events is not None:
+            self.events += events
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class ResponseStore:
@@ -61,6 +73,7 @@ class ResponseStore:
         name = stored.response["id"]
         self._drop(name)
         stored.size = len(encode(stored.response)) + len(encode(stored.items))
+        stored.size += sum(map(len, stored.events or ()))
         idle = [key for key, one in self._stored.items() if one.task is None]
         while len(self) >= self._entries or self._bytes + stored.size > self._most_bytes:
             if not idle:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from gristmill.serve.app import Endpoint
-from gristmill.serve.errors import RETRY_AFTER, ApiError, api_error
-from gristmill.serve.exchange import Exchange, encode
+from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Generation
 from gristmill.serve.logprobs import chat_logprobs
-from gristmill.serve.responses.events import Event, ResponseEvents, usage
+from gristmill.serve.responses import background
+from gristmill.serve.responses.events import ResponseEvents, usage, written
 from gristmill.serve.responses.items import Item, conversation, input_items
 from gristmill.serve.responses.request import (
     ResponsesRequest,
@@ -51,86 +49,32 @@ async def create(exchange: Exchange) -> None:
     )
     stored = Stored(owner_of(exchange), events.response, items, background=bool(request.background))
     if request.background and store is not None:
-        await _in_background(exchange, store, stored, generation, events)
+        stored.events = [] if request.stream else None
+        background.begin(exchange, store, stored, generation, events)
+        if request.stream:
+            await background.follow(exchange, stored, 0)
+        else:
+            await exchange.respond(events.response)
         return
     exchange.watch()
     if request.stream:
-        await _stream(exchange, generation, events)
-    else:
-        events.start()
-        async for part in generation.parts():
-            events.of(part)
-    exchange.record["finish"] = [events.response["status"]]
-    if store is not None:
-        stored.response = events.response
-        store.put(stored)
-    if not request.stream:
-        await exchange.respond(events.response)
-
-
-async def _stream(exchange: Exchange, generation: Generation, events: ResponseEvents) -> None:
-    exchange.streams = True
-    exchange.on_error = lambda error: b"".join(map(_written, events.failed(error)))
-    begun = False
+        exchange.streams = True
+        exchange.on_error = lambda error: b"".join(written(events.failed(error)))
+    some = events.start()
     async for part in generation.parts():
-        some = events.of(part) if begun else events.start() + events.of(part)
-        if not begun:
-            begun = True
+        some += events.of(part)
+        if part.finish is not None:
+            exchange.record["finish"] = [events.response["status"]]
+            if store is not None:  # before the client knows: it may go on from it at once
+                store.put(stored)
+        if request.stream and some:
             await exchange.start_events()
-        if some:
-            await exchange.write(b"".join(map(_written, some)))
-    await exchange.end()
-
-
-def _written(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
-
-
-async def _in_background(
-    exchange: Exchange, store: ResponseStore, stored: Stored, generation: Generation, events: ResponseEvents
-) -> None:
-    """Respond at once, and generate whether the client stays or leaves."""
-    service, response = exchange.service, events.response
-    # The server waits for what is active when it drains, and ends it when its time is over.
-    job = Exchange(service, exchange.scope, _nowhere, _nowhere, exchange.request_id, exchange.shape)
-    events.start()
-    stored.task = job.task = asyncio.ensure_future(_work(job, store, stored, generation, events))
-    if not store.put(stored):
-        job.task.cancel()
-        raise ApiError(
-            429,
-            "no room for another response in the background (store_responses, store_bytes)",
-            type="rate_limit_error",
-            code="store_full",
-            headers={"retry-after": str(RETRY_AFTER)},
-        )
-    service.active.add(job)
-    await exchange.respond(response)
-
-
-async def _work(
-    job: Exchange, store: ResponseStore, stored: Stored, generation: Generation, events: ResponseEvents
-) -> None:
-    error: str | None = None
-    try:
-        async for part in generation.parts():
-            events.of(part)
-    except asyncio.CancelledError:
-        events.cancelled()
-    except Exception as failure:
-        events.failed(api_error(failure))
-        error = f"{type(failure).__name__}: {failure}"
-    finally:
-        job.service.active.discard(job)
-        stored.task = None
-        if store.holds(stored):
-            store.put(stored)
-        status = events.response["status"]
-        job.service.log.write("response", request_id=job.request_id, status=status, error=error)
-
-
-async def _nowhere(message: Any = None) -> Any:
-    raise RuntimeError("a response in the background has no client")
+            await exchange.write(b"".join(written(some)))
+        some = []
+    if request.stream:
+        await exchange.end()
+    else:
+        await exchange.respond(events.response)
 
 
 def _wanted_store(service: Service, request: ResponsesRequest) -> ResponseStore | None:
@@ -143,8 +87,6 @@ def _wanted_store(service: Service, request: ResponsesRequest) -> ResponseStore 
             )
     if request.background and request.store is False:
         raise ApiError(400, "background needs store: true", param="background")
-    if request.background and request.stream:
-        raise ApiError(400, "background responses are not streamed here: ask for them by id", param="stream")
     return None if request.store is False else store
 
 

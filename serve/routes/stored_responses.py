@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
+from gristmill.serve.responses.background import follow
 from gristmill.serve.responses.store import Stored, owner_of, store_of
 
 MAX_PAGE = 100
@@ -18,10 +19,17 @@ def _kept(exchange: Exchange) -> Stored:
 
 
 async def retrieve(exchange: Exchange) -> None:
-    """A response that is kept, as far as it is."""
-    if _query(exchange).get("stream", "false").lower() not in ("false", "0"):
-        raise ApiError(400, "responses by id are not streamed here", param="stream")
-    await exchange.respond(_kept(exchange).response)
+    """A response that is kept, as far as it is; or its events, those that come included."""
+    stored, query = _kept(exchange), _query(exchange)
+    if query.get("stream", "false").lower() in ("false", "0"):
+        await exchange.respond(stored.response)
+        return
+    after = query.get("starting_after")
+    if after is not None and not (after.isdecimal() and len(after) < 10):
+        raise ApiError(
+            400, f"starting_after must be the number of an event, got {after!r}", param="starting_after"
+        )
+    await follow(exchange, stored, 0 if after is None else int(after) + 1)
 
 
 async def delete(exchange: Exchange) -> None:

@@ -417,6 +417,49 @@ def test_background(scripted: Stage, client: openai.OpenAI) -> None:
         client.responses.cancel(whole.id)
 
 
+def test_streams_of_the_background(scripted: Stage, client: openai.OpenAI) -> None:
+    """Who leaves comes back to where it was, during and after; the response does not mind."""
+    scripted.plays("Hello there, " * 20, "hang")
+    ask: Any = ASK | {"background": True, "stream": True}
+    seen = []
+    with client.responses.create(**ask) as stream:
+        for event in stream:
+            seen.append(event)
+            if len(seen) == 6:
+                break
+    assert [event.sequence_number for event in seen] == list(range(6))
+    name = seen[0].response.id  # type: ignore[union-attr]
+    left = scripted.engine.left
+    with client.responses.retrieve(name, stream=True, starting_after=3) as stream:
+        again = [next(iter(stream)) for _ in range(2)]
+    assert [event.to_dict() for event in again] == [event.to_dict() for event in seen[4:]]
+    assert scripted.engine.left == left and client.responses.retrieve(name).status == "in_progress"
+    with client.responses.retrieve(name, stream=True, starting_after=5) as stream:
+        until(lambda: client.responses.retrieve(name).output)
+        client.responses.cancel(name)
+        rest = list(stream)
+    assert [event.sequence_number for event in rest] == list(range(6, 6 + len(rest)))
+    scripted.plays(SCRIPTS["all"])
+    with client.responses.create(**ask) as stream:
+        whole = list(stream)
+    assert whole[-1].type == "response.completed"
+    name = whole[-1].response.id
+    assert client.responses.retrieve(name).to_dict() == whole[-1].response.to_dict()
+    events = events_of(httpx.get(f"{scripted.url}/v1/responses/{name}?stream=true"))
+    assert [data for _, data in events] == [event.to_dict() for event in whole]
+    for _, data in events:
+        assert validated(ResponseStreamEvent, data) == set()
+    with client.responses.stream(response_id=name) as following:
+        assert following.get_final_response().output_text == "I look.\n"
+    scripted.plays("Hello", error=RuntimeError("secret"))
+    with client.responses.create(**ask) as stream:
+        assert list(stream)[-1].type == "response.failed"
+    path = f"{scripted.url}/v1/responses/{name}?stream=true&starting_after="
+    assert events_of(httpx.get(path + str(len(whole) - 1))) == []
+    for wrong in ("x", "-1", "9" * 20):
+        assert httpx.get(path + wrong).json()["error"]["param"] == "starting_after"
+
+
 def test_draining_ends_what_is_in_the_background() -> None:
     """After its seconds, like every other request."""
     with stage(store_responses=2, drain_seconds=0.1) as scripted:
