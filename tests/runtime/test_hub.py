@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import huggingface_hub
 import pytest
+from click.testing import CliRunner
 from huggingface_hub import constants
 
 from gristmill import LLM, SamplingParams
@@ -20,6 +23,10 @@ from gristmill.quant.errors import ConfigError, UsageError
 from gristmill.runtime.hub import HubName, local_model
 from gristmill.runtime.hub_files import model_files
 from gristmill.runtime.loader.config import load_config
+from gristmill.runtime.parallel.replicas import Replicas
+from gristmill.runtime.speculation.draft import check_draft_model
+from gristmill.runtime.tokenizer import Tokenizer
+from gristmill.tools.cli import cli
 from tests import forked
 from tests.runtime.hub_server import TOKEN, Hub, Repository, serving
 from tests.runtime.oracle import LLAMA, MODELS
@@ -290,6 +297,45 @@ def test_kernelbench_reads_the_configuration_alone(hub: Hub) -> None:
     hub.repositories["org/docs"] = Repository({"main": DIRECTORY})
     assert bench_config("org/docs") == bench_config(str(MODELS / LLAMA))
     assert hub.fetched() == ["config.json"]
+
+
+def test_wherever_a_model_is_named(hub: Hub, tmp_path: Path) -> None:
+    hub.repositories["org/docs"] = Repository({"main": DIRECTORY})
+    assert check_draft_model("org/docs", "org/docs@main").path == local_model("org/docs")
+    with pytest.raises(ConfigError, match="draft model: org/absent is neither a path here nor"):
+        check_draft_model(MODELS / LLAMA, "org/absent")
+    with pytest.raises(ConfigError, match="org/absent is neither a path here nor"):
+        Replicas("org/absent", 2)  # at once, not in two processes
+    assert Tokenizer("org/docs").encode("The index") == Tokenizer(MODELS / LLAMA).encode("The index")
+    out = tmp_path / "quantized"
+    result = CliRunner().invoke(
+        cli, ["quantize", "--model", "org/docs", "--quant", "int8_ch", "--out", str(out), "--json"]
+    )
+    assert result.exit_code == 0, result.exception
+    assert load_config(out).quantization is not None and (out / "tokenizer.json").is_file()
+    assert not (out / "tokenizer.json").is_symlink()  # a copy, not a link into the cache
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert local_model(str(tmp_path)) == tmp_path
+    with pytest.raises(
+        ConfigError, match=r"need the package huggingface_hub: pip install 'gristmill\[runtime\]'"
+    ):
+        local_model("org/name")
+
+
+def test_several_at_once_fetch_it_once(hub: Hub) -> None:
+    paths: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: paths.append(local_model("org/ggufs:Q4_K_M"))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(paths) == 4 and len({*paths}) == 1 and paths[0].read_bytes() == GGUFS["small-Q4_K_M.gguf"]
+    assert hub.fetched() == ["small-Q4_K_M.gguf"]
 
 
 def test_the_command_line_and_the_variables(tmp_path: Path) -> None:
