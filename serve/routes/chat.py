@@ -15,7 +15,7 @@ from gristmill.serve.logprobs import chat_logprobs, prompt_logprobs
 from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation
 from gristmill.serve.sampling import SamplingFields, sampling_params
 from gristmill.serve.service import Service
-from gristmill.serve.usage import usage
+from gristmill.serve.usage import end_of_stream, usage
 
 MAX_TOP_LOGPROBS = 20
 
@@ -188,10 +188,7 @@ async def _stream(
         if out:
             await exchange.write(b"".join(out))
     exchange.record["finish"] = reasons
-    last = b"data: [DONE]\n\n"
-    if options and options.include_usage:
-        last = b"data: %b]," % before + b'"usage":' + encode(usage(generation)) + b"}\n\n" + last
-    await exchange.end(last)
+    await exchange.end(end_of_stream(b"data: " + before, options, generation))
 
 
 def _delta(service: Service, request: ChatRequest, part: Part, thoughts: bool) -> dict[str, Any] | None:

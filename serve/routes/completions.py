@@ -18,7 +18,7 @@ from gristmill.serve.generation import Answer, Generation, Part, beside, room
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
 from gristmill.serve.sampling import SamplingFields, sampling_params
 from gristmill.serve.service import Service
-from gristmill.serve.usage import usage
+from gristmill.serve.usage import end_of_stream, usage
 
 MAX_LOGPROBS = 20
 DEFAULT_TOKENS = 16
@@ -284,10 +284,7 @@ async def _stream(
         if out:
             await exchange.write(b"".join(out))
     exchange.record["finish"] = reasons
-    last = b"data: [DONE]\n\n"
-    if options and options.include_usage:
-        last = before + b'],"usage":' + encode(usage(*several.generations)) + b"}\n\n" + last
-    await exchange.end(last)
+    await exchange.end(end_of_stream(before, options, *several.generations))
 
 
 def _echo(
