@@ -30,8 +30,11 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 
-def make_service(model: str | Path, config: ServeConfig, engine: EngineConfig) -> Service:
-    """What a server serves, without the engine: configuration, tokenizer, conversations.
+def make_service(
+    model: str | Path, config: ServeConfig, engine: EngineConfig, shown: str | None = None
+) -> Service:
+    """What a server serves, without the engine: configuration, tokenizer, conversations. `shown`: the model's name, if it is not what it is
+    found by.
 
     Raises:
         UsageError: no such model, no tokenizer, a template or a format that there is not.
@@ -56,7 +59,7 @@ def make_service(model: str | Path, config: ServeConfig, engine: EngineConfig) -
         tracer = otlp_tracer(config.otlp_endpoint)
     return Service(
         config,
-        tuple(config.served_model_name) or (str(model),),
+        tuple(config.served_model_name) or (shown or str(model),),
         tokenizer,
         chat,
         limit,

@@ -15,6 +15,7 @@ import click
 from gristmill import __version__, console
 from gristmill.tools.bench_serve.command import bench
 from gristmill.tools.model_command import ModelCommand, SamplingCommand, load_llm, model_option
+from gristmill.tools.serve import serve
 
 if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM
@@ -30,6 +31,7 @@ def cli() -> None:
     formats that are read and written.
 
     \b
+    gristmill serve
     gristmill supported
     gristmill generate --model examples/models/docs-llama --prompt "The index"
     gristmill generate --model examples/models/docs-llama --prompt "The index" --quant int4_g128 --explain
@@ -478,6 +480,7 @@ def _bar(description: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 cli.add_command(bench)
+cli.add_command(serve)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def serve(model: str | None, **options: Any) -> None:
 
     The page at /ui has a chat, the load of the engines, and which kernels run. SIGTERM drains: running requests have --drain-seconds.
     """
-    from gristmill.runtime.default_model import default_model
+    from gristmill.runtime.default_model import DEFAULT, default_model
     from gristmill.runtime.engine_config import EngineConfig
     from gristmill.serve.config import ServeConfig
     from gristmill.serve.engines import open_engines
@@ -57,12 +57,15 @@ def serve(model: str | None, **options: Any) -> None:
     config = ServeConfig(**given(ServeConfig, options))
     stated = given(EngineConfig, options)
     engine = EngineConfig.of(stated)  # before anything is started
+    chosen = DEFAULT if model is None else None
     name = default_model() if model is None else model
-    service = make_service(name, config, engine)
+    service = make_service(name, config, engine, shown=None if chosen is None else chosen.name)
     load = None if config.render_only else open_engines(name, stated)
 
     def listening(url: str) -> None:
-        console.err().print(f"gristmill serves {service.name} at {url} (page: {url}/ui)", highlight=False)
+        console.err().print(
+            f"gristmill serves {service.name} at {url} (page: {url}/ui)", highlight=False, soft_wrap=True
+        )
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Server(service, load).run(listening))
