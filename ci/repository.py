@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKED = ("kernel_registry", "quant", "kernels", "autotune", "runtime", "serve", "tools", "bench", "integrations")
+LINKED = (
+    "kernel_registry",
+    "quant",
+    "kernels",
+    "autotune",
+    "runtime",
+    "serve",
+    "tools",
+    "bench",
+    "integrations",
+)
 """The folders of the package, to which src/gristmill has links."""
 PACKAGE = (*LINKED, "src/gristmill")
 NATIVE = (".c", ".cpp", ".cu", ".cuh", ".h", ".hip")

@@ -111,6 +111,11 @@ class AsyncEngine:
         await self.close()
 
     @property
+    def thread(self) -> EngineThread:
+        """The thread of the engine, for calls from other threads."""
+        return self._thread
+
+    @property
     def error(self) -> EngineDeadError | None:
         """Why the engine stopped serving; None while it serves."""
         return self._thread.error

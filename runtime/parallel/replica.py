@@ -1,13 +1,15 @@
 """One replica: a process with an `LLM` of its own, started by `Replicas` as ``python -m gristmill.runtime.parallel.replica``.
 
-Messages are (request, kind, arguments), answers (request, item): chunks or a status, then None, or the exception that ended the request.
+Messages are (request, kind, arguments), answers (request, item): chunks or the result of a call, then None, or the exception that ended it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from contextlib import aclosing
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,15 +21,16 @@ from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel import child_process
+from gristmill.runtime.parallel.calls import Calls
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.status import EngineStatus
 
 
 class Replica:
     """Serves the messages of one connection."""
 
-    def __init__(self, connection: Connection, engine: AsyncEngine) -> None:
+    def __init__(self, connection: Connection, llm: LLM, engine: AsyncEngine) -> None:
         self._connection, self._engine = connection, engine
+        self._calls = Calls(llm, engine.thread)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -70,19 +73,33 @@ class Replica:
         finally:
             del self._tasks[request]
 
-    def stream(self, request: str, prompt: Any, params: Any, priority: int) -> AsyncGenerator[Chunk, None]:
+    def stream(
+        self, request: str, prompt: Any, params: Any, priority: int, name: str | None
+    ) -> AsyncGenerator[Chunk, None]:
         """The chunks of a prompt."""
-        return self._engine.stream(prompt, params, priority=priority, request_id=request)
+        return self._engine.stream(prompt, params, priority=priority, request_id=name or request)
 
     async def save(self, request: str, prompt: Any, seconds: float) -> AsyncGenerator[bool, None]:
         """Compute a prompt, and wait until its blocks are in the stores of `kv_transfer`; whether they are."""
         await self._engine.generate(prompt, SamplingParams(max_tokens=1), request_id=request)
-        flush = await self._engine.call(lambda engine: engine.flush_kv_transfer)
-        yield await asyncio.to_thread(flush, seconds)
+        async for (saved,) in self.call(request, "flush_kv_transfer", {"seconds": seconds}):
+            yield saved
 
-    async def status(self, request: str) -> AsyncGenerator[EngineStatus, None]:
-        """The engine's status."""
-        yield await self._engine.check_health()
+    async def call(
+        self, request: str, name: str, arguments: dict[str, Any]
+    ) -> AsyncGenerator[tuple[Any], None]:
+        """The result of a method of `Calls`, which may be None, in a tuple."""
+        result: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(self._calls.run(name, arguments))
+            except BaseException as error:  # the caller's
+                result.set_exception(error)
+
+        # A thread for each: some wait for a long time, and must not keep others from their turn.
+        threading.Thread(target=run, name=f"gristmill-{name}", daemon=True).start()
+        yield (await asyncio.wrap_future(result),)
 
 
 def serve(connection: Connection) -> None:
@@ -92,7 +109,7 @@ def serve(connection: Connection) -> None:
     llm = LLM(model, **options)
     connection.send(("", None))
     try:
-        asyncio.run(Replica(connection, AsyncEngine(llm, watchdog_seconds=watchdog)).serve())
+        asyncio.run(Replica(connection, llm, AsyncEngine(llm, watchdog_seconds=watchdog)).serve())
     finally:
         llm.close()
 

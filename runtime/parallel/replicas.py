@@ -13,8 +13,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,15 +25,19 @@ import torch
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
+from gristmill.runtime.engine import PauseMode
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.hub import local_model
 from gristmill.runtime.integers import as_prompt, plain
 from gristmill.runtime.llm import Prompt
+from gristmill.runtime.parallel.calls import set_log_level
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
 from gristmill.runtime.parallel.driver import LOADING
 from gristmill.runtime.parallel.route import Route, Router
+from gristmill.runtime.residency import Part
 from gristmill.runtime.sampling_params import SamplingParams, check_integers
+from gristmill.runtime.scheduler import QueueFull
 from gristmill.runtime.status import EngineStatus
 
 Call = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Any]"]  # where the answers to a request go
@@ -54,7 +58,7 @@ class Replicas:
 
     Args:
         model, options: arguments of `LLM`, for each; a model of the hub is fetched once. On GPUs, replica r has those from r * tensor_parallel
-            on.
+            on. max_queued and max_queued_tokens are those of all replicas together: each has its share.
         count: number of replicas.
         route: ``prefix``: a request goes to the replica that was sent the longest prefix of its prompt, unless that has far more to do than
             others; ``round_robin``: in turn.
@@ -87,13 +91,15 @@ class Replicas:
         options["device"] = device_of(options)
         self._retry, self._timeout = retry, timeout
         self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()
+        self._names: set[str] = set()  # those that callers gave to unfinished requests
         self._replicas: list[_Replica] = []
         try:
             for number, environment in enumerate(_environments(count, skip, options)):
                 self._replicas.append(
                     _Replica(spawn("gristmill.runtime.parallel.replica", number, env=environment))
                 )
-                self._replicas[-1].child.connection.send((model, options, count, LOADING * timeout))
+                own = {**options, **_share(options, number, count)}
+                self._replicas[-1].child.connection.send((model, own, count, LOADING * timeout))
             self._await_loaded(time.monotonic() + LOADING * timeout)
         except BaseException:
             end_all(replica.child for replica in self._replicas)
@@ -109,24 +115,42 @@ class Replicas:
         self.close()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place."""
+        """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place. QueueFull: none has room
+        in its queue."""
         given = as_prompt(prompt)
-        while True:
-            begun = False
-            try:
-                async with aclosing(self._items(given, "stream", given, params, priority)) as items:
-                    async for item in items:
-                        begun = True
-                        yield item
-                return
-            except ReplicaError:
-                if begun or not self._retry or not self._loads():
-                    raise
+        full: set[int] = set()
+        with self._name(request_id):
+            while True:
+                begun = False
+                try:
+                    items = self._items(given, "stream", given, params, priority, request_id, full=full)
+                    async with aclosing(items):
+                        async for item in items:
+                            begun = True
+                            yield item
+                    return
+                except ReplicaError:
+                    if begun or not self._retry or not self._loads():
+                        raise
+                    full.clear()
+                except QueueFull:
+                    if not self._loads().keys() - full:
+                        raise
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
     ) -> list[Completion]:
         """As `AsyncEngine.generate`, of a text without prompt_ids. What a replica that dies has computed is computed again by another one,
         unless `retry` is False."""
@@ -134,7 +158,8 @@ class Replicas:
         while True:
             growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
             try:
-                async with aclosing(self.stream(given, params, priority=priority)) as stream:
+                stream = self.stream(given, params, priority=priority, request_id=request_id)
+                async with aclosing(stream):
                     async for chunk in stream:
                         growing[chunk.choice].add(chunk)
             except ReplicaError:
@@ -151,11 +176,62 @@ class Replicas:
 
     async def status(self) -> list[EngineStatus | BaseException]:
         """For each replica its status, or the ReplicaError that says why it serves no more."""
+        return await self._call_all("status")
 
-        async def ask(replica: _Replica) -> EngineStatus:
-            return [status async for status in self._items("", "status", on=replica)][0]  # type: ignore[no-any-return]
+    async def pause(self, mode: PauseMode = "wait") -> list[None | BaseException]:
+        """As `AsyncEngine.pause`, for each replica; what one raises stands in its place, here and below."""
+        return await self._call_all("pause", mode=mode)
 
-        return await asyncio.gather(*map(ask, self._replicas), return_exceptions=True)
+    async def resume(self) -> list[None | BaseException]:
+        """As `AsyncEngine.resume`, for each replica."""
+        return await self._call_all("resume")
+
+    async def drain(self, timeout: float | None = None) -> list[None | BaseException]:
+        """As `AsyncEngine.drain`, for each replica."""
+        return await self._call_all("drain", timeout=timeout)
+
+    async def sleep(self, level: int = 1) -> list[None | BaseException]:
+        """As `Engine.sleep`, for each replica."""
+        return await self._call_all("sleep", level=level)
+
+    async def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> list[None | BaseException]:
+        """As `Engine.wake_up`, for each replica."""
+        return await self._call_all("wake_up", parts=tuple(parts))
+
+    async def update_weights(self, path: str | Path) -> list[None | BaseException]:
+        """As `Engine.update_weights`, from a directory, for each replica."""
+        return await self._call_all("update_weights", path=str(path))
+
+    async def reset_prefix_cache(self) -> list[None | BaseException]:
+        """As `Engine.reset_prefix_cache`, for each replica."""
+        return await self._call_all("reset_prefix_cache")
+
+    async def explain(self) -> list[list[dict[str, Any]] | BaseException]:
+        """For each replica the rows of `LLM.explain`."""
+        return await self._call_all("explain")
+
+    async def dump(self) -> list[str | BaseException]:
+        """For each replica the state of its engine as text, also while a step hangs."""
+        return await self._call_all("dump")
+
+    async def set_log_level(self, level: str) -> list[None | BaseException]:
+        """Set that of the logger ``gristmill``, in this process and in each replica: ``debug``, ``info``, ``warning`` or ``error``."""
+        set_log_level(level)
+        return await self._call_all("set_log_level", level=level)
+
+    async def profile(self, steps: int, path: str | Path) -> list[str | BaseException]:
+        """Write a trace of the next `steps` steps of each replica, for chrome://tracing or Perfetto. Returns the files: `path`, and with several
+        replicas their numbers before its suffix. UsageError: another profile is being taken."""
+        path = Path(path).absolute()
+        paths = [path]
+        if len(self._replicas) > 1:
+            paths = [path.with_stem(f"{path.stem}-{number}") for number in range(len(self._replicas))]
+        calls = (
+            self._call(replica, "profile", steps=steps, path=str(one))
+            for replica, one in zip(self._replicas, paths, strict=True)
+        )
+        files: list[str | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
+        return files
 
     def close(self) -> None:
         """End the processes; unfinished requests end with ReplicaError."""
@@ -165,14 +241,48 @@ class Replicas:
         for replica in self._replicas:
             replica.child.process.kill()
 
-    async def _items(
-        self, prompt: str | list[int], kind: str, *arguments: Any, on: _Replica | None = None
-    ) -> AsyncGenerator[Any, None]:
-        """The answer of a replica to a message: of `on`, or of one that is chosen for the prompt."""
-        name, answers = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
+    @contextmanager
+    def _name(self, name: str | None) -> Iterator[None]:
+        """Let a request have a name. UsageError: an unfinished one has it."""
+        if name is None:
+            yield
+            return
         with self._lock:
-            if on is None and (loads := self._loads()):
-                on = self._replicas[self._router.choose(prompt, loads)]
+            if name in self._names:
+                raise UsageError(f"request id {name!r} is in use by an unfinished request")
+            self._names.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._names.discard(name)
+
+    async def _call(self, replica: _Replica, name: str, **arguments: Any) -> Any:
+        """The result of a method of `Calls`."""
+        async with aclosing(self._items("", "call", name, arguments, on=replica)) as items:
+            return [item async for (item,) in items][0]
+
+    async def _call_all(self, name: str, **arguments: Any) -> list[Any]:
+        calls = (self._call(replica, name, **arguments) for replica in self._replicas)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _items(
+        self,
+        prompt: str | list[int],
+        kind: str,
+        *arguments: Any,
+        on: _Replica | None = None,
+        full: set[int] | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """The answer of a replica to a message: of `on`, or of one that is chosen for the prompt, which is added to `full`, and was not in it."""
+        name, answers = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
+        full = set() if full is None else full
+        with self._lock:
+            loads = {n: load for n, load in self._loads().items() if n not in full}
+            if on is None and loads:
+                chosen = self._router.choose(prompt, loads)
+                full.add(chosen)
+                on = self._replicas[chosen]
             if on is None:
                 errors = "; ".join(str(replica.error) for replica in self._replicas)
                 raise ReplicaError(f"no replica is left: {errors}")
@@ -264,6 +374,15 @@ def _environments(count: int, skip: int, options: Mapping[str, Any]) -> list[dic
             f"{count} replicas need {each} GPUs each, {len(devices) - skip} are free; device='cpu' has them all on the CPU"
         )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def _share(options: Mapping[str, Any], number: int, count: int) -> dict[str, int]:
+    """What a replica has of the caps of the queue, which hold for all replicas together; at least 1, if the cap is not 0."""
+    shares = {}
+    for name in ("max_queued", "max_queued_tokens"):
+        if (most := options.get(name)) is not None:
+            shares[name] = most // count + (number < most % count) or min(1, most)
+    return shares
 
 
 def _death(child: ChildProcess, when: str) -> str:

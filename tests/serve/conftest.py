@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gristmill import LLM
-from tests.serve.server import MODEL, LocalEngine, service_of, serving, until_ready
+from tests.serve.server import MODEL, LocalEngine, service_of, serving
 
 
 @pytest.fixture(scope="package")
@@ -19,7 +19,5 @@ def llm() -> LLM:
 @pytest.fixture(scope="package")
 def url(llm: LLM) -> Iterator[str]:
     """The address of a server."""
-    service = service_of(llm)
-    with serving(service, lambda service: LocalEngine(llm)) as address:
-        until_ready(service)
+    with serving(service_of(llm), lambda service: LocalEngine(llm)) as address:
         yield address

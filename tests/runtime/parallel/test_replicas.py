@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.runtime.engine import EngineDraining
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.parallel.replicas import Replicas
+from gristmill.runtime.parallel.replicas import Replicas, _share
 from gristmill.runtime.parallel.route import PIECE, SLACK, Router
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.scheduler import QueueFull
 from gristmill.runtime.status import EngineStatus
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA, MODELS
@@ -126,6 +128,72 @@ def test_replicas_give_the_ids_of_one_and_outlive_each_other(
     run(main)
     replicas.close()
     until(lambda: all(map(is_gone, started)))
+
+
+def test_calls_reach_every_replica(start: Callable[..., Any], tmp_path: Path) -> None:
+    replicas: Any = start(Replicas, 2, route="round_robin", max_queued=3)
+
+    async def main() -> None:
+        await asyncio.gather(*(replicas.generate(prompt, PARAMS) for prompt in PROMPTS[:2]))
+        assert all(isinstance(one, EngineStatus) and one.cached_blocks for one in await replicas.status())
+        assert await replicas.reset_prefix_cache() == [None, None]
+        assert [one.cached_blocks for one in await replicas.status()] == [0, 0]
+        for rows in await replicas.explain():
+            assert {"op", "kernel", "reason"} <= rows[0].keys()
+
+        assert await replicas.pause("keep") == [None, None]
+        assert [one.state for one in await replicas.status()] == ["paused"] * 2
+        waiting = [
+            asyncio.ensure_future(replicas.generate(prompt, PARAMS, request_id=f"r{i}"))
+            for i, prompt in enumerate(PROMPTS[:3])
+        ]
+        await asyncio.sleep(0.3)
+        with pytest.raises(UsageError, match="request id 'r1' is in use by an unfinished request"):
+            await replicas.generate(PROMPTS[0], PARAMS, request_id="r1")
+        assert sorted(one.waiting for one in await replicas.status()) == [1, 2], "their shares"
+        with pytest.raises(QueueFull, match="max_queued"):
+            await replicas.generate(PROMPTS[0], PARAMS)
+        dumps = await replicas.dump()
+        assert all("engine thread is at" in text for text in dumps)
+        assert "r0" in dumps[0] + dumps[1], "the engine has the caller's name"
+        assert await replicas.resume() == [None, None]
+        assert len(await asyncio.gather(*waiting)) == 3
+        await replicas.generate(PROMPTS[0], PARAMS, request_id="r1")
+
+        trace = asyncio.ensure_future(replicas.profile(3, tmp_path / "trace.json"))
+        await asyncio.sleep(0.2)
+        [refused, *_] = await replicas.profile(3, tmp_path / "other.json")
+        assert isinstance(refused, UsageError) and "another profile" in str(refused)
+        await asyncio.gather(*(replicas.generate(prompt, PARAMS) for prompt in PROMPTS[:2]))
+        files = await trace
+        assert files == [str(tmp_path / f"trace-{number}.json") for number in range(2)]
+        assert all('"traceEvents"' in Path(file).read_text() for file in files)
+        assert isinstance((await replicas.profile(1, tmp_path / "no" / "trace.json"))[0], OSError)
+        with pytest.raises(UsageError, match="level must be one of debug, info, warning, error"):
+            await replicas.set_log_level("loud")
+
+        [first, second] = await replicas.update_weights("/nowhere")
+        assert isinstance(first, Exception) and "nowhere" in str(first) and isinstance(second, Exception)
+        assert await replicas.sleep(1) == [None, None]
+        assert [one.state for one in await replicas.status()] == ["sleeping"] * 2
+        assert await replicas.wake_up() == [None, None]
+        os.kill(pids(replicas)[1], signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        [alive, dead] = await replicas.reset_prefix_cache()
+        assert alive is None and isinstance(dead, ReplicaError)
+        assert (await replicas.drain(1.0))[0] is None
+        with pytest.raises(EngineDraining):
+            await replicas.generate(PROMPTS[0], PARAMS)
+
+    run(main)
+
+
+def test_caps_of_the_queue_are_shared() -> None:
+    options = {"max_queued": 7, "max_queued_tokens": 1, "dtype": "fp32"}
+    shares = [_share(options, number, 3) for number in range(3)]
+    assert [one["max_queued"] for one in shares] == [3, 2, 2]
+    assert [one["max_queued_tokens"] for one in shares] == [1, 1, 1], "each may take one"
+    assert _share({"max_queued": 0}, 1, 2) == {"max_queued": 0} and _share({}, 0, 2) == {}
 
 
 def test_a_prompt_that_one_process_has_computed_is_loaded_by_another(
