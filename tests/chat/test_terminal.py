@@ -402,10 +402,15 @@ def test_in_a_terminal(arguments: tuple[str, ...], environment: dict[str, str], 
         terminal.send("/set max_tokens 4\n")
         terminal.until("max_tokens = 4")
         terminal.until("> ")
-        terminal.send("The \\\nindex\n")
+        terminal.send("The \\\n")
+        terminal.until(". ")
+        terminal.send("index\n")
         terminal.until("cut at max_tokens")
         terminal.until("> ")
-        terminal.send("/set max_tokens\n/set ignore_eos true\n")
+        terminal.send("/set max_tokens\n")
+        terminal.until("max_tokens = 128")
+        terminal.until("> ")
+        terminal.send("/set ignore_eos true\n")
         terminal.until("ignore_eos = True")
         terminal.until("> ")
         terminal.send("The index\n")
@@ -414,7 +419,10 @@ def test_in_a_terminal(arguments: tuple[str, ...], environment: dict[str, str], 
         terminal.send("\x03")
         terminal.until("interrupted")
         terminal.until("> ")
-        terminal.send("half a line\x03")
+        terminal.send("half a line")
+        terminal.until("half a line")
+        time.sleep(0.1)  # Python does not see a signal that comes while readline takes a key
+        terminal.send("\x03")
         terminal.until("> ")
         terminal.send("/nonsense\n")
         terminal.until("there is no /nonsense")
@@ -424,6 +432,7 @@ def test_in_a_terminal(arguments: tuple[str, ...], environment: dict[str, str], 
         terminal.until("> ")
         terminal.send("\x1b[A\n")  # the line before, by readline's history
         terminal.until("4 messages in")
+        terminal.until("> ")
         terminal.send("\x04")
         assert terminal.process.wait(30) == 0
     finally:

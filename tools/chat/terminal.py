@@ -57,7 +57,16 @@ def _obey(session: Session, line: str) -> None:
                 session.messages = before
 
 
-def read_question(read: Callable[[str], str] = input) -> tuple[str, bool]:
+def _input(prompt: str) -> str:
+    """A line; the prompt is no part of stdout where that is a file."""
+    if sys.stdout.isatty():
+        return input(prompt)
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+    return input()
+
+
+def read_question(read: Callable[[str], str] = _input) -> tuple[str, bool]:
     """A question, and whether it was quoted: a line; several, of which each but the last ends with a backslash; or what is between triple
     quotes, as it is."""
     line = read(PROMPT)
