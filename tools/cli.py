@@ -14,6 +14,7 @@ import click
 
 from gristmill import __version__, console
 from gristmill.tools.bench_serve.command import bench
+from gristmill.tools.chat.command import chat
 from gristmill.tools.model_command import ModelCommand, SamplingCommand, load_llm, model_option
 from gristmill.tools.serve import serve
 
@@ -32,6 +33,7 @@ def cli() -> None:
 
     \b
     gristmill serve
+    gristmill chat
     gristmill supported
     gristmill generate --model examples/models/docs-llama --prompt "The index"
     gristmill generate --model examples/models/docs-llama --prompt "The index" --quant int4_g128 --explain
@@ -480,6 +482,7 @@ def _bar(description: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 cli.add_command(bench)
+cli.add_command(chat)
 cli.add_command(serve)
 
 

@@ -29,6 +29,7 @@ from gristmill.tools.chat import command, terminal
 from gristmill.tools.chat.session import Answer, Session, recommended
 from gristmill.tools.chat.slash import Again, Leave, run_slash
 from gristmill.tools.chat.terminal import interruptible, read_question, show_answer
+from gristmill.tools.cli import cli
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "docs-llama"
@@ -454,7 +455,7 @@ def test_without_a_name_the_default_model_is_taken(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("gristmill.runtime.default_model.default_model", lambda: Path("/default.gguf"))
     monkeypatch.setattr(command, "load_llm", load)
     for given, taken in (([], "/default.gguf"), (["org/name:Q4_K_M"], "org/name:Q4_K_M")):
-        result = CliRunner().invoke(command.chat, given)
+        result = CliRunner().invoke(cli, ["chat", *given])
         assert isinstance(result.exception, Loaded) and str(result.exception) == taken
 
 
