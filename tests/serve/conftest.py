@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gristmill import LLM
-from tests.serve.server import MODEL, LocalEngine, service_of, serving
+from tests.serve.server import MODEL, LocalEngine, service_of, serving, until_ready
 
 
 @pytest.fixture(scope="package")
@@ -19,5 +19,7 @@ def llm() -> LLM:
 @pytest.fixture(scope="package")
 def url(llm: LLM) -> Iterator[str]:
     """The address of a server."""
-    with serving(service_of(llm), lambda service: LocalEngine(llm)) as address:
+    service = service_of(llm)
+    with serving(service, lambda service: LocalEngine(llm)) as address:
+        until_ready(service)
         yield address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,15 @@ def serving(service: Service, load: Any) -> Iterator[str]:
             raise failures[0]
         if thread.is_alive():
             raise TimeoutError("the server did not end")
+
+
+def until_ready(service: Service) -> None:
+    """Wait for the engine, which a server loads after it listens."""
+    end = time.monotonic() + 30
+    while service.engine is None:
+        if time.monotonic() > end:
+            raise TimeoutError("the server has no engine")
+        time.sleep(0.005)
 
 
 def service_of(llm: LLM, **options: Any) -> Service:

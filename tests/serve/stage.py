@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import httpx
 
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta, Message
 from gristmill.runtime.completion import Chunk
@@ -21,7 +23,7 @@ from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.serve.config import ServeConfig
 from gristmill.serve.request_log import RequestLog
 from gristmill.serve.service import Service
-from tests.serve.server import MODEL, serving
+from tests.serve.server import MODEL, serving, until_ready
 
 
 @dataclass
@@ -202,13 +204,19 @@ class Stage:
         self.engine.seed = seed
 
 
+HTTP = httpx.Client(timeout=60)
+"""For requests without a package: to make one takes longer than a request."""
+
+
 @contextmanager
-def stage(load: Callable[[Service], Any] | None = None, **options: Any) -> Iterator[Stage]:
+def stage(**options: Any) -> Iterator[Stage]:
     """A server that plays scripts while the block runs."""
     tokenizer = Tokenizer(MODEL)
     config = ServeConfig(**{"port": 0, "drain_seconds": 2.0, "log_file": "/dev/null", **options})
     chat: Any = ScriptedChat(tokenizer)
     service = Service(config, ("scripted",), tokenizer, chat, 512, 4096, {}, RequestLog(config.log_file))
     engine = Player()
-    with serving(service, load or (lambda service: engine)) as url:
+    with serving(service, lambda service: engine) as url:
+        if not config.render_only:
+            until_ready(service)
         yield Stage(url, engine, service)

@@ -23,7 +23,7 @@ from gristmill.runtime.scheduler import QueueFull
 from gristmill.serve.anthropic_events import MessageEvents, MessageFold
 from gristmill.serve.generation import Part
 from tests.serve.shapes import events_of, validated
-from tests.serve.stage import Stage, stage
+from tests.serve.stage import HTTP, Stage, stage
 
 WEATHER = {
     "name": "weather",
@@ -56,7 +56,7 @@ def scripted() -> Iterator[Stage]:
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(scripted: Stage) -> Iterator[anthropic.Anthropic]:
     """A client."""
     with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0, timeout=20) as one:
@@ -65,7 +65,7 @@ def client(scripted: Stage) -> Iterator[anthropic.Anthropic]:
 
 def post(scripted: Stage, body: Any, path: str = "/v1/messages", **headers: str) -> httpx.Response:
     """A request without the package."""
-    return httpx.post(scripted.url + path, json=body, headers=headers, timeout=20)
+    return HTTP.post(scripted.url + path, json=body, headers=headers, timeout=20)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -344,7 +344,7 @@ def test_models(scripted: Stage, client: anthropic.Anthropic) -> None:
     """The list, and one; what this API has and the server has not is an error in its shape."""
     assert [one.id for one in client.models.list()] == ["scripted"]
     assert client.models.retrieve("scripted").max_input_tokens == 512
-    entry = httpx.get(f"{scripted.url}/v1/models/scripted").json()
+    entry = HTTP.get(f"{scripted.url}/v1/models/scripted").json()
     assert validated(ModelInfo, entry) == {"object", "created", "owned_by", "root", "parent", "max_model_len"}
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.batches.retrieve("msgbatch_1")
@@ -540,11 +540,11 @@ def test_other_errors(scripted: Stage, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.APIStatusError) as ended:
         client.messages.create(**ASK)
     assert ended.value.type == "overloaded_error"
-    large = httpx.post(f"{scripted.url}/v1/messages", content=b" " * (17 << 20), timeout=20)
+    large = HTTP.post(f"{scripted.url}/v1/messages", content=b" " * (17 << 20), timeout=20)
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
-    wrong = httpx.get(f"{scripted.url}/v1/messages")
+    wrong = HTTP.get(f"{scripted.url}/v1/messages")
     assert wrong.status_code == 405 and validated(ErrorResponse, wrong.json()) == set()
-    broken = httpx.post(f"{scripted.url}/v1/messages", content=b'{"model": ')
+    broken = HTTP.post(f"{scripted.url}/v1/messages", content=b'{"model": ')
     assert broken.status_code == 400 and validated(ErrorResponse, broken.json()) == set()
 
 
@@ -565,7 +565,7 @@ def test_pings_while_it_waits(
     """Before the first part, too: proxies see a response."""
     monkeypatch.setattr("gristmill.serve.app.HEARTBEAT_SECONDS", 0.0)
     scripted.plays("", "hang")
-    with httpx.stream(
+    with HTTP.stream(
         "POST", f"{scripted.url}/v1/messages", json=ASK | {"stream": True}, timeout=20
     ) as answer:
         lines = answer.iter_lines()

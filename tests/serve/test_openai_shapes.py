@@ -16,7 +16,7 @@ from openai.types.completion_choice import CompletionChoice
 from openai.types.completion_choice import Logprobs as CompletionLogprobs
 
 from tests.serve.shapes import events_of, validated
-from tests.serve.stage import Stage, stage
+from tests.serve.stage import HTTP, Stage, stage
 
 LOOK = {
     "type": "function",
@@ -92,7 +92,7 @@ def scripted() -> Iterator[Stage]:
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(scripted: Stage) -> Iterator[openai.OpenAI]:
     """A client."""
     with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=20) as one:
@@ -101,10 +101,10 @@ def client(scripted: Stage) -> Iterator[openai.OpenAI]:
 
 def answered(url: str, path: str, body: dict[str, Any], whole: Any, part: Any) -> tuple[Any, list[Any]]:
     """(answer, parts of the streamed one), each valid."""
-    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
+    answer = HTTP.post(f"{url}/v1/{path}", json=body, timeout=60).json()
     assert validated(whole, answer) <= EXTRA
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    events = events_of(httpx.post(f"{url}/v1/{path}", json=body | streamed, timeout=60))
+    events = events_of(HTTP.post(f"{url}/v1/{path}", json=body | streamed, timeout=60))
     assert events.pop() == (None, "[DONE]")
     for name, data in events:
         assert name is None and validated(part, data) <= EXTRA
@@ -212,7 +212,7 @@ def test_usage_says_what_was_cached(url: str, stream: bool) -> None:
         if not stream:
             limit.pop("stream")
             body.pop("stream_options", None)
-        answer = httpx.post(f"{url}/v1/{path}", json=body | limit, timeout=60)
+        answer = HTTP.post(f"{url}/v1/{path}", json=body | limit, timeout=60)
         assert answer.status_code == 200, answer.text
         data = [one for _, one in events_of(answer) if one != "[DONE]"] if stream else [answer.json()]
         usages = [one.get("usage") or one.get("response", {}).get("usage") for one in data]
@@ -248,7 +248,7 @@ def test_models(scripted: Stage, client: openai.OpenAI) -> None:
     assert names == ["scripted"]
     vllms = {"root", "parent", "max_model_len"}
     anthropics = {"type", "display_name", "created_at", "lifecycle", "max_input_tokens", "max_tokens"}
-    entry = httpx.get(f"{scripted.url}/v1/models/scripted").json()
+    entry = HTTP.get(f"{scripted.url}/v1/models/scripted").json()
     assert validated(Model, entry) == vllms | anthropics
 
 
@@ -295,9 +295,9 @@ def test_what_the_server_ends_is_no_answer(scripted: Stage, path: str) -> None:
     """503, or in a stream what there was and then the error: no published finish_reason means it."""
     scripted.plays("Hello", "abort")
     body = CHAT | {"prompt": "Hello"}
-    answer = httpx.post(f"{scripted.url}/v1/{path}", json=body)
+    answer = HTTP.post(f"{scripted.url}/v1/{path}", json=body)
     assert answer.status_code == 503 and answer.headers["retry-after"]
-    events = events_of(httpx.post(f"{scripted.url}/v1/{path}", json=body | {"stream": True}))
+    events = events_of(HTTP.post(f"{scripted.url}/v1/{path}", json=body | {"stream": True}))
     assert "error" in events[-1][1] and events[-1][1]["error"]["code"] == "aborted"
     choices = [data["choices"][0] for _, data in events[:-1]]
     assert (
@@ -320,7 +320,7 @@ def test_what_the_server_ends_is_no_answer(scripted: Stage, path: str) -> None:
 def test_the_shapes_show_a_wrong_answer(scripted: Stage, fault: dict[str, Any]) -> None:
     """Each fault that the package itself accepts."""
     scripted.plays("Hi")
-    good = httpx.post(f"{scripted.url}/v1/chat/completions", json=CHAT).json()
+    good = HTTP.post(f"{scripted.url}/v1/chat/completions", json=CHAT).json()
     assert validated(ChatCompletion, good) <= EXTRA
     ChatCompletion.construct(**good | fault)
     with pytest.raises(pydantic.ValidationError):

@@ -20,7 +20,7 @@ from gristmill.runtime.scheduler import QueueFull
 from gristmill.serve.responses.items import Item
 from gristmill.serve.responses.store import ResponseStore, Stored
 from tests.serve.shapes import events_of, validated
-from tests.serve.stage import Stage, stage
+from tests.serve.stage import HTTP, Stage, stage
 
 WEATHER = {
     "type": "function",
@@ -49,7 +49,7 @@ def scripted() -> Iterator[Stage]:
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(scripted: Stage) -> Iterator[openai.OpenAI]:
     """A client."""
     with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=20) as one:
@@ -58,7 +58,7 @@ def client(scripted: Stage) -> Iterator[openai.OpenAI]:
 
 def post(scripted: Stage, body: Any, path: str = "/v1/responses", **headers: str) -> httpx.Response:
     """A request without the package."""
-    return httpx.post(scripted.url + path, json=body, headers=headers, timeout=20)
+    return HTTP.post(scripted.url + path, json=body, headers=headers, timeout=20)
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
@@ -355,7 +355,7 @@ def test_stored_responses(scripted: Stage, client: openai.OpenAI) -> None:
     assert scripted.seen[0] == [Message("assistant", "I look."), Message("user", "so?")]
     found = client.responses.retrieve(second.id)
     assert found.to_dict() == second.to_dict()
-    assert validated(Response, httpx.get(f"{scripted.url}/v1/responses/{second.id}").json()) == set()
+    assert validated(Response, HTTP.get(f"{scripted.url}/v1/responses/{second.id}").json()) == set()
     pages = list(client.responses.input_items.list(second.id, limit=2))
     assert [one.type for one in pages] == [
         "function_call_output",
@@ -365,7 +365,7 @@ def test_stored_responses(scripted: Stage, client: openai.OpenAI) -> None:
         "message",
     ]
     path = f"{scripted.url}/v1/responses/{second.id}/input_items"
-    page = httpx.get(path, params={"order": "asc", "limit": 100}).json()
+    page = HTTP.get(path, params={"order": "asc", "limit": 100}).json()
     assert validated(ResponseItemList, page) == set() and not page["has_more"]
     assert [one["id"] for one in page["data"]] == [one.id for one in reversed(pages)]
     client.responses.delete(second.id)
@@ -445,7 +445,7 @@ def test_streams_of_the_background(scripted: Stage, client: openai.OpenAI) -> No
     assert whole[-1].type == "response.completed"
     name = whole[-1].response.id
     assert client.responses.retrieve(name).to_dict() == whole[-1].response.to_dict()
-    events = events_of(httpx.get(f"{scripted.url}/v1/responses/{name}?stream=true"))
+    events = events_of(HTTP.get(f"{scripted.url}/v1/responses/{name}?stream=true"))
     assert [data for _, data in events] == [event.to_dict() for event in whole]
     for _, data in events:
         assert validated(ResponseStreamEvent, data) == set()
@@ -455,9 +455,9 @@ def test_streams_of_the_background(scripted: Stage, client: openai.OpenAI) -> No
     with client.responses.create(**ask) as stream:
         assert list(stream)[-1].type == "response.failed"
     path = f"{scripted.url}/v1/responses/{name}?stream=true&starting_after="
-    assert events_of(httpx.get(path + str(len(whole) - 1))) == []
+    assert events_of(HTTP.get(path + str(len(whole) - 1))) == []
     for wrong in ("x", "-1", "9" * 20):
-        assert httpx.get(path + wrong).json()["error"]["param"] == "starting_after"
+        assert HTTP.get(path + wrong).json()["error"]["param"] == "starting_after"
 
 
 def test_draining_ends_what_is_in_the_background() -> None:
@@ -480,9 +480,9 @@ def test_keys_own_their_responses(tmp_path: Any) -> None:
         scripted.plays("Hi")
         made = post(scripted, ASK, **one).json()
         path = f"{scripted.url}/v1/responses/{made['id']}"
-        assert httpx.get(path, headers=one).status_code == 200
-        assert httpx.get(path, headers=two).status_code == 404
-        assert httpx.delete(path, headers=two).status_code == 404
+        assert HTTP.get(path, headers=one).status_code == 200
+        assert HTTP.get(path, headers=two).status_code == 404
+        assert HTTP.delete(path, headers=two).status_code == 404
         assert post(scripted, ASK | {"previous_response_id": made["id"]}, **two).status_code == 400
         refer = {"input": [{"type": "item_reference", "id": made["output"][0]["id"]}]}
         assert post(scripted, ASK | refer, **two).status_code == 400
@@ -495,7 +495,7 @@ def test_nothing_is_kept_unless_the_server_says_so() -> None:
         scripted.plays("Hi")
         made = post(scripted, ASK)
         assert made.status_code == 200
-        assert httpx.get(f"{scripted.url}/v1/responses/{made.json()['id']}").status_code == 404
+        assert HTTP.get(f"{scripted.url}/v1/responses/{made.json()['id']}").status_code == 404
         for name, value in (("store", True), ("background", True), ("previous_response_id", "resp_1")):
             answer = post(scripted, ASK | {name: value})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name
@@ -747,8 +747,8 @@ def test_malformed_queries(scripted: Stage, query: str) -> None:
     """As malformed requests; streams by id are refused by name."""
     scripted.plays("Hi")
     path = f"{scripted.url}/v1/responses/{post(scripted, ASK).json()['id']}"
-    assert httpx.get(f"{path}/input_items{query}").status_code == 400
-    assert httpx.get(f"{path}?stream=true").json()["error"]["param"] == "stream"
+    assert HTTP.get(f"{path}/input_items{query}").status_code == 400
+    assert HTTP.get(f"{path}?stream=true").json()["error"]["param"] == "stream"
 
 
 def test_input_tokens(scripted: Stage, client: openai.OpenAI) -> None:

@@ -12,7 +12,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.serve.routes import scoring
 from tests.serve.server import MODEL
-from tests.serve.stage import stage
+from tests.serve.stage import HTTP, stage
 
 QUERY = "The function returns"
 ITEMS = [" a copy of", " the", " the index of the first", ""]
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 def post(url: str, path: str, **fields: Any) -> httpx.Response:
     """A request."""
     body = {"query": QUERY, "items": ITEMS, "label_token_ids": LABELS} | fields
-    return httpx.post(url + path, json=body, timeout=60)
+    return HTTP.post(url + path, json=body, timeout=60)
 
 
 def expected(url: str, ids: list[int]) -> list[float]:
@@ -37,7 +37,7 @@ def expected(url: str, ids: list[int]) -> list[float]:
     found = []
     for label in LABELS:
         body = {"prompt": [*ids, label], "max_tokens": 1, "prompt_logprobs": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=60).json()
         found.append(math.exp(answer["choices"][0]["prompt_logprobs"][-1][str(label)]["logprob"]))
     return found
 
@@ -137,7 +137,7 @@ def test_requests_of_one_client_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
         scripted.plays("", "hang")
         with pytest.raises(httpx.ReadTimeout):
             fields = {"query": "a", "items": ["b"] * 40, "label_token_ids": [1]}
-            httpx.post(f"{scripted.url}/v1/score", json=fields, timeout=0.5)
+            HTTP.post(f"{scripted.url}/v1/score", json=fields, timeout=0.5)
         assert len(scripted.engine.seen) == scoring.AT_ONCE
         assert scripted.engine.seen[0][1] == SamplingParams(max_tokens=1, logprobs=scoring.CANDIDATES)
     assert scripted.engine.left == scoring.AT_ONCE
