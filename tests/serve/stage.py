@@ -175,7 +175,9 @@ class ScriptedChat:
         self.seen.append((list(messages), options or ChatOptions()))
         return self._tokenizer.encode(self.render(messages))
 
-    def params(self, params: SamplingParams, options: ChatOptions) -> SamplingParams:
+    def params(
+        self, params: SamplingParams, options: ChatOptions, prompt: Sequence[int] = ()
+    ) -> SamplingParams:
         """Unchanged."""
         return params
 
