@@ -86,15 +86,17 @@ class Chat:
             raise UsageError("the chat template makes an empty prompt of this conversation")
         return ids
 
-    def params(self, params: SamplingParams, options: ChatOptions) -> SamplingParams:
-        """Sampling as the format needs it: what ends a message, the grammar of required calls, special tokens in the text.
+    def params(
+        self, params: SamplingParams, options: ChatOptions, prompt: Sequence[int] | str = ""
+    ) -> SamplingParams:
+        """Sampling of a completion as the format needs it: what ends a message, the grammar of required calls, special tokens in the text.
 
         Raises:
             UsageError: calls that are required together with another structured output.
         """
         found = self._format
         stops = [token for name in found.stop if (token := self._tokenizer.token_id(name)) is not None]
-        structure = found.structure(options, params.structured_output)
+        structure = found.structure(options, params.structured_output, self._tail(prompt))
         changes: dict[str, Any] = {}
         if stops:
             changes["stop_token_ids"] = [*params.stop_token_ids, *stops]
@@ -106,8 +108,11 @@ class Chat:
 
     def parser(self, options: ChatOptions, prompt: Sequence[int] | str) -> OutputParser:
         """A parser for one completion of a prompt."""
-        tail = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt[-64:], False)
-        return self._format.parser(options, tail[-TAIL:])
+        return self._format.parser(options, self._tail(prompt))
+
+    def _tail(self, prompt: Sequence[int] | str) -> str:
+        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt[-64:], False)
+        return text[-TAIL:]
 
     def _template(self, tools: bool) -> ChatTemplate:
         found = self._templates.get("tool_use") if tools else None

@@ -74,7 +74,7 @@ async def prepared(
     params = sampling_params(
         service, request, max_tokens=room(service.max_model_len, len(ids), wanted), logprobs=logprobs
     )
-    return messages, options, ids, service.chat.params(params, options)
+    return messages, options, ids, service.chat.params(params, options, ids)
 
 
 async def chat(exchange: Exchange) -> None:

@@ -37,7 +37,7 @@ async def create(exchange: Exchange) -> None:
     generation = Generation(
         exchange,
         ids,
-        service.chat.params(params, options),
+        service.chat.params(params, options, ids),
         lambda: service.chat.parser(options, ids),
         priority=request.priority or 0,
         interval_ms=request.stream_interval_ms,

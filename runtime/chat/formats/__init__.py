@@ -54,8 +54,8 @@ class ChatFormat:
         summary: in a line, what it looks like and who writes it.
         marks: a template that contains all of these texts has this format; () = no template has it.
         parser: makes a parser, from the options and the text of the prompt's end.
-        structure: what the output looks like, from the options (calls that are required, strict tools) and what the request asks for, which thoughts
-            may precede; None = anything.
+        structure: what the output looks like, from the options (calls that are required), what the request asks for, which thoughts may
+            precede, and the text of the prompt's end; None = anything.
         stop: names of special tokens that end a message, beside the model's end tokens.
         special_tokens: the parser must see the texts of special tokens.
     """
@@ -64,7 +64,7 @@ class ChatFormat:
     summary: str
     marks: tuple[str, ...]
     parser: Callable[[ChatOptions, str], OutputParser]
-    structure: Callable[[ChatOptions, StructuredOutput | None], StructuredOutput | None]
+    structure: Callable[[ChatOptions, StructuredOutput | None, str], StructuredOutput | None]
     stop: tuple[str, ...] = ()
     special_tokens: bool = False
 

@@ -26,7 +26,7 @@ class PlainParser:
         return Delta()
 
 
-def structure(options: ChatOptions, wanted: StructuredOutput | None) -> StructuredOutput | None:
+def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """What the request asks for. UsageError: a call is required, which this format does not have."""
     if options.tool_choice in ("required", "named"):
         raise UsageError(

@@ -1,0 +1,117 @@
+"""Channels of gpt-oss: analysis, commentary with calls, final. After OpenAI's harmony response format, whose tokens are the model's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from gristmill.runtime.chat.conversation import CallDelta, Delta
+from gristmill.runtime.chat.formats import ChatFormat
+from gristmill.runtime.chat.formats._structure import refuse_required
+from gristmill.runtime.chat.formats._tags import held, new_call_id
+
+NAME = "harmony"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+MESSAGE = "<|message|>"
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+
+
+class HarmonyParser:
+    """A header up to ``<|message|>``, which names channel and recipient, then a text up to its end, and so on."""
+
+    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
+        self._new_id = new_id
+        self._buffer = ""
+        self._header = True
+        self._kind = "final"
+        self.reasoning_tokens = 0
+        self.calls = 0
+        self.open_call = False
+
+    def push(self, text: str, ids: Sequence[int] = ()) -> Delta:
+        """More of the text."""
+        if self._kind == "analysis" or self._header:
+            self.reasoning_tokens += len(ids) if self._kind == "analysis" else 0
+        self._buffer += text
+        delta = Delta("", "", [])
+        while self._advance(delta, False):
+            pass
+        return delta
+
+    def finish(self) -> Delta:
+        """What was held back: a header alone is nothing that a message says."""
+        delta = Delta("", "", [])
+        while self._advance(delta, True):
+            pass
+        return delta
+
+    def _advance(self, delta: Delta, last: bool) -> bool:
+        if self._header:
+            if self._calls_none and self._buffer and not self._starts_header():
+                self._header, self._kind = False, "final"  # a model that leaves its channels out
+                return True
+            head, found, rest = self._buffer.partition(MESSAGE)
+            if not found:
+                if last:
+                    self._buffer = ""
+                return False
+            self._open(head, delta)
+            self._buffer, self._header = rest, False
+            return True
+        at = min((i for tag in ENDS if (i := self._buffer.find(tag)) >= 0), default=-1)
+        if at >= 0:
+            self._text(self._buffer[:at], delta)
+            tag = next(tag for tag in ENDS if self._buffer.startswith(tag, at))
+            self._buffer = self._buffer[at if tag in ("<|start|>", "<|channel|>") else at + len(tag) :]
+            self._header, self.open_call, self._kind = True, False, "header"
+            return True
+        keep = 0 if last else held(self._buffer, ENDS)
+        self._text(self._buffer[: len(self._buffer) - keep], delta)
+        self._buffer = self._buffer[len(self._buffer) - keep :]
+        return False
+
+    @property
+    def _calls_none(self) -> bool:
+        """Whether nothing has come yet, so that text may begin without a header."""
+        return self._kind == "final"
+
+    def _starts_header(self) -> bool:
+        text = self._buffer.lstrip()
+        heads = ("<|channel|>", "<|start|>", "<|constrain|>", MESSAGE)
+        return (
+            not text
+            or any(text.startswith(head) or head.startswith(text) for head in heads)
+            or text.startswith(" to=")
+        )
+
+    def _open(self, head: str, delta: Delta) -> None:
+        channel = CHANNEL.search(head)
+        recipient = RECIPIENT.search(head)
+        if recipient is not None and recipient[1] not in ("assistant", "user"):
+            self._kind, self.open_call = "call", True
+            delta.calls = [*delta.calls, CallDelta(self.calls, "", self._new_id(), recipient[1])]
+            self.calls += 1
+        else:
+            self._kind = channel[1] if channel is not None else "final"
+
+    def _text(self, text: str, delta: Delta) -> None:
+        if not text:
+            return
+        if self._kind == "call":
+            delta.calls = [*delta.calls, CallDelta(self.calls - 1, text)]
+        elif self._kind == "analysis":
+            delta.reasoning += text
+        else:
+            delta.content += text
+
+
+FORMAT = ChatFormat(
+    name=NAME,
+    summary="<|channel|>analysis<|message|>..., calls in commentary to=functions.name: gpt-oss",
+    marks=("<|channel|>", "<|message|>"),
+    parser=lambda options, tail: HarmonyParser(),
+    structure=lambda options, wanted, tail: refuse_required(options, wanted, NAME),
+    stop=("<|call|>", "<|return|>"),
+    special_tokens=True,
+)

@@ -1,0 +1,36 @@
+"""A message that is a call in JSON, several with a semicolon between: Llama 3.1 to 3.3."""
+
+from __future__ import annotations
+
+import json
+
+from gristmill.runtime.chat.conversation import ChatOptions
+from gristmill.runtime.chat.formats import ChatFormat
+from gristmill.runtime.chat.formats._bodies import SeriesBody
+from gristmill.runtime.chat.formats._structure import call_schema, chosen_tools, required_calls
+from gristmill.runtime.chat.formats._tags import TagParser, Tags
+from gristmill.runtime.structured_output import StructuredOutput
+
+TAGS = Tags(
+    think=None,
+    call={"<|python_tag|>": lambda tools: SeriesBody(";,")},
+    dropped=("<|eom_id|>", "<|eot_id|>"),
+    first=("{", lambda tools: SeriesBody(";,")),
+)
+
+
+def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
+    """As `ChatFormat.structure`."""
+    schema = json.dumps(call_schema(chosen_tools(options), "parameters"))
+    return required_calls(options, wanted, "", f"call: %json {schema}", "; ")
+
+
+FORMAT = ChatFormat(
+    name="llama3",
+    summary='{"name": ..., "parameters": {...}}: Llama 3.1 to 3.3',
+    marks=("<|start_header_id|>", "parameters"),
+    parser=lambda options, tail: TagParser(TAGS, options, tail),
+    structure=structure,
+    stop=("<|eom_id|>",),
+    special_tokens=True,
+)
