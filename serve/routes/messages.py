@@ -65,31 +65,23 @@ async def messages(exchange: Exchange) -> None:
         full="max_tokens" if tokens == request.max_tokens else "model_context_window_exceeded",
         usage=lambda: _usage(generation),
     )
-    if request.stream:
-        await _stream(exchange, generation, events)
-        return
-    fold = MessageFold()
-    fold.add(events.start())
+    fold = None if request.stream else MessageFold()
+    exchange.streams = fold is None
+    some = events.start()
     async for part in generation.parts():
-        fold.add(events.of(part))
-    exchange.record["finish"] = [fold.message["stop_reason"]]
-    await exchange.respond(fold.message)
-
-
-async def _stream(exchange: Exchange, generation: Generation, events: MessageEvents) -> None:
-    exchange.streams = True
-    begun = False
-    async for part in generation.parts():
-        some = events.of(part)
-        if not begun:
-            begun = True
-            await exchange.start_events()
-            some = events.start() + some
-        if some:
-            await exchange.write(b"".join(map(_written, some)))
+        some += events.of(part)
         if part.finish is not None:
             exchange.record["finish"] = [part.finish]
-    await exchange.end()
+        if fold is not None:
+            fold.add(some)
+        elif some:
+            await exchange.start_events()
+            await exchange.write(b"".join(map(_written, some)))
+        some = []
+    if fold is None:
+        await exchange.end()
+    else:
+        await exchange.respond(fold.message)
 
 
 def _written(event: Event) -> bytes:

@@ -64,7 +64,7 @@ async def create(exchange: Exchange) -> None:
     async for part in generation.parts():
         some += events.of(part)
         if part.finish is not None:
-            exchange.record["finish"] = [events.response["status"]]
+            exchange.record["finish"] = [part.finish]
             if store is not None:  # before the client knows: it may go on from it at once
                 store.put(stored)
         if request.stream and some:

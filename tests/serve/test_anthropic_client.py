@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -329,6 +330,22 @@ def test_count_tokens(scripted: Stage, client: anthropic.Anthropic) -> None:
     assert count.input_tokens == answer.usage.input_tokens > 8
     body = {"model": "scripted", "messages": messages}
     assert validated(MessageTokensCount, post(scripted, body, "/v1/messages/count_tokens").json()) == set()
+
+
+def test_the_log_says_why_it_ended(tmp_path: Path) -> None:
+    """The same for whole and streamed answers of both APIs, without their text."""
+    log = tmp_path / "log"
+    with stage(log_file=str(log)) as scripted:
+        scripted.plays("«secret»Hello", "length")
+        for stream in (False, True):
+            post(scripted, ASK | {"stream": stream})
+            post(scripted, {"input": "Hello", "stream": stream}, "/v1/responses")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    found = [one for one in lines if one["event"] == "request"]
+    assert [(one["finish"], one["status"], one["output_tokens"]) for one in found] == [
+        (["length"], 200, 14)
+    ] * 4
+    assert "secret" not in log.read_text() and "Hello" not in log.read_text()
 
 
 def test_tokens_are_counted_without_weights() -> None:
