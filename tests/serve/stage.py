@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,12 +211,13 @@ HTTP = httpx.Client(timeout=60)
 
 
 @contextmanager
-def stage(**options: Any) -> Iterator[Stage]:
-    """A server that plays scripts while the block runs."""
+def stage(chat: Callable[[Tokenizer], Any] = ScriptedChat, **options: Any) -> Iterator[Stage]:
+    """A server that plays scripts while the block runs. `chat` makes its conversations from the tokenizer."""
     tokenizer = Tokenizer(MODEL)
     config = ServeConfig(**{"port": 0, "drain_seconds": 2.0, "log_file": "/dev/null", **options})
-    chat: Any = ScriptedChat(tokenizer)
-    service = Service(config, ("scripted",), tokenizer, chat, 512, 4096, {}, RequestLog(config.log_file))
+    service = Service(
+        config, ("scripted",), tokenizer, chat(tokenizer), 512, 4096, {}, RequestLog(config.log_file)
+    )
     engine = Player()
     with serving(service, lambda service: engine) as url:
         if not config.render_only:

@@ -1,0 +1,153 @@
+"""Formats of models through every API: what a model writes, cut at random, comes out the same everywhere, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from anthropic.types import Message as PublishedMessage
+from anthropic.types import RawMessageStreamEvent
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+
+from gristmill.runtime.chat.chat import Chat
+from tests.serve.server import MODEL
+from tests.serve.shapes import events_of, validated
+from tests.serve.stage import HTTP, Stage, stage
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARGUMENTS = [
+    {"town": "Zürich </tool_call>", "note": 'a "quote" and 世界 👋🏽'},
+    {"town": "Rom", "days": [1, {"n": None}]},
+]
+CALLS = "\n".join(
+    f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': one}, ensure_ascii=False)}\n</tool_call>"
+    for one in ARGUMENTS
+)
+THOUGHT, TEXT = "Two towns: 1 < 2, <tool is no tag>.", "I look, é 👋🏽."
+SCRIPT = f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}\n\n{CALLS}\n"
+SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}}}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Stage]:
+    """A server whose model has the format of Hermes."""
+    with stage(lambda tokenizer: Chat(MODEL, tokenizer, template=TEMPLATE, output_format="hermes")) as one:
+        yield one
+
+
+def asked(scripted: Stage, path: str, body: dict[str, Any], whole: Any, event: Any) -> tuple[Any, list[Any]]:
+    """(answer, data of the events), all valid."""
+    answer = HTTP.post(f"{scripted.url}/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    validated(whole, answer.json())
+    streamed = HTTP.post(f"{scripted.url}/v1/{path}", json=body | {"stream": True})
+    events = [data for _, data in events_of(streamed) if data != "[DONE]"]
+    for data in events:
+        validated(event, data)
+    return answer.json(), events
+
+
+def of_chat(scripted: Stage) -> list[Any]:
+    """(thoughts, text, names and arguments of calls) by the chat API, whole and streamed."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
+    body = {"messages": HELLO, "tools": tools}
+    answer, parts = asked(scripted, "chat/completions", body, ChatCompletion, ChatCompletionChunk)
+    message = answer["choices"][0]["message"]
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message["tool_calls"]]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    streamed: dict[int, list[str]] = {}
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        streamed.setdefault(call["index"], [call["function"].get("name", ""), ""])
+        streamed[call["index"]][1] += call["function"]["arguments"]
+    added = ["".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content")]
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    return [
+        [message["reasoning_content"], message["content"], calls],
+        [*added, [tuple(call) for _, call in sorted(streamed.items())]],
+    ]
+
+
+def of_messages(scripted: Stage) -> list[Any]:
+    """The same by Anthropic's."""
+    body = {"messages": HELLO, "max_tokens": 400, "thinking": {"type": "adaptive"}}
+    body["tools"] = [{"name": "look", "input_schema": SCHEMA}]
+    answer, events = asked(scripted, "messages", body, PublishedMessage, RawMessageStreamEvent)
+    thought, text, *calls = answer["content"]
+    assert answer["stop_reason"] == "tool_use"
+    deltas: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "content_block_delta" and event["delta"]["type"] != "signature_delta":
+            [(_, piece)] = [pair for pair in event["delta"].items() if pair[0] != "type"]
+            deltas[event["index"]] = deltas.get(event["index"], "") + piece
+    names = [
+        e["content_block"]["name"] for e in events if e.get("content_block", {}).get("type") == "tool_use"
+    ]
+    whole = [(one["name"], json.dumps(one["input"], ensure_ascii=False)) for one in calls]
+    inputs = [json.dumps(json.loads(deltas[number]), ensure_ascii=False) for number in (2, 3)]
+    return [
+        [thought["thinking"], text["text"], whole],
+        [deltas[0], deltas[1], list(zip(names, inputs, strict=True))],
+    ]
+
+
+def of_responses(scripted: Stage) -> list[Any]:
+    """The same by OpenAI's responses."""
+    body = {"input": "Hello", "tools": [{"type": "function", "name": "look", "parameters": SCHEMA}]}
+    answer, events = asked(scripted, "responses", body, Response, ResponseStreamEvent)
+    found = []
+    for response in (answer, events[-1]["response"]):
+        thought, text, *calls = response["output"]
+        pairs = [(one["name"], one["arguments"]) for one in calls]
+        found.append([thought["content"][0]["text"], text["content"][0]["text"], pairs])
+    return found
+
+
+@pytest.mark.parametrize("api", [of_chat, of_messages, of_responses])
+def test_every_api_has_the_same_message(scripted: Stage, api: Any) -> None:
+    """Thoughts, text and calls, with arguments that contain the closing tag and characters of several bytes."""
+    calls = [("look", json.dumps(one, ensure_ascii=False)) for one in ARGUMENTS]
+    for seed in range(8):
+        scripted.plays(SCRIPT, seed=seed)
+        for found in api(scripted):
+            thought, text, pairs = found
+            assert (thought, text) == (THOUGHT, TEXT)
+            assert [(name, json.loads(arguments)) for name, arguments in pairs] == [
+                (name, json.loads(arguments)) for name, arguments in calls
+            ]
+
+
+def test_a_call_goes_back_as_it_came(scripted: Stage) -> None:
+    """The answer to a call, by each API, in the prompt of the next turn."""
+    scripted.plays(SCRIPT)
+    url = scripted.url
+    look: Any = {"name": "look", "input_schema": SCHEMA}
+    ask = {"messages": HELLO, "max_tokens": 99, "tools": [look], "thinking": {"type": "adaptive"}}
+    content = HTTP.post(f"{url}/v1/messages", json=ask).json()["content"]
+    results = [
+        {"type": "tool_result", "tool_use_id": one["id"], "content": "sun"}
+        for one in content
+        if one["type"] == "tool_use"
+    ]
+    turn = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
+    assert HTTP.post(f"{url}/v1/messages", json=ask | {"messages": turn}).status_code == 200
+    first = scripted.engine.seen[-1][0]
+    tool = {"type": "function", "name": "look", "parameters": SCHEMA}
+    output = HTTP.post(f"{url}/v1/responses", json={"input": HELLO, "tools": [tool]}).json()["output"]
+    answers = [
+        {"type": "function_call_output", "call_id": one["call_id"], "output": "sun"}
+        for one in output
+        if one["type"] == "function_call"
+    ]
+    body = {"input": [*HELLO, *output, *answers], "tools": [tool]}
+    assert HTTP.post(f"{url}/v1/responses", json=body).status_code == 200
+    assert scripted.engine.seen[-1][0] == first
+    text = scripted.service.tokenizer.decode(first, False)
+    assert TEXT in text and text.count("<tool_call>") == 2 and text.count("sun") == 2
