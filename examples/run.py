@@ -15,9 +15,7 @@ from rich.text import Text
 
 from gristmill import LLM, SamplingParams, console, evaluate, read_tokens
 from gristmill.runtime import summarize
-from gristmill.runtime.chat.chat import Chat
-from gristmill.runtime.default_model import DEFAULT, ModelUnavailableError, default_model
-from gristmill.tools.chat.session import Answer, Session
+from gristmill.tools.chat import DEFAULT, Answer, ModelUnavailableError, Session, default_model
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("docs-llama", "docs-deepseek")
@@ -72,7 +70,7 @@ def converse() -> None:
         print(f"\nNo chat model: {error}", flush=True)
         return
     llm = LLM(path)
-    session = Session(llm, Chat(path, llm.tokenizer), {}, {"temperature": 0, "max_tokens": 100})
+    session = Session.of(llm, {"temperature": 0, "max_tokens": 100})
     title = Text.assemble("\n", (DEFAULT.name, "bold"), f" ({DEFAULT.license}): {QUESTION}")
     console.out().print(title)
     answer = Answer()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from gristmill import LLM, console
 from gristmill.runtime import Chunk
-from gristmill.runtime.chat.chat import Chat
-from gristmill.runtime.default_model import ModelUnavailableError
+from gristmill.tools.chat import ModelUnavailableError, Session
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +86,8 @@ def test_the_chat_model_answers(
     monkeypatch.setattr(example, "default_model", lambda: example.MODELS / "docs-llama")
     options = {"device": "cpu", "num_blocks": 32, "warm": "off", "dtype": "fp32"}
     monkeypatch.setattr(example, "LLM", lambda path: LLM(path, **options))
-    monkeypatch.setattr(
-        example, "Chat", lambda path, tokenizer: Chat(path, tokenizer, template=str(template))
-    )
+    of = partial(Session.of, template=str(template))
+    monkeypatch.setattr(example, "Session", SimpleNamespace(of=of))
     example.converse()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"SmolLM2-135M-Instruct (Apache-2.0): {example.QUESTION}"

@@ -60,9 +60,7 @@ def chat(
     With --json: {"prompt", "text", "reasoning", "finish_reason" ("stop", "length", "interrupted" or "error"), "error" (null, or the cause),
     "prompt_tokens", "output_tokens", "first_token_seconds", "seconds"}
     """
-    from gristmill.runtime.chat.chat import Chat
     from gristmill.runtime.chat.conversation import ChatOptions
-    from gristmill.runtime.loader.config import open_checkpoint
     from gristmill.runtime.sampling_params import SamplingParams
     from gristmill.tools.chat.session import Session
     from gristmill.tools.chat.terminal import converse
@@ -71,10 +69,8 @@ def chat(
     stated = given(SamplingParams, options)
     options["model"] = _named(model, as_json)
     llm = load_llm(options, as_json or not sys.stderr.isatty(), text=True)
-    checkpoint = open_checkpoint(llm.path)
-    made = Chat(checkpoint, llm.tokenizer, template=chat_template, output_format=chat_format)
-    _, generation, _ = checkpoint.config()
-    session = Session(llm, made, generation, stated, system, ChatOptions(reasoning=think))
+    continued = ChatOptions(reasoning=think)
+    session = Session.of(llm, stated, system, continued, template=chat_template, output_format=chat_format)
     if sys.stdin.isatty() and not as_json:
         console.err().print(f"{model or llm.path.stem}; /help lists the commands", style="dim")
         converse(session)

@@ -15,6 +15,7 @@ from gristmill.runtime.chat.conversation import ChatOptions, Delta, Message, Rol
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.sampling_params import SamplingParams
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -85,6 +86,22 @@ class Session:
         self.messages: list[Message] = []
         self.stated: dict[str, Any] = {}
         self.replace_params({**recommended(generation), **given})
+
+    @classmethod
+    def of(
+        cls,
+        llm: LLM,
+        given: Mapping[str, Any],
+        system: str = "",
+        options: ChatOptions | None = None,
+        *,
+        template: str | None = None,
+        output_format: str | None = None,
+    ) -> Session:
+        """A conversation as the model's files have it. template, output_format: as of `Chat`, whose errors are raised."""
+        checkpoint = open_checkpoint(llm.path)
+        chat = Chat(checkpoint, llm.tokenizer, template=template, output_format=output_format)
+        return cls(llm, chat, checkpoint.config()[1], given, system, options)
 
     def replace_params(self, stated: Mapping[str, Any]) -> None:
         """Take these parameters and defaults for the rest. UsageError: one that there is not, or a value outside its range."""
