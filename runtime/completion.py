@@ -201,7 +201,7 @@ class GrowingCompletion:
 def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> TextStream | None:
     """A decoder for one completion; None for a model without a tokenizer, unless stop strings need one (NoTokenizerError)."""
     try:
-        return tokenizer().stream()
+        return tokenizer().stream(params.skip_special_tokens)
     except NoTokenizerError:
         if params.stop:
             raise

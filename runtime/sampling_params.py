@@ -46,6 +46,7 @@ class SamplingParams:
         stop: texts that end the request where the first of them is complete; the output's text ends before it. Needs a tokenizer:
             `LLM` or `AsyncEngine`, not `Engine`.
         include_stop_str_in_output: the output's text ends after the stop string.
+        skip_special_tokens: leave special tokens out of the output's text; False shows them, as parsers of tool calls need.
         logprobs: log-probabilities of the output tokens, and of this many most likely tokens at each position, from the model's
             logits before they are processed; None = none.
         prompt_logprobs: the same for the prompt, whose part in the prefix cache is then computed again; None = none.
@@ -75,6 +76,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1

@@ -55,9 +55,9 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self) -> TextStream:
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A fresh incremental decoder."""
-        return TextStream(self)
+        return TextStream(self, skip_special_tokens)
 
 
 class TextStream:
@@ -66,8 +66,10 @@ class TextStream:
     Each piece is the difference of two decodings of the last few ids: an id's text can depend on the one before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    __slots__ = ("_ids", "_known", "_skip", "_text", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
         self._known = 0  # leading ids of the window whose text was returned
         self._text = ""  # their text
@@ -75,19 +77,19 @@ class TextStream:
     def push(self, ids: Sequence[int]) -> str:
         """The text that is final; "" while a character is incomplete."""
         self._ids.extend(ids)
-        text = self._tokenizer.decode(self._ids)
+        text = self._tokenizer.decode(self._ids, self._skip)
         if text.endswith(UNFINISHED) or len(text) <= len(self._text):
             return ""
         piece = text[len(self._text) :]
         # The window now begins with the ids of this piece: enough to decode the next ones in their place.
         self._ids = self._ids[self._known :]
         self._known = len(self._ids)
-        self._text = self._tokenizer.decode(self._ids)
+        self._text = self._tokenizer.decode(self._ids, self._skip)
         return piece
 
     def finish(self) -> str:
         """The text that was held back: the last character if the ids end inside it (as U+FFFD)."""
-        text = self._tokenizer.decode(self._ids)
+        text = self._tokenizer.decode(self._ids, self._skip)
         piece = text[len(self._text) :]
         self._known, self._text = len(self._ids), text
         return piece

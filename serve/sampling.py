@@ -77,6 +77,7 @@ DIRECT = (
     "ignore_eos",
     "stop_token_ids",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "bad_words",
     "allowed_token_ids",
     "prompt_logprobs",

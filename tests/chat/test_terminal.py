@@ -59,7 +59,9 @@ class Scripted:
         self._messages = messages
         return [0] * (10 * len(messages))
 
-    def params(self, params: SamplingParams, options: ChatOptions) -> SamplingParams:
+    def params(
+        self, params: SamplingParams, options: ChatOptions, prompt: object = ""
+    ) -> SamplingParams:
         return params
 
     def parser(self, options: ChatOptions, ids: list[int]) -> Any:

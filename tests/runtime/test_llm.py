@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gristmill.runtime.completion import text_stream
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import summarize
@@ -285,3 +286,18 @@ def test_streamed_text_never_breaks_a_character() -> None:
         ids = torch.randint(0, 4096, (40,), generator=draw).tolist()
         stream = tokenizer.stream()
         assert "".join([*(stream.push([i]) for i in ids), stream.finish()]) == tokenizer.decode(ids)
+
+
+def test_special_tokens_are_shown_on_request() -> None:
+    """In whole texts, in streams, and in what a request gets."""
+    tokenizer = Tokenizer(MODELS / LLAMA)
+    ids = [0, *tokenizer.encode("The index", add_special_tokens=False), 1, 1]
+    shown, hidden = tokenizer.decode(ids, skip_special_tokens=False), tokenizer.decode(ids)
+    assert shown != hidden
+    assert str(tokenizer.token(0)) in shown
+    for skip, text in ((True, hidden), (False, shown)):
+        stream = tokenizer.stream(skip)
+        assert "".join(stream.push([token]) for token in ids) + stream.finish() == text
+        made = text_stream(lambda: tokenizer, SamplingParams(skip_special_tokens=skip))
+        assert made is not None
+        assert made.push(ids) + made.finish() == text
