@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gristmill.runtime.chat.conversation import Delta, ToolCall
+from gristmill.runtime.chat.conversation import ChatOptions, Delta, ToolCall
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.serve.errors import ApiError, failed, unavailable
@@ -121,6 +121,27 @@ class Generation:
             number += 1
             name = f"{self._name}~{number}"
         return name
+
+
+def continued(
+    exchange: Exchange,
+    options: ChatOptions,
+    ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    priority: int | None,
+    interval_ms: float | None,
+) -> Generation:
+    """The continuation of a conversation, whose token ids are given. Arguments as of `Generation`; `params` without what the format needs."""
+    chat = exchange.service.chat
+    return Generation(
+        exchange,
+        ids,
+        chat.params(params, options, ids),
+        lambda: chat.parser(options, ids),
+        priority=priority or 0,
+        interval_ms=interval_ms,
+    )
 
 
 def _parsed(parser: OutputParser, chunk: Chunk, finish: str | None) -> Part:

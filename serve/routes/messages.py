@@ -9,7 +9,7 @@ from gristmill.serve.anthropic_messages import MessagesRequest, PromptFields, pr
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError, anthropic_shape
 from gristmill.serve.exchange import Exchange, encode
-from gristmill.serve.generation import Generation, beside, room
+from gristmill.serve.generation import Generation, beside, continued, room
 from gristmill.serve.sampling import sampling_params
 
 
@@ -41,13 +41,8 @@ async def messages(exchange: Exchange) -> None:
     tokens = room(service.max_model_len, len(ids), request.max_tokens)
     params = sampling_params(service, request.sampling(), max_tokens=tokens, logprobs=None)
     exchange.watch()
-    generation = Generation(
-        exchange,
-        ids,
-        service.chat.params(params, options, ids),
-        lambda: service.chat.parser(options, ids),
-        priority=request.priority or 0,
-        interval_ms=request.stream_interval_ms,
+    generation = continued(
+        exchange, options, ids, params, priority=request.priority, interval_ms=request.stream_interval_ms
     )
     wanted = "dropped" if thinking is None or thinking.type == "disabled" else "shown"
     events = MessageEvents(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
-from gristmill.serve.generation import Generation
+from gristmill.serve.generation import continued
 from gristmill.serve.logprobs import chat_logprobs
 from gristmill.serve.responses import background
 from gristmill.serve.responses.events import ResponseEvents, usage, written
@@ -34,13 +34,8 @@ async def create(exchange: Exchange) -> None:
     options = options_of(service, request)
     ids = await encoded(service, request, messages, options)
     params = sampling(service, request, len(ids))
-    generation = Generation(
-        exchange,
-        ids,
-        service.chat.params(params, options, ids),
-        lambda: service.chat.parser(options, ids),
-        priority=request.priority or 0,
-        interval_ms=request.stream_interval_ms,
+    generation = continued(
+        exchange, options, ids, params, priority=request.priority, interval_ms=request.stream_interval_ms
     )
     events = ResponseEvents(
         head(request, model, params),
