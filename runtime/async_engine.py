@@ -12,12 +12,15 @@ import asyncio
 import itertools
 import signal
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
+from gristmill.runtime.chat.answer import ChatAnswer
+from gristmill.runtime.chat.chat import prepare_chat
+from gristmill.runtime.chat.conversation import ChatOptions, Message
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.drain_signals import DrainSignals, drain_on_signals
 from gristmill.runtime.engine import Engine, PauseMode
@@ -186,6 +189,23 @@ class AsyncEngine:
             async for chunk in stream:
                 growing[chunk.choice].add(chunk)
         return [growing[choice].completion(ids) for choice in sorted(growing)]
+
+    async def chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: ChatOptions | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> ChatAnswer:
+        """The model's answer in a conversation. Arguments and errors are those of `LLM.chat` and `stream`; being cancelled aborts it."""
+        chat = self._prompts.conversations()
+        ids, params, growing = await asyncio.to_thread(prepare_chat, chat, messages, params, options)
+        async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
+            async for chunk in stream:
+                growing.add(chunk)
+        return growing.answer()
 
     async def abort(self, request_id: str) -> bool:
         """End a request: its callers get a last chunk with finish_reason ``abort``. Returns whether it was unfinished."""

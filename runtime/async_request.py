@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gristmill.runtime.chat.chat import Chat
 from gristmill.runtime.completion import Chunk, GrowingCompletion, TextOutput, engine_params, text_stream
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
@@ -199,6 +200,10 @@ class AsyncPrompts:
         if self._llm is None and not params.stop:
             return [None] * params.n
         return [text_stream(self._tokenizer, params) for _ in range(params.n)]
+
+    def conversations(self) -> Chat:
+        """The template and the format of messages of the model."""
+        return self._model().conversations
 
     def _model(self) -> LLM:
         if self._llm is None:

@@ -248,16 +248,24 @@ class TextOutput:
     def _decode(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:
         if self._stream is None:
             return ""
-        text = self._stream.push(ids)
+        text = self._stream.push(self._shown(ids, reason))
         return text if reason is None else text + self._stream.finish()
+
+    def _shown(self, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
+        """The ids that are text: where special tokens are, the one that ended the request is none."""
+        ended = reason is FinishReason.STOP and not self._params.skip_special_tokens
+        return ids[:-1] if ended and not self._params.include_stop_str_in_output else ids
 
     def _decode_until_stop(
         self, stop: StopStrings, stream: TextStream, ids: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[str, int]:
         """(the text that is final, the number of ids up to the end of a stop string, or of all ids)."""
         text = ""
+        shown = len(self._shown(ids, reason))
         for count, token in enumerate(ids, 1):
             self._count += 1
+            if count > shown:
+                break
             text += stop.push(stream.push([token]), armed=self._count > self._params.min_tokens)
             if stop.matched is not None:
                 return text, count

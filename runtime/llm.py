@@ -8,7 +8,7 @@ for result in llm.generate(["The index"], SamplingParams(max_tokens=32)):
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gristmill.quant.checkpoints.checkpoint import Checkpoint, NoTokenizerError
+from gristmill.runtime.chat.answer import ChatAnswer, ChatChunk, GrowingAnswer
+from gristmill.runtime.chat.chat import Chat, prepare_chat
+from gristmill.runtime.chat.conversation import ChatOptions, Message
 from gristmill.runtime.completion import (
     Chunk,
     Completion,
@@ -80,6 +83,7 @@ class LLM:
         self.model: Model | RemoteModel = self.engine.runner.model
         self.config = self.model.config
         self._compiler: GrammarCompiler | None = None
+        self._conversations: Chat | None = None
         self._requests = 0
 
     @property
@@ -131,6 +135,53 @@ class LLM:
         """Like `generate`, but streamed in chunks. Text is never split inside a character; closing the iterator aborts."""
         ids = self._prompts(prompts)
         return self._run(ids, self._params(params, len(ids)), _priorities(priority, len(ids)))
+
+    def chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: ChatOptions | None = None,
+    ) -> ChatAnswer:
+        """The model's answer in a conversation, by its chat template.
+
+        Args:
+            messages: `Message`, or mappings as OpenAI's API has them.
+            params: None = greedy, 128 tokens.
+            options: tools and thoughts; None = as the template has it.
+
+        Raises:
+            UsageError: no template, a conversation that it refuses; as `generate`.
+        """
+        growing, chunks = self._chat(messages, params, options)
+        for chunk in chunks:
+            growing.add(chunk)
+        return growing.answer()
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: ChatOptions | None = None,
+    ) -> Iterator[ChatChunk]:
+        """Like `chat`, but streamed; closing the iterator aborts."""
+        growing, chunks = self._chat(messages, params, options)
+        return (growing.add(chunk) for chunk in chunks)
+
+    @property
+    def conversations(self) -> Chat:
+        """The template and the format of messages of the model."""
+        if self._conversations is None:
+            self._conversations = Chat(self.path, self.tokenizer)
+        return self._conversations
+
+    def _chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams | None,
+        options: ChatOptions | None,
+    ) -> tuple[GrowingAnswer, Iterator[Chunk]]:
+        ids, params, growing = prepare_chat(self.conversations, messages, params, options)
+        return growing, self.stream([ids], params)
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """As `Engine.pause`, between the chunks of a stream or in a signal handler."""

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gristmill.runtime.chat.answer import parsed
 from gristmill.runtime.chat.conversation import ChatOptions, Delta, ToolCall
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
@@ -105,7 +106,8 @@ class Generation:
                     if parsers is None:
                         yield Part(chunk.choice, Delta(chunk.text), finish, chunk)
                     else:
-                        yield _parsed(parsers[chunk.choice], chunk, finish)
+                        part = parsed(parsers[chunk.choice], chunk)
+                        yield Part(chunk.choice, part.delta, None if ended else part.finish_reason, chunk)
                     if ended:
                         raise unavailable("the server ended the request before it was complete", "aborted")
                     if self._interval and finish is None:
@@ -142,18 +144,6 @@ def continued(
         priority=priority or 0,
         interval_ms=interval_ms,
     )
-
-
-def _parsed(parser: OutputParser, chunk: Chunk, finish: str | None) -> Part:
-    delta = parser.push(chunk.text, chunk.token_ids)
-    if finish is not None:
-        rest = parser.finish()
-        delta = Delta(
-            delta.content + rest.content, delta.reasoning + rest.reasoning, [*delta.calls, *rest.calls]
-        )
-        if finish == "stop" and parser.calls:
-            finish = "tool_calls"
-    return Part(chunk.choice, delta, finish, chunk)
 
 
 @dataclass(slots=True)

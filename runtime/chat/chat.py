@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.runtime.chat.answer import GrowingAnswer, as_messages
 from gristmill.runtime.chat.conversation import ChatOptions, Message, Tool
 from gristmill.runtime.chat.formats import OutputParser, find_format
 from gristmill.runtime.chat.template import ChatTemplate
@@ -124,6 +125,20 @@ class Chat:
                 f"{self._origin} has no chat template: give one (chat_template), or use completions of text"
             )
         return found
+
+
+def prepare_chat(
+    chat: Chat,
+    messages: Sequence[Message | Mapping[str, Any]],
+    params: SamplingParams | None,
+    options: ChatOptions | None,
+) -> tuple[list[int], SamplingParams, GrowingAnswer]:
+    """(token ids, sampling, what takes the chunks) of one answer. UsageError: as `as_messages` and `Chat`; several completions."""
+    params, options = params or SamplingParams(), options or ChatOptions()
+    if params.n != 1:
+        raise UsageError(f"a conversation has one answer at a time: n must be 1, got {params.n}")
+    ids = chat.encode(as_messages(messages), options)
+    return ids, chat.params(params, options, ids), GrowingAnswer(chat.parser(options, ids), len(ids))
 
 
 def _text_of(template: str) -> str:

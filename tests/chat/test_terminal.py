@@ -59,9 +59,7 @@ class Scripted:
         self._messages = messages
         return [0] * (10 * len(messages))
 
-    def params(
-        self, params: SamplingParams, options: ChatOptions, prompt: object = ""
-    ) -> SamplingParams:
+    def params(self, params: SamplingParams, options: ChatOptions, prompt: object = "") -> SamplingParams:
         return params
 
     def parser(self, options: ChatOptions, ids: list[int]) -> Any:

@@ -1,0 +1,133 @@
+"""An answer in a conversation: the engine's chunks as deltas of a message, and the message when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from gristmill.runtime.chat.conversation import Delta, Message, Role, ToolCall
+from gristmill.runtime.chat.formats import OutputParser
+from gristmill.runtime.completion import Chunk
+from gristmill.runtime.errors import ErrorInfo, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunk:
+    """What a step added to an answer. `finish_reason` is as of `ChatAnswer`, in the last one."""
+
+    delta: Delta
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A message of the assistant.
+
+    Attributes:
+        message: its content, thoughts and tool calls: the next message of the conversation.
+        finish_reason: ``stop``, ``length``, ``tool_calls`` (it ended with calls), ``abort`` or ``error``.
+        prompt_tokens, output_tokens, reasoning_tokens: token ids of the prompt, of the answer, and of its thoughts.
+        error: the cause of ``error``.
+    """
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+    error: ErrorInfo | None = None
+
+
+def parsed(parser: OutputParser, chunk: Chunk) -> ChatChunk:
+    """A chunk of the engine as a part of a message."""
+    delta, finish = parser.push(chunk.text, chunk.token_ids), chunk.finish_reason
+    if finish is None:
+        return ChatChunk(delta)
+    rest = parser.finish()
+    delta = Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, [*delta.calls, *rest.calls])
+    return ChatChunk(delta, "tool_calls" if finish == "stop" and parser.calls else finish)
+
+
+class GrowingAnswer:
+    """The chunks of one answer, joined as they come."""
+
+    def __init__(self, parser: OutputParser, prompt_tokens: int) -> None:
+        self._parser, self._prompt_tokens = parser, prompt_tokens
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._tokens = 0
+        self._finish = "abort"
+        self._error: ErrorInfo | None = None
+
+    def add(self, chunk: Chunk) -> ChatChunk:
+        """The next chunk."""
+        part = parsed(self._parser, chunk)
+        self._tokens += len(chunk.token_ids)
+        self._content.append(part.delta.content)
+        self._reasoning.append(part.delta.reasoning)
+        for call in part.delta.calls:
+            if call.name:
+                self._calls.append(ToolCall(call.id, call.name, call.arguments))
+            else:
+                known = self._calls[call.index]
+                self._calls[call.index] = ToolCall(known.id, known.name, known.arguments + call.arguments)
+        if part.finish_reason is not None:
+            self._finish, self._error = part.finish_reason, chunk.error
+        return part
+
+    def answer(self) -> ChatAnswer:
+        """All so far."""
+        message = Message("assistant", "".join(self._content), "".join(self._reasoning), tuple(self._calls))
+        return ChatAnswer(
+            message,
+            self._finish,
+            self._prompt_tokens,
+            self._tokens,
+            self._parser.reasoning_tokens,
+            self._error,
+        )
+
+
+def as_messages(given: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """Messages, also as mappings with role, content, and as OpenAI's API has them: reasoning_content, tool_calls, tool_call_id, name.
+
+    Raises:
+        UsageError: no messages, an unknown role or entry, a content that is no text.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise UsageError(f"messages must be a list of at least one message, got {given!r}")
+    return [one if isinstance(one, Message) else _message(one, index) for index, one in enumerate(given)]
+
+
+_ENTRIES = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+def _message(given: Mapping[str, Any], index: int) -> Message:
+    place = f"messages[{index}]"
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{place} must be a Message or a mapping, got {given!r}")
+    if unknown := [str(name) for name in given if name not in _ENTRIES]:
+        raise UsageError(f"{place} has no {', '.join(unknown)}; known: {', '.join(_ENTRIES)}")
+    role, content = given.get("role"), given.get("content")
+    if role not in get_args(Role):
+        raise UsageError(f"{place}: role must be one of {', '.join(get_args(Role))}, got {role!r}")
+    if not isinstance(content, str | None):
+        raise UsageError(f"{place}: content must be text, got {content!r}")
+    calls = []
+    for call in given.get("tool_calls") or ():
+        function = call.get("function", {}) if isinstance(call, Mapping) else {}
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), str):
+            raise UsageError(
+                f"{place}: a tool call is {{'id', 'function': {{'name', 'arguments': JSON text}}}}, got {call!r}"
+            )
+        calls.append(ToolCall(str(call.get("id", "")), function["name"], function["arguments"]))
+    return Message(
+        role,
+        content or "",
+        given.get("reasoning_content") or "",
+        tuple(calls),
+        given.get("tool_call_id") or "",
+        given.get("name") or "",
+    )
