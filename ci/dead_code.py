@@ -31,8 +31,22 @@ PRESCRIBED = (
     "_apply",
     "recurse",
     "extra_repr",
+    "intercepted_binops",
+    "capture_signals",
+    "daemon_threads",
+    "protocol_version",
+    "log_message",
+    "do_[A-Z]*",
+    "close_connection",
+    "connection_made",
+    "connection_lost",
+    "data_received",
+    "on_headers_complete",
+    "on_body",
+    "on_message_complete",
 )
-"""Names that pytest, html.parser, hypothesis or Python itself look up; methods and arguments of torch.nn.Module."""
+"""Names that pytest, html.parser, http.server, hypothesis, jinja2, uvicorn, httptools, asyncio's protocols or Python itself look up; methods and
+arguments of torch.nn.Module."""
 DECORATED = ("@pytest.fixture*", "@invariant*", "@initialize*", "@rule*")
 
 

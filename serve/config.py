@@ -41,7 +41,6 @@ class ServeConfig:
         slow_reader_seconds: seconds that a stream waits for a client that does not read; then the request is aborted.
         stream_interval_ms: the least time between two parts of a stream; requests may have their own.
         log_file: where the log goes; None = stderr. One JSON object per line.
-        log_text: write prompts and outputs into the log as well.
         otlp_endpoint: where spans of requests are sent, such as ``http://localhost:4318/v1/traces``; None = nowhere.
         metrics_prefix: prefix of the names of metrics, before a colon.
 
@@ -75,7 +74,6 @@ class ServeConfig:
     slow_reader_seconds: float = 60.0
     stream_interval_ms: float = 0.0
     log_file: str | None = None
-    log_text: bool = False
     otlp_endpoint: str | None = None
     metrics_prefix: str = "vllm"
 

@@ -57,10 +57,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
 
 DIRECT = (
@@ -120,16 +116,13 @@ def sampling_params(
 
 
 def structured_output(service: Service, request: SamplingFields) -> StructuredOutput | None:
-    """What the output looks like: from response_format, or vLLM's structured_outputs and guided fields."""
+    """What the output looks like: from response_format, or vLLM's structured_outputs."""
     found: dict[str, Any] = {}
     if request.response_format is not None:
         found |= _response_format(request.response_format)
     for name, value in (request.structured_outputs or {}).items():
         if value is not None and name in _STRUCTURED:
             found |= {_STRUCTURED[name]: value} if name != "json_object" else _any_object(value)
-    for name, field in _GUIDED.items():
-        if (value := getattr(request, name)) is not None:
-            found[field] = value
     if not found:
         return None
     if len(found) > 1:
@@ -146,12 +139,6 @@ _STRUCTURED = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
     "json_object": "json_schema",
-}
-_GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
 }
 
 

@@ -64,7 +64,7 @@ COMPLETION = {
     "presence_penalty": 0.5,
     "min_tokens": 1,
     "ignore_eos": True,
-    "guided_json": None,
+    "structured_outputs": {"choice": ["a", "b"]},
 }
 TOKENIZE = {"prompt": "Some text", "add_special_tokens": True, "return_token_strs": True}
 DETOKENIZE = {"tokens": [1, 2, 3, 4]}

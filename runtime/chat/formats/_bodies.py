@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from gristmill.runtime.chat.conversation import Tool
@@ -76,6 +76,18 @@ class JsonText:
         return text[start:], "", "more"
 
 
+def _named(piece: Piece, head: re.Pattern[str], text: str) -> str:
+    """Set the name, or what a text without one is; what follows the head."""
+    match = head.match(text)
+    if match is None:
+        piece.state = "wrong" if len(text) > LONGEST_HEAD else "more"
+        return ""
+    piece.name = match["name"].strip()
+    if not piece.name:
+        piece.state = "wrong"
+    return text[match.end() :]
+
+
 class HeadBody:
     """A head that has the name, then the arguments as a JSON object.
 
@@ -93,15 +105,9 @@ class HeadBody:
         piece = Piece()
         if self._json is None:
             self._text += text
-            match = self._head.match(self._text)
-            if match is None:
-                piece.state = "wrong" if len(self._text) > LONGEST_HEAD else "more"
-                return piece
-            piece.name = match["name"].strip()
+            text = _named(piece, self._head, self._text)
             if not piece.name:
-                piece.state = "wrong"
                 return piece
-            text = self._text[match.end() :]
             self._json = JsonText()
         piece.arguments, piece.rest, piece.state = self._json.feed(text)
         if piece.state == "wrong":  # a call without arguments
@@ -306,24 +312,17 @@ class PairBody:
     _named: bool = False
     _key: str | None = None
     _count: int = 0
-    _done: bool = field(default=False)
 
     def feed(self, text: str) -> Piece:
         """As `Body.feed`."""
         self._text += text
         piece = Piece()
         if not self._named:
-            match = self.marks.head.match(self._text)
-            if match is None:
-                piece.state = "wrong" if len(self._text) > LONGEST_HEAD else "more"
-                return piece
-            piece.name = match["name"].strip()
+            rest = _named(piece, self.marks.head, self._text)
             if not piece.name:
-                piece.state = "wrong"
                 return piece
             self._named, self._tool = True, self.tools.get(piece.name)
-            piece.arguments = "{"
-            self._text = self._text[match.end() :]
+            piece.arguments, self._text = "{", rest
         while piece.state == "more" and self._advance(piece):
             pass
         return piece
