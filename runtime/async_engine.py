@@ -9,31 +9,29 @@ await engine.close()
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
+from gristmill.runtime.async_request import NO_TOKENIZER, ActiveRequest, ActiveRequests, AsyncPrompts
 from gristmill.runtime.chat.answer import ChatAnswer
 from gristmill.runtime.chat.chat import prepare_chat
 from gristmill.runtime.chat.conversation import ChatOptions, Message
-from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.drain_signals import DrainSignals, drain_on_signals
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import LOG, EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.events import CacheEvent
-from gristmill.runtime.llm import LLM, Prompt
+from gristmill.runtime.llm import LLM
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.ownership import SERVED
+from gristmill.runtime.request_front import RequestFront
 from gristmill.runtime.sampling_params import SamplingParams, check_integers
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
-from gristmill.runtime.structured_output import Grammar
+from gristmill.runtime.structured_output import Grammar, StructuredOutput
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -44,7 +42,7 @@ MAX_QUEUED = 1024
 """The default limit of waiting requests: a few steps' worth. More would only wait longer and take memory."""
 
 
-class AsyncEngine:
+class AsyncEngine(RequestFront):
     """Serves requests of any number of coroutines, in one event loop or several, by one engine in a thread of its own.
 
     Outputs are decoded in the caller's event loop, one wake-up per step. A caller that reads slowly gets fewer and larger chunks:
@@ -84,18 +82,17 @@ class AsyncEngine:
         if watchdog_seconds is not None and not watchdog_seconds > 0:
             raise UsageError(f"watchdog_seconds must be a positive number or None, got {watchdog_seconds!r}")
         check_integers(max_queued=max_queued)
-        self._prompts = AsyncPrompts(llm if isinstance(llm, LLM) else None)
-        self._numbers = itertools.count()
-        self._metrics = metrics
-        self._tracer = tracer
+        self._llm = llm if isinstance(llm, LLM) else None
+        prompts = AsyncPrompts.of(llm) if isinstance(llm, LLM) else AsyncPrompts(None, _no_grammars)
         self._on_cache_events = on_cache_events
         self._signals: DrainSignals | None = None
         engine = llm.engine if isinstance(llm, LLM) else llm
         scheduler = engine.scheduler
         limit = scheduler.config.max_queued
-        self._requests = ActiveRequests(
+        requests = ActiveRequests(
             lambda: len(scheduler.waiting) + len(scheduler.held), max_queued if limit is None else limit
         )
+        super().__init__(prompts, requests, metrics, tracer)
         engine.ownership.take(SERVED)
         try:
             if on_cache_events is not None:
@@ -123,73 +120,6 @@ class AsyncEngine:
         """Why the engine stopped serving; None while it serves."""
         return self._thread.error
 
-    async def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        request_id: str | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Stream one prompt in chunks, those of its n completions as they come; leaving the iterator aborts the request.
-
-        Args:
-            prompt: text, or token ids that are used unchanged.
-            params: None = greedy, 128 tokens.
-            priority: lower values first, in an engine made with queue_order="priority".
-            request_id: a name for `abort` and traces; None = one is made.
-
-        Raises:
-            UsageError, RequestTooLarge, QueueFull, EngineDraining: as `Engine.add_request`; a request_id in use.
-            EngineDeadError: a step failed or did not end, or the engine was closed.
-        """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise UsageError(f"params must be a SamplingParams, got {type(params).__name__}")
-        name = f"async-{next(self._numbers)}" if request_id is None else request_id
-        ids = await self._prompts.encode(prompt)
-        choice_params = self._prompts.params(params)
-        grammars = await self._prompts.grammars(params)
-        request = ActiveRequest(
-            asyncio.get_running_loop(), name, len(ids), params, self._prompts.streams(params)
-        )
-        self._requests.register(request)
-        try:
-            if self._tracer is not None:
-                from gristmill.runtime.tracing import RequestSpan  # which needs opentelemetry
-
-                request.span = RequestSpan(self._tracer, name, len(ids), params)
-            await asyncio.wrap_future(
-                self._thread.call(
-                    lambda engine: self._add(engine, request, ids, choice_params, grammars, priority)
-                )
-            )
-            while (chunk := await request.next()) is not None:
-                yield chunk
-        except BaseException as error:
-            if request.span is not None and not isinstance(error, GeneratorExit):
-                request.span.failed(error)
-            raise
-        finally:
-            self._leave(request)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        request_id: str | None = None,
-    ) -> list[Completion]:
-        """The n completions of one prompt, in order of their choice. Arguments and errors are those of `stream`; being cancelled
-        aborts the request."""
-        ids = await self._prompts.encode(prompt)
-        growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
-        async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
-            async for chunk in stream:
-                growing[chunk.choice].add(chunk)
-        return [growing[choice].completion(ids) for choice in sorted(growing)]
-
     async def chat(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
@@ -200,7 +130,9 @@ class AsyncEngine:
         request_id: str | None = None,
     ) -> ChatAnswer:
         """The model's answer in a conversation. Arguments and errors are those of `LLM.chat` and `stream`; being cancelled aborts it."""
-        chat = self._prompts.conversations()
+        if self._llm is None:
+            raise UsageError(NO_TOKENIZER)
+        chat = self._llm.conversations
         ids, params, growing = await asyncio.to_thread(prepare_chat, chat, messages, params, options)
         async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
             async for chunk in stream:
@@ -318,9 +250,22 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.stop, timeout)
         self._on_death(EngineDeadError("the engine was closed"))
 
+    async def _add(
+        self,
+        request: ActiveRequest,
+        ids: Sequence[int],
+        params: Sequence[SamplingParams],
+        grammars: Sequence[Grammar | None],
+        structured_output: StructuredOutput | None,
+        priority: int,
+    ) -> None:
+        await asyncio.wrap_future(
+            self._thread.call(lambda engine: self._add_all(engine, request, ids, params, grammars, priority))
+        )
+
     # In the engine's thread --------------------------------------------------------------------------------------------
 
-    def _add(
+    def _add_all(
         self,
         engine: Engine,
         request: ActiveRequest,
@@ -356,39 +301,13 @@ class AsyncEngine:
                     cached_tokens = len(hits) * engine.scheduler.config.block_size
                     self._scheduled(request, name, cached_tokens, engine.last_launched)
             for name in step.preempted:
-                request = self._requests.added(name)
-                choice = None if request is None else request.open.get(name)
-                if request is not None and request.span is not None and choice is not None:
-                    request.span.preempted(choice.text.choice)
+                if (request := self._requests.added(name)) is not None:
+                    self._preempted(request, name)
         self._deliver(outputs)
 
     def _publish(self, engine: Engine) -> None:
         if self._on_cache_events is not None and (events := engine.take_cache_events()):
             self._on_cache_events(events)
-
-    def _scheduled(self, request: ActiveRequest, name: str, cached_tokens: int, launched: float) -> None:
-        choice = request.open.get(name)
-        if choice is None or choice.timing.scheduled is not None:
-            return  # the caller has left, or it was preempted before
-        choice.timing.scheduled = launched
-        if self._metrics is not None:
-            self._metrics.scheduled(choice.timing, cached_tokens)
-        if request.span is not None:
-            request.span.scheduled(choice.text.choice, cached_tokens)
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Send outputs to the event loops of their callers: one call for each loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ActiveRequest, RequestOutput]]] = {}
-        for output in outputs:
-            if (request := self._requests.added(output.id)) is not None:
-                by_loop.setdefault(request.loop, []).append((request, output))
-        for loop, some in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(self._receive, some)
-            except RuntimeError:  # the loop was closed with its callers
-                self._thread.engine.abort([output.id for _, output in some])
-                for request, output in some:
-                    self._requests.free(request, [output.id])
 
     def _on_death(self, error: EngineDeadError) -> None:
         if self._signals is not None:
@@ -401,52 +320,13 @@ class AsyncEngine:
         if self._on_cache_events is not None:
             self._thread.engine.record_cache_events(False)
 
-    # In the callers' event loops ---------------------------------------------------------------------------------------
-
-    def _receive(self, outputs: list[tuple[ActiveRequest, RequestOutput]]) -> None:
-        stopped: list[str] = []
-        ended: list[tuple[ActiveRequest, str]] = []
-        for request, output in outputs:
-            choice = request.open.get(output.id)
-            if choice is None:
-                continue  # it ended by a stop string, or its caller has left
-            try:
-                chunk = choice.text.push(output)
-            except Exception as error:  # a tokenizer that cannot decode ends its own request alone
-                request.fail(error)
-                stopped += request.open
-                continue
-            if chunk.finish_reason is not None:
-                del request.open[output.id]
-                ended.append((request, output.id))
-                if output.finish_reason is None:
-                    stopped.append(output.id)
-            if self._metrics is not None:
-                self._metrics.output(choice.timing, chunk)
-            if request.span is not None:
-                request.span.output(chunk)
-            request.put(chunk)
-        if stopped:
-            self._abort(stopped)
-        for request, name in ended:
-            self._requests.free(request, [name])
-
-    def _leave(self, request: ActiveRequest) -> None:
-        """Drop everything that belongs to a request whose caller has left."""
-        left = dict(request.open)
-        request.open.clear()
-        if self._metrics is not None and request.added:
-            for choice in left.values():
-                self._metrics.ended(choice.timing, "abort")
-        if request.span is not None:
-            request.span.end()
-        if left:
-            self._abort(list(left))
-            self._requests.free(request, left)
-
-    def _abort(self, names: Sequence[str]) -> None:
+    def _abort(self, ids: Sequence[str]) -> None:
         with suppress(EngineDeadError):  # there is nothing left to abort then
-            self._thread.call(lambda engine: engine.abort(names))
+            self._thread.call(lambda engine: engine.abort(ids))
+
+
+def _no_grammars(params: SamplingParams) -> list[Grammar | None]:
+    raise UsageError(NO_TOKENIZER)
 
 
 def _log_failure(future: Future[None]) -> None:

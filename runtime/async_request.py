@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gristmill.runtime.chat.chat import Chat
 from gristmill.runtime.completion import Chunk, GrowingCompletion, TextOutput, engine_params, text_stream
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
@@ -34,10 +33,11 @@ class ActiveChoice:
 
 
 class ActiveRequest:
-    """The completions of one prompt, used in one event loop.
+    """The completions of one prompt, used in one event loop. `first` is the engine's id of the first one.
 
     Attributes:
         open: the completions that have not ended, by the engine's id; the engine's thread reads it too.
+        ids: those of all completions.
         added: whether the engine has taken the request; set in the engine's thread.
         on_the_way: how many completions are registered and not yet given to the engine.
     """
@@ -49,25 +49,35 @@ class ActiveRequest:
         prompt_tokens: int,
         params: SamplingParams,
         streams: Sequence[TextStream | None],
+        first: str,
     ) -> None:
         self.loop = loop
         self.name = name
         self.open = {
-            f"{name}/{choice}" if choice else name: ActiveChoice(
+            f"{first}/{choice}" if choice else first: ActiveChoice(
                 TextOutput(0, choice, params, stream), Timing(prompt_tokens)
             )
             for choice, stream in enumerate(streams)
         }
+        self.ids = tuple(self.open)
         self.added = False
         self.on_the_way = 0
         self.span: RequestSpan | None = None
-        self._untaken: dict[int, GrowingCompletion] = {}  # by choice: what the caller has not taken
+        self._untaken: dict[int, Chunk | GrowingCompletion] = {}  # by choice: what the caller has not taken
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
     def put(self, chunk: Chunk) -> None:
         """Another chunk, for `next`."""
-        self._untaken.setdefault(chunk.choice, GrowingCompletion()).add(chunk)
+        before = self._untaken.get(chunk.choice)
+        if before is None:
+            self._untaken[chunk.choice] = chunk
+        elif isinstance(before, Chunk):
+            self._untaken[chunk.choice] = growing = GrowingCompletion()
+            growing.add(before)
+            growing.add(chunk)
+        else:
+            before.add(chunk)
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -88,7 +98,8 @@ class ActiveRequest:
                 return None
             self._ready.clear()
             await self._ready.wait()
-        return self._untaken.pop(next(iter(self._untaken))).chunk()
+        chunk = self._untaken.pop(next(iter(self._untaken)))
+        return chunk if isinstance(chunk, Chunk) else chunk.chunk()
 
 
 class ActiveRequests:
@@ -169,11 +180,28 @@ LONG_TEXT = 4096
 """Prompts of at least this many characters are encoded outside the event loop's thread."""
 
 
-class AsyncPrompts:
-    """From text to token ids and back, by the tokenizer and the grammars of `llm`; None = token ids only, and a UsageError for text."""
+NO_TOKENIZER = "an AsyncEngine of an Engine has no tokenizer: make it with an LLM to serve text"
 
-    def __init__(self, llm: LLM | None) -> None:
-        self._llm = llm
+
+class AsyncPrompts:
+    """From text to token ids and back.
+
+    Args:
+        tokenizer: returns it, or raises NoTokenizerError; None = token ids only, and a UsageError for text.
+        compile_grammars: as `LLM.compile_grammars`; None = that is done elsewhere.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Tokenizer] | None,
+        compile_grammars: Callable[[SamplingParams], list[Grammar | None]] | None,
+    ) -> None:
+        self._given, self._compile = tokenizer, compile_grammars
+
+    @classmethod
+    def of(cls, llm: LLM) -> AsyncPrompts:
+        """By the tokenizer and the grammars of a model."""
+        return cls(lambda: llm.tokenizer, llm.compile_grammars)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
@@ -186,10 +214,10 @@ class AsyncPrompts:
         return await asyncio.to_thread(tokenizer.encode, given)
 
     async def grammars(self, params: SamplingParams) -> list[Grammar | None]:
-        """A grammar for each completion; None where anything may come out."""
-        if params.structured_output is None:
+        """A grammar for each completion; None where anything may come out, or where they are compiled elsewhere."""
+        if params.structured_output is None or self._compile is None:
             return [None] * params.n
-        return await asyncio.to_thread(self._model().compile_grammars, params)
+        return await asyncio.to_thread(self._compile, params)
 
     def params(self, params: SamplingParams) -> list[SamplingParams]:
         """The parameters of each completion, as the engine takes them."""
@@ -197,20 +225,11 @@ class AsyncPrompts:
 
     def streams(self, params: SamplingParams) -> list[TextStream | None]:
         """A decoder for each completion; None without a tokenizer."""
-        if self._llm is None and not params.stop:
+        if self._given is None and not params.stop:
             return [None] * params.n
         return [text_stream(self._tokenizer, params) for _ in range(params.n)]
 
-    def conversations(self) -> Chat:
-        """The template and the format of messages of the model."""
-        return self._model().conversations
-
-    def _model(self) -> LLM:
-        if self._llm is None:
-            raise UsageError(
-                "an AsyncEngine of an Engine has no tokenizer: make it with an LLM to serve text"
-            )
-        return self._llm
-
     def _tokenizer(self) -> Tokenizer:
-        return self._model().tokenizer
+        if self._given is None:
+            raise UsageError(NO_TOKENIZER)
+        return self._given()

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gristmill.runtime.completion import Chunk
-from gristmill.runtime.engine import Engine
+from gristmill.runtime.engine_load import EngineLoad
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_transfer.statistics import TransferStatus
-from gristmill.runtime.speculation.statistics import DraftCounts
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+    from gristmill.runtime.engine import Engine
 
 SECONDS = (
     0.001,
@@ -36,6 +37,7 @@ SECONDS = (
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
+# The first fields of EngineLoad, in their order.
 GAUGES = {
     "num_requests_running": "Requests that have cache blocks",
     "num_requests_waiting": "Requests in the queue",
@@ -138,29 +140,37 @@ class Metrics:
             "Loads that ended in a computation, and blocks that were not saved",
             ("reason",),
         )
-        self._drafts: tuple[int, ...] = ()  # counts of the speculator that were reported
-        self._transferred: TransferStatus | None = None  # as they were reported
+        self._loads: dict[int, EngineLoad] = {}  # by number, as they were reported
 
     def step(self, engine: Engine) -> None:
         """A step of the engine has ended."""
-        scheduler, metrics = engine.scheduler, self._metrics
-        metrics["num_requests_running"].set(len(scheduler.running))
-        metrics["num_requests_waiting"].set(len(scheduler.waiting) + len(scheduler.held))
-        metrics["kv_cache_usage_perc"].set(scheduler.pool.num_referenced / scheduler.config.num_blocks)
-        metrics["decode_graph_bytes"].set(engine.runner.graph_bytes or 0)
-        metrics["late_kernels"].set(engine.late_kernels or 0)
-        step = engine.last_step
-        if step is not None and step.entries:
-            metrics["iteration_tokens_total"].observe(step.num_tokens)
-            metrics["num_preemptions"].inc(len(step.preempted))
+        self.load(EngineLoad.of(engine))
 
-        if engine.speculator is not None:
-            self._count_drafts(engine.speculator.counts)
-        if engine.transfer is not None:
-            self._count_transfer(engine.transfer.status())
+    def load(self, now: EngineLoad, number: int = 0) -> None:
+        """A step has ended, of the engine with this number; gauges are those of all engines together."""
+        metrics, before = self._metrics, self._loads.get(number)
+        self._loads[number] = now
+        if before is None or now[: len(GAUGES)] != before[: len(GAUGES)]:
+            loads = self._loads.values()
+            totals = [sum(values) for values in zip(*(load[: len(GAUGES)] for load in loads), strict=True)]
+            for name, total in zip(GAUGES, totals, strict=True):
+                metrics[name].set(total / len(loads) if name == "kv_cache_usage_perc" else total)
+        if now.step_tokens is not None:
+            metrics["iteration_tokens_total"].observe(now.step_tokens)
+            if now.preempted:
+                metrics["num_preemptions"].inc(now.preempted)
+        if now.drafts is not None:
+            self._count_drafts(now.drafts, None if before is None else before.drafts)
+        if now.transfer is not None:
+            self._count_transfer(now.transfer, None if before is None else before.transfer)
 
-    def _count_transfer(self, now: TransferStatus) -> None:
-        before, self._transferred = self._transferred, now
+    def forget(self, number: int) -> None:
+        """The engine with this number is gone, and its counts begin again if another one takes its place."""
+        if number in self._loads:
+            self.load(EngineLoad(), number)
+            del self._loads[number]
+
+    def _count_transfer(self, now: TransferStatus, before: TransferStatus | None) -> None:
         for name, count in zip(
             TRANSFER_COUNTERS, ("queried_tokens", "loaded_tokens", "saved_blocks"), strict=True
         ):
@@ -169,12 +179,10 @@ class Metrics:
             known = 0 if before is None else before.failures.get(reason, 0)
             self._transfer_failures.labels(self._model_name, reason).inc(times - known)
 
-    def _count_drafts(self, counts: DraftCounts) -> None:
-        now = (counts.drafts, counts.draft_tokens, *counts.accepted)
+    def _count_drafts(self, now: tuple[int, ...], before: tuple[int, ...] | None) -> None:
         runs, tokens, *accepted = (
-            count - before for count, before in zip(now, self._drafts or (0,) * len(now), strict=True)
+            count - known for count, known in zip(now, before or (0,) * len(now), strict=True)
         )
-        self._drafts = now
         if runs:
             for name, count in zip(DRAFT_COUNTERS, (runs, tokens, sum(accepted)), strict=True):
                 self._metrics[name].inc(count)

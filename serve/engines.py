@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.parallel.replicas import Replicas
 from gristmill.serve.service import Service
 
 
 def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Service], Replicas]:
-    """What makes the engines of a service; it blocks until the model is loaded.
+    """What makes the engines of a service; it blocks until the model is loaded. The service gets the registry of their metrics,
+    where prometheus_client is installed.
 
     Args:
         options: of `EngineConfig`, as they were given.
@@ -19,6 +22,16 @@ def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Ser
 
     def load(service: Service) -> Replicas:
         config = service.config
-        return Replicas(model, config.replicas, route=config.route, **options)
+        metrics, registry = None, None
+        if find_spec("prometheus_client") is not None:
+            from prometheus_client import CollectorRegistry
+
+            registry = CollectorRegistry()
+            metrics = Metrics(service.name, registry, config.metrics_prefix)
+        engines = Replicas(
+            model, config.replicas, route=config.route, metrics=metrics, tracer=service.tracer, **options
+        )
+        service.registry = registry
+        return engines
 
     return load

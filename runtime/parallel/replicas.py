@@ -13,44 +13,39 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.checkpoint import NoTokenizerError
+from gristmill.runtime.async_engine import MAX_QUEUED
+from gristmill.runtime.async_request import AsyncPrompts
 from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.engine import PauseMode
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.hub import local_model
-from gristmill.runtime.integers import as_prompt, plain
+from gristmill.runtime.integers import plain
 from gristmill.runtime.llm import Prompt
+from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.parallel.calls import set_log_level
-from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
+from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn
 from gristmill.runtime.parallel.driver import LOADING
+from gristmill.runtime.parallel.queue_cap import QueueCap
+from gristmill.runtime.parallel.replica_front import ReplicaFront, death
 from gristmill.runtime.parallel.route import Route, Router
 from gristmill.runtime.residency import Part
 from gristmill.runtime.sampling_params import SamplingParams, check_integers
-from gristmill.runtime.scheduler import QueueFull
 from gristmill.runtime.status import EngineStatus
+from gristmill.runtime.tokenizer import Tokenizer
 
-Call = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Any]"]  # where the answers to a request go
-
-
-@dataclass(slots=True)
-class _Replica:
-    """A process, and its unfinished requests. `error` is why it serves no more."""
-
-    child: ChildProcess
-    outgoing: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    calls: dict[str, Call] = field(default_factory=dict)
-    error: ReplicaError | None = None
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
 class Replicas:
@@ -58,7 +53,7 @@ class Replicas:
 
     Args:
         model, options: arguments of `LLM`, for each; a model of the hub is fetched once. On GPUs, replica r has those from r * tensor_parallel
-            on. max_queued and max_queued_tokens are those of all replicas together: each has its share.
+            on. max_queued and max_queued_tokens are those of all replicas together.
         count: number of replicas.
         route: ``prefix``: a request goes to the replica that was sent the longest prefix of its prompt, unless that has far more to do than
             others; ``round_robin``: in turn.
@@ -66,6 +61,7 @@ class Replicas:
             ReplicaError.
         timeout: seconds without a message, and a tenth of the seconds for loading, after which a replica counts as dead.
         skip: GPUs that are left to others, the first ones.
+        metrics, tracer: as of `AsyncEngine`, for all replicas together.
 
     Raises:
         UsageError: as `LLM`; too few GPUs. ReplicaError: a replica died, or did not load the model in time.
@@ -80,6 +76,8 @@ class Replicas:
         retry: bool = True,
         timeout: float = 60.0,
         skip: int = 0,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
         **options: Any,
     ) -> None:
         count, skip = plain(count), plain(skip)
@@ -89,24 +87,26 @@ class Replicas:
         EngineConfig.of(options)  # before processes are started
         model = local_model(model)  # fetched once, not by each of them
         options["device"] = device_of(options)
+        most, most_tokens = options.pop("max_queued", None), options.pop("max_queued_tokens", None)
+        cap = QueueCap(MAX_QUEUED * count if most is None else most, most_tokens)
         self._retry, self._timeout = retry, timeout
-        self._router, self._numbers, self._lock = Router(route), itertools.count(), threading.Lock()
+        self._router, self._lock, self._numbers = Router(route), threading.Lock(), itertools.count()
         self._names: set[str] = set()  # those that callers gave to unfinished requests
-        self._replicas: list[_Replica] = []
+        self._prompts = AsyncPrompts(tokenizer_of(model), None)
+        children: list[ChildProcess] = []
         try:
             for number, environment in enumerate(_environments(count, skip, options)):
-                self._replicas.append(
-                    _Replica(spawn("gristmill.runtime.parallel.replica", number, env=environment))
-                )
-                own = {**options, **_share(options, number, count)}
-                self._replicas[-1].child.connection.send((model, own, count, LOADING * timeout))
-            self._await_loaded(time.monotonic() + LOADING * timeout)
+                children.append(spawn("gristmill.runtime.parallel.replica", number, env=environment))
+                children[-1].connection.send((model, options, count, LOADING * timeout))
+            _await_loaded(children, time.monotonic() + LOADING * timeout)
         except BaseException:
-            end_all(replica.child for replica in self._replicas)
+            end_all(children)
             raise
+        self._replicas = [
+            ReplicaFront(child, self._prompts, cap, timeout, metrics, tracer) for child in children
+        ]
         for replica in self._replicas:
-            for work in (self._send, self._receive):
-                threading.Thread(target=work, args=(replica,), daemon=True).start()
+            replica.start()
 
     async def __aenter__(self) -> Replicas:
         return self
@@ -122,26 +122,22 @@ class Replicas:
         priority: int = 0,
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place. QueueFull: none has room
-        in its queue."""
-        given = as_prompt(prompt)
-        full: set[int] = set()
+        """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place. QueueFull: too
+        many requests wait."""
+        ids = await self._prompts.encode(prompt)
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
         with self._name(request_id):
             while True:
                 begun = False
+                stream = self._choose(ids).stream(ids, params, priority=priority, request_id=name)
                 try:
-                    items = self._items(given, "stream", given, params, priority, request_id, full=full)
-                    async with aclosing(items):
-                        async for item in items:
+                    async with aclosing(stream):
+                        async for chunk in stream:
                             begun = True
-                            yield item
+                            yield chunk
                     return
                 except ReplicaError:
                     if begun or not self._retry or not self._loads():
-                        raise
-                    full.clear()
-                except QueueFull:
-                    if not self._loads().keys() - full:
                         raise
 
     async def generate(
@@ -152,9 +148,8 @@ class Replicas:
         priority: int = 0,
         request_id: str | None = None,
     ) -> list[Completion]:
-        """As `AsyncEngine.generate`, of a text without prompt_ids. What a replica that dies has computed is computed again by another one,
-        unless `retry` is False."""
-        given = as_prompt(prompt)
+        """As `AsyncEngine.generate`. What a replica that dies has computed is computed again by another one, unless `retry` is False."""
+        given = await self._prompts.encode(prompt)
         while True:
             growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
             try:
@@ -166,13 +161,14 @@ class Replicas:
                 if not self._retry or not self._loads():
                     raise
                 continue
-            ids = () if isinstance(given, str) else given
-            return [growing[choice].completion(ids) for choice in sorted(growing)]
+            return [growing[choice].completion(given) for choice in sorted(growing)]
 
     async def save(self, prompt: Prompt, seconds: float) -> bool:
         """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""
-        given = as_prompt(prompt)
-        return [bool(item) async for item in self._items(given, "save", given, seconds)][0]
+        ids = await self._prompts.encode(prompt)
+        replica = self._choose(ids)
+        await replica.generate(ids, SamplingParams(max_tokens=1))
+        return bool(await replica.call("flush_kv_transfer", seconds=seconds))
 
     async def status(self) -> list[EngineStatus | BaseException]:
         """For each replica its status, or the ReplicaError that says why it serves no more."""
@@ -227,7 +223,7 @@ class Replicas:
         if len(self._replicas) > 1:
             paths = [path.with_stem(f"{path.stem}-{number}") for number in range(len(self._replicas))]
         calls = (
-            self._call(replica, "profile", steps=steps, path=str(one))
+            replica.call("profile", steps=steps, path=str(one))
             for replica, one in zip(self._replicas, paths, strict=True)
         )
         files: list[str | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
@@ -235,11 +231,8 @@ class Replicas:
 
     def close(self) -> None:
         """End the processes; unfinished requests end with ReplicaError."""
-        with self._lock:
-            for replica in self._replicas:
-                replica.error = replica.error or ReplicaError("the replicas were closed")
         for replica in self._replicas:
-            replica.child.process.kill()
+            replica.end(ReplicaError("the replicas were closed"))
 
     @contextmanager
     def _name(self, name: str | None) -> Iterator[None]:
@@ -257,101 +250,51 @@ class Replicas:
             with self._lock:
                 self._names.discard(name)
 
-    async def _call(self, replica: _Replica, name: str, **arguments: Any) -> Any:
-        """The result of a method of `Calls`."""
-        async with aclosing(self._items("", "call", name, arguments, on=replica)) as items:
-            return [item async for (item,) in items][0]
-
     async def _call_all(self, name: str, **arguments: Any) -> list[Any]:
-        calls = (self._call(replica, name, **arguments) for replica in self._replicas)
+        calls = (replica.call(name, **arguments) for replica in self._replicas)
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _items(
-        self,
-        prompt: str | list[int],
-        kind: str,
-        *arguments: Any,
-        on: _Replica | None = None,
-        full: set[int] | None = None,
-    ) -> AsyncGenerator[Any, None]:
-        """The answer of a replica to a message: of `on`, or of one that is chosen for the prompt, which is added to `full`, and was not in it."""
-        name, answers = f"request-{next(self._numbers)}", asyncio.Queue[Any]()
-        full = set() if full is None else full
+    def _choose(self, prompt: Sequence[int]) -> ReplicaFront:
+        """The replica for a prompt."""
         with self._lock:
-            loads = {n: load for n, load in self._loads().items() if n not in full}
-            if on is None and loads:
-                chosen = self._router.choose(prompt, loads)
-                full.add(chosen)
-                on = self._replicas[chosen]
-            if on is None:
-                errors = "; ".join(str(replica.error) for replica in self._replicas)
-                raise ReplicaError(f"no replica is left: {errors}")
-            if on.error is not None:
-                raise ReplicaError(str(on.error))
-            on.calls[name] = asyncio.get_running_loop(), answers
-        on.outgoing.put((name, kind, arguments))
-        try:
-            while (item := await answers.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            if on.calls.pop(name, None) is not None:
-                on.outgoing.put((name, "abort", ()))
+            if loads := self._loads():
+                return self._replicas[self._router.choose(prompt, loads)]
+        errors = "; ".join(str(replica.error) for replica in self._replicas)
+        raise ReplicaError(f"no replica is left: {errors}")
 
     def _loads(self) -> dict[int, int]:
-        return {n: len(replica.calls) for n, replica in enumerate(self._replicas) if replica.error is None}
+        return {
+            number: replica.unfinished
+            for number, replica in enumerate(self._replicas)
+            if replica.error is None
+        }
 
-    def _await_loaded(self, deadline: float) -> None:
-        for child in (replica.child for replica in self._replicas):
-            if not child.connection.poll(max(0.0, deadline - time.monotonic())):
-                raise ReplicaError(f"replica {child.number} did not load the model in time")
-            try:
-                answer = child.connection.recv()
-            except (EOFError, OSError):
-                raise ReplicaError(_death(child, "while it loaded the model")) from None
-            if isinstance(answer, Failure):
-                failed = ReplicaError(f"replica {child.number} failed to load the model\n{answer.text}")
-                raise answer.error if isinstance(answer.error, ValueError | RuntimeError) else failed
 
-    def _send(self, replica: _Replica) -> None:
-        with suppress(OSError):  # its end is noticed by the receiver
-            while (message := replica.outgoing.get()) is not None:
-                replica.child.connection.send(message)
-
-    def _receive(self, replica: _Replica) -> None:
-        """Hand out answers until the process ends, or stops responding."""
-        child, why = replica.child, ""
+def _await_loaded(children: Sequence[ChildProcess], deadline: float) -> None:
+    for child in children:
+        if not child.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise ReplicaError(f"replica {child.number} did not load the model in time")
         try:
-            while True:
-                if not child.connection.poll(self._timeout / 2):
-                    replica.outgoing.put(("", "ping", ()))
-                    if not child.connection.poll(self._timeout / 2):
-                        why = f"replica {child.number} sent nothing for {self._timeout:g} s and was ended"
-                        break
-                answer = child.connection.recv()
-                if isinstance(answer, Failure):
-                    why = f"replica {child.number} failed: {answer.error or answer.text}"
-                    break
-                name, item = answer
-                ends = item is None or isinstance(item, Exception)
-                if call := replica.calls.pop(name, None) if ends else replica.calls.get(name):
-                    _deliver(call, item)
+            answer = child.connection.recv()
         except (EOFError, OSError):
-            why = _death(child, "with its requests")
-        with self._lock:
-            replica.error = replica.error or ReplicaError(why)
-            calls = list(replica.calls.values())
-            replica.calls.clear()
-        replica.outgoing.put(None)
-        child.end()
-        for call in calls:
-            _deliver(call, ReplicaError(str(replica.error)))
+            raise ReplicaError(death(child, "while it loaded the model")) from None
+        if isinstance(answer, Failure):
+            failed = ReplicaError(f"replica {child.number} failed to load the model\n{answer.text}")
+            raise answer.error if isinstance(answer.error, ValueError | RuntimeError) else failed
 
 
-def _deliver(call: Call, item: object) -> None:
-    with suppress(RuntimeError):  # the loop was closed with its callers
-        call[0].call_soon_threadsafe(call[1].put_nowait, item)
+def tokenizer_of(model: str | Path) -> Callable[[], Tokenizer]:
+    """What returns the tokenizer of a model, or raises NoTokenizerError. It is read now."""
+    try:
+        found = Tokenizer(model)
+    except NoTokenizerError as error:
+        missing = error
+
+        def refuse() -> Tokenizer:
+            raise missing
+
+        return refuse
+    return lambda: found
 
 
 def device_of(options: Mapping[str, Any]) -> str:
@@ -374,17 +317,3 @@ def _environments(count: int, skip: int, options: Mapping[str, Any]) -> list[dic
             f"{count} replicas need {each} GPUs each, {len(devices) - skip} are free; device='cpu' has them all on the CPU"
         )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
-
-
-def _share(options: Mapping[str, Any], number: int, count: int) -> dict[str, int]:
-    """What a replica has of the caps of the queue, which hold for all replicas together; at least 1, if the cap is not 0."""
-    shares = {}
-    for name in ("max_queued", "max_queued_tokens"):
-        if (most := options.get(name)) is not None:
-            shares[name] = most // count + (number < most % count) or min(1, most)
-    return shares
-
-
-def _death(child: ChildProcess, when: str) -> str:
-    child.process.kill()
-    return f"replica {child.number} died ({status(child.process.wait())}) {when}"

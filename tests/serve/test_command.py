@@ -72,6 +72,9 @@ def test_a_server_answers_and_ends(tmp_path: Path, policy_file) -> None:
         talk = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
         assert httpx.post(f"{url}/v1/chat/completions", json=talk, timeout=60).status_code == 200
         assert httpx.post(f"{url}/v1/messages", json={**talk, "model": "m"}, timeout=60).status_code == 200
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'vllm:request_success_total{finished_reason="length",model_name="m"} 3.0' in metrics
+        assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 3.0' in metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]

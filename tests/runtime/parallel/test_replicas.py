@@ -17,7 +17,8 @@ from gristmill.runtime.engine import EngineDraining
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.kv_transfer.prefill_decode import PrefillDecode
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.parallel.replicas import Replicas, _share
+from gristmill.runtime.parallel.queue_cap import QueueCap
+from gristmill.runtime.parallel.replicas import Replicas
 from gristmill.runtime.parallel.route import PIECE, SLACK, Router
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import QueueFull
@@ -150,7 +151,7 @@ def test_calls_reach_every_replica(start: Callable[..., Any], tmp_path: Path) ->
         await asyncio.sleep(0.3)
         with pytest.raises(UsageError, match="request id 'r1' is in use by an unfinished request"):
             await replicas.generate(PROMPTS[0], PARAMS, request_id="r1")
-        assert sorted(one.waiting for one in await replicas.status()) == [1, 2], "their shares"
+        assert sorted(one.waiting for one in await replicas.status()) == [1, 2]
         with pytest.raises(QueueFull, match="max_queued"):
             await replicas.generate(PROMPTS[0], PARAMS)
         dumps = await replicas.dump()
@@ -188,12 +189,20 @@ def test_calls_reach_every_replica(start: Callable[..., Any], tmp_path: Path) ->
     run(main)
 
 
-def test_caps_of_the_queue_are_shared() -> None:
-    options = {"max_queued": 7, "max_queued_tokens": 1, "dtype": "fp32"}
-    shares = [_share(options, number, 3) for number in range(3)]
-    assert [one["max_queued"] for one in shares] == [3, 2, 2]
-    assert [one["max_queued_tokens"] for one in shares] == [1, 1, 1], "each may take one"
-    assert _share({"max_queued": 0}, 1, 2) == {"max_queued": 0} and _share({}, 0, 2) == {}
+def test_caps_of_the_queue() -> None:
+    cap = QueueCap(3, 100)
+    cap.enter("a", ["a", "a/1"], 30)
+    with pytest.raises(QueueFull, match="2 requests are waiting, with its 2 completions more than 3"):
+        cap.enter("b", ["b", "b/1"], 1)
+    with pytest.raises(QueueFull, match="60 prompt tokens are waiting, with its 41 more than"):
+        cap.enter("c", ["c"], 41)
+    cap.enter("d", ["d"], 40)
+    with pytest.raises(QueueFull, match="3 requests are waiting, which is max_queued"):
+        cap.enter("e", ["e"], 1)
+    cap.leave(["a", "a/1", "d"])
+    cap.leave(["a"])
+    assert len(cap) == 0
+    cap.enter("f", ["f"], 1000)  # alone
 
 
 def test_a_prompt_that_one_process_has_computed_is_loaded_by_another(
