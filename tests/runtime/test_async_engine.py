@@ -420,10 +420,10 @@ def test_a_tokenizer_that_fails_ends_its_own_request(
     llm = make(LLAMA)
     decode = type(llm.tokenizer).decode
 
-    def fragile(self: Any, ids: Any) -> str:
+    def fragile(self: Any, ids: Any, *others: Any) -> str:
         if 7 in ids:
             raise ValueError("invalid prefix")
-        return decode(self, ids)
+        return decode(self, ids, *others)
 
     monkeypatch.setattr(type(llm.tokenizer), "decode", fragile)
 
