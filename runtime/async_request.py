@@ -65,7 +65,7 @@ class ActiveRequest:
         self.span: RequestSpan | None = None
         self._untaken: dict[int, Chunk | GrowingCompletion] = {}  # by choice: what the caller has not taken
         self._error: BaseException | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of `next`; an asyncio.Event takes three times as long
 
     def put(self, chunk: Chunk) -> None:
         """Another chunk, for `next`."""
@@ -78,12 +78,17 @@ class ActiveRequest:
             growing.add(chunk)
         else:
             before.add(chunk)
-        self._ready.set()
+        self._wake()
 
     def fail(self, error: BaseException) -> None:
         """`next` raises this when it has handed out what there is."""
         self._error = error
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next(self) -> Chunk | None:
         """What was added to one completion since the last call, as one chunk; None at the end. What came before a failure is
@@ -96,8 +101,8 @@ class ActiveRequest:
                 raise self._error
             if not self.open:
                 return None
-            self._ready.clear()
-            await self._ready.wait()
+            self._waiter = self.loop.create_future()
+            await self._waiter
         chunk = self._untaken.pop(next(iter(self._untaken)))
         return chunk if isinstance(chunk, Chunk) else chunk.chunk()
 
