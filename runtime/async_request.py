@@ -65,7 +65,9 @@ class ActiveRequest:
         self.span: RequestSpan | None = None
         self._untaken: dict[int, Chunk | GrowingCompletion] = {}  # by choice: what the caller has not taken
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None  # of `next`; an asyncio.Event takes three times as long
+        self._waiter: asyncio.Future[None] | None = (
+            None  # of `next`; an asyncio.Event takes three times as long
+        )
 
     def put(self, chunk: Chunk) -> None:
         """Another chunk, for `next`."""
