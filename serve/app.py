@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match, Route
 
+from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError, Shape, anthropic_shape, api_error, openai_shape
-from gristmill.serve.exchange import BODY_SECONDS, ClientGone, Exchange, encode
+from gristmill.serve.exchange import BODY_SECONDS, ClientGone, Exchange
 from gristmill.serve.keys import KeyFile, key_of
 from gristmill.serve.service import Service
 

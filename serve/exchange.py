@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError, Shape
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ BODY_SECONDS = 60.0
 DISCARD_BYTES, DISCARD_SECONDS = 64 << 20, 5.0
 """How much of a body is read, and for how long, that nobody wants."""
 JSON = b"application/json"
-_encode = msgspec.json.Encoder(enc_hook=str).encode
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
@@ -196,7 +196,7 @@ class Exchange:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """The whole response: bytes, or a value that is written as JSON."""
-        body = value if isinstance(value, bytes) else _encode(value)
+        body = value if isinstance(value, bytes) else encode(value)
         await self._start(status, content_type, [(b"content-length", b"%d" % len(body))], headers)
         await self._write({"type": "http.response.body", "body": body})
 
@@ -247,11 +247,6 @@ class Exchange:
 
 class ClientGone(Exception):
     """The client closed the connection."""
-
-
-def encode(value: Any) -> bytes:
-    """JSON."""
-    return _encode(value)
 
 
 def to_plain(value: Any) -> Any:

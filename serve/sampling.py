@@ -185,7 +185,7 @@ def check_schema(service: Service, name: str, value: Any) -> None:
 
 
 def _depth(value: Any) -> int:
-    deepest, level = 0, [value]
+    deepest, level = 0, [value] if isinstance(value, Mapping | list) else []
     while level:
         deepest += 1
         level = [

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from gristmill.runtime.chat.chat import Chat
     from gristmill.runtime.status import EngineStatus
-    from gristmill.serve.exchange import Exchange
 
 
 class Engine(Protocol):
@@ -75,7 +74,7 @@ class Service:
         draining: new requests are refused.
         problem: why there is no engine.
         failed: there will be none.
-        active: requests that are being answered.
+        active: the exchanges that are being answered.
         in_engine: the names of the engine's requests.
     """
 
@@ -95,7 +94,7 @@ class Service:
     problem: str = "the model is loading"
     failed: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    active: set[Exchange] = field(default_factory=set)
+    active: set[Any] = field(default_factory=set)
     in_engine: set[str] = field(default_factory=set)
 
     @property

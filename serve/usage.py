@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gristmill.serve.exchange import encode
+from gristmill.serve.encoding import encode
 from gristmill.serve.generation import Generation
 from gristmill.serve.sampling import StreamOptions
 

@@ -110,7 +110,8 @@ def _message(given: Mapping[str, Any], index: int) -> Message:
         raise UsageError(f"{place} must be a Message or a mapping, got {given!r}")
     if unknown := [str(name) for name in given if name not in _ENTRIES]:
         raise UsageError(f"{place} has no {', '.join(unknown)}; known: {', '.join(_ENTRIES)}")
-    role, content = given.get("role"), given.get("content")
+    role: Any = given.get("role")
+    content = given.get("content")
     if role not in get_args(Role):
         raise UsageError(f"{place}: role must be one of {', '.join(get_args(Role))}, got {role!r}")
     if not isinstance(content, str | None):

@@ -8,8 +8,8 @@ from typing import Any
 
 from gristmill.runtime.completion import Chunk
 from gristmill.serve.blocks import Blocks, Step
+from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError
-from gristmill.serve.exchange import encode
 from gristmill.serve.generation import Generation, Part
 from gristmill.serve.responses.items import Item, new_id
 

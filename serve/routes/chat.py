@@ -8,8 +8,9 @@ from typing import Any
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Message
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.serve.app import Endpoint
+from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError
-from gristmill.serve.exchange import Exchange, encode
+from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Answer, Generation, Part, answers, beside, room
 from gristmill.serve.logprobs import chat_logprobs, prompt_logprobs
 from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation

@@ -12,8 +12,9 @@ from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import TokenLogprobs
 from gristmill.serve.app import Endpoint
+from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError
-from gristmill.serve.exchange import Exchange, encode
+from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Answer, Generation, Part, beside, room
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
 from gristmill.serve.sampling import SamplingFields, sampling_params

@@ -7,8 +7,9 @@ from typing import Any
 from gristmill.serve.anthropic_events import Event, MessageEvents, MessageFold
 from gristmill.serve.anthropic_messages import MessagesRequest, PromptFields, prompt
 from gristmill.serve.app import Endpoint
+from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError, anthropic_shape
-from gristmill.serve.exchange import Exchange, encode
+from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Generation, beside, continued, room
 from gristmill.serve.sampling import sampling_params
 

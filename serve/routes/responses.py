@@ -10,6 +10,7 @@ from gristmill.serve.logprobs import chat_logprobs
 from gristmill.serve.responses import background
 from gristmill.serve.responses.events import ResponseEvents, usage, written
 from gristmill.serve.responses.items import Item, conversation, input_items
+from gristmill.serve.responses.owner import owner_of, store_of
 from gristmill.serve.responses.request import (
     ResponsesRequest,
     check,
@@ -18,7 +19,7 @@ from gristmill.serve.responses.request import (
     options_of,
     sampling,
 )
-from gristmill.serve.responses.store import ResponseStore, Stored, owner_of, store_of
+from gristmill.serve.responses.store import ResponseStore, Stored
 from gristmill.serve.service import Service
 
 

@@ -9,7 +9,8 @@ from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
 from gristmill.serve.responses.background import follow
-from gristmill.serve.responses.store import Stored, owner_of, store_of
+from gristmill.serve.responses.owner import owner_of, store_of
+from gristmill.serve.responses.store import Stored
 
 MAX_PAGE = 100
 
