@@ -253,7 +253,7 @@ async def measure(port: int, pid: int, options: argparse.Namespace) -> list[dict
         for _ in range(options.rounds):
             rows.append(await throughput(port, pid, path, options.requests, options.clients, options.tokens))
     if options.url is None:
-        rows.append(await streams(port, options.streams, 100))
+        rows.append(await streams(port, options.streams, options.stream_tokens))
         rate = min(row["requests_per_second"] for row in rows[: options.rounds])
         rows.append(await half(port, rate / 2, options.tokens, options.seconds))
         if options.memory:
@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--stream-tokens", type=int, default=100, help="of the row streams")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the row half")
     parser.add_argument("--memory", type=int, default=0, help="requests of the row memory; 0 = no such row")
     parser.add_argument("--url", help="a server that is running, of which the first rows are measured")
@@ -287,8 +288,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
     child = None
     if options.url is None:
-        command = [sys.executable, "-m", "lab.serve_front_end", "--serve"]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "lab.serve_front_end", "--serve"], stdout=subprocess.PIPE, text=True
+        )
         assert child.stdout is not None
         url, pid = child.stdout.readline().strip(), child.pid
     else:
@@ -302,16 +304,14 @@ def main() -> None:
             child.wait(20)
     for row in rows:
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
+    command = " ".join(["python -m lab.serve_front_end", *sys.argv[1:]])
     if options.out:
         write_result(
             options.out,
             {
-                "environment": environment(
-                    device_target("cpu", Policy.current()),
-                    " ".join(["python -m lab.serve_front_end", *sys.argv[1:]]),
-                ),
+                "command": command,
+                "environment": environment(device_target("cpu", Policy.current()), command),
                 "server": options.name,
-                "command": " ".join(sys.argv[1:]),
                 "rows": rows,
             },
         )

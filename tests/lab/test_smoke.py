@@ -158,6 +158,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--models {MODEL} --tokens {TOKENS} --schemes int4_g128 --methods rtn --window 32 --windows 1 --out OUT",
     ),
     "sampling": (on_a_cpu, "--cases smallest --kernels sample_torch --rounds 2 --seconds 0 --out OUT"),
+    "serve_front_end": (
+        as_it_is,
+        "--requests 20 --clients 2 --rounds 1 --streams 4 --stream-tokens 30 --seconds 0.5 --memory 20 --out OUT",
+    ),
     "speculation": (
         as_it_is,
         f"--model {MODEL} --draft {MODEL} --tokens {TOKENS} --prompts 1 --prompt-tokens 16 --max-tokens 6 --counts 2 "
