@@ -113,6 +113,8 @@ class Server:
         try:
             url = address(config, sockets[0])
             service.log.write("listening", address=url)
+            if config.admin_port is not None:
+                service.log.write("admin", address=f"http://127.0.0.1:{sockets[1].getsockname()[1]}")
             ready(url)
             await asyncio.wait([*serving, loading], return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not loading.cancelled():
