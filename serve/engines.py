@@ -11,6 +11,9 @@ from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.parallel.replicas import Replicas
 from gristmill.serve.service import Service
 
+RESTARTS = 5
+"""Deaths of an engine within ten minutes that are made good."""
+
 
 def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Service], Replicas]:
     """What makes the engines of a service; it blocks until the model is loaded. The service gets the registry of their metrics,
@@ -28,8 +31,22 @@ def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Ser
 
             registry = CollectorRegistry()
             metrics = Metrics(service.name, registry, config.metrics_prefix)
+
+        def on_event(event: str, **values: Any) -> None:
+            service.log.write(event, **values)
+            service.problem = str(values["error"])
+            service.restarting = not values["alive"]
+            service.failed = service.restarting and not values["restarted"]
+
         engines = Replicas(
-            model, config.replicas, route=config.route, metrics=metrics, tracer=service.tracer, **options
+            model,
+            config.replicas,
+            route=config.route,
+            metrics=metrics,
+            tracer=service.tracer,
+            restarts=RESTARTS,
+            on_event=on_event,
+            **options,
         )
         service.registry = registry
         return engines

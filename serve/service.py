@@ -73,6 +73,7 @@ class Service:
         on_drain: begins to drain the server.
         draining: new requests are refused.
         problem: why there is no engine.
+        restarting: no engine lives.
         failed: there will be none.
         active: the exchanges that are being answered.
         in_engine: the names of the engine's requests.
@@ -92,6 +93,7 @@ class Service:
     on_drain: Callable[[float | None], None] = lambda seconds: None
     draining: bool = False
     problem: str = "the model is loading"
+    restarting: bool = False
     failed: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     active: set[Any] = field(default_factory=set)
@@ -132,6 +134,10 @@ class Service:
             raise ApiError(501, "this server renders and tokenizes only (--render-only)", code="render_only")
         if self.engine is None:
             raise unavailable(self.problem, "loading")
+        if self.failed:
+            raise unavailable(f"the engine has failed: {self.problem}", "engine_failed")
+        if self.restarting:
+            raise unavailable(f"the engine is started again: {self.problem}", "restarting")
         return self.engine
 
     def require_model(self, name: str | None) -> str:

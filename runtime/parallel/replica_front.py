@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
@@ -33,6 +33,7 @@ class ReplicaFront(RequestFront):
         child: its process, which has loaded the model.
         cap: what all replicas together let wait.
         timeout: seconds without a message after which the process counts as dead.
+        on_end: called in a thread of this replica when the process has ended.
 
     Attributes:
         error: why it serves no more; None while it does.
@@ -44,13 +45,14 @@ class ReplicaFront(RequestFront):
         prompts: AsyncPrompts,
         cap: QueueCap,
         timeout: float,
+        on_end: Callable[[ReplicaFront], None],
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         super().__init__(prompts, ActiveRequests(lambda: 0, None), metrics, tracer)
         self.child = child
         self.error: ReplicaError | None = None
-        self._cap, self._timeout = cap, timeout
+        self._cap, self._timeout, self._on_end = cap, timeout, on_end
         self._outgoing: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._lock = threading.Lock()  # of error, and of requests and calls that must not be added after it
         self._calls: dict[int, Future[Any]] = {}
@@ -155,6 +157,7 @@ class ReplicaFront(RequestFront):
         self.end(ReplicaError(why))
         self._outgoing.put(None)
         self.child.end()
+        self._on_end(self)
 
     def _on_pong(self) -> None:
         pass

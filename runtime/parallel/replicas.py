@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_
 from gristmill.runtime.parallel.driver import LOADING
 from gristmill.runtime.parallel.queue_cap import QueueCap
 from gristmill.runtime.parallel.replica_front import ReplicaFront, death
+from gristmill.runtime.parallel.restarts import Restarts
 from gristmill.runtime.parallel.route import Route, Router
 from gristmill.runtime.residency import Part
 from gristmill.runtime.sampling_params import SamplingParams, check_integers
@@ -46,6 +48,12 @@ from gristmill.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+
+LOG = logging.getLogger("gristmill")
+
+TRIES = 3
+"""How often a request is run that has got nothing: one that ends whatever engine gets it must not go on forever."""
 
 
 class Replicas:
@@ -62,10 +70,16 @@ class Replicas:
         timeout: seconds without a message, and a tenth of the seconds for loading, after which a replica counts as dead.
         skip: GPUs that are left to others, the first ones.
         metrics, tracer: as of `AsyncEngine`, for all replicas together.
+        restarts: how many times within 10 minutes a replica that died is started again, after 0.5 s and twice as long each time. Requests whose
+            callers have got nothing wait for it, if no other one lives.
+        on_event: called in a thread with ``replica_died``, ``replica_restarted`` or ``replica_given_up``, and by name its number (``replica``),
+            how many are ``alive``, whether any is still to be ``restarted``, and the ``error``.
 
     Raises:
         UsageError: as `LLM`; too few GPUs. ReplicaError: a replica died, or did not load the model in time.
     """
+
+    _module = "gristmill.runtime.parallel.replica"
 
     def __init__(
         self,
@@ -78,33 +92,41 @@ class Replicas:
         skip: int = 0,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
+        restarts: int = 0,
+        on_event: Callable[..., None] | None = None,
         **options: Any,
     ) -> None:
         count, skip = plain(count), plain(skip)
         check_integers(count=count)
+        if type(restarts) is not int or restarts < 0:
+            raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
             raise UsageError(f"timeout must be seconds, more than 0, got {timeout!r}")
         EngineConfig.of(options)  # before processes are started
         model = local_model(model)  # fetched once, not by each of them
         options["device"] = device_of(options)
         most, most_tokens = options.pop("max_queued", None), options.pop("max_queued_tokens", None)
-        cap = QueueCap(MAX_QUEUED * count if most is None else most, most_tokens)
+        self._cap = QueueCap(MAX_QUEUED * count if most is None else most, most_tokens)
+        self._metrics, self._tracer, self._on_event = metrics, tracer, on_event
         self._retry, self._timeout = retry, timeout
         self._router, self._lock, self._numbers = Router(route), threading.Lock(), itertools.count()
         self._names: set[str] = set()  # those that callers gave to unfinished requests
         self._prompts = AsyncPrompts(tokenizer_of(model), None)
+        self._restarts, self._closed = Restarts(restarts), threading.Event()
+        self._coming = set(range(count)) if restarts else set()  # those that are started again if they die
+        self._starting: dict[int, ChildProcess] = {}
+        self._message = model, options, count, LOADING * timeout
+        self._environments = _environments(count, skip, options)
         children: list[ChildProcess] = []
         try:
-            for number, environment in enumerate(_environments(count, skip, options)):
-                children.append(spawn("gristmill.runtime.parallel.replica", number, env=environment))
-                children[-1].connection.send((model, options, count, LOADING * timeout))
-            _await_loaded(children, time.monotonic() + LOADING * timeout)
+            children += (self._spawn(number) for number in range(count))
+            deadline = time.monotonic() + LOADING * timeout
+            for child in children:
+                _await_loaded(child, deadline)
         except BaseException:
             end_all(children)
             raise
-        self._replicas = [
-            ReplicaFront(child, self._prompts, cap, timeout, metrics, tracer) for child in children
-        ]
+        self._replicas = [self._front(child) for child in children]
         for replica in self._replicas:
             replica.start()
 
@@ -127,7 +149,7 @@ class Replicas:
         ids = await self._prompts.encode(prompt)
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
         with self._name(request_id):
-            while True:
+            for tries_left in reversed(range(TRIES)):
                 begun = False
                 stream = self._choose(ids).stream(ids, params, priority=priority, request_id=name)
                 try:
@@ -137,7 +159,7 @@ class Replicas:
                             yield chunk
                     return
                 except ReplicaError:
-                    if begun or not self._retry or not self._loads():
+                    if begun or not self._retry or not tries_left or not await self._any_alive():
                         raise
 
     async def generate(
@@ -150,18 +172,20 @@ class Replicas:
     ) -> list[Completion]:
         """As `AsyncEngine.generate`. What a replica that dies has computed is computed again by another one, unless `retry` is False."""
         given = await self._prompts.encode(prompt)
-        while True:
-            growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
-            try:
-                stream = self.stream(given, params, priority=priority, request_id=request_id)
-                async with aclosing(stream):
-                    async for chunk in stream:
-                        growing[chunk.choice].add(chunk)
-            except ReplicaError:
-                if not self._retry or not self._loads():
-                    raise
-                continue
-            return [growing[choice].completion(given) for choice in sorted(growing)]
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        with self._name(request_id):
+            for tries_left in reversed(range(TRIES)):
+                growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
+                stream = self._choose(given).stream(given, params, priority=priority, request_id=name)
+                try:
+                    async with aclosing(stream):
+                        async for chunk in stream:
+                            growing[chunk.choice].add(chunk)
+                    return [growing[choice].completion(given) for choice in sorted(growing)]
+                except ReplicaError:
+                    if not self._retry or not tries_left or not await self._any_alive():
+                        raise
+        raise RuntimeError("the last try returns or raises")
 
     async def save(self, prompt: Prompt, seconds: float) -> bool:
         """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""
@@ -231,8 +255,81 @@ class Replicas:
 
     def close(self) -> None:
         """End the processes; unfinished requests end with ReplicaError."""
-        for replica in self._replicas:
+        self._closed.set()
+        with self._lock:
+            starting, replicas = list(self._starting.values()), list(self._replicas)
+        for child in starting:
+            child.process.kill()
+        for replica in replicas:
             replica.end(ReplicaError("the replicas were closed"))
+
+    def _spawn(self, number: int) -> ChildProcess:
+        child = spawn(self._module, number, env=self._environments[number])
+        child.connection.send(self._message)
+        return child
+
+    def _front(self, child: ChildProcess) -> ReplicaFront:
+        return ReplicaFront(
+            child, self._prompts, self._cap, self._timeout, self._ended, self._metrics, self._tracer
+        )
+
+    def _ended(self, replica: ReplicaFront) -> None:
+        """Say that a replica has died, and start it again. Called in its thread."""
+        number, error = replica.child.number, str(replica.error)
+        while not self._closed.is_set():
+            seconds = self._restarts.died(number, time.monotonic())
+            if seconds is None:
+                self._coming.discard(number)
+                self._tell("replica_given_up", number, error)
+                return
+            self._tell("replica_died", number, error)
+            if self._closed.wait(seconds):
+                return
+            try:
+                self._start_again(number)
+                return
+            except Exception as failure:  # whatever loading raises: it is told above
+                error = f"replica {number} could not be started again: {type(failure).__name__}: {failure}"
+
+    def _start_again(self, number: int) -> None:
+        child = self._spawn(number)
+        with self._lock:
+            self._starting[number] = child
+        try:
+            if self._closed.is_set():
+                raise ReplicaError("the replicas were closed")
+            _await_loaded(child, time.monotonic() + LOADING * self._timeout)
+        except BaseException:
+            child.end()
+            raise
+        finally:
+            with self._lock:
+                del self._starting[number]
+        replica = self._front(child)
+        with self._lock:
+            self._replicas[number] = replica
+        replica.start()
+        if self._closed.is_set():
+            replica.end(ReplicaError("the replicas were closed"))
+        self._tell("replica_restarted", number, None)
+
+    def _tell(self, event: str, number: int, error: str | None) -> None:
+        LOG.log(
+            logging.WARNING if error is None else logging.ERROR,
+            error or f"replica {number} was started again",
+        )
+        if self._on_event is not None:
+            self._on_event(
+                event, replica=number, alive=len(self._loads()), restarted=bool(self._coming), error=error
+            )
+
+    async def _any_alive(self) -> bool:
+        """Whether there is a replica for another try; waits for those that are being started."""
+        while not self._loads():
+            if not self._coming or self._closed.is_set():
+                return False
+            await asyncio.sleep(0.05)
+        return True
 
     @contextmanager
     def _name(self, name: str | None) -> Iterator[None]:
@@ -270,17 +367,16 @@ class Replicas:
         }
 
 
-def _await_loaded(children: Sequence[ChildProcess], deadline: float) -> None:
-    for child in children:
-        if not child.connection.poll(max(0.0, deadline - time.monotonic())):
-            raise ReplicaError(f"replica {child.number} did not load the model in time")
-        try:
-            answer = child.connection.recv()
-        except (EOFError, OSError):
-            raise ReplicaError(death(child, "while it loaded the model")) from None
-        if isinstance(answer, Failure):
-            failed = ReplicaError(f"replica {child.number} failed to load the model\n{answer.text}")
-            raise answer.error if isinstance(answer.error, ValueError | RuntimeError) else failed
+def _await_loaded(child: ChildProcess, deadline: float) -> None:
+    if not child.connection.poll(max(0.0, deadline - time.monotonic())):
+        raise ReplicaError(f"replica {child.number} did not load the model in time")
+    try:
+        answer = child.connection.recv()
+    except (EOFError, OSError):
+        raise ReplicaError(death(child, "while it loaded the model")) from None
+    if isinstance(answer, Failure):
+        failed = ReplicaError(f"replica {child.number} failed to load the model\n{answer.text}")
+        raise answer.error if isinstance(answer.error, ValueError | RuntimeError) else failed
 
 
 def tokenizer_of(model: str | Path) -> Callable[[], Tokenizer]:

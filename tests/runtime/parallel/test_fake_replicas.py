@@ -1,0 +1,259 @@
+"""The front end of replicas over processes without a model: deaths, restarts, leaks, and that no request gets another one's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill.runtime.errors import ReplicaError, UsageError
+from gristmill.runtime.parallel import replica_front, restarts
+from gristmill.runtime.parallel.restarts import WINDOW_SECONDS, Restarts
+from gristmill.runtime.sampling_params import SamplingParams
+from tests.runtime.oracle import LLAMA, MODELS
+from tests.runtime.parallel.fake_replica import HANG, POISON, REFUSED, FakeReplicas
+from tests.runtime.parallel.test_ranks import is_gone
+from tests.runtime.parallel.test_replicas import until
+
+Make = Callable[..., FakeReplicas]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(restarts, "FIRST_SECONDS", 0.02)
+    fronts: list[FakeReplicas] = []
+
+    def start(count: int = 1, **options: Any) -> FakeReplicas:
+        given = {"device": "cpu", "timeout": 20.0, "max_queued": 100_000, **options}
+        fronts.append(FakeReplicas(MODELS / LLAMA, count, **given))
+        return fronts[-1]
+
+    yield start
+    for front in fronts:
+        front.close()
+
+
+def run(main: Any, seconds: float = 60.0) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(main, seconds)
+
+    return asyncio.run(limited())
+
+
+def pid(front: FakeReplicas, number: int = 0) -> int:
+    return front._replicas[number].child.process.pid
+
+
+async def echoes(front: FakeReplicas, count: int, tokens: int = 4, at_once: int = 10_000) -> int:
+    """How many of `count` requests got a token that is not theirs; every third caller leaves early."""
+    wrong, gate = 0, asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> None:
+        nonlocal wrong
+        prompt = [1000 + number % 60, 1000 + number // 60 % 1000, 1000 + number // 60_000]
+        async with gate:
+            stream = front.stream(prompt, SamplingParams(max_tokens=tokens), request_id=f"r{number % 20_000}")
+            got: list[int] = []
+            async for chunk in stream:
+                got += chunk.token_ids
+                if number % 3 == 0:
+                    break
+            await stream.aclose()
+        wrong += got != [prompt[place % 3] for place in range(len(got))] or not got
+        wrong += number % 3 != 0 and len(got) != tokens
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+    return wrong
+
+
+def test_nobody_gets_the_tokens_of_another_one(make: Make) -> None:
+    assert run(echoes(make(2), 10_000)) == 0
+
+
+def test_the_check_sees_tokens_of_another_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that are used again: what is under way for a caller who has left reaches the next one of this name."""
+    monkeypatch.setattr(replica_front.ReplicaFront, "_id", lambda self, name: name)
+    front = make()
+
+    async def main() -> bool:
+        for number in range(200):
+            stream = front.stream([1 + number], SamplingParams(max_tokens=500), request_id="x")
+            first = (await anext(stream)).token_ids
+            if set(first) != {1 + number}:
+                return True
+            await stream.aclose()
+        return False
+
+    assert run(main())
+
+
+def test_streams_end_when_the_engine_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 of them are open: those that have got something end with an error, and the engine comes back."""
+    monkeypatch.setenv("FAKE_STEP", "0.01")
+    events: list[Any] = []
+    front = make(restarts=2, on_event=lambda event, **values: events.append((event, values)))
+    first = pid(front)
+
+    async def main() -> None:
+        streams = [front.stream([1000 + i], SamplingParams(max_tokens=100_000)) for i in range(200)]
+        await asyncio.gather(*map(anext, streams))
+        os.kill(first, signal.SIGKILL)
+        begin = time.monotonic()
+
+        async def rest(stream: Any) -> str:
+            try:
+                async for _ in stream:
+                    pass
+            except ReplicaError as error:
+                return str(error)
+            return "it went on"
+
+        assert set(await asyncio.gather(*map(rest, streams))) == {
+            "replica 0 died (SIGKILL) with its requests"
+        }
+        assert time.monotonic() - begin < 5
+        while not front._loads():
+            await asyncio.sleep(0.01)
+        [done] = await front.generate([1007, 1008], SamplingParams(max_tokens=4))
+        assert done.token_ids == (1007, 1008, 1007, 1008)
+
+    run(main())
+    assert [event for event, _ in events] == ["replica_died", "replica_restarted"]
+    assert events[0][1] == {
+        "replica": 0,
+        "alive": 0,
+        "restarted": True,
+        "error": "replica 0 died (SIGKILL) with its requests",
+    }
+    assert events[1][1]["alive"] == 1 and is_gone(first) and pid(front) != first
+
+
+def test_requests_that_got_nothing_are_run_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP", "1.0")
+    front = make(restarts=2)
+
+    async def main() -> None:
+        tasks = [
+            asyncio.ensure_future(front.generate([1000 + i], SamplingParams(max_tokens=1))) for i in range(50)
+        ]
+        await asyncio.sleep(0.2)
+        os.kill(pid(front), signal.SIGKILL)
+        for number, [done] in enumerate(await asyncio.gather(*tasks)):
+            assert done.token_ids == (1000 + number,)
+
+    run(main())
+
+
+def test_an_engine_that_hangs_is_replaced(make: Make) -> None:
+    front = make(restarts=9, timeout=0.4)
+    first = pid(front)
+
+    async def main() -> None:
+        with pytest.raises(ReplicaError, match=r"replica 0 (sent nothing for 0.4 s|died)"):
+            await front.generate([HANG])
+        while not front._loads():
+            await asyncio.sleep(0.01)
+        assert (await front.generate([1000], SamplingParams(max_tokens=1)))[0].token_ids == (1000,)
+
+    run(main())
+    assert is_gone(first)
+
+
+def test_a_request_that_ends_every_engine_is_run_three_times(make: Make) -> None:
+    events: list[str] = []
+    front = make(restarts=9, on_event=lambda event, **values: events.append(event))
+
+    async def main() -> None:
+        with pytest.raises(ReplicaError, match=r"replica 0 died \(exit status 3\)"):
+            await front.generate([POISON])
+        with pytest.raises(ReplicaError, match=r"no replica is left: replica 0 died"):
+            await front.generate([1000])
+
+    run(main())
+    until(lambda: events.count("replica_died") == 3)
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lives = tmp_path / "lives"
+    lives.write_text("00001")
+    monkeypatch.setenv("FAKE_LIVES", str(lives))
+    events: list[Any] = []
+    front = make(restarts=2, on_event=lambda event, **values: events.append((event, values)))
+
+    async def main() -> None:
+        with pytest.raises(ReplicaError):
+            await front.generate([POISON])
+        with pytest.raises(ReplicaError, match="no replica is left"):
+            await front.generate([1000])
+
+    run(main())
+    assert [event for event, _ in events] == ["replica_died", "replica_died", "replica_given_up"]
+    assert not events[-1][1]["restarted"] and "no life is left" in events[-1][1]["error"]
+
+
+def test_the_time_between_restarts_doubles() -> None:
+    policy = Restarts(3)
+    assert [policy.died(0, float(now)) for now in range(4)] == [0.5, 1.0, 2.0, None]
+    assert policy.died(1, 3.0) == 0.5, "each has its own"
+    assert policy.died(0, 4 + WINDOW_SECONDS) == 0.5, "it has lived for long"
+    assert Restarts(0).died(0, 0.0) is None
+
+
+def test_a_refused_prompt_is_its_own_error(make: Make) -> None:
+    front = make()
+
+    async def main() -> None:
+        refused, good = await asyncio.gather(
+            front.generate([REFUSED]),
+            front.generate([1000], SamplingParams(max_tokens=2)),
+            return_exceptions=True,
+        )
+        assert isinstance(refused, UsageError) and str(refused) == "this prompt is refused"
+        assert isinstance(good, list) and good[0].token_ids == (1000, 1000)
+        assert not front._loads()[0], "nothing is left of it"
+
+    run(main())
+
+
+def leftovers() -> tuple[int, int, int]:
+    """Descriptors, threads, and kilobytes of this process."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4
+
+
+def test_nothing_is_left(make: Make) -> None:
+    """Of a front end, and of 20,000 requests."""
+    leaks(make, 20_000)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_very_many(make: Make) -> None:
+    leaks(make, 200_000)
+
+
+def leaks(make: Make, count: int) -> None:
+    run(echoes(make(), 2000, 2, 100))
+    before = leftovers()
+    front = make()
+    assert run(echoes(front, count, 2, 100), 600) == 0
+    assert front._loads() == {0: 0} and not front._names and not len(front._cap)
+    process = pid(front)
+    front.close()
+    deadline = time.monotonic() + 10
+    while (after := leftovers())[:2] != before[:2]:
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.01)
+    assert is_gone(process)
+    assert after[2] - before[2] < 40_000 + count // 5, "kilobytes"
