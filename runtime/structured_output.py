@@ -149,6 +149,45 @@ def _tag_grammar(tags: Sequence[_Tag], special: Collection[str]) -> str:
     return "\n".join(lines)
 
 
+_PART = re.compile(r'@(?P<kind>text|until)\((?P<text>"(?:\\.|[^"\\])*")\)')
+"""Parts of rules that depend on the tokenizer."""
+
+
+def text_part(text: str) -> str:
+    """A part of a grammar's rule: this text as the model's tokenizer has it, by the added tokens in it, which quoted text never matches."""
+    return f"@text({json.dumps(text, ensure_ascii=False)})"
+
+
+def until_part(end: str) -> str:
+    """A part of a grammar's rule: any text up to the first `end`, which is as in `text_part`, and belongs to it."""
+    return f"@until({json.dumps(end, ensure_ascii=False)})"
+
+
+def _resolve_parts(grammar: str, added: Mapping[str, int]) -> str:
+    """A grammar with the parts of `text_part` and `until_part` written out for a vocabulary with these added tokens."""
+    names = "|".join(re.escape(name) for name in sorted(added, key=len, reverse=True))
+    token = re.compile(f"({names})") if names else None
+    rules: list[str] = []
+
+    def written(text: str) -> str:
+        pieces = [piece for piece in (token.split(text) if token else [text]) if piece]
+        return " ".join(
+            f"<[{added[piece]}]>" if piece in added else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+        )
+
+    def replaced(match: re.Match[str]) -> str:
+        text = json.loads(match["text"])
+        if match["kind"] == "text":
+            return written(text)
+        if token and token.match(text):  # other text has no such token
+            return f"/(?s:.*)/ {written(text)}"
+        rules.append(f"until_{len(rules)}[suffix={json.dumps(text, ensure_ascii=False)}]: /(?s:.*)/")
+        return rules[-1].partition("[")[0]
+
+    return "\n".join([_PART.sub(replaced, grammar), *rules])
+
+
 class Grammar:
     """The state of one output within its grammar. A mask of the vocabulary has `words` int32 words."""
 
@@ -227,7 +266,14 @@ class GrammarCompiler:
             raise UsageError(f"llguidance cannot read the model's tokenizer: {error}") from error
         added = json.loads(tokenizer_json).get("added_tokens", ())
         self._special = {
-            token["content"] for token in added if token["special"] and _NAME.fullmatch(token["content"])
+            token["content"]
+            for token in added
+            if self._tokenizer.is_special_token(token["id"]) and _NAME.fullmatch(token["content"])
+        }
+        self._added = {
+            token["content"]: int(token["id"])
+            for token in added
+            if self._tokenizer.is_special_token(token["id"])
         }
         self._matcher = llguidance.LLMatcher
         self._words = (vocab_size + 31) // 32
@@ -242,7 +288,7 @@ class GrammarCompiler:
             elif output.regex is not None:
                 text = matcher.grammar_from_regex(output.regex)
             elif output.grammar is not None:
-                text = matcher.grammar_from_lark(output.grammar)
+                text = matcher.grammar_from_lark(_resolve_parts(output.grammar, self._added))
             elif output.structural_tag is not None:
                 text = matcher.grammar_from_lark(_tag_grammar(_tags(output.structural_tag), self._special))
             else:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+from gristmill.runtime.chat.conversation import ChatOptions
 from gristmill.runtime.chat.formats import ChatFormat
 from gristmill.runtime.chat.formats._bodies import HeadBody
-from gristmill.runtime.chat.formats._structure import refuse_required
-from gristmill.runtime.chat.formats._tags import TagParser, Tags
+from gristmill.runtime.chat.formats._structure import call_of_each, chosen_tools, required_calls, thought_rule
+from gristmill.runtime.chat.formats._tags import THINK, TagParser, Tags
+from gristmill.runtime.structured_output import StructuredOutput, text_part
 
 BEGIN = "<｜tool▁call▁begin｜>"
 DROPPED = (
@@ -19,14 +22,41 @@ DROPPED = (
 )
 
 
-def deepseek_format(name: str, summary: str, marks: tuple[str, ...], head: re.Pattern[str]) -> ChatFormat:
-    """A format whose calls begin with a head that has the group ``name``, then JSON."""
+AROUND = (text_part("<｜tool▁calls▁begin｜>"), text_part("<｜tool▁calls▁end｜>"))
+
+
+def deepseek_format(
+    name: str,
+    summary: str,
+    marks: tuple[str, ...],
+    head: re.Pattern[str],
+    begin: Callable[[str], str],
+    end: str,
+    joint: str,
+) -> ChatFormat:
+    """A format whose calls begin with a head that has the group ``name``, then JSON.
+
+    Args:
+        begin: of a tool's name, the head as a model writes it.
+        end, joint: what is after the JSON, and between two calls.
+    """
+
+    def structure(
+        options: ChatOptions, wanted: StructuredOutput | None, tail: str
+    ) -> StructuredOutput | None:
+        rules = call_of_each(
+            chosen_tools(options),
+            lambda tool: text_part(BEGIN + begin(tool.name)),
+            text_part(f"{end}<｜tool▁call▁end｜>"),
+        )
+        return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, joint, AROUND)
+
     tags = Tags(call={BEGIN: lambda tools: HeadBody(head)}, dropped=DROPPED)
     return ChatFormat(
         name=name,
         summary=summary,
         marks=(BEGIN, *marks),
         parser=lambda options, tail: TagParser(tags, options, tail),
-        structure=lambda options, wanted, tail: refuse_required(options, wanted, name),
+        structure=structure,
         special_tokens=True,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gristmill.runtime.chat.conversation import ChatOptions, Tool
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.structured_output import StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput, text_part, until_part
 
 
 def chosen_tools(options: ChatOptions) -> tuple[Tool, ...]:
@@ -18,45 +18,90 @@ def chosen_tools(options: ChatOptions) -> tuple[Tool, ...]:
     return options.tools
 
 
-def call_schema(tools: Sequence[Tool], arguments: str) -> dict[str, Any]:
-    """The JSON schema of a call of one of the tools, with its arguments under this name."""
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, arguments: parameters(tool)},
-                "required": ["name", arguments],
-                "additionalProperties": False,
-            }
-            for tool in tools
-        ]
-    }
-
-
 def parameters(tool: Tool) -> Mapping[str, Any]:
     """The schema of a tool's arguments; any object if it has none."""
     return tool.parameters or {"type": "object"}
 
 
+def call_of_each(tools: Sequence[Tool], begin: Callable[[Tool], str], end: str) -> str:
+    """The rules of ``call``: of each tool, what begins its call, its arguments as JSON, and what ends it, as parts of rules."""
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    lines = [f"call: {names}"]
+    for i, tool in enumerate(tools):
+        lines.append(f"call_{i}: {begin(tool)} %json {json.dumps(parameters(tool))} {end}")
+    return "\n".join(lines)
+
+
+def call_in_json(tools: Sequence[Tool], arguments: str, begin: str = "", end: str = "") -> str:
+    """The rules of ``call`` as a JSON object with ``name`` and the arguments under this name, between two texts.
+
+    Each tool's schema stays whole: its references are to its own root.
+    """
+    return call_of_each(
+        tools,
+        lambda tool: text_part(
+            f'{begin}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments}": '
+        ),
+        text_part(f"}}{end}"),
+    )
+
+
+def call_in_pairs(
+    tools: Sequence[Tool], begin: Callable[[Tool], str], key: Callable[[str], str], value_end: str, end: str
+) -> str:
+    """The rules of ``call`` where arguments stand as keys and values: texts as they are, other values as JSON. Of texts, only ``enum`` is kept.
+
+    Args:
+        begin, key: of a tool and of an argument, what is before, as parts of rules.
+        value_end, end: texts after each value and after the call.
+    """
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    lines = [f"call: {names}"]
+    for i, tool in enumerate(tools):
+        pairs = []
+        for k, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
+            pairs.append(f"pair_{i}_{k}" + ("" if name in tool.parameters.get("required", ()) else "?"))
+            lines.append(f"pair_{i}_{k}: {key(name)} {_value(tool, schema, value_end)}")
+        lines.append(f"call_{i}: {begin(tool)} {' '.join(pairs)} {text_part(end)}")
+    return "\n".join(lines)
+
+
+def _value(tool: Tool, schema: Any, end: str) -> str:
+    """A value and its end, as a part of a rule."""
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        if not schema.get("enum"):
+            return until_part(end)
+        return f"({' | '.join(text_part(one + end) for one in schema['enum'])})"
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    whole = {**schema, **shared} if isinstance(schema, Mapping) else schema
+    return f"%json {json.dumps(whole)} {text_part(end)}"
+
+
 def required_calls(
-    options: ChatOptions, wanted: StructuredOutput | None, thought: str, rules: str, joint: str = ""
+    options: ChatOptions,
+    wanted: StructuredOutput | None,
+    thought: str,
+    rules: str,
+    joint: str | None = None,
+    around: tuple[str, str] = ("", ""),
 ) -> StructuredOutput | None:
     """The structure of an output: calls if they are required, else what the request wants, after a thought.
 
     Args:
         thought: the rules of ``thought``, which may be before; "" = none.
         rules: the rules of ``call``, one call, in llguidance's dialect of Lark.
-        joint: the text between two calls; "" = there is at most one.
+        joint: the text between two calls; None = there is at most one.
+        around: what is before the first call and after the last, as parts of rules.
     """
     required = options.tool_choice in ("required", "named")
     if not required:
         return wanted if wanted is None or not thought else after_thought(wanted, thought)
     if wanted is not None:
         raise UsageError("a required tool call and a response format exclude each other")
-    several = joint and options.parallel_tool_calls and options.tool_choice == "required"
-    more = f" ({json.dumps(joint)} call)*" if several else ""
+    several = joint is not None and options.parallel_tool_calls and options.tool_choice == "required"
+    more = f" ({text_part(joint or '')} call)*" if several else ""
     before = "thought " if thought else ""
-    return StructuredOutput(grammar=f"start: {before}call{more}\n{rules}\n{thought}")
+    return StructuredOutput(grammar=f"start: {before}{around[0]} call{more} {around[1]}\n{rules}\n{thought}")
 
 
 def after_thought(wanted: StructuredOutput, thought: str) -> StructuredOutput:
@@ -77,10 +122,10 @@ def thought_rule(think: tuple[str, str] | None, options: ChatOptions, tail: str)
     """The rules of ``thought``: the rest of one that the prompt has begun, or one that may be there; "" if there is none."""
     if think is None or options.reasoning is False:
         return ""
-    inside = f"inside[suffix={json.dumps(think[1])}]: /(?s:.*)/\nblanks: /[\\n ]{{0,4}}/"
+    inside = f"inside: {until_part(think[1])}\nblanks: /[\\n ]{{0,4}}/"
     if tail.rstrip().endswith(think[0]):
         return f"thought: inside blanks\n{inside}"
-    return f"thought: ({json.dumps(think[0])} inside blanks)?\n{inside}"
+    return f"thought: ({text_part(think[0])} inside blanks)?\n{inside}"
 
 
 def refuse_required(

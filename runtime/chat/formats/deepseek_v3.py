@@ -11,4 +11,7 @@ FORMAT = deepseek_format(
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>name and fenced JSON: DeepSeek V3, R1",
     ("```json",),
     re.compile(r"\s*function\s*<｜tool▁sep｜>(?P<name>[^\n<{]+)\s*```json\s*"),
+    lambda name: f"function<｜tool▁sep｜>{name}\n```json\n",
+    "\n```",
+    "\n",
 )

@@ -11,4 +11,7 @@ FORMAT = deepseek_format(
     "<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}: DeepSeek V3.1",
     (),
     re.compile(r"\s*(?P<name>[^\s<{]+)\s*<｜tool▁sep｜>\s*"),
+    lambda name: f"{name}<｜tool▁sep｜>",
+    "",
+    "",
 )

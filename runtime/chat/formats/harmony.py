@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from gristmill.runtime.chat.conversation import CallDelta, Delta
+from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta
 from gristmill.runtime.chat.formats import ChatFormat
-from gristmill.runtime.chat.formats._structure import refuse_required
+from gristmill.runtime.chat.formats._structure import call_of_each, chosen_tools, required_calls
 from gristmill.runtime.chat.formats._tags import held, new_call_id
+from gristmill.runtime.structured_output import StructuredOutput, text_part, until_part
 
-NAME = "harmony"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MESSAGE = "<|message|>"
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -106,12 +106,29 @@ class HarmonyParser:
             delta.content += text
 
 
+ANALYSIS = f"analysis: {text_part('<|channel|>analysis<|message|>')} {until_part('<|end|>')} {text_part('<|start|>assistant')}"
+
+
+def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
+    """As `ChatFormat.structure`: one call, as the message ends with it; a response format in the channel ``final``."""
+    rules = call_of_each(
+        chosen_tools(options),
+        lambda tool: text_part(
+            f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+        ),
+        "",
+    )
+    required = options.tool_choice in ("required", "named")
+    head = "" if required else text_part("<|channel|>final<|message|>")
+    return required_calls(options, wanted, f"thought: analysis? {head}\n{ANALYSIS}", rules)
+
+
 FORMAT = ChatFormat(
-    name=NAME,
+    name="harmony",
     summary="<|channel|>analysis<|message|>..., calls in commentary to=functions.name: gpt-oss",
     marks=("<|channel|>", "<|message|>"),
     parser=lambda options, tail: HarmonyParser(),
-    structure=lambda options, wanted, tail: refuse_required(options, wanted, NAME),
+    structure=structure,
     stop=("<|call|>", "<|return|>"),
     special_tokens=True,
 )

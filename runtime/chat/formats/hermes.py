@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from gristmill.runtime.chat.conversation import ChatOptions
 from gristmill.runtime.chat.formats import ChatFormat
 from gristmill.runtime.chat.formats._bodies import JsonBody
-from gristmill.runtime.chat.formats._structure import call_schema, chosen_tools, required_calls, thought_rule
+from gristmill.runtime.chat.formats._structure import call_in_json, chosen_tools, required_calls, thought_rule
 from gristmill.runtime.chat.formats._tags import THINK, TagParser, Tags
 from gristmill.runtime.structured_output import StructuredOutput
 
@@ -16,8 +14,7 @@ TAGS = Tags(call={"<tool_call>": lambda tools: JsonBody()}, dropped=("</tool_cal
 
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """As `ChatFormat.structure`."""
-    schema = json.dumps(call_schema(chosen_tools(options), "arguments"))
-    rules = f'call: "<tool_call>\\n" body "\\n</tool_call>"\nbody: %json {schema}'
+    rules = call_in_json(chosen_tools(options), "arguments", "<tool_call>\n", "\n</tool_call>")
     return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, "\n")
 
 

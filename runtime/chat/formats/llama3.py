@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from gristmill.runtime.chat.conversation import ChatOptions
 from gristmill.runtime.chat.formats import ChatFormat
 from gristmill.runtime.chat.formats._bodies import SeriesBody
-from gristmill.runtime.chat.formats._structure import call_schema, chosen_tools, required_calls
+from gristmill.runtime.chat.formats._structure import call_in_json, chosen_tools, required_calls
 from gristmill.runtime.chat.formats._tags import TagParser, Tags
 from gristmill.runtime.structured_output import StructuredOutput
 
@@ -21,8 +19,7 @@ TAGS = Tags(
 
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """As `ChatFormat.structure`."""
-    schema = json.dumps(call_schema(chosen_tools(options), "parameters"))
-    return required_calls(options, wanted, "", f"call: %json {schema}", "; ")
+    return required_calls(options, wanted, "", call_in_json(chosen_tools(options), "parameters"), "; ")
 
 
 FORMAT = ChatFormat(

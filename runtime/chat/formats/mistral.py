@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
 from gristmill.runtime.chat.conversation import ChatOptions, Tool
 from gristmill.runtime.chat.formats import ChatFormat
 from gristmill.runtime.chat.formats._bodies import HeadBody, Piece, SeriesBody
-from gristmill.runtime.chat.formats._structure import call_schema, chosen_tools, required_calls, thought_rule
+from gristmill.runtime.chat.formats._structure import call_in_json, chosen_tools, required_calls, thought_rule
 from gristmill.runtime.chat.formats._tags import TagParser, Tags
-from gristmill.runtime.structured_output import StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput, text_part
 
 HEAD = re.compile(r"\s*(?P<name>[^\[\{\s]+)\s*(?:\[CALL_ID\][^\[\{]*)?(?:\[ARGS\]|(?=\{))")
 THINK = ("[THINK]", "[/THINK]")
@@ -37,13 +36,10 @@ TAGS = Tags(think=THINK, call={"[TOOL_CALLS]": _Either}, dropped=("</s>",))
 
 
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
-    """As `ChatFormat.structure`; calls as a list of one, after the special token."""
-    schema = json.dumps(
-        {"type": "array", "items": call_schema(chosen_tools(options), "arguments"), "minItems": 1}
-    )
-    return required_calls(
-        options, wanted, thought_rule(THINK, options, tail), f"call: <[TOOL_CALLS]> %json {schema}"
-    )
+    """As `ChatFormat.structure`; calls as a list after the special token."""
+    rules = call_in_json(chosen_tools(options), "arguments")
+    around = (text_part("[TOOL_CALLS]["), text_part("]"))
+    return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, ", ", around)
 
 
 FORMAT = ChatFormat(

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 
+from gristmill.runtime.chat.conversation import ChatOptions
 from gristmill.runtime.chat.formats import ChatFormat
 from gristmill.runtime.chat.formats._bodies import Marks, PairBody
-from gristmill.runtime.chat.formats._structure import refuse_required
-from gristmill.runtime.chat.formats._tags import TagParser, Tags
+from gristmill.runtime.chat.formats._structure import (
+    call_in_pairs,
+    chosen_tools,
+    required_calls,
+    thought_rule,
+)
+from gristmill.runtime.chat.formats._tags import THINK, TagParser, Tags
+from gristmill.runtime.structured_output import StructuredOutput, text_part
 
-NAME = "qwen3_coder"
 MARKS = Marks(
     head=re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),
     key=re.compile(r"<parameter=(?P<key>[^>\n]+)>"),
@@ -18,10 +24,23 @@ MARKS = Marks(
 )
 TAGS = Tags(call={"<tool_call>": lambda tools: PairBody(MARKS, tools)}, dropped=("</tool_call>",))
 
+
+def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
+    """As `ChatFormat.structure`."""
+    rules = call_in_pairs(
+        chosen_tools(options),
+        lambda tool: text_part(f"<tool_call>\n<function={tool.name}>\n"),
+        lambda key: text_part(f"<parameter={key}>\n"),
+        "\n</parameter>\n",
+        "</function>\n</tool_call>",
+    )
+    return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, "\n")
+
+
 FORMAT = ChatFormat(
-    name=NAME,
+    name="qwen3_coder",
     summary="<tool_call><function=name><parameter=key>value</parameter>...: Qwen3-Coder, Qwen 3.5",
     marks=("<tool_call>", "<function=", "<parameter="),
     parser=lambda options, tail: TagParser(TAGS, options, tail),
-    structure=lambda options, wanted, tail: refuse_required(options, wanted, NAME),
+    structure=structure,
 )

@@ -1,0 +1,194 @@
+"""What a required call or a response format allows is a message of its format by construction, whichever tokens are drawn."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from gristmill.runtime.chat.conversation import ChatOptions, Tool
+from gristmill.runtime.chat.formats import formats
+from gristmill.runtime.errors import UsageError
+from gristmill.runtime.structured_output import GrammarCompiler, StructuredOutput, text_part, until_part
+from tests.chat.test_formats import Said
+from tests.runtime.oracle import LLAMA, MODELS
+
+pytest.importorskip("llguidance")
+
+TOOLS = (
+    Tool(
+        "look",
+        "",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["°C", "K"]},
+                "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                "place": {"$ref": "#/$defs/Place"},
+            },
+            "required": ["unit", "days", "place"],
+            "additionalProperties": False,
+            "$defs": {
+                "Place": {
+                    "type": "object",
+                    "properties": {"north": {"type": "boolean"}},
+                    "required": ["north"],
+                    "additionalProperties": False,
+                }
+            },
+        },
+    ),
+    Tool("wait.now-2", "", {"type": "object", "properties": {}, "additionalProperties": False}),
+)
+SPECIAL = [
+    *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+    *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"),
+]
+DEEPSEEK = [
+    f"<｜{name}｜>"
+    for name in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
+]
+PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"]
+WITH_CALLS = [name for name in formats() if name not in ("plain", "think")]
+ENDS = ["STOP", '"', '"}', "\n</parameter>\n", "</arg_value>\n", "</think>", "[/THINK]", "<|end|>"]
+"""What ends a text, which random tokens would hardly do."""
+
+
+@cache
+def vocabulary(special: bool) -> tuple[Tokenizer, GrammarCompiler, int]:
+    """The example's tokenizer with the tokens of all formats; DeepSeek's as special ones or not."""
+    made = json.loads((MODELS / LLAMA / "tokenizer.json").read_text())
+    added = (
+        [(one, True) for one in SPECIAL]
+        + [(one, special) for one in DEEPSEEK]
+        + [(one, False) for one in PLAIN]
+    )
+    size = max(made["model"]["vocab"].values()) + 1
+    for i, (text, is_special) in enumerate(added):
+        made["added_tokens"].append(
+            {"id": size + i, "content": text, "special": is_special}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        )
+    text = json.dumps(made)
+    tokenizer = Tokenizer.from_str(text)
+    return tokenizer, GrammarCompiler(text, size + len(added), [1]), size + len(added)
+
+
+def drawn(output: StructuredOutput, seed: int, special: bool = True) -> str:
+    """A random text of a grammar, whole."""
+    tokenizer, compiler, size = vocabulary(special)
+    matcher = compiler.compile(output).matcher
+    ends = [tokenizer.encode(one, add_special_tokens=False).ids for one in ENDS]
+    chance, ids = random.Random(seed), []  # type: random.Random, list[int]
+    while not matcher.is_stopped():
+        assert len(ids) < 3000, tokenizer.decode(ids, skip_special_tokens=False)
+        fitting = [one for one in ends if matcher.validate_tokens(one) == len(one)]
+        if fitting and chance.random() < 0.3:
+            step = chance.choice(fitting)
+        else:
+            bias = matcher.compute_logit_bias()
+            may_end = bool(bias[1])
+            allowed = [i for i in range(size) if bias[i] and i != 1]
+            step = [1] if may_end and (not allowed or chance.random() < 0.4) else [chance.choice(allowed)]
+        assert matcher.consume_tokens(step), matcher.get_error()
+        ids += step
+    assert not matcher.is_error(), matcher.get_error()
+    return tokenizer.decode([one for one in ids if one != 1], skip_special_tokens=False)
+
+
+def said(name: str, text: str, options: ChatOptions, tail: str) -> tuple[Said, bool]:
+    """(the message, whether a call is open)."""
+    parser, message = formats()[name].parser(options, tail), Said()
+    for character in text:
+        message.add(parser.push(character))
+    message.add(parser.finish())
+    # The token that ends the message of gpt-oss closes its call, and is not in the text.
+    return message, parser.open_call and name != "harmony"
+
+
+def fits(name: str, arguments: dict[str, Any]) -> bool:
+    """Whether the arguments match the schema of a tool."""
+    if name == "wait.now-2":
+        return arguments == {}
+    return (
+        arguments["unit"] in ("°C", "K")
+        and 0 <= arguments["days"] <= 99
+        and list(arguments["place"]) == ["north"]
+        and isinstance(arguments.get("city", ""), str)
+        and arguments.keys() <= {"city", "unit", "days", "place"}
+    )
+
+
+@pytest.mark.parametrize("tail", ["", "<think>\n"], ids=["quiet", "thinking"])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_required_calls_parse(name: str, tail: str) -> None:
+    """At least one call, of the tools, with arguments that match; nothing else is said. One where one is asked for."""
+    several = 0
+    for seed in range(4):
+        for more in (
+            {"tool_choice": "required"},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {"tool_choice": "named", "tool_name": "wait.now-2"},
+        ):
+            options = ChatOptions(tools=TOOLS, **more)
+            structure = formats()[name].structure(options, None, tail)
+            assert structure is not None
+            text = drawn(structure, seed, special=seed % 2 == 0)
+            message, cut = said(name, text, options, tail)
+            assert message.calls, text
+            assert not cut, text
+            assert not message.content.strip(), text
+            assert all(fits(one, json.loads(arguments)) for one, arguments in message.calls), text
+            if len(more) > 1:
+                assert len(message.calls) == 1, text
+            if "tool_name" in more:
+                assert message.calls[0][0] == "wait.now-2"
+            several += len(message.calls) > 1
+    assert several or name == "harmony"
+
+
+@pytest.mark.parametrize("tail", ["", "<think>\n"], ids=["quiet", "thinking"])
+@pytest.mark.parametrize("name", [*WITH_CALLS, "think"])
+def test_response_formats_follow_thoughts(name: str, tail: str) -> None:
+    """The content is what the request asks for; the thought is not in it."""
+    for seed, wanted in enumerate(
+        (
+            StructuredOutput(json_schema={"type": "object", "properties": {}, "additionalProperties": False}),
+            StructuredOutput(choice=["{}", "{ }"]),
+            StructuredOutput(regex=r"\{ ?\}"),
+        )
+    ):
+        structure = formats()[name].structure(ChatOptions(), wanted, tail)
+        assert structure is not None
+        text = drawn(structure, seed)
+        message, _ = said(name, text, ChatOptions(), tail)
+        assert json.loads(message.content) == {}, text
+    both = ChatOptions(tools=TOOLS, tool_choice="required")
+    with pytest.raises(UsageError):
+        formats()[name].structure(both, wanted, tail)
+
+
+def test_wrong_grammars_are_noticed() -> None:
+    """A call without its end is open, arguments of another schema do not fit, and quoted text is no token."""
+    options = ChatOptions(tools=TOOLS, tool_choice="required")
+    begun = text_part("<tool_call>") + ' "{\\"name\\": \\"look\\", \\"arguments\\": {"'
+    assert said("hermes", drawn(StructuredOutput(grammar=f"start: {begun}"), 0), options, "")[1]
+    assert not fits("wait.now-2", {"days": 1})
+    assert not fits("look", {"unit": "F", "days": 1, "place": {"north": True}})
+    with pytest.raises(AssertionError, match="doesn't satisfy"):
+        drawn(StructuredOutput(grammar='start: "<tool_call>"'), 0)
+
+
+def test_parts_follow_the_tokenizer() -> None:
+    """Without the tokens, the same parts are characters; a quote or a line's end in them is kept."""
+    odd = 'a "quoted"\n\\ <tool_call> <no_token>'
+    assert drawn(StructuredOutput(grammar=f"start: {text_part(odd)}"), 0) == odd
+    for end in ("</think>", "STOP"):
+        text = drawn(StructuredOutput(grammar=f"start: {until_part(end)} {text_part('.')}"), 1)
+        assert text.endswith(f"{end}.")
+        assert text.count(end) == 1
