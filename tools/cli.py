@@ -412,19 +412,27 @@ def warm(as_json: bool, **options: Any) -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Only JSON on stdout.")
 def supported(as_json: bool) -> None:
-    """Architectures that can be loaded, checkpoint formats that are read and written, methods of speculation and KV stores, with those of
-    plugins.
+    """Architectures that can be loaded, checkpoint formats that are read and written, methods of speculation, KV stores and chat formats, with
+    those of plugins.
 
     \b
     With --json, one object: {"families" ({"name", "architectures", "gguf"}), "formats" ({"name", "written"}), "proposers"
-    (methods of --speculate: {"name", "summary"}), "kv_stores" (of --kv-transfer: {"name", "summary"}), "plugins_left_out" (each plugin of
-    gristmill.models, gristmill.formats, gristmill.proposers or gristmill.kv_stores that is not used, with its reason)}
+    (methods of --speculate: {"name", "summary"}), "kv_stores" (of --kv-transfer: {"name", "summary"}), "chat_formats"
+    (of --chat-format: {"name", "summary"}), "plugins_left_out" (each plugin of gristmill.models, gristmill.formats, gristmill.proposers,
+    gristmill.kv_stores or gristmill.chat_formats that is not used, with its reason)}
     """
     from gristmill.quant import formats
     from gristmill.runtime import kv_transfer, models, speculation
+    from gristmill.runtime.chat import formats as chat_formats
 
     families = {id(family): family for family in models.families().values()}.values()
-    left_out = (*models.failures(), *formats.failures(), *speculation.failures(), *kv_transfer.failures())
+    left_out = (
+        *models.failures(),
+        *formats.failures(),
+        *speculation.failures(),
+        *kv_transfer.failures(),
+        *chat_formats.failures(),
+    )
     supported: dict[str, list[dict[str, Any]]] = {
         "families": [
             {
@@ -442,6 +450,9 @@ def supported(as_json: bool) -> None:
             {"name": spec.name, "summary": spec.summary} for spec in speculation.proposers().values()
         ],
         "kv_stores": [{"name": spec.name, "summary": spec.summary} for spec in kv_transfer.stores().values()],
+        "chat_formats": [
+            {"name": one.name, "summary": one.summary} for one in chat_formats.formats().values()
+        ],
         "plugins_left_out": [failure.as_dict() for failure in left_out],
     }
     if as_json:
@@ -466,6 +477,11 @@ def supported(as_json: bool) -> None:
         "KV transfer",
         ["store", "argument and place"],
         [[store["name"], store["summary"]] for store in supported["kv_stores"]],
+    )
+    console.table(
+        "Conversations",
+        ["chat format", "messages"],
+        [[one["name"], one["summary"]] for one in supported["chat_formats"]],
     )
     for failure in left_out:
         console.err().print(str(failure), highlight=False, markup=False)

@@ -74,6 +74,7 @@ def supported() -> Any:
 
 def test_plugins_are_found_like_our_own(plugins: Callable[..., None]) -> None:
     plain = supported()
+    assert "hermes" in {one["name"] for one in plain["chat_formats"]}
     assert plain["plugins_left_out"] == [] and len(plain["families"]) == 5 and len(plain["formats"]) == 8
     plugins(grain=("gristmill.models", FAMILY), grist=("gristmill.formats", FORMAT))
     listing = supported()
