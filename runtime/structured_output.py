@@ -71,8 +71,6 @@ class StructuredOutput:
         return cls(**require_fields(cls, values, "structured output"))
 
 
-_NAME = re.compile(r"<[^<>\s]+>")
-"""Names of special tokens in llguidance's grammars."""
 _MAPPINGS = ("json_schema", "structural_tag")
 """Kinds that may be given as mappings."""
 
@@ -130,21 +128,18 @@ def _tags(value: Mapping[str, Any] | str) -> list[_Tag]:
     return tags
 
 
-def _tag_grammar(tags: Sequence[_Tag], special: Collection[str]) -> str:
-    """Lark, in llguidance's dialect: text up to a trigger, lazily, the rest of its tag, and so on; then text to the end. `special` has the texts
+def _tag_grammar(tags: Sequence[_Tag], added: Collection[str]) -> str:
+    """Lark, in llguidance's dialect: text up to a trigger, lazily, the rest of its tag, and so on; then text to the end. `added` has the texts
     that are tokens of their own, which text does not contain.
     """
     names = " | ".join(f"tag_{i}" for i in range(len(tags)))
     lines = [f"start: ({names})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/"]
     for i, tag in enumerate(tags):
-        rest, end = (
-            json.dumps(text, ensure_ascii=False) if text else ""
-            for text in (tag.begin.removeprefix(tag.trigger), tag.end)
-        )
-        head = f"TEXT {tag.trigger}"
-        if tag.trigger not in special:
+        head = f"TEXT {text_part(tag.trigger)}"
+        if not tag.trigger.startswith(tuple(added)):
             lines.append(f"head_{i}[lazy]: TEXT {json.dumps(tag.trigger, ensure_ascii=False)}")
             head = f"head_{i}"
+        rest, end = text_part(tag.begin.removeprefix(tag.trigger)), text_part(tag.end)
         lines.append(f"tag_{i}: {head} {rest} %json {tag.schema} {end}")
     return "\n".join(lines)
 
@@ -265,11 +260,6 @@ class GrammarCompiler:
         except Exception as error:  # llguidance raises its own and Rust's
             raise UsageError(f"llguidance cannot read the model's tokenizer: {error}") from error
         added = json.loads(tokenizer_json).get("added_tokens", ())
-        self._special = {
-            token["content"]
-            for token in added
-            if self._tokenizer.is_special_token(token["id"]) and _NAME.fullmatch(token["content"])
-        }
         self._added = {
             token["content"]: int(token["id"])
             for token in added
@@ -290,7 +280,9 @@ class GrammarCompiler:
             elif output.grammar is not None:
                 text = matcher.grammar_from_lark(_resolve_parts(output.grammar, self._added))
             elif output.structural_tag is not None:
-                text = matcher.grammar_from_lark(_tag_grammar(_tags(output.structural_tag), self._special))
+                text = matcher.grammar_from_lark(
+                    _resolve_parts(_tag_grammar(_tags(output.structural_tag), self._added), self._added)
+                )
             else:
                 options = " | ".join(json.dumps(option, ensure_ascii=False) for option in output.choice or ())
                 text = matcher.grammar_from_lark(f"start: {options}")

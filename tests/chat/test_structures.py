@@ -192,3 +192,17 @@ def test_parts_follow_the_tokenizer() -> None:
         text = drawn(StructuredOutput(grammar=f"start: {until_part(end)} {text_part('.')}"), 1)
         assert text.endswith(f"{end}.")
         assert text.count(end) == 1
+
+
+@pytest.mark.parametrize("trigger", ["<tool_call>", "[TOOL_CALLS]", "<fn="])
+def test_tags_in_free_text_may_be_tokens(trigger: str) -> None:
+    """A structural tag that begins and ends with tokens of the vocabulary, or with characters."""
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    tag = {"begin": f"{trigger}x>", "schema": schema, "end": "</tool_call>"}
+    output = StructuredOutput(structural_tag={"structures": [tag], "triggers": [trigger]})
+    tokenizer, compiler, _ = vocabulary(True)
+    wanted = f"So: {trigger}x>{{}}</tool_call> Done."
+    ids = tokenizer.encode(wanted, add_special_tokens=False).ids
+    assert compiler.compile(output).allowed(ids) == len(ids)
+    wrong = tokenizer.encode(f"So: {trigger}y", add_special_tokens=False).ids
+    assert compiler.compile(output).allowed(wrong) < len(wrong)
