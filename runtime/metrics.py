@@ -154,7 +154,8 @@ class Metrics:
             loads = self._loads.values()
             totals = [sum(values) for values in zip(*(load[: len(GAUGES)] for load in loads), strict=True)]
             for name, total in zip(GAUGES, totals, strict=True):
-                metrics[name].set(total / len(loads) if name == "kv_cache_usage_perc" else total)
+                metrics[name].set(total)
+            metrics["kv_cache_usage_perc"].set(sum(load.cache_use for load in loads) / len(loads))
         if now.step_tokens is not None:
             metrics["iteration_tokens_total"].observe(now.step_tokens)
             if now.preempted:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -55,6 +55,12 @@ class EngineHost:
         llm.engine.ownership.take(SERVED)
         self._thread = EngineThread(llm.engine, self._on_step, self._end.put, watchdog_seconds, lambda: None)
         self._calls = Calls(llm, self._thread)
+        self._handlers: dict[str, Callable[..., None]] = {
+            "add": self._on_add,
+            "abort": self._on_abort,
+            "call": self._on_call,
+            "ping": self._on_ping,
+        }
 
     def serve(self) -> None:
         """Until the parent closes the connection.
@@ -78,7 +84,7 @@ class EngineHost:
             while True:
                 kind, *arguments = self._connection.recv()
                 with suppress(EngineDeadError):  # which ends the process
-                    getattr(self, f"_on_{kind}")(*arguments)
+                    self._handlers[kind](*arguments)
         except (EOFError, OSError):
             self._end.put(None)
 

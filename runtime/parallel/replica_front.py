@@ -57,6 +57,13 @@ class ReplicaFront(RequestFront):
         self._lock = threading.Lock()  # of error, and of requests and calls that must not be added after it
         self._calls: dict[int, Future[Any]] = {}
         self._unique = itertools.count()
+        self._handlers: dict[str, Callable[..., None]] = {
+            "step": self._on_step,
+            "refused": self._on_refused,
+            "result": self._on_result,
+            "failed": self._on_failed,
+            "pong": lambda: None,
+        }
 
     def start(self) -> None:
         """Begin to send and to receive."""
@@ -151,16 +158,13 @@ class ReplicaFront(RequestFront):
                 if isinstance(message, Failure):
                     why = f"replica {number} failed: {message.error or message.text}"
                     break
-                getattr(self, f"_on_{message[0]}")(*message[1:])
+                self._handlers[message[0]](*message[1:])
         except (EOFError, OSError):
             why = death(self.child, "with its requests")
         self.end(ReplicaError(why))
         self._outgoing.put(None)
         self.child.end()
         self._on_end(self)
-
-    def _on_pong(self) -> None:
-        pass
 
     def _on_step(
         self,
