@@ -149,7 +149,7 @@ def test_no_extra_installs_another_project_of_a_librarys_name() -> None:
 
 def test_an_extra_of_a_kernel_library_is_called_by_a_kernel() -> None:
     """Whatever `all` adds to the product's own extras provides kernels."""
-    product = ("runtime", "metrics", "structured", "tracing", "bench")
+    product = ("runtime", "metrics", "structured", "serve", "tracing", "bench")
     own_requirements = set().union(*(distributions(extra) for extra in product))
     libraries = project()["optional-dependencies"].keys() - {
         *product,
