@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import ErrorInfo, error_info
+from gristmill.runtime.openmp import release_team
 from gristmill.runtime.ownership import LEFT_BEHIND, SERVED
 from gristmill.runtime.scheduler import RequestOutput
 
@@ -87,6 +88,7 @@ class EngineThread:
         self._ended = threading.Event()
         self._work: _Work | None = None  # None: it waits for work
         self._running_call: Future[Any] | None = None
+        release_team()  # of this thread, which loaded the model: from now on the other one computes
         # Daemons: a step that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="gristmill-engine", daemon=True)
         self._thread.start()
