@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
 from gristmill.runtime.engine_load import EngineLoad
+from gristmill.runtime.engine_thread import LOG
 from gristmill.runtime.errors import ReplicaError
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, status
@@ -81,12 +82,16 @@ class ReplicaFront(RequestFront):
         Raises:
             ReplicaError: it died.
         """
+        return await asyncio.wrap_future(self.ask(name, **arguments))
+
+    def ask(self, name: str, **arguments: Any) -> Future[Any]:
+        """As `call`, for any thread."""
         number, future = next(self._unique), Future[Any]()
         with self._lock:
             self._check()
             self._calls[number] = future
         self._outgoing.put(("call", number, name, arguments))
-        return await asyncio.wrap_future(future)
+        return future
 
     def end(self, error: ReplicaError) -> None:
         """The process is of no more use: everything unfinished ends with an error of this text."""
@@ -161,6 +166,11 @@ class ReplicaFront(RequestFront):
                 self._handlers[message[0]](*message[1:])
         except (EOFError, OSError):
             why = death(self.child, "with its requests")
+        except (
+            Exception
+        ) as error:  # a message that cannot be read or handled: whoever waits must not wait for ever
+            LOG.exception("a message of replica %s", number)
+            why = f"replica {number} was ended, as its message could not be handled: {type(error).__name__}: {error}"
         self.end(ReplicaError(why))
         self._outgoing.put(None)
         self.child.end()

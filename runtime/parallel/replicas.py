@@ -106,6 +106,7 @@ class Replicas:
         model = local_model(model)  # fetched once, not by each of them
         options["device"] = device_of(options)
         most, most_tokens = options.pop("max_queued", None), options.pop("max_queued_tokens", None)
+        self._kept: dict[str, dict[str, Any]] = {}  # calls that replicas which are started again get too
         self._cap = QueueCap(MAX_QUEUED * count if most is None else most, most_tokens)
         self._metrics, self._tracer, self._on_event = metrics, tracer, on_event
         self._retry, self._timeout = retry, timeout
@@ -200,27 +201,29 @@ class Replicas:
 
     async def pause(self, mode: PauseMode = "wait") -> list[None | BaseException]:
         """As `AsyncEngine.pause`, for each replica; what one raises stands in its place, here and below."""
-        return await self._call_all("pause", mode=mode)
+        return await self._keep("pause", mode=mode)
 
     async def resume(self) -> list[None | BaseException]:
         """As `AsyncEngine.resume`, for each replica."""
+        self._forget("pause")
         return await self._call_all("resume")
 
     async def drain(self, timeout: float | None = None) -> list[None | BaseException]:
         """As `AsyncEngine.drain`, for each replica."""
-        return await self._call_all("drain", timeout=timeout)
+        return await self._keep("drain", timeout=timeout)
 
     async def sleep(self, level: int = 1) -> list[None | BaseException]:
         """As `Engine.sleep`, for each replica."""
-        return await self._call_all("sleep", level=level)
+        return await self._keep("sleep", level=level)
 
     async def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> list[None | BaseException]:
         """As `Engine.wake_up`, for each replica."""
+        self._forget("sleep")
         return await self._call_all("wake_up", parts=tuple(parts))
 
     async def update_weights(self, path: str | Path) -> list[None | BaseException]:
         """As `Engine.update_weights`, from a directory, for each replica."""
-        return await self._call_all("update_weights", path=str(path))
+        return await self._keep("update_weights", path=str(path))
 
     async def reset_prefix_cache(self) -> list[None | BaseException]:
         """As `Engine.reset_prefix_cache`, for each replica."""
@@ -237,7 +240,7 @@ class Replicas:
     async def set_log_level(self, level: str) -> list[None | BaseException]:
         """Set that of the logger ``gristmill``, in this process and in each replica: ``debug``, ``info``, ``warning`` or ``error``."""
         set_log_level(level)
-        return await self._call_all("set_log_level", level=level)
+        return await self._keep("set_log_level", level=level)
 
     async def profile(self, steps: int, path: str | Path) -> list[str | BaseException]:
         """Write a trace of the next `steps` steps of each replica, for chrome://tracing or Perfetto. Returns the files: `path`, and with several
@@ -306,9 +309,17 @@ class Replicas:
             with self._lock:
                 del self._starting[number]
         replica = self._front(child)
+        replica.start()
+        with self._lock:
+            kept = list(self._kept.items())
+        try:
+            for name, arguments in kept:  # before it gets requests: it is as the others are
+                replica.ask(name, **arguments).result(LOADING * self._timeout)
+        except Exception as failure:
+            replica.end(ReplicaError(f"replica {number} was ended: {name} failed: {failure}"))
+            return  # its end starts it again
         with self._lock:
             self._replicas[number] = replica
-        replica.start()
         if self._closed.is_set():
             replica.end(ReplicaError("the replicas were closed"))
         self._tell("replica_restarted", number, None)
@@ -318,10 +329,14 @@ class Replicas:
             logging.WARNING if error is None else logging.ERROR,
             error or f"replica {number} was started again",
         )
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(
                 event, replica=number, alive=len(self._loads()), restarted=bool(self._coming), error=error
             )
+        except Exception:  # the caller's; the replicas go on
+            LOG.exception("on_event failed")
 
     async def _any_alive(self) -> bool:
         """Whether there is a replica for another try; waits for those that are being started."""
@@ -346,6 +361,19 @@ class Replicas:
         finally:
             with self._lock:
                 self._names.discard(name)
+
+    async def _keep(self, name: str, **arguments: Any) -> list[Any]:
+        """Call all; a replica that is started again is called likewise, in the order of the calls."""
+        answers = await self._call_all(name, **arguments)
+        if not all(isinstance(answer, BaseException) for answer in answers):  # which nobody has done
+            with self._lock:
+                self._kept.pop(name, None)
+                self._kept[name] = arguments
+        return answers
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._kept.pop(name, None)
 
     async def _call_all(self, name: str, **arguments: Any) -> list[Any]:
         calls = (replica.call(name, **arguments) for replica in self._replicas)

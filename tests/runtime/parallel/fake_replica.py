@@ -39,6 +39,7 @@ def serve(connection: Connection) -> None:
     connection.send(("loaded",))
     seconds = float(os.environ.get("FAKE_STEP", "0"))
     running: dict[str, tuple[Any, int]] = {}
+    calls: list[Any] = []
     admitted: list[tuple[str, int]] = []
     while True:
         while not running or connection.poll(0):
@@ -61,7 +62,11 @@ def serve(connection: Connection) -> None:
             elif kind == "ping":
                 connection.send(("pong",))
             elif kind == "call":
-                connection.send(("result", arguments[0], len(running)))
+                number, name, given = arguments
+                calls.append((name, given))
+                answer = calls if name == "dump" else len(running)
+                # What the front cannot take: no field of a step.
+                connection.send(("step",) if name == "explain" else ("result", number, answer))
         if seconds:
             time.sleep(seconds)
         outputs: list[Any] = []

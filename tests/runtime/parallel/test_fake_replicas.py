@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import threading
@@ -165,6 +166,52 @@ def test_an_engine_that_hangs_is_replaced(make: Make) -> None:
 
     run(main())
     assert is_gone(first)
+
+
+def test_a_replica_that_is_started_again_is_as_it_was(make: Make) -> None:
+    """Weights, the level of the log, and what was not taken back; in their order, before it gets requests."""
+    front = make(restarts=9)
+
+    async def main() -> list[Any]:
+        await front.update_weights("old")
+        await front.pause("keep")
+        await front.set_log_level("error")
+        await front.update_weights("new")
+        await front.resume()
+        await front.reset_prefix_cache()
+        first = pid(front)
+        os.kill(first, signal.SIGKILL)
+        while not front._loads() or pid(front) == first:
+            await asyncio.sleep(0.01)
+        [calls] = await front.dump()
+        return list(calls)  # type: ignore[call-overload]
+
+    calls = run(main())
+    logging.getLogger("gristmill").setLevel(logging.NOTSET)
+    assert [(name, given) for name, given in calls[:-1]] == [
+        ("set_log_level", {"level": "error"}),
+        ("update_weights", {"path": "new"}),
+    ]
+
+
+def test_a_message_that_cannot_be_handled_ends_the_replica(make: Make) -> None:
+    """Whoever waits gets an error, and it is started again; also when on_event fails."""
+
+    def fails(event: str, **values: Any) -> None:
+        raise RuntimeError("planted")
+
+    front = make(restarts=9, on_event=fails)
+
+    async def main() -> None:
+        first = pid(front)
+        [answer] = await front.explain()
+        assert isinstance(answer, ReplicaError)
+        assert "could not be handled" in str(answer)
+        while not front._loads() or pid(front) == first:
+            await asyncio.sleep(0.01)
+        assert (await front.generate([1000], SamplingParams(max_tokens=1)))[0].token_ids == (1000,)
+
+    run(main())
 
 
 def test_a_request_that_ends_every_engine_is_run_three_times(make: Make) -> None:
