@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -206,3 +207,25 @@ def test_tags_in_free_text_may_be_tokens(trigger: str) -> None:
     assert compiler.compile(output).allowed(ids) == len(ids)
     wrong = tokenizer.encode(f"So: {trigger}y", add_special_tokens=False).ids
     assert compiler.compile(output).allowed(wrong) < len(wrong)
+
+
+def test_the_recipe_of_a_format() -> None:
+    """The file of CONTRIBUTING.md: what it requires is what it parses."""
+    [source] = re.findall(
+        r"```python\n(# runtime/chat/formats/.*?)```",
+        (MODELS.parents[1] / "CONTRIBUTING.md").read_text(),
+        re.S,
+    )
+    module: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(source, "recipe", "exec"), module)
+    options = ChatOptions(tools=TOOLS, tool_choice="required")
+    for seed in range(3):
+        output = module["FORMAT"].structure(options, None, "")
+        text, parser, message = drawn(output, seed), module["FORMAT"].parser(options, ""), Said()
+        for character in text:
+            message.add(parser.push(character))
+        message.add(parser.finish())
+        assert message.calls, text
+        assert not message.content.strip(), text
+        assert not parser.open_call
+        assert all(fits(one, json.loads(arguments)) for one, arguments in message.calls), text
