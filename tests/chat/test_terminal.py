@@ -366,7 +366,7 @@ class Terminal:
         """Type."""
         os.write(self._master, text.encode())
 
-    def until(self, text: str, seconds: float = 60.0) -> None:
+    def until(self, text: str, seconds: float = 120.0) -> None:
         """Read up to a text, after what was read before."""
         self._read(lambda: self.seen.find(text, self._at) + 1, seconds, text)
         self._at = self.seen.index(text, self._at) + len(text)
