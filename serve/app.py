@@ -195,6 +195,7 @@ class Application:
     async def _preflight(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A browser asks whether a page may call the API."""
         exchange = Exchange(self.service, scope, receive, send, self._prefix, openai_shape)
+        await exchange.discard()
         if self.service.cors(exchange.headers.get("origin")) is None:
             await exchange.respond(b"", 403, content_type=b"text/plain")
             return

@@ -36,7 +36,7 @@ async def ask(port: int, sent: bytes, framed: bool) -> tuple[int, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     try:
         writer.write(sent)
-        if not framed:
+        if not framed and not sent.startswith(b"BREW"):
             writer.write_eof()
         answer = await asyncio.wait_for(reader.read(), 30)
     except ConnectionError:
