@@ -19,7 +19,7 @@ def release_team() -> None:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return  # no Linux: nothing is known about its libraries
-    for path in {line.split()[-1] for line in maps.splitlines() if "omp" in line.rpartition("/")[2]}:
+    for path in {line.split()[-1] for line in maps.splitlines()}:
         if not path.rpartition("/")[2].startswith(("libgomp", "libomp", "libiomp")):
             continue
         pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)  # before OpenMP 5.0 there is none

@@ -169,6 +169,17 @@ class SamplingParams:
         self._set(name, _plain(value))
 
 
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters that a model's generation_config.json may recommend."""
+
+
+def recommended_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that the contents of a generation_config.json recommend; {} if none."""
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
+
+
 def token_biases(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """A bias for each token id, from JSON, whose keys are texts."""
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: v for key, v in values.items()}

@@ -10,6 +10,7 @@ from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange, to_plain
 from gristmill.serve.routes import health
+from gristmill.serve.service import Engine
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,15 +60,21 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     path: str
 
 
+def _engine(exchange: Exchange) -> Engine:
+    """The engine, also while the server drains. ApiError 503: there is none."""
+    engine = exchange.service.engine
+    if engine is None:
+        raise ApiError(503, exchange.service.problem, type="server_error", code="loading")
+    return engine
+
+
 def action(path: str, declared: type[Any]) -> Endpoint:
     """POST /PATH calls the method of this name of the engine, with the fields that are given."""
 
     async def handler(exchange: Exchange) -> None:
         body = await exchange.body()
         given = msgspec.json.decode(body or b"{}", type=declared)
-        engine = exchange.service.engine
-        if engine is None:
-            raise ApiError(503, exchange.service.problem, type="server_error", code="loading")
+        engine = _engine(exchange)
         values = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
         result = await getattr(engine, path)(**values)
         await exchange.respond({"ok": True, "result": to_plain(result)})
@@ -86,12 +93,8 @@ def shown(path: str) -> Endpoint:
     """GET /PATH shows what the method of this name of the engine returns."""
 
     async def handler(exchange: Exchange) -> None:
-        engine = exchange.service.engine
-        if engine is None:
-            raise ApiError(503, exchange.service.problem, type="server_error", code="loading")
-        result = getattr(engine, path)()
-        if hasattr(result, "__await__"):
-            result = await result
+        engine = _engine(exchange)
+        result = await getattr(engine, path)()
         await exchange.respond({"ok": True, "result": to_plain(result)})
 
     return Endpoint("GET", f"/{path}", handler, logged=False)

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gristmill.runtime.chat.answer import parsed
-from gristmill.runtime.chat.conversation import ChatOptions, Delta, ToolCall
+from gristmill.runtime.chat.answer import GrowingMessage, parsed
+from gristmill.runtime.chat.conversation import ChatOptions, Delta
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.serve.errors import ApiError, failed, unavailable
@@ -150,25 +150,13 @@ def continued(
 class Answer:
     """The parts of one completion, joined: streamed or not, an answer is the same."""
 
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    message: GrowingMessage = field(default_factory=GrowingMessage)
     finish: str | None = None
     chunks: list[Chunk] = field(default_factory=list)
 
     def add(self, part: Part) -> None:
         """The next part."""
-        delta = part.delta
-        if delta.content:
-            self.content.append(delta.content)
-        if delta.reasoning:
-            self.reasoning.append(delta.reasoning)
-        for call in delta.calls:
-            if call.index == len(self.calls):
-                self.calls.append(ToolCall(call.id, call.name, call.arguments))
-            else:
-                known = self.calls[call.index]
-                self.calls[call.index] = ToolCall(known.id, known.name, known.arguments + call.arguments)
+        self.message.add(part.delta)
         if part.finish is not None:
             self.finish = part.finish
         self.chunks.append(part.chunk)

@@ -15,10 +15,10 @@ from gristmill.runtime.chat.chat import Chat
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
+from gristmill.runtime.sampling_params import recommended_sampling
 from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.serve.config import ServeConfig
 from gristmill.serve.request_log import RequestLog
-from gristmill.serve.sampling import RECOMMENDED
 from gristmill.serve.service import Service
 
 if TYPE_CHECKING:
@@ -45,13 +45,7 @@ def make_service(
     tokenizer = Tokenizer(checkpoint)
     chat = Chat(checkpoint, tokenizer, template=config.chat_template, output_format=config.chat_format)
     limit = min(engine.max_model_len or parsed.max_position, parsed.max_position)
-    defaults = {
-        name: generation[name]
-        for name in RECOMMENDED
-        if config.generation_config == "model" and generation.get(name) is not None
-    }
-    if generation.get("do_sample") is False:
-        defaults = {"temperature": 0.0} if config.generation_config == "model" else {}
+    defaults = recommended_sampling(generation) if config.generation_config == "model" else {}
     tracer = None
     if config.otlp_endpoint is not None:
         from gristmill.serve.tracing import otlp_tracer

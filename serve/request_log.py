@@ -25,8 +25,7 @@ class RequestLog:
         UsageError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | Path | None = None, level: str = "info") -> None:
-        self.level = level
+    def __init__(self, path: str | Path | None = None) -> None:
         self.dropped = 0
         try:
             self._file: BinaryIO = (

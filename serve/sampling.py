@@ -16,8 +16,6 @@ from gristmill.serve.service import Service
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_BIASES = 1024
 MAX_SCHEMA_DEPTH = 32
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config.json may recommend."""
 
 
 class StreamOptions(msgspec.Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,6 +139,15 @@ class Service:
         if self.restarting:
             raise unavailable(f"the engine is started again: {self.problem}", "restarting")
         return self.engine
+
+    async def engine_states(self) -> list[dict[str, Any]]:
+        """The status of each engine as JSON has it, or the ``error`` that it ended with; [] while there is none."""
+        if self.engine is None:
+            return []
+        return [
+            {"error": str(one)} if isinstance(one, BaseException) else asdict(one)
+            for one in await self.engine.status()
+        ]
 
     def require_model(self, name: str | None) -> str:
         """The name under which an answer is given. ApiError 404 if the server has no such model."""

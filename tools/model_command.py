@@ -14,34 +14,37 @@ if TYPE_CHECKING:
 
 
 class ModelCommand(click.Command):
-    """A command that takes every option of `EngineConfig`, and with ``sampling`` every parameter of `SamplingParams`.
+    """A command that takes every option of what its `declarations` declare.
 
     They are made when the command is used: other commands need not import torch.
     """
 
-    sampling = False
+    _declared = False
+
+    def declarations(self) -> list[type]:
+        """The classes whose fields are options."""
+        from gristmill.runtime.engine_config import EngineConfig
+
+        return [EngineConfig]
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The command's own parameters and those of the declarations, made once."""
         if not self._declared:
-            from gristmill.runtime.engine_config import EngineConfig
-            from gristmill.runtime.sampling_params import SamplingParams
             from gristmill.tools.declared_options import options_of
 
             self._declared = True
-            self.params += [
-                *(options_of(SamplingParams) if self.sampling else ()),
-                *options_of(EngineConfig),
-            ]
+            self.params += [option for declared in self.declarations() for option in options_of(declared)]
         return super().get_params(ctx)
-
-    _declared = False
 
 
 class SamplingCommand(ModelCommand):
     """A model command that generates."""
 
-    sampling = True
+    def declarations(self) -> list[type]:
+        """With the parameters of sampling."""
+        from gristmill.runtime.sampling_params import SamplingParams
+
+        return [SamplingParams, *super().declarations()]
 
 
 model_option = click.option(

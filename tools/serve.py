@@ -9,23 +9,17 @@ import click
 
 from gristmill import console
 from gristmill.runtime.errors import UsageError
+from gristmill.tools.model_command import ModelCommand
 
 
-class ServeCommand(click.Command):
-    """A command that takes every option of `ServeConfig` and of `EngineConfig`; they are made when it is used."""
+class ServeCommand(ModelCommand):
+    """A model command that serves."""
 
-    _declared = False
+    def declarations(self) -> list[type]:
+        """With the options of the server."""
+        from gristmill.serve.config import ServeConfig
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The command's own parameters and those of the declarations, made once."""
-        if not self._declared:
-            from gristmill.runtime.engine_config import EngineConfig
-            from gristmill.serve.config import ServeConfig
-            from gristmill.tools.declared_options import options_of
-
-            self._declared = True
-            self.params += [*options_of(ServeConfig), *options_of(EngineConfig)]
-        return super().get_params(ctx)
+        return [ServeConfig, *super().declarations()]
 
 
 @click.command(name="serve", cls=ServeCommand)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from gristmill.runtime.chat.conversation import Delta, Message, Role, ToolCall
@@ -39,14 +39,58 @@ class ChatAnswer:
     error: ErrorInfo | None = None
 
 
+@dataclass
+class GrowingMessage:
+    """The deltas of one message of the assistant, joined as they come.
+
+    Attributes:
+        texts, thoughts: the pieces of its content, and of its reasoning.
+        calls: its tool calls.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """The next delta."""
+        self.texts.append(delta.content)
+        self.thoughts.append(delta.reasoning)
+        for call in delta.calls:
+            if call.index == len(self.calls):
+                self.calls.append(ToolCall(call.id, call.name, call.arguments))
+            else:
+                known = self.calls[call.index]
+                self.calls[call.index] = replace(known, arguments=known.arguments + call.arguments)
+
+    @property
+    def content(self) -> str:
+        """Its text so far."""
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """Its thoughts so far."""
+        return "".join(self.thoughts)
+
+    def message(self) -> Message:
+        """As a message of the conversation."""
+        return Message("assistant", self.content, self.reasoning, tuple(self.calls))
+
+
+def last_delta(parser: OutputParser, delta: Delta) -> Delta:
+    """The last delta of a message, with what the parser has held back."""
+    rest = parser.finish()
+    return Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, [*delta.calls, *rest.calls])
+
+
 def parsed(parser: OutputParser, chunk: Chunk) -> ChatChunk:
     """A chunk of the engine as a part of a message."""
     delta, finish = parser.push(chunk.text, chunk.token_ids), chunk.finish_reason
     if finish is None:
         return ChatChunk(delta)
-    rest = parser.finish()
-    delta = Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, [*delta.calls, *rest.calls])
-    return ChatChunk(delta, "tool_calls" if finish == "stop" and parser.calls else finish)
+    ends = "tool_calls" if finish == "stop" and parser.calls else finish
+    return ChatChunk(last_delta(parser, delta), ends)
 
 
 class GrowingAnswer:
@@ -54,9 +98,7 @@ class GrowingAnswer:
 
     def __init__(self, parser: OutputParser, prompt_tokens: int) -> None:
         self._parser, self._prompt_tokens = parser, prompt_tokens
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._message = GrowingMessage()
         self._tokens = 0
         self._finish = "abort"
         self._error: ErrorInfo | None = None
@@ -65,23 +107,15 @@ class GrowingAnswer:
         """The next chunk."""
         part = parsed(self._parser, chunk)
         self._tokens += len(chunk.token_ids)
-        self._content.append(part.delta.content)
-        self._reasoning.append(part.delta.reasoning)
-        for call in part.delta.calls:
-            if call.name:
-                self._calls.append(ToolCall(call.id, call.name, call.arguments))
-            else:
-                known = self._calls[call.index]
-                self._calls[call.index] = ToolCall(known.id, known.name, known.arguments + call.arguments)
+        self._message.add(part.delta)
         if part.finish_reason is not None:
             self._finish, self._error = part.finish_reason, chunk.error
         return part
 
     def answer(self) -> ChatAnswer:
         """All so far."""
-        message = Message("assistant", "".join(self._content), "".join(self._reasoning), tuple(self._calls))
         return ChatAnswer(
-            message,
+            self._message.message(),
             self._finish,
             self._prompt_tokens,
             self._tokens,

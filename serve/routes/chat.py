@@ -123,9 +123,9 @@ async def chat(exchange: Exchange) -> None:
 def _choice(service: Service, request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in answer.calls
+        for call in answer.message.calls
     ]
-    content = "".join(answer.content)
+    content = answer.message.content
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content if content or not calls else None,
@@ -133,8 +133,8 @@ def _choice(service: Service, request: ChatRequest, index: int, answer: Answer) 
     }
     if calls:
         message["tool_calls"] = calls
-    if answer.reasoning and request.include_reasoning is not False:
-        message["reasoning_content"] = message["reasoning"] = "".join(answer.reasoning)
+    if (thoughts := answer.message.reasoning) and request.include_reasoning is not False:
+        message["reasoning_content"] = message["reasoning"] = thoughts
     last = answer.chunks[-1]
     choice = {
         "index": index,

@@ -208,7 +208,7 @@ def _choice(
 ) -> dict[str, Any]:
     only_prompt = bool(request.echo and request.max_tokens == 0)
     ids = [] if only_prompt else [token for chunk in answer.chunks for token in chunk.token_ids]
-    text = "" if only_prompt else "".join(answer.content)
+    text = "" if only_prompt else answer.message.content
     before = service.tokenizer.decode(prompt) if request.echo else ""
     logprobs = None
     if request.logprobs is not None:

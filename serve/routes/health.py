@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from gristmill import __version__
 from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import unavailable
@@ -46,17 +43,13 @@ async def metrics(exchange: Exchange) -> None:
 async def capacity(exchange: Exchange) -> None:
     """For each engine what it can take and what it has to do."""
     service = exchange.service
-    engines: list[Any] = []
-    if service.engine is not None:
-        for status in await service.engine.status():
-            engines.append({"error": str(status)} if isinstance(status, BaseException) else asdict(status))
     await exchange.respond(
         {
             "model": service.name,
             "max_model_len": service.max_model_len,
             "active_requests": len(service.active),
             "draining": service.draining,
-            "engines": engines,
+            "engines": await service.engine_states(),
         }
     )
 

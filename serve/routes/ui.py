@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -55,10 +54,6 @@ def state_of(service: Service) -> str:
 async def state(exchange: Exchange) -> None:
     """What the page draws, once a second."""
     service = exchange.service
-    engines: list[Any] = []
-    if service.engine is not None:
-        for one in await service.engine.status():
-            engines.append({"error": str(one)} if isinstance(one, BaseException) else asdict(one))
     await exchange.respond(
         {
             "model": service.name,
@@ -66,7 +61,7 @@ async def state(exchange: Exchange) -> None:
             "time": time.monotonic(),
             "uptime": time.time() - service.created,
             "active": len(service.active),
-            "engines": engines,
+            "engines": await service.engine_states(),
             **totals(service),
         }
     )

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import doctest
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gristmill.autotune import binding
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+
+import repository  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -35,17 +40,7 @@ def no_plans() -> Iterator[None]:
 
 def modules() -> Iterator[Path]:
     """The modules whose docstring has examples."""
-    for folder in (
-        "kernel_registry",
-        "quant",
-        "kernels",
-        "autotune",
-        "runtime",
-        "serve",
-        "tools",
-        "bench",
-        "integrations",
-    ):
+    for folder in repository.LINKED:
         for path in sorted((ROOT / folder).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
             if ">>>" in text and ">>>" in (ast.get_docstring(ast.parse(text)) or ""):

@@ -6,26 +6,25 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from gristmill.runtime.chat.answer import GrowingMessage, last_delta
 from gristmill.runtime.chat.chat import Chat
-from gristmill.runtime.chat.conversation import ChatOptions, Delta, Message, Role, ToolCall
+from gristmill.runtime.chat.conversation import ChatOptions, Delta, Message, Role
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import open_checkpoint
-from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.sampling_params import SamplingParams, recommended_sampling
 
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters that a model's generation_config.json may recommend."""
 TEMPERATURE = 0.7
 """For models that recommend nothing: without chance, small ones repeat themselves."""
 
 
 @dataclass
-class Answer:
+class Answer(GrowingMessage):
     """An answer so far.
 
     Attributes:
@@ -33,30 +32,12 @@ class Answer:
         seconds: from the question to the latest token.
     """
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     first_token_seconds: float = 0.0
     seconds: float = 0.0
-
-    def add(self, delta: Delta) -> None:
-        """What a step added."""
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        for call in delta.calls:
-            if call.index == len(self.calls):
-                self.calls.append(ToolCall(call.id, call.name, call.arguments))
-            else:
-                known = self.calls[call.index]
-                self.calls[call.index] = replace(known, arguments=known.arguments + call.arguments)
-
-    def message(self) -> Message:
-        """As a message of the conversation."""
-        return Message("assistant", self.content, self.reasoning, tuple(self.calls))
 
 
 class Session:
@@ -163,12 +144,7 @@ class Session:
                 delta = parser.push(chunk.text, chunk.token_ids)
                 ended = chunk.finish_reason or ("interrupted" if stopped() else None)
                 if ended is not None:
-                    rest = parser.finish()
-                    delta = Delta(
-                        delta.content + rest.content,
-                        delta.reasoning + rest.reasoning,
-                        [*delta.calls, *rest.calls],
-                    )
+                    delta = last_delta(parser, delta)
                 answer.add(delta)
                 answer.finish_reason = ended
                 answer.error = "" if chunk.error is None else str(chunk.error)
@@ -225,10 +201,7 @@ class Session:
 
 def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling that a generation_config.json recommends; without one, a temperature."""
-    if generation.get("do_sample") is False:
-        return {"temperature": 0.0}
-    found = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
-    return found or {"temperature": TEMPERATURE}
+    return recommended_sampling(generation) or {"temperature": TEMPERATURE}
 
 
 def _stored(message: Message) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class HarmonyParser:
 
     def push(self, text: str, ids: Sequence[int] = ()) -> Delta:
         """More of the text."""
-        if self._kind == "analysis" or self._header:
-            self.reasoning_tokens += len(ids) if self._kind == "analysis" else 0
+        if self._kind == "analysis":
+            self.reasoning_tokens += len(ids)
         self._buffer += text
         delta = Delta("", "", [])
         while self._advance(delta, False):
@@ -48,7 +48,7 @@ class HarmonyParser:
 
     def _advance(self, delta: Delta, last: bool) -> bool:
         if self._header:
-            if self._calls_none and self._buffer and not self._starts_header():
+            if self._kind == "final" and self._buffer and not self._starts_header():
                 self._header, self._kind = False, "final"  # a model that leaves its channels out
                 return True
             head, found, rest = self._buffer.partition(MESSAGE)
@@ -71,19 +71,10 @@ class HarmonyParser:
         self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
 
-    @property
-    def _calls_none(self) -> bool:
-        """Whether nothing has come yet, so that text may begin without a header."""
-        return self._kind == "final"
-
     def _starts_header(self) -> bool:
         text = self._buffer.lstrip()
         heads = ("<|channel|>", "<|start|>", "<|constrain|>", MESSAGE)
-        return (
-            not text
-            or any(text.startswith(head) or head.startswith(text) for head in heads)
-            or text.startswith(" to=")
-        )
+        return not text or any(text.startswith(head) or head.startswith(text) for head in heads)
 
     def _open(self, head: str, delta: Delta) -> None:
         channel = CHANNEL.search(head)
