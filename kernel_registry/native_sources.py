@@ -158,14 +158,14 @@ def built_sources(folder: Path) -> tuple[Compiled, ...]:
 
 
 def _compiled(folder: str) -> Iterator[str]:
-    """Names of the sources that CMake compiles: the files that cpu.cmake, cuda.cmake and hip.cmake search for."""
+    """Names of the sources that CMake compiles: the files that cpu.cmake, cuda.cmake, cuda_ptx.cmake and hip.cmake search for."""
     for top in SOURCE_FOLDERS:
         for path, folders, files in os.walk(os.path.join(folder, top)):
             folders[:] = sorted(child for child in folders if child != "__pycache__")
             for file in sorted(files):
                 name = f"{os.path.relpath(path, folder)}/{file}"
                 if name in LIBRARIES.values() or re.fullmatch(
-                    r"_.*(_cpu\.cpp|_sm90\.cu|_sm90\.cu\.in|\.hip)", file
+                    r"_.*(_cpu\.cpp|_sm[89]0\.cu|_sm90\.cu\.in|\.hip)", file
                 ):
                     yield name
 

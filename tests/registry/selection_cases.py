@@ -72,6 +72,7 @@ BUILDS: dict[str, Build] = {
         {**_TRITON, "onnxruntime": "1.31", "onnx": "1.23"}, cpu_levels=_X86, offers=_ONNXRUNTIME, **_CUDA
     ),
     "sm90a": Build.of(_TRITON, cuda_archs=("sm_90a",), **_CUDA),
+    "ptx80": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), **_CUDA),
     "blackwell": Build.of(
         {**_TRITON, "nvidia-cutlass-dsl": "4.2"},
         cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"),
@@ -198,6 +199,14 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | sm_121 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_110 | cuda | - | linear_w_triton
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_100 | sm90a | - | linear_w_triton
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_decode_sm90
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_86 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=8,n=14336,k=4096,w=int4_g128_zp | sm_89 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=1,n=4096,k=14336,w=int4_g32,x=fp16 | sm_100 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=5,n=4097,k=1000,w=int4_g64_zp,epilogue=bias+residual | sm_103 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=2,n=4096,k=4096,w=int4_ch | sm_120 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=16,n=4096,k=4096,w=int4_g64,act_order=true | sm_121 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | ptx80 | - | linear_w4a16_decode_sm90
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
 linear | m=1,n=4096,k=4096 | sm_90 | sm90a | - | linear_dense_decode_sm90
 linear | m=16,n=256,k=7168,x=fp16,w=fp16 | sm_90 | sm90a | - | linear_dense_decode_sm90
@@ -397,6 +406,11 @@ linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_121 | deepgemm | deepgemm 
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | deepgemm | deepgemm | linear_deepgemm | hardware | none of it runs on sm_110
 linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_humming | hardware | runs on nvidia; gfx942 is amd
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | sm90a | - | linear_w4a16_decode_sm90 | hardware | sm_120 lacks wgmma
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_75 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | lacks cp_async
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_86 | sm90a | - | linear_w4a16_decode_sm80 | build | no code for compute_80
+linear | m=17,n=4096,k=4096,w=int4_g128 | sm_86 | ptx80 | - | linear_w4a16_decode_sm80 | problem | made for M <= 16, not 17
+linear | m=1,n=4096,k=4096,x=fp32,w=int4_g128 | sm_89 | ptx80 | - | linear_w4a16_decode_sm80 | problem | takes fp16 or bf16
+linear | m=1,n=4096,k=4096,w=int4_g128 | gfx942 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | runs on nvidia
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_w4a16_gemm_ws_sm90 | build | no code for sm_90a
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | humming | humming | linear_humming | hardware | sm_70 lacks mma.bf16
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_75 | humming | humming | linear_humming | hardware | sm_75 lacks mma.bf16

@@ -32,6 +32,7 @@ CALLS = {
     "best_config",
     "CallEntry",
     "cuda_entry",
+    "ptx_entry",
     "hip_entry",
 }
 
@@ -167,7 +168,9 @@ def called(name: str) -> frozenset[str]:
     return frozenset(
         literal(n.args[0])
         for n in calls
-        if n.func.id in CALLS and n.func.id not in defined_here and name != "kernels/native_call.py"
+        if n.func.id in CALLS
+        and n.func.id not in defined_here
+        and name not in ("kernels/native_call.py", "kernels/cuda_ptx.py")
     )
 
 

@@ -163,7 +163,7 @@ def test_every_kernel_is_reachable(kernel) -> None:
         },
         triton_backends=("cuda", "hip"),
         cpu_levels=("base", "avx2"),
-        cuda_archs=("sm_90a", "sm_100a"),
+        cuda_archs=("sm_90a", "sm_100a", "compute_80"),
         hip_archs=("gfx942",),
         offers=frozenset(kernel.requires.offers),
     )

@@ -1,0 +1,86 @@
+"""Launching linear over frag16 tiles on sm_80 and newer: argument checks and the call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
+from gristmill.kernels.cuda_ptx import ptx_entry
+from gristmill.kernels.linear.frag16_sm80.args import ARGS, GATHER
+from gristmill.kernels.linear.frag16_sm80.decode import COUNTER_BYTES, workspace_bytes
+from gristmill.kernels.native import check
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
+
+
+def launch(config: Config, call: LinearCall) -> None:
+    """x [..., K] and the three tensors of a frag16 layout -> out [..., N or N / 2]; at most 16 rows of x.
+
+    Raises:
+        ValueError: tensors that do not fit the configuration, or a workspace that is too small.
+        RuntimeError: no driver, one that does not take the PTX, or another error of the driver.
+    """
+    x, (tiles, second, perm) = call.x, call.weight
+    form, rows = str(config["format"]), call.out.shape[-1] * (2 if call.silu_mul else 1)
+    k, m = perm.numel() or x.shape[-1], x.numel() // x.shape[-1]
+    expected = cdiv(rows, 16) * cdiv(k, 128) * int(config["tile_bytes"])
+    need(
+        tiles.numel() == expected,
+        f"linear of {form}: expected {expected} bytes of tiles for a [{rows}, {k}] weight, got {tiles.numel()}",
+    )
+    row_scale = second.data_ptr() if second.numel() else None
+    need(
+        row_scale is None or second.numel() == rows,
+        f"linear of {form}: expected {rows} row multipliers, got {second.numel()}",
+    )
+    if m == 0:
+        return
+    device = x.get_device()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    stride = row_stride(x)
+    if perm.numel():
+        x, stride = _gathered(x, stride, perm, m, device, stream), k
+    # Gate and up are computed by different CTAs, so silu_mul follows in a launch of its own.
+    target = torch.empty(m, rows, dtype=x.dtype, device=x.device) if call.silu_mul else call.out
+    args = ARGS.new(device, stream, target.data_ptr(), x.data_ptr(), stride, tiles.data_ptr())
+    if call.bias is not None:
+        args.bias = call.bias.data_ptr()
+    if call.residual is not None and not call.silu_mul:
+        args.residual = call.residual.data_ptr()
+    args.row_scale = row_scale
+    args.m, args.n, args.k = m, rows, k
+    args.x_type = DTYPE_CODES[dtype_name(x.dtype)]
+    args.scale_type = (
+        DTYPE_CODES[dtype_name(second.dtype)] if row_scale is None and second.dtype != torch.float32 else 0
+    )
+    for name in ("split", "nt", "rt", "wk"):
+        setattr(args, name, config[name])
+    if args.split > 1:
+        size = workspace_bytes(rows, args.nt, args.rt, args.split)
+        workspace = call.workspace
+        if workspace is None:
+            workspace = torch.zeros(size, dtype=torch.uint8, device=x.device)
+        need_workspace("linear", workspace, size, x.device)
+        args.counters, args.sums = workspace.data_ptr(), workspace.data_ptr() + COUNTER_BYTES
+    check(ptx_entry(f"gm_linear_{config['format']}_decode_sm80", ARGS)(args), f"linear of {form}")
+    if call.silu_mul:
+        from gristmill.kernels.linear._epilogue import finish
+
+        # the kernel has added the bias
+        finish(target.view(*call.out.shape[:-1], rows), None, call.residual, True, call.out)
+
+
+def _gathered(x: Tensor, stride: int, perm: Tensor, m: int, device: int, stream: int) -> Tensor:
+    """x's columns in the order of the packed ones, [M, K']."""
+    gathered = torch.empty(m, perm.numel(), dtype=x.dtype, device=x.device)
+    args = GATHER.new(
+        device, m, perm.numel(), stream, gathered.data_ptr(), x.data_ptr(), stride, perm.data_ptr()
+    )
+    check(ptx_entry("gm_gather_columns_sm80", GATHER)(args), "gather_columns")
+    return gathered
