@@ -1,0 +1,244 @@
+"""Bytes of a KV cache from the memory of one process to that of another: a plain peer copy, CUDA IPC, and NIXL where it is installed.
+
+    python -m lab.kv_peer --device cuda --tokens 32768 --out kv_peer.json
+
+A child process has the blocks on the first GPU, as a prefill engine does; this process reads them to the second one. ``plain`` is `Tensor.copy_`
+between two GPUs of this process, ``ipc`` one copy from the memory of the child that the driver has mapped, ``nixl`` one READ of NIXL's agent. Rows
+are gathered already: neither gathering, digests nor the cache are measured. In each round every case runs once, in turn, and after it all bytes are
+compared. On a CPU the memory is a file that both map, and ``ipc`` a copy from it. Bytes are those of Llama-3-8B's cache: 128 KiB per token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from gristmill import console
+from gristmill.autotune.environment import environment
+from gristmill.autotune.place import place
+from lab.result import write_result
+
+TOKEN = 2 * 32 * 8 * 128 * 2
+"""Bytes of a token: keys and values, layers, heads, head size, bf16."""
+SECONDS = 30.0
+"""Longest time of one answer of the child or of one transfer."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    """Call the CUDA driver. RuntimeError: it failed, with the function and the code."""
+    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
+        raise RuntimeError(f"{name} failed with CUresult {code}")
+
+
+def export_handle(memory: Tensor) -> tuple[bytes, int]:
+    """The CUDA IPC handle of the allocation that a tensor is in, and the tensor's place there in bytes."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    _driver(
+        "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(memory.data_ptr())
+    )
+    _driver("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(memoryview(handle)), memory.data_ptr() - int(base.value)
+
+
+def open_handle(exported: bytes) -> int:
+    """The address at which this process sees an allocation of another one, from the current device."""
+    address = ctypes.c_uint64()
+    lazily_enable_peers = ctypes.c_uint(1)
+    _driver(
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(address),
+        _Handle.from_buffer_copy(exported),
+        lazily_enable_peers,
+    )
+    return int(address.value)
+
+
+def _agent(name: str) -> Any:
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+
+
+def contents(nbytes: int, device: torch.device) -> Tensor:
+    """The bytes that are transferred: int64, each by its place, so that no two parts of them are alike. Same on every device."""
+    values = torch.arange(nbytes // 8, dtype=torch.int64, device=device)
+    return values.mul_(0x5851F42D4C957F2D).view(torch.uint8)
+
+
+def export(connection: Connection, device_name: str, nbytes: int, file: str) -> None:
+    """The child: fill memory, say how it is reached, and keep it until the parent closes the connection."""
+    device, told = torch.device(device_name), dict[str, Any]()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        memory = contents(nbytes, device)
+        torch.cuda.synchronize()
+        told["ipc"] = export_handle(memory)
+    else:
+        memory = torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8)
+        memory.copy_(contents(nbytes, device))
+    if find_spec("nixl") is not None:
+        agent = _agent("prefill")
+        registered = agent.register_memory(memory)
+        told["nixl"] = agent.get_agent_metadata(), memory.data_ptr(), max(0, memory.get_device())
+    connection.send(told)
+    with suppress(EOFError):
+        connection.recv()
+    if "nixl" in told:
+        agent.deregister_memory(registered)
+
+
+def ipc_reader(told: dict[str, Any], into: Tensor, file: str) -> Callable[[], object]:
+    """What copies the child's memory to `into`."""
+    if into.device.type == "cpu":
+        there = torch.from_file(file, shared=True, size=into.numel(), dtype=torch.uint8)
+        return lambda: into.copy_(there)
+    handle, offset = told["ipc"]
+    source = ctypes.c_uint64(open_handle(handle) + offset)
+    target, size = ctypes.c_uint64(into.data_ptr()), ctypes.c_size_t(into.numel())
+
+    def read() -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _driver("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+
+    return read
+
+
+def nixl_reader(told: dict[str, Any], into: Tensor) -> Callable[[], None]:
+    """What reads the child's memory to `into` by NIXL; `into` is registered now. RuntimeError of a read: NIXL's state, or none in time."""
+    metadata, address, device = told["nixl"]
+    agent = _agent("decode")
+    agent.register_memory(into)
+    peer = agent.add_remote_agent(metadata)
+    name = peer.decode() if isinstance(peer, bytes) else peer
+    here = agent.get_xfer_descs(into)
+    kind = "DRAM" if into.device.type == "cpu" else "VRAM"
+    there = agent.get_xfer_descs([(address, into.numel(), device)], kind)
+    handle = agent.initialize_xfer("READ", here, there, name)
+
+    def read() -> None:
+        until, state = time.monotonic() + SECONDS, agent.transfer(handle)
+        while state == "PROC" and time.monotonic() < until:
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL's transfer is {state} after at most {SECONDS:g} s")
+
+    return read
+
+
+def measure(device_name: str, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each case. RuntimeError: the child ended or did not answer, or bytes arrived that it does not have."""
+    cuda = device_name == "cuda"
+    first, second = (torch.device("cuda", 0), torch.device("cuda", 1)) if cuda else (torch.device("cpu"),) * 2
+    if cuda:
+        torch.cuda.set_device(second)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+        os.truncate(file.name, nbytes)
+        child = context.Process(target=export, args=(theirs, str(first), nbytes, file.name), daemon=True)
+        child.start()
+        theirs.close()
+        try:
+            if not ours.poll(4 * SECONDS):
+                raise RuntimeError(f"the child did not export its memory within {4 * SECONDS:g} s")
+            try:
+                told = ours.recv()
+            except EOFError:
+                raise RuntimeError(
+                    "the child ended before it exported its memory; its error is above"
+                ) from None
+            return _rounds(told, first, second, nbytes, rounds, file.name)
+        finally:
+            ours.close()
+            child.join(SECONDS)
+            if child.is_alive():
+                child.kill()
+
+
+def _rounds(
+    told: dict[str, Any], first: torch.device, second: torch.device, nbytes: int, rounds: int, file: str
+) -> list[dict[str, Any]]:
+    source, expected = contents(nbytes, first), contents(nbytes, second)
+    into = torch.zeros(nbytes, dtype=torch.uint8, device=second)
+    cases: dict[str, Callable[[], Any]] = {"plain": lambda: into.copy_(source, non_blocking=True)}
+    cases["ipc"] = ipc_reader(told, into, file)
+    if "nixl" in told:
+        cases["nixl"] = nixl_reader(told, into)
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):  # the first one maps memory and connects
+        for name, copy in cases.items():
+            into.zero_()
+            _wait(first, second)
+            begin = time.perf_counter()
+            copy()
+            _wait(second)
+            seconds = time.perf_counter() - begin
+            if not torch.equal(into, expected):
+                raise RuntimeError(f"{name}: {int((into != expected).sum())} of {nbytes} bytes are wrong")
+            if number:
+                samples[name].append(seconds)
+    plain = statistics.median(samples["plain"])
+    return [
+        {
+            "case": name,
+            "bytes": nbytes,
+            "s": statistics.median(seconds),
+            "of_plain": plain / statistics.median(seconds),
+            "samples_s": seconds,
+        }
+        for name, seconds in samples.items()
+    ]
+
+
+def _wait(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+@click.command()
+@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]))
+@click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the rows to this JSON file.")
+def main(device: str, tokens: int, rounds: int, out: Path | None) -> None:
+    """Bytes of a KV cache between two processes, beside a plain copy."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        raise click.UsageError(f"two GPUs are needed, {torch.cuda.device_count()} are here; try --device cpu")
+    rows = measure(device, tokens * TOKEN, rounds)
+    if out is not None:
+        command = f"python -m lab.kv_peer --device {device} --tokens {tokens} --rounds {rounds}"
+        about = environment(place(device).target, command)
+        nixl = "measured" if any(row["case"] == "nixl" for row in rows) else "not installed"
+        write_result(out, {"about": about, "tokens": tokens, "nixl": nixl, "rows": rows})
+    console.table(
+        f"{tokens} tokens between two processes",
+        ["case", "ms", "GB/s", "of plain"],
+        [
+            [r["case"], f"{r['s'] * 1e3:.2f}", f"{r['bytes'] / r['s'] / 1e9:.1f}", f"{r['of_plain']:.2f}"]
+            for r in rows
+        ],
+        right=("ms", "GB/s", "of plain"),
+    )
+
+
+if __name__ == "__main__":
+    main()
