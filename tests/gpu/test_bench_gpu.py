@@ -140,6 +140,7 @@ def test_comparisons_are_right_and_quiet(policy_file) -> None:
     assert configuration.false == 0 and configuration.floor < 0.02, configuration
 
 
+@pytest.mark.alone
 def test_five_timings_stand_side_by_side(policy_file) -> None:
     policy_file()
     triton, torch_kernel = (

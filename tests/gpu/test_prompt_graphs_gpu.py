@@ -78,15 +78,17 @@ def test_warm_up_captures_all_and_sleep_drops_them() -> None:
 
 
 def test_captured_while_another_thread_uses_the_device() -> None:
-    """Captures of pieces and work of another thread do not disturb each other."""
+    """Captures of pieces and work of another thread do not disturb each other. It draws from a generator of its own: torch refuses to draw from its
+    default one while any thread captures."""
     expected = make(0).generate(prompts(), PARAMS[0])
     stop, failures = threading.Event(), []
 
     def work() -> None:
         try:
+            own = torch.Generator(device="cuda")
             with torch.cuda.stream(torch.cuda.Stream()):
                 while not stop.is_set():
-                    torch.randn(512, 512, device="cuda").sum().item()
+                    torch.randn(512, 512, device="cuda", generator=own).sum().item()
         except Exception as error:
             failures.append(error)
 
