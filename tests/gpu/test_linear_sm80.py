@@ -120,15 +120,15 @@ def test_one_hot_gives_the_weight_rounded_once(scheme: str, dtype: torch.dtype) 
 
 
 def test_strided_and_unaligned_rows_of_x_give_the_same_bits() -> None:
-    q = weights("int4_g128", 130, 1000)
+    q = weights("int4_g128", 130, 1152)
     tensors = pack(q, "w4_frag16_v1").tensors
     for m in (1, 9, 16):
-        x = torch.randn(m, 1000, device=DEVICE).bfloat16()
-        for config in configs("int4_g128", m, 130, 1000):
+        x = torch.randn(m, 1152, device=DEVICE).bfloat16()
+        for config in configs("int4_g128", m, 130, 1152):
             expected = run(x, q, config, tensors)
-            for offset, stride in ((0, 1008), (1, 1001), (3, 1016)):
+            for offset, stride in ((0, 1160), (1, 1153), (3, 1168)):
                 wide = torch.full((m, stride + 8), float("nan"), dtype=x.dtype, device=DEVICE)
-                view = wide[:, offset : offset + 1000]
+                view = wide[:, offset : offset + 1152]
                 view.copy_(x)
                 assert torch.equal(run(view, q, config, tensors), expected), (m, offset, stride, config)
 
