@@ -114,6 +114,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "--max-model-len 512 --out OUT",
     ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
+    "kv_peer": (as_it_is, "--device cpu --tokens 3 --rounds 1 --out OUT"),
     "first_token_trees": (
         as_it_is,
         f"--tree now={ROOT} --model {MODEL} --device cpu --rounds 1 --out OUT --limits "
