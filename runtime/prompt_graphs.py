@@ -35,8 +35,8 @@ SMALLEST = 16
 LARGEST = 8192
 """Tokens of the largest one, unless more are asked for."""
 LAUNCHES, LAUNCH_US, FLOPS_PER_US = 8, 65.0, 4e8
-"""Operations of a layer, what each costs the host, and what a large GPU computes meanwhile. On an H100 steps of Qwen3-0.6B took 15 to 20 ms of launches, 65 to
-90 µs per operation, and 10.7 ms of kernels at 4,096 tokens (docs/performance/engine.md)."""
+"""Operations of a layer, what each costs the host, and what a large GPU computes meanwhile. On an H100 steps of Qwen3-0.6B took 15 to 20 ms
+of launches, 65 to 90 µs per operation, and 10.7 ms of kernels at 4,096 tokens (docs/performance/engine.md)."""
 
 
 def most_tokens(c: ModelConfig) -> int:
