@@ -144,7 +144,7 @@ def _tag_grammar(tags: Sequence[_Tag], added: Collection[str]) -> str:
     return "\n".join(lines)
 
 
-_PART = re.compile(r'@(?P<kind>text|until)\((?P<text>"(?:\\.|[^"\\])*")\)')
+_PART = re.compile(r'@(?P<kind>text|until|free|tags)\((?P<texts>"(?:\\.|[^"\\])*"(?:, "(?:\\.|[^"\\])*")*)\)')
 """Parts of rules that depend on the tokenizer."""
 
 
@@ -153,13 +153,28 @@ def text_part(text: str) -> str:
     return f"@text({json.dumps(text, ensure_ascii=False)})"
 
 
-def until_part(end: str) -> str:
-    """A part of a grammar's rule: any text up to the first `end`, which is as in `text_part`, and belongs to it."""
-    return f"@until({json.dumps(end, ensure_ascii=False)})"
+def until_part(end: str, *never: str) -> str:
+    """A part of a grammar's rule: any text up to the first `end`, which is as in `text_part`, and belongs to it. It has none of `never` in it."""
+    return f"@until({_quoted(end, *never)})"
+
+
+def free_part(*never: str) -> str:
+    """A part of a grammar's rule: any text that has none of these in it, neither as characters nor as tokens."""
+    return f"@free({_quoted(*never)})"
+
+
+def tags_part(structural_tag: Mapping[str, Any] | str) -> str:
+    """A part of a grammar's rule: what a `StructuredOutput.structural_tag` describes."""
+    text = structural_tag if isinstance(structural_tag, str) else json.dumps(dict(structural_tag))
+    return f"@tags({_quoted(text)})"
+
+
+def _quoted(*texts: str) -> str:
+    return ", ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _resolve_parts(grammar: str, added: Mapping[str, int]) -> str:
-    """A grammar with the parts of `text_part` and `until_part` written out for a vocabulary with these added tokens."""
+    """A grammar with its parts, of `text_part` and the like, written out for a vocabulary with these added tokens."""
     names = "|".join(re.escape(name) for name in sorted(added, key=len, reverse=True))
     token = re.compile(f"({names})") if names else None
     rules: list[str] = []
@@ -171,13 +186,26 @@ def _resolve_parts(grammar: str, added: Mapping[str, int]) -> str:
             for piece in pieces
         )
 
+    def without(texts: Sequence[str]) -> str:
+        """A terminal: text in which these do not stand, as other text has no added tokens."""
+        if not texts:
+            return "/(?s:.*)/"
+        any_of = "|".join(re.escape(text).replace("/", "\\/") for text in texts)
+        rules.append(f"WITHOUT_{len(rules)}: /(?s:.*)/ & ~/(?s:.*)({any_of})(?s:.*)/")
+        return rules[-1].partition(":")[0]
+
     def replaced(match: re.Match[str]) -> str:
-        text = json.loads(match["text"])
+        text, *never = texts = json.loads(f"[{match['texts']}]")
         if match["kind"] == "text":
             return written(text)
-        if token and token.match(text):  # other text has no such token
-            return f"/(?s:.*)/ {written(text)}"
-        rules.append(f"until_{len(rules)}[suffix={json.dumps(text, ensure_ascii=False)}]: /(?s:.*)/")
+        if match["kind"] == "tags":
+            return f"%lark {{\n{_PART.sub(replaced, _tag_grammar(_tags(text), added))}\n}}"
+        if match["kind"] == "free":
+            return without(texts)
+        if token and token.match(text):  # spelled in characters, it would be read as the same
+            return f"{without(texts)} {written(text)}"
+        body = without(never)
+        rules.append(f"until_{len(rules)}[suffix={json.dumps(text, ensure_ascii=False)}]: {body}")
         return rules[-1].partition("[")[0]
 
     return "\n".join([_PART.sub(replaced, grammar), *rules])

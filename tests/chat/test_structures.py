@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -172,6 +173,145 @@ def test_response_formats_follow_thoughts(name: str, tail: str) -> None:
     both = ChatOptions(tools=TOOLS, tool_choice="required")
     with pytest.raises(UsageError):
         formats()[name].structure(both, wanted, tail)
+
+
+WRONG = (
+    Tool(
+        "look",
+        "",
+        {
+            "type": "object",
+            "properties": {"days": {"type": "integer"}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool("other", "", {"type": "object", "properties": {}, "additionalProperties": False}),
+)
+"""Tools that a model makes up: a name that there is not, and a schema that is not the one of `TOOLS`."""
+STRICT = tuple(replace(tool, strict=True) for tool in TOOLS)
+PRELUDES = (
+    "",
+    "Let me see.\n",
+    "<",
+    "<tool",
+    "[TOOL_CALLS",
+    "<|channel|>commentary<|message|>I see<|end|><|start|>assistant",
+)
+
+
+def taken(structure: StructuredOutput, text: str, special: bool) -> str:
+    """As much of a text as a grammar lets a model say that tries to say it: token by token, and spelled in characters."""
+    tokenizer, compiler, _ = vocabulary(special)
+    matcher = compiler.compile(structure).matcher
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    count = matcher.validate_tokens(ids)
+    if count < len(ids):
+        return tokenizer.decode(ids[:count], skip_special_tokens=False)
+    assert matcher.consume_tokens(ids)
+    return text if matcher.is_accepting() else text[:-1]
+
+
+@pytest.mark.parametrize("tail", ["", "<think>\n"], ids=["quiet", "thinking"])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_strict_calls_of_free_choice(name: str, tail: str) -> None:
+    """A model that tries to calls no wrong tool and gives no wrong arguments; right calls, and text, come out whole."""
+    if name in ("llama3", "harmony") and tail:
+        tail = ""  # their thoughts do not begin in the prompt
+    options = ChatOptions(tools=STRICT)
+    structure = formats()[name].structure(options, None, tail)
+    assert structure is not None
+    thought = {"mistral": "[/THINK]"}.get(name, "</think>") if tail and name != "mistral" else ""
+    right = refused = 0
+    for seed in range(8):
+        special = seed % 2 == 0
+        for tools, sound in ((TOOLS, True), (WRONG, False)):
+            required = formats()[name].structure(ChatOptions(tools=tools, tool_choice="required"), None, "")
+            assert required is not None
+            said_first = PRELUDES[seed % len(PRELUDES)]
+            text = f"{thought}{said_first if name != 'llama3' else ''}{drawn(required, seed, special)}"
+            message, _ = said(name, out := taken(structure, text, special), options, tail)
+            right += sound and out == text and bool(message.calls)
+            refused += not sound and out != text
+            for tool, arguments in message.calls if out == text else message.calls[:-1]:
+                assert tool in ("look", "wait.now-2"), text
+                assert fits(tool, json.loads(arguments)), text
+    assert right, "no right call came out"
+    assert refused, "no wrong call was tried"
+    plain = f"{thought}{'<|channel|>final<|message|>' if name == 'harmony' else ''}It is sunny."
+    assert taken(structure, plain, True) == plain
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_at_most_one_call_of_free_choice(name: str) -> None:
+    """Without parallel calls, a model that tries two gets one."""
+    options = ChatOptions(tools=TOOLS, parallel_tool_calls=False)
+    structure = formats()[name].structure(options, None, "")
+    required = formats()[name].structure(ChatOptions(tools=TOOLS, tool_choice="required"), None, "")
+    assert structure is not None
+    assert required is not None
+    assert formats()[name].structure(ChatOptions(tools=TOOLS), None, "") is None
+    several = 0
+    for seed in range(8):
+        text = drawn(required, seed)
+        count = len(said(name, text, options, "")[0].calls)
+        several += count > 1
+        message, _ = said(name, out := taken(structure, text, True), options, "")
+        assert len(message.calls) == 1
+        assert (out == text) == (count == 1), text
+    assert several or name == "harmony"
+
+
+def test_strict_tools_that_a_format_cannot_keep() -> None:
+    """They are refused by name: no grammar, or one that does not hold texts to a pattern."""
+    pattern = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^[A-Z]"}}}
+    for name in ("qwen3_coder", "glm"):
+        for more in (pattern, {"anyOf": [{}]}, {"required": ["x"]}, {"additionalProperties": True}):
+            tool = Tool("look", "", more, strict=True)
+            with pytest.raises(UsageError, match="'look' is strict"):
+                formats()[name].structure(ChatOptions(tools=(tool,)), None, "")
+            assert (
+                formats()[name].structure(ChatOptions(tools=(replace(tool, strict=False),)), None, "") is None
+            )
+    for name in ("plain", "think"):
+        with pytest.raises(UsageError, match="strict"):
+            formats()[name].structure(ChatOptions(tools=STRICT), None, "")
+
+
+OWN = (
+    StructuredOutput(grammar='start: "{" inner "}"\ninner: /[0-9]{2}/ | %json {"type": "boolean"}'),
+    StructuredOutput(
+        structural_tag={
+            "structures": [
+                {
+                    "begin": "<fn=x>",
+                    "schema": {"type": "object", "properties": {}, "additionalProperties": False},
+                    "end": "</fn>",
+                }
+            ],
+            "triggers": ["<fn="],
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize("name", [*WITH_CALLS, "think"])
+def test_own_grammars_follow_thoughts(name: str) -> None:
+    """A request's own grammar and tags bind what follows the thought, and nothing in it."""
+    tail = "" if name in ("llama3", "harmony", "mistral") else "<think>\n"
+    begin, end = {
+        "mistral": ("[THINK]", "[/THINK]"),
+        "llama3": ("", ""),
+        "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    }.get(name, ("", "</think>\n"))
+    thought = f"{begin}Is it {{x}}, or <fn=x>?{end}" if end else ""
+    for wanted, good, bad in ((OWN[0], "{17}", "{x}"), (OWN[1], "So <fn=x>{}</fn>.", "So <fn=x>{1}</fn>.")):
+        structure = formats()[name].structure(ChatOptions(), wanted, tail)
+        assert structure is not None
+        assert taken(structure, thought + good, True) == thought + good
+        assert taken(structure, thought + bad, True) != thought + bad
+        message, _ = said(name, thought + good, ChatOptions(), tail)
+        assert message.content.strip() == good
 
 
 def test_wrong_grammars_are_noticed() -> None:

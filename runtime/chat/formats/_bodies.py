@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from gristmill.runtime.chat.conversation import Tool
 
 State = Literal["more", "done", "again", "wrong"]
+ESCAPED = re.compile(r"\\.", re.DOTALL)
 LONGEST_HEAD = 1024
 """Characters of what stands before the arguments. More is no tool call."""
 
@@ -345,21 +346,34 @@ class PairBody:
                 return False
             self._key, self._text = match["key"].strip(), text[match.end() :]
             return True
-        value, found, rest = self._text.partition(marks.value_end)
-        if not found:
+        at = self._value_end()
+        if at < 0:
             return False
+        value, rest = self._text[:at], self._text[at + len(marks.value_end) :]
         separator = ", " if self._count else ""
         piece.arguments += f"{separator}{json.dumps(self._key, ensure_ascii=False)}: {self._value(value)}"
         self._count += 1
         self._key, self._text = None, rest
         return True
 
-    def _value(self, text: str) -> str:
-        text = text.removeprefix("\n").removesuffix("\n")
+    def _value_end(self) -> int:
+        """Where the present value ends, -1 = not yet. In a string of JSON its mark ends nothing."""
+        at = self._text.find(self.marks.value_end)
+        if self._is_text() or self._text.lstrip()[:1] not in ("{", "[", '"'):
+            return at
+        while at >= 0 and ESCAPED.sub("", self._text[:at]).count('"') % 2:
+            at = self._text.find(self.marks.value_end, at + 1)
+        return at
+
+    def _is_text(self) -> bool:
+        """Whether the tool's schema says that the present value is a text."""
         schema = self._tool.parameters.get("properties", {}) if self._tool is not None else {}
         declared = schema.get(self._key, {}) if isinstance(schema, Mapping) else {}
-        kind = declared.get("type") if isinstance(declared, Mapping) else None
-        if kind != "string":
+        return isinstance(declared, Mapping) and declared.get("type") == "string"
+
+    def _value(self, text: str) -> str:
+        text = text.removeprefix("\n").removesuffix("\n")
+        if not self._is_text():
             try:
                 return json.dumps(json.loads(text), ensure_ascii=False)
             except ValueError:

@@ -22,7 +22,7 @@ DROPPED = (
 )
 
 
-AROUND = (text_part("<｜tool▁calls▁begin｜>"), text_part("<｜tool▁calls▁end｜>"))
+OPENING, AROUND = "<｜tool▁calls▁begin｜>", ("", text_part("<｜tool▁calls▁end｜>"))
 
 
 def deepseek_format(
@@ -49,7 +49,16 @@ def deepseek_format(
             lambda tool: text_part(BEGIN + begin(tool.name)),
             text_part(f"{end}<｜tool▁call▁end｜>"),
         )
-        return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, joint, AROUND)
+        return required_calls(
+            options,
+            wanted,
+            thought_rule(THINK, options, tail),
+            rules,
+            joint,
+            AROUND,
+            opening=OPENING,
+            never=(BEGIN,),
+        )
 
     tags = Tags(call={BEGIN: lambda tools: HeadBody(head)}, dropped=DROPPED)
     return ChatFormat(

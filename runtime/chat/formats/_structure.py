@@ -1,4 +1,4 @@
-"""Grammars of outputs with thoughts and calls: what is required is right by construction."""
+"""Grammars of outputs with thoughts and calls: what is required or strict is right by construction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from gristmill.runtime.chat.conversation import ChatOptions, Tool
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.structured_output import StructuredOutput, text_part, until_part
+from gristmill.runtime.structured_output import StructuredOutput, free_part, tags_part, text_part, until_part
 
 
 def chosen_tools(options: ChatOptions) -> tuple[Tool, ...]:
@@ -16,6 +16,14 @@ def chosen_tools(options: ChatOptions) -> tuple[Tool, ...]:
     if options.tool_choice == "named":
         return tuple(tool for tool in options.tools if tool.name == options.tool_name)
     return options.tools
+
+
+def bound(options: ChatOptions) -> bool:
+    """Whether calls that the model is free to make follow a grammar: a tool is strict, or there is at most one call."""
+    strict = any(tool.strict for tool in options.tools)
+    return (
+        bool(options.tools) and options.tool_choice == "auto" and (strict or not options.parallel_tool_calls)
+    )
 
 
 def parameters(tool: Tool) -> Mapping[str, Any]:
@@ -54,10 +62,15 @@ def call_in_pairs(
     Args:
         begin, key: of a tool and of an argument, what is before, as parts of rules.
         value_end, end: texts after each value and after the call.
+
+    Raises:
+        UsageError: a strict tool whose schema says more than these rules can.
     """
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     lines = [f"call: {names}"]
     for i, tool in enumerate(tools):
+        if tool.strict:
+            _require_pairs(tool, value_end.strip())
         pairs = []
         for k, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
             pairs.append(f"pair_{i}_{k}" + ("" if name in tool.parameters.get("required", ()) else "?"))
@@ -66,11 +79,40 @@ def call_in_pairs(
     return "\n".join(lines)
 
 
+SAID_OF_PAIRS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
+    + ("title", "description", "$schema", "$id", "$comment", "examples", "default")
+)
+"""What a schema may say that `call_in_pairs` keeps, and what binds nothing."""
+SAID_OF_TEXTS = frozenset(("type", "enum", "title", "description", "$comment", "examples", "default"))
+
+
+def _require_pairs(tool: Tool, mark: str) -> None:
+    """UsageError unless keys and values, the texts among them raw up to a mark, can follow a tool's schema."""
+    schemas = tool.parameters.get("properties", {})
+    faults = [f"its schema has {name}" for name in tool.parameters if name not in SAID_OF_PAIRS]
+    faults += [
+        f"{name} is required, and no property"
+        for name in tool.parameters.get("required", ())
+        if name not in schemas
+    ]
+    if tool.parameters.get("additionalProperties"):
+        faults.append("its schema allows additionalProperties")
+    for name, schema in schemas.items():
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
+            faults += [f"the text {name} has {more}" for more in schema if more not in SAID_OF_TEXTS]
+            faults += [f"the text {name} may be {one!r}" for one in schema.get("enum", ()) if mark in one]
+    if faults:
+        raise UsageError(
+            f"the tool {tool.name!r} is strict, which this model's format of calls cannot keep: {'; '.join(faults)}. Texts are bound by enum only"
+        )
+
+
 def _value(tool: Tool, schema: Any, end: str) -> str:
     """A value and its end, as a part of a rule."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
-        if not schema.get("enum"):
-            return until_part(end)
+        if not schema.get("enum"):  # up to the mark alone: what stands around it is the parser's to strip
+            return f"{until_part(end.strip())} {text_part(end[len(end.rstrip()) :]) if end != end.rstrip() else ''}"
         return f"({' | '.join(text_part(one + end) for one in schema['enum'])})"
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     whole = {**schema, **shared} if isinstance(schema, Mapping) else schema
@@ -84,37 +126,54 @@ def required_calls(
     rules: str,
     joint: str | None = None,
     around: tuple[str, str] = ("", ""),
+    *,
+    opening: str = "",
+    never: tuple[str, ...] = (),
+    text: str = "",
 ) -> StructuredOutput | None:
-    """The structure of an output: calls if they are required, else what the request wants, after a thought.
+    """The structure of an output: calls if they are required, else what the request wants, after a thought; text or calls if they are `bound`.
 
     Args:
         thought: the rules of ``thought``, which may be before; "" = none.
         rules: the rules of ``call``, one call, in llguidance's dialect of Lark.
         joint: the text between two calls; None = there is at most one.
         around: what is before the first call and after the last, as parts of rules.
+        opening: the text that stands before all of these, by which the parser knows calls in a text.
+        never: further texts that the parser takes for the beginning of a call.
+        text: of formats without an opening, what an answer without calls looks like, as parts of rules.
     """
     required = options.tool_choice in ("required", "named")
-    if not required:
+    free = wanted is None and bound(options)
+    if not required and not free:
         return wanted if wanted is None or not thought else after_thought(wanted, thought)
     if wanted is not None:
         raise UsageError("a required tool call and a response format exclude each other")
-    several = joint is not None and options.parallel_tool_calls and options.tool_choice == "required"
-    more = f" ({text_part(joint or '')} call)*" if several else ""
+    several = joint is not None and options.parallel_tool_calls and options.tool_choice != "named"
+    next_call = f"{text_part(joint)} call" if joint else "call"
+    calls = f"{around[0]} call{f' ({next_call})*' if several else ''} {around[1]}"
+    if not free:
+        message = f"{text_part(opening)} {calls}" if opening else calls
+    elif opening:
+        message = f"{free_part(opening, *never)} | {until_part(opening, *never)} {calls}"
+    else:
+        message = f"{text} | {calls}"
     before = "thought " if thought else ""
-    return StructuredOutput(grammar=f"start: {before}{around[0]} call{more} {around[1]}\n{rules}\n{thought}")
+    return StructuredOutput(grammar=f"start: {before}message\nmessage: {message}\n{rules}\n{thought}")
 
 
 def after_thought(wanted: StructuredOutput, thought: str) -> StructuredOutput:
-    """A structured output that a thought precedes. Grammars and structural tags are the request's own: they stay as they are."""
+    """A structured output that a thought precedes, and that binds only what follows its end."""
     if wanted.json_schema is not None:
         schema = wanted.json_schema
         answer = f"%json {schema if isinstance(schema, str) else json.dumps(dict(schema))}"
     elif wanted.choice is not None:
-        answer = " | ".join(json.dumps(one) for one in wanted.choice)
+        answer = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
     elif wanted.regex is not None:
         answer = "/" + wanted.regex.replace("/", "\\/") + "/"
+    elif wanted.grammar is not None:
+        answer = f"%lark {{\n{wanted.grammar}\n}}"
     else:
-        return wanted
+        answer = tags_part(wanted.structural_tag or {})
     return StructuredOutput(grammar=f"start: thought answer\nanswer: {answer}\n{thought}")
 
 
@@ -131,7 +190,11 @@ def thought_rule(think: tuple[str, str] | None, options: ChatOptions, tail: str)
 def refuse_required(
     options: ChatOptions, wanted: StructuredOutput | None, name: str
 ) -> StructuredOutput | None:
-    """For formats whose calls no grammar describes. UsageError: a call is required."""
+    """For formats whose calls no grammar describes. UsageError: a call is required, or a tool is strict."""
+    if options.tool_choice == "auto" and any(tool.strict for tool in options.tools):
+        raise UsageError(
+            f"strict tools are not supported by the chat format {name}: leave strict out, or name another format (chat_format)"
+        )
     if options.tool_choice in ("required", "named"):
         raise UsageError(
             f"tool_choice {options.tool_choice!r} is not supported by the chat format {name}: use auto"

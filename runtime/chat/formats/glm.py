@@ -29,12 +29,14 @@ def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) 
     """As `ChatFormat.structure`."""
     rules = call_in_pairs(
         chosen_tools(options),
-        lambda tool: text_part(f"<tool_call>{tool.name}\n"),
+        lambda tool: text_part(f"{tool.name}\n"),
         lambda key: text_part(f"<arg_key>{key}</arg_key>\n<arg_value>"),
         "</arg_value>\n",
         "</tool_call>",
     )
-    return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, "\n")
+    return required_calls(
+        options, wanted, thought_rule(THINK, options, tail), rules, "\n<tool_call>", opening="<tool_call>"
+    )
 
 
 FORMAT = ChatFormat(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta
 from gristmill.runtime.chat.formats import ChatFormat
-from gristmill.runtime.chat.formats._structure import call_of_each, chosen_tools, required_calls
+from gristmill.runtime.chat.formats._structure import bound, call_of_each, chosen_tools, required_calls
 from gristmill.runtime.chat.formats._tags import held, new_call_id
-from gristmill.runtime.structured_output import StructuredOutput, text_part, until_part
+from gristmill.runtime.structured_output import StructuredOutput, free_part, text_part, until_part
 
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MESSAGE = "<|message|>"
@@ -97,7 +97,14 @@ class HarmonyParser:
             delta.content += text
 
 
-ANALYSIS = f"analysis: {text_part('<|channel|>analysis<|message|>')} {until_part('<|end|>')} {text_part('<|start|>assistant')}"
+def _said(channel: str) -> str:
+    """The rule of a channel's message, with what begins the next one."""
+    inside = until_part("<|end|>", *(tag for tag in (*ENDS, MESSAGE) if tag != "<|end|>"))
+    return f"{channel}: {text_part(f'<|channel|>{channel}<|message|>')} {inside} {text_part('<|start|>assistant')}"
+
+
+ANALYSIS = _said("analysis")
+FINAL = text_part("<|channel|>final<|message|>")
 
 
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
@@ -109,8 +116,10 @@ def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) 
         ),
         "",
     )
-    required = options.tool_choice in ("required", "named")
-    head = "" if required else text_part("<|channel|>final<|message|>")
+    if wanted is None and bound(options):
+        thought = f"thought: (analysis | commentary)*\n{ANALYSIS}\n{_said('commentary')}"
+        return required_calls(options, None, thought, rules, text=f"{FINAL} {free_part(*ENDS, MESSAGE)}")
+    head = "" if options.tool_choice in ("required", "named") else FINAL
     return required_calls(options, wanted, f"thought: analysis? {head}\n{ANALYSIS}", rules)
 
 

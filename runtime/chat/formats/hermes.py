@@ -14,8 +14,10 @@ TAGS = Tags(call={"<tool_call>": lambda tools: JsonBody()}, dropped=("</tool_cal
 
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """As `ChatFormat.structure`."""
-    rules = call_in_json(chosen_tools(options), "arguments", "<tool_call>\n", "\n</tool_call>")
-    return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, "\n")
+    rules = call_in_json(chosen_tools(options), "arguments", "\n", "\n</tool_call>")
+    return required_calls(
+        options, wanted, thought_rule(THINK, options, tail), rules, "\n<tool_call>", opening="<tool_call>"
+    )
 
 
 FORMAT = ChatFormat(

@@ -17,9 +17,15 @@ TAGS = Tags(
 )
 
 
+BLANK = r"\s\x1c-\x1f"
+TEXT = rf"TEXT: /[{BLANK}]*([^{{{BLANK}](?s:.*))?/ & ~/(?s:.*)<\|(python_tag|eom_id|eot_id)\|>(?s:.*)/"
+"""An answer without calls: it does not begin with a brace, and has no tag spelled in it."""
+
+
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """As `ChatFormat.structure`."""
-    return required_calls(options, wanted, "", call_in_json(chosen_tools(options), "parameters"), "; ")
+    rules = f"{call_in_json(chosen_tools(options), 'parameters')}\n{TEXT}"
+    return required_calls(options, wanted, "", rules, "; ", text="TEXT")
 
 
 FORMAT = ChatFormat(

@@ -38,8 +38,10 @@ TAGS = Tags(think=THINK, call={"[TOOL_CALLS]": _Either}, dropped=("</s>",))
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """As `ChatFormat.structure`; calls as a list after the special token."""
     rules = call_in_json(chosen_tools(options), "arguments")
-    around = (text_part("[TOOL_CALLS]["), text_part("]"))
-    return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, ", ", around)
+    around = (text_part("["), text_part("]"))
+    return required_calls(
+        options, wanted, thought_rule(THINK, options, tail), rules, ", ", around, opening="[TOOL_CALLS]"
+    )
 
 
 FORMAT = ChatFormat(

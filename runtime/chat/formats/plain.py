@@ -32,6 +32,10 @@ def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) 
         raise UsageError(
             "this model's template has no tool calls that are known: name a format (chat_format), or leave tool_choice out"
         )
+    if options.tool_choice == "auto" and any(tool.strict for tool in options.tools):
+        raise UsageError(
+            "this model's template has no tool calls that are known, so none can be strict: name a format (chat_format), or leave strict out"
+        )
     return wanted
 
 

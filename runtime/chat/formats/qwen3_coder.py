@@ -29,12 +29,14 @@ def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) 
     """As `ChatFormat.structure`."""
     rules = call_in_pairs(
         chosen_tools(options),
-        lambda tool: text_part(f"<tool_call>\n<function={tool.name}>\n"),
+        lambda tool: text_part(f"\n<function={tool.name}>\n"),
         lambda key: text_part(f"<parameter={key}>\n"),
         "\n</parameter>\n",
         "</function>\n</tool_call>",
     )
-    return required_calls(options, wanted, thought_rule(THINK, options, tail), rules, "\n")
+    return required_calls(
+        options, wanted, thought_rule(THINK, options, tail), rules, "\n<tool_call>", opening="<tool_call>"
+    )
 
 
 FORMAT = ChatFormat(
