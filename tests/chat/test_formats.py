@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gristmill.runtime.chat.conversation import ChatOptions, Delta, Tool
@@ -238,6 +238,12 @@ def test_messages_come_back_however_they_are_cut(which: str, data: st.DataObject
 
 
 @settings(max_examples=150, deadline=None)
+@example(which="llama3", pieces=["text", "<|eom_id|>", '{"name": "x"}'], places=[])
+@example(
+    which="hermes",
+    pieces=['<tool_call>{"name": "x"}</tool_call>', "text", "</tool_call>", " more"],
+    places=[],
+)
 @given(
     which=st.sampled_from(list(formats())),
     pieces=st.lists(

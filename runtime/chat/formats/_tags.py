@@ -150,6 +150,7 @@ class TagParser:
             before, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
             if text := (before.lstrip() if self._strip else before).rstrip():
                 out.content.append(text)
+                self._fresh = self._strip = False
             self._strip = self._strip or tag not in self._dropped
             if think is not None and tag == think[0]:
                 self._thinking = self._opened = True
