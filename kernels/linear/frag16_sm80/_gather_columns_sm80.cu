@@ -22,14 +22,14 @@ extern "C" __global__ void __launch_bounds__(256) gather_columns(const __grid_co
 }
 
 #else
-#include "args.h"
+#include "linear/frag16_sm90/args.h"
 
 namespace {
 gm::CudaKernel g_gather{GM_CUBIN, "gather_columns"};
 }
 
-GM_CUDA_ARGS(gm_gather_columns_sm80, GmGatherColumnsSm80Args)(const GmGatherColumnsSm80Args* args) {
-  const GmGatherColumnsSm80Args& a = *args;
+GM_CUDA_ARGS(gm_gather_columns_sm80, GmGatherColumnsArgs)(const GmGatherColumnsArgs* args) {
+  const GmGatherColumnsArgs& a = *args;
   if (a.m < 0 || a.m > 65535 || a.columns < 0) return GM_E_SHAPE;
   if (a.m == 0 || a.columns == 0) return GM_OK;
   GatherParams p{static_cast<const uint16_t*>(a.x), static_cast<uint16_t*>(a.out), a.perm, a.ldx, a.columns};

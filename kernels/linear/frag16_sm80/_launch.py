@@ -11,8 +11,9 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
 from gristmill.kernels.cuda_ptx import ptx_entry
-from gristmill.kernels.linear.frag16_sm80.args import ARGS, GATHER
+from gristmill.kernels.linear.frag16_sm80.args import ARGS
 from gristmill.kernels.linear.frag16_sm80.decode import COUNTER_BYTES, workspace_bytes
+from gristmill.kernels.linear.frag16_sm90.args import GATHER
 from gristmill.kernels.native import check
 
 if TYPE_CHECKING:

@@ -46,20 +46,3 @@ struct GmLinearFrag16Sm80Args {
   // warps along K
   int32_t wk;
 };
-
-// The arguments of gm_gather_columns_sm80.
-struct GmGatherColumnsSm80Args {
-  static constexpr uint64_t kDigest = 0x23102d0b5db0f38a;
-  int32_t device;
-  int32_t m;
-  int32_t columns;
-  // a CUstream of the device
-  void* stream;
-  // [m, columns] of 16-bit values
-  void* out;
-  // [m, ...], rows ldx elements apart
-  const void* x;
-  int64_t ldx;
-  // [columns]; -1: zeros
-  const int32_t* perm;
-};

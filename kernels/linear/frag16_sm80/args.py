@@ -31,18 +31,3 @@ ARGS = ArgumentStruct(
     int32_t wk;  // warps along K
     """,
 )
-
-GATHER = ArgumentStruct(
-    "GmGatherColumnsSm80Args",
-    "The arguments of gm_gather_columns_sm80.",
-    """
-    int32_t device;
-    int32_t m;
-    int32_t columns;
-    void* stream;  // a CUstream of the device
-    void* out;  // [m, columns] of 16-bit values
-    const void* x;  // [m, ...], rows ldx elements apart
-    int64_t ldx;
-    const int32_t* perm;  // [columns]; -1: zeros
-    """,
-)

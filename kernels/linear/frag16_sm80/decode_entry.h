@@ -9,7 +9,7 @@
 #include "decode.cuh"
 #include "gm_cuda.h"
 
-// Columns of x in eights, tiles per CTA, warps along K, slots of x, groups ahead; shapes.py has the first four.
+// Columns of x in eights, tiles per CTA, warps along K, slots of x, groups ahead; decode.py has the first four.
 #define GM_SHAPES(K, ...)        \
   K(1, 1, 8, 3, 3, __VA_ARGS__)  \
   K(1, 2, 8, 3, 2, __VA_ARGS__)  \

@@ -5,7 +5,7 @@
 #ifdef __CUDACC__
 namespace gm {
 
-// int4 in G groups a tile with zero points. Before sm_90 a pair of bf16 has no multiplication, only a multiply-add.
+// int4 in G groups per tile with zero points. Before sm_90 a pair of bf16 has no multiplication, only a multiply-add.
 template <typename T, int G>
 struct Int4ZeroTile : Int4Tile<T, G, true, kScaleEither> {
   __device__ __forceinline__ void pairs(int step, uint32_t (&a)[4]) {

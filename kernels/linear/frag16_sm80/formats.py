@@ -1,4 +1,4 @@
-"""The weight formats that are compiled for sm_80 and newer: one source each, `_linear_<format>_<schedule>_sm80.cu`."""
+"""The weight formats in the tiles of w4_frag16_v1 that are compiled for sm_80 and newer: one source each, `_linear_<format>_<schedule>_sm80.cu`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ class Format(NamedTuple):
     Attributes:
         name: its name in the library, `format` in configurations.
         schemes: the schemes that are stored in it.
-        layout: the layout of the tiles.
-        bits: bits per code.
         tile_bytes: bytes per tile of 16 rows x 128 columns, scales included.
     """
 
     name: str
     schemes: tuple[str, ...]
-    layout: str
-    bits: int
     tile_bytes: int
 
 
 FORMATS = (
-    Format("int4_g128", ("int4_g128", "int4_ch"), "w4_frag16_v1", 4, 1056),
-    Format("int4_g64", ("int4_g64",), "w4_frag16_v1", 4, 1088),
-    Format("int4_g32", ("int4_g32",), "w4_frag16_v1", 4, 1152),
-    Format("int4_g128_zp", ("int4_g128_zp", "int4_ch_zp"), "w4_frag16_v1", 4, 1072),
-    Format("int4_g64_zp", ("int4_g64_zp",), "w4_frag16_v1", 4, 1120),
-    Format("int4_g32_zp", ("int4_g32_zp",), "w4_frag16_v1", 4, 1216),
+    Format("int4_g128", ("int4_g128", "int4_ch"), 1056),
+    Format("int4_g64", ("int4_g64",), 1088),
+    Format("int4_g32", ("int4_g32",), 1152),
+    Format("int4_g128_zp", ("int4_g128_zp", "int4_ch_zp"), 1072),
+    Format("int4_g64_zp", ("int4_g64_zp",), 1120),
+    Format("int4_g32_zp", ("int4_g32_zp",), 1216),
 )
 
 
