@@ -18,12 +18,15 @@ def chosen_tools(options: ChatOptions) -> tuple[Tool, ...]:
     return options.tools
 
 
+def strict(options: ChatOptions) -> bool:
+    """Whether a tool that the model is free to call is strict."""
+    return options.tool_choice == "auto" and any(tool.strict for tool in options.tools)
+
+
 def bound(options: ChatOptions) -> bool:
     """Whether calls that the model is free to make follow a grammar: a tool is strict, or there is at most one call."""
-    strict = any(tool.strict for tool in options.tools)
-    return (
-        bool(options.tools) and options.tool_choice == "auto" and (strict or not options.parallel_tool_calls)
-    )
+    single = options.tool_choice == "auto" and bool(options.tools) and not options.parallel_tool_calls
+    return single or strict(options)
 
 
 def parameters(tool: Tool) -> Mapping[str, Any]:
@@ -191,7 +194,7 @@ def refuse_required(
     options: ChatOptions, wanted: StructuredOutput | None, name: str
 ) -> StructuredOutput | None:
     """For formats whose calls no grammar describes. UsageError: a call is required, or a tool is strict."""
-    if options.tool_choice == "auto" and any(tool.strict for tool in options.tools):
+    if strict(options):
         raise UsageError(
             f"strict tools are not supported by the chat format {name}: leave strict out, or name another format (chat_format)"
         )

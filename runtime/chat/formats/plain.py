@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gristmill.runtime.chat.conversation import ChatOptions, Delta
 from gristmill.runtime.chat.formats import PLAIN, ChatFormat
+from gristmill.runtime.chat.formats._structure import strict
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.structured_output import StructuredOutput
 
@@ -32,7 +33,7 @@ def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) 
         raise UsageError(
             "this model's template has no tool calls that are known: name a format (chat_format), or leave tool_choice out"
         )
-    if options.tool_choice == "auto" and any(tool.strict for tool in options.tools):
+    if strict(options):
         raise UsageError(
             "this model's template has no tool calls that are known, so none can be strict: name a format (chat_format), or leave strict out"
         )
