@@ -4,7 +4,7 @@
 
 // The arguments of every gm_linear_<format>_<schedule>_sm80.
 struct GmLinearFrag16Sm80Args {
-  static constexpr uint64_t kDigest = 0x9bc7c15c727aeb5;
+  static constexpr uint64_t kDigest = 0x6401c6bda3fed697;
   // ordinal; < 0: launch nothing, return the dynamic shared memory in bytes
   int32_t device;
   // a CUstream of the device
@@ -23,9 +23,9 @@ struct GmLinearFrag16Sm80Args {
   const void* residual;
   // [n], multiplies the sums of a row of W; or null
   const float* row_scale;
-  // one per tile of y, zero before and after; null without a split
+  // one per tile of y that CTAs share, zero before and after; null if they share none
   uint32_t* counters;
-  // partial sums of the CTAs that share a tile of y; null without a split
+  // partial sums of the CTAs that share a tile of y; null if they share none
   float* sums;
   int32_t m;
   int32_t n;
@@ -34,15 +34,26 @@ struct GmLinearFrag16Sm80Args {
   int32_t x_type;
   // of 16-bit scales in the tiles: 1 fp16, 2 bf16, 0 none
   int32_t scale_type;
+
+  // decode; nt, rt, wk name an instance
+
   // CTAs that share a tile of y along K
   int32_t split;
-
-  // nt, rt, wk name an instance
-
   // columns of x in eights
   int32_t nt;
   // tiles of 16 rows of W per warp
   int32_t rt;
   // warps along K
   int32_t wk;
+
+  // gemm; mt, warps name an instance
+
+  // rows of x per CTA
+  int32_t mt;
+  // per CTA, 32 rows of W each
+  int32_t warps;
+  // CTAs that walk over the tiles of y
+  int32_t grid;
+  // 1: tiles past the last whole wave are dealt out along K
+  int32_t share;
 };

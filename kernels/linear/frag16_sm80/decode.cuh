@@ -35,6 +35,7 @@ struct DecodeParams {
 
 #ifdef __CUDACC__
 #include "decoders.cuh"
+#include "decoders_gguf.cuh"
 #include "sm90/mma.cuh"
 
 namespace gm {
@@ -98,6 +99,60 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[NT][4], W& w, const u
         for (int n = 0; n < NT; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) acc[n][i] += (i < 2 ? scale.x : scale.y) * part[n][i];
+      }
+    }
+  }
+}
+
+// Whether weights are scale * code - offset.
+template <typename W>
+constexpr bool kHasOffsets = requires(const W& w) { w.offset(0, 0); };
+
+// The same for the tiles of decoders_gguf.cuh, RT of them at a time: sums of groups times their scales, less the sum of
+// x there times the offset, if there are offsets. That sum is a product too, by an operand of ones, which the tiles
+// share. load_x(x, j) loads the B fragments of columns 32 j .. 32 j + 31.
+template <typename T, typename W, int NT, int RT, typename LoadX>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[RT][NT][4], const W (&w)[RT], const LoadX& load_x,
+                                               int scales_half) {
+  constexpr int kEvery = 8 / W::kGroups;
+  constexpr uint32_t kOne =
+      std::is_same_v<T, __half> ? 0x18001800u : 0x3C803C80u;  // 1 / kFactor, as codes have it
+  static_assert(W::kFactor == (std::is_same_v<T, __half> ? 512.f : 64.f) && kEvery <= 2);
+  constexpr uint32_t ones[4] = {kOne, kOne, kOne, kOne};
+  uint4 x[NT];
+#pragma unroll
+  for (int group = 0; group < W::kGroups; ++group) {
+    if (group * kEvery % 2 == 0) load_x(x, group * kEvery / 2);
+    const auto multiply = [&](float (&sum)[NT][4], const uint32_t (&a)[4], int step) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+        Num<T>::mma(sum[n], a, step & 1 ? x[n].z : x[n].x, step & 1 ? x[n].w : x[n].y);
+    };
+    float sum[NT][4] = {};  // of rows 2 t and 2 t + 1 of x, twice
+    if constexpr (kHasOffsets<W>) {
+#pragma unroll
+      for (int i = 0; i < kEvery; ++i) multiply(sum, ones, group * kEvery + i);
+    }
+#pragma unroll
+    for (int r = 0; r < RT; ++r) {
+      float part[NT][4] = {};
+#pragma unroll
+      for (int i = 0; i < kEvery; ++i) {
+        uint32_t a[4];
+        w[r].pairs(group * kEvery + i, a);
+        multiply(part, a, group * kEvery + i);
+      }
+      const float2 scale = w[r].scale(group, scales_half);
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[r][n][i] += (i < 2 ? scale.x : scale.y) * part[n][i];
+      if constexpr (kHasOffsets<W>) {
+        const float2 offset = w[r].offset(group, scales_half);
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[r][n][i] -= (i < 2 ? offset.x : offset.y) * sum[n][i];
       }
     }
   }
@@ -176,15 +231,29 @@ __device__ __forceinline__ void linear_decode(const DecodeParams& p) {
     __syncwarp();  // this step's x has landed, and every lane has read the previous step's
     if (step + NX - 1 < steps) copy_x<T, NT>(p, next, (first + (step + NX - 1) * WK) * kTileK, lane);
     cp_async_commit();
-    uint4 x[NT][4];
+    const uint32_t from = at;
+    const auto load_x = [&](uint4& to, int n, int j) {
+      ldmatrix_x4(to, from + x_chunk(xrow[n], 4 * j + (lane >> 3)));
+    };
+    if constexpr (requires { typename W::Tile; }) {
+      multiply_tiles<T>(
+          acc, w[0],
+          [&](uint4(&x)[NT], int j) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+            for (int n = 0; n < NT; ++n) load_x(x[n], n, j);
+          },
+          p.scales_half);
+    } else {
+      uint4 x[NT][4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) ldmatrix_x4(x[n][j], at + x_chunk(xrow[n], 4 * j + (lane >> 3)));
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) load_x(x[n][j], n, j);
+#pragma unroll
+      for (int r = 0; r < RT; ++r) multiply_tile<T, W, NT>(acc[r], w[0][r], x, p.scales_half);
+    }
     next = at;
     if ((at += xslot) == xs + NX * xslot) at = xs;
-#pragma unroll
-    for (int r = 0; r < RT; ++r) multiply_tile<T, W, NT>(acc[r], w[0][r], x, p.scales_half);
 #pragma unroll
     for (int i = 0; i < PF; ++i)
 #pragma unroll

@@ -11,7 +11,9 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.linear.frag16_sm80.formats import Format
 
 ROWS = 16
 """Most rows of x."""
@@ -23,29 +25,60 @@ SPLITS = (1, 2, 4, 8)
 
 
 class Shape(NamedTuple):
-    """A CTA: columns of x in eights, 16-row tiles, warps along K, slots of x, and how many a multiprocessor's registers hold."""
+    """A CTA: columns of x in eights, 16-row tiles, warps along K, slots of x, and groups of 128 k whose weights are loaded ahead."""
 
     nt: int
     rt: int
     wk: int
     nx: int
-    ctas: int
+    pf: int
 
 
-SHAPES = (
-    Shape(1, 1, 8, 3, 3),
-    Shape(1, 2, 8, 3, 2),
-    Shape(1, 2, 16, 3, 1),
-    Shape(1, 4, 8, 3, 2),
-    Shape(2, 1, 8, 2, 2),
-    Shape(2, 2, 8, 2, 2),
-)
-"""decode_entry.h has the same."""
+SHAPES = {
+    "4 bits": (
+        Shape(1, 1, 8, 3, 3),
+        Shape(1, 2, 8, 3, 2),
+        Shape(1, 2, 16, 3, 1),
+        Shape(1, 4, 8, 3, 1),
+        Shape(2, 1, 8, 2, 2),
+        Shape(2, 2, 8, 2, 1),
+    ),
+    "8 bits": (
+        Shape(1, 1, 8, 3, 2),
+        Shape(1, 2, 8, 3, 1),
+        Shape(1, 2, 16, 3, 1),
+        Shape(1, 4, 8, 3, 1),
+        Shape(2, 1, 8, 2, 1),
+        Shape(2, 2, 8, 2, 1),
+    ),
+    "gguf": (
+        Shape(1, 1, 8, 3, 2),
+        Shape(1, 1, 16, 3, 2),
+        Shape(1, 2, 8, 3, 2),
+        Shape(1, 4, 8, 3, 1),
+        Shape(2, 1, 8, 2, 1),
+        Shape(2, 2, 8, 2, 1),
+    ),
+}
+"""By kinds of formats; decode_entry.h has the same."""
 
 
-def shape_of(nt: int, rt: int, wk: int) -> Shape | None:
+def shapes_of(form: Format) -> tuple[Shape, ...]:
+    """The shapes that are compiled for a format: those whose tiles fit into registers."""
+    kind = "gguf" if form.more else "4 bits" if form.bits == 4 else "8 bits"
+    return tuple(shape for shape in SHAPES[kind] if shape.rt < 4 or form.bits != 6)
+
+
+def shape_of(form: Format, nt: int, rt: int, wk: int) -> Shape | None:
     """The shape with this key; None if it is not compiled."""
-    return next((shape for shape in SHAPES if shape[:3] == (nt, rt, wk)), None)
+    return next((shape for shape in shapes_of(form) if shape[:3] == (nt, rt, wk)), None)
+
+
+def ctas_of(shape: Shape, form: Format) -> int:
+    """CTAs whose registers a multiprocessor holds: weights, x, sums of all groups and of one, and the rest. decode_entry.h has the same."""
+    nt, rt, wk, _, pf = shape
+    registers = (pf + 1) * rt * form.words + nt * (16 + 4 * rt + 4 + form.more) + 16
+    return max(65536 // (wk * 32 * cdiv(registers, 8) * 8), 1)
 
 
 def shared_bytes(shape: Shape, m: int) -> int:
@@ -53,14 +86,15 @@ def shared_bytes(shape: Shape, m: int) -> int:
     return max(shape.wk * shape.nx * m * 256, shape.wk * shape.rt * shape.nt * 512)
 
 
-def workspace_bytes(n: int, nt: int, rt: int, split: int) -> int:
+def workspace_of(n: int, config: Config) -> int:
     """Bytes of the counters and of the CTAs' sums; 0 without a split."""
+    nt, rt, split = (int(config[name]) for name in ("nt", "rt", "split"))
     return COUNTER_BYTES + cdiv(cdiv(n, 16), rt) * split * rt * nt * 512 if split > 1 else 0
 
 
-def candidates(m: int, n: int, k: int) -> Iterator[tuple[Shape, int]]:
+def candidates(form: Format, m: int, n: int, k: int) -> Iterator[tuple[Shape, int]]:
     """(shape, split) for m <= 16 rows of x: no warp is without work because of a split."""
-    for shape in SHAPES:
+    for shape in shapes_of(form):
         if shape.nt != (1 if m <= 8 else 2):
             continue
         for split in SPLITS:
@@ -73,30 +107,28 @@ _TILE, _GROUP, _WARP_TILE, _WARP_GROUP, _ROW = 0.035, 0.09, 0.07, 0.1, 0.005
 _LAUNCH, _SPLIT, _ROUND, _BYTES = 2.0, 1.5, 1.0, 3.0e6
 
 
-def microseconds(tile_bytes: int, shape: Shape, split: int, m: int, n: int, k: int, processors: int) -> float:
+def microseconds(form: Format, shape: Shape, split: int, m: int, n: int, k: int, processors: int) -> float:
     """Expected time of one launch on a device with 3 TB/s; only the order of candidates counts."""
     steps = cdiv(cdiv(cdiv(k, 128), split), shape.wk)
     ctas = cdiv(cdiv(n, 16), shape.rt) * split
-    rounds = cdiv(ctas, processors * shape.ctas)
+    rounds = cdiv(ctas, processors * ctas_of(shape, form))
     busiest = ceil(ctas / processors)
     work = busiest * shape.wk / 4 * steps * (shape.rt * _TILE * shape.nt**0.5 + _GROUP + _ROW * m)
     latency = rounds * steps * (shape.rt * _WARP_TILE + _WARP_GROUP)
-    memory = cdiv(n, 16) * cdiv(k, 128) * tile_bytes / _BYTES
+    memory = cdiv(n, 16) * cdiv(k, 128) * form.tile_bytes / _BYTES
     slowest = float((work**2 + latency**2 + memory**2) ** 0.5)
     return _LAUNCH + slowest + _ROUND * rounds + (_SPLIT if split > 1 else 0.0)
 
 
 @lru_cache(maxsize=4096)
-def ranked(
-    tile_bytes: int, m: int, n: int, k: int, processors: int
-) -> tuple[tuple[float, dict[str, int]], ...]:
+def ranked(form: Format, m: int, n: int, k: int, processors: int) -> tuple[tuple[float, dict[str, int]], ...]:
     """(microseconds, configuration) of the candidates, best first."""
     rows = min(max(m, 1), ROWS)
     costs = [
         (
-            microseconds(tile_bytes, shape, split, rows, n, k, processors),
+            microseconds(form, shape, split, rows, n, k, processors),
             {"nt": shape.nt, "rt": shape.rt, "wk": shape.wk, "split": split},
         )
-        for shape, split in candidates(rows, n, k)
+        for shape, split in candidates(form, rows, n, k)
     ]
     return tuple(sorted(costs, key=lambda pair: pair[0]))

@@ -4,12 +4,29 @@
 //   GM_ENTRY        the exported function, gm_linear_<format>_decode_sm80
 //   GM_DECODER(T)   the decoder class for x of type T
 //   GM_TILE_BYTES   of a tile
+//   GM_WORDS        of a tile that a lane holds
+//   GM_MORE         of a format of decoders_gguf.cuh: registers per 8 rows of x that sums and scales take besides
 // and includes this file: nvcc reads the kernels, the host compiler the entry.
 #pragma once
 #include "decode.cuh"
 #include "gm_cuda.h"
 
-// Columns of x in eights, tiles per CTA, warps along K, slots of x, groups ahead; decode.py has the first four.
+// Columns of x in eights, tiles per CTA, warps along K, slots of x, groups ahead; decode.py has the same.
+#ifdef GM_MORE
+#define GM_UP_TO_TWO(K, ...)     \
+  K(1, 1, 8, 3, 2, __VA_ARGS__)  \
+  K(1, 1, 16, 3, 2, __VA_ARGS__) \
+  K(1, 2, 8, 3, 2, __VA_ARGS__)  \
+  K(2, 1, 8, 2, 1, __VA_ARGS__)  \
+  K(2, 2, 8, 2, 1, __VA_ARGS__)
+#if GM_TILE_BYTES < 1600  // 4 or 5 bits per weight
+#define GM_SHAPES(K, ...) GM_UP_TO_TWO(K, __VA_ARGS__) K(1, 4, 8, 3, 1, __VA_ARGS__)
+#else  // four tiles of 6 bits do not fit into registers
+#define GM_SHAPES(K, ...) GM_UP_TO_TWO(K, __VA_ARGS__)
+#endif
+#else
+#define GM_MORE 0
+#if GM_TILE_BYTES < 2048  // 4 bits per weight
 #define GM_SHAPES(K, ...)        \
   K(1, 1, 8, 3, 3, __VA_ARGS__)  \
   K(1, 2, 8, 3, 2, __VA_ARGS__)  \
@@ -17,15 +34,35 @@
   K(1, 4, 8, 3, 1, __VA_ARGS__)  \
   K(2, 1, 8, 2, 2, __VA_ARGS__)  \
   K(2, 2, 8, 2, 1, __VA_ARGS__)
+#else
+#define GM_SHAPES(K, ...)        \
+  K(1, 1, 8, 3, 2, __VA_ARGS__)  \
+  K(1, 2, 8, 3, 1, __VA_ARGS__)  \
+  K(1, 2, 16, 3, 1, __VA_ARGS__) \
+  K(1, 4, 8, 3, 1, __VA_ARGS__)  \
+  K(2, 1, 8, 2, 1, __VA_ARGS__)  \
+  K(2, 2, 8, 2, 1, __VA_ARGS__)
+#endif
+#endif
 #define GM_TYPES(K) GM_SHAPES(K, 2, bf16, __nv_bfloat16) GM_SHAPES(K, 1, fp16, __half)
 
 #ifdef __CUDACC__
+namespace gm {
 
-#define GM_KERNEL(nt, rt, wk, nx, pf, code, label, T)                                   \
-  extern "C" __global__ void __launch_bounds__(wk * 32)                                 \
-      decode_##label##_##nt##x##rt##x##wk(const __grid_constant__ gm::DecodeParams p) { \
-    static_assert(GM_DECODER(T)::kBytes == GM_TILE_BYTES);                              \
-    gm::linear_decode<T, GM_DECODER(T), nt, rt, wk, nx, pf>(p);                         \
+// CTAs whose registers a multiprocessor holds without spills: weights, x, sums of all groups and of one, and the rest.
+constexpr int ctas(int nt, int rt, int wk, int pf, int words, int more) {
+  const int registers = (pf + 1) * rt * words + nt * (16 + 4 * rt + 4 + more) + 16;
+  const int count = 65536 / (wk * 32 * ((registers + 7) / 8 * 8));
+  return count > 0 ? count : 1;
+}
+
+}  // namespace gm
+
+#define GM_KERNEL(nt, rt, wk, nx, pf, code, label, T)                                                \
+  extern "C" __global__ void __launch_bounds__(wk * 32, gm::ctas(nt, rt, wk, pf, GM_WORDS, GM_MORE)) \
+      decode_##label##_##nt##x##rt##x##wk(const __grid_constant__ gm::DecodeParams p) {              \
+    static_assert(GM_DECODER(T)::kBytes == GM_TILE_BYTES);                                           \
+    gm::linear_decode<T, GM_DECODER(T), nt, rt, wk, nx, pf>(p);                                      \
   }
 GM_TYPES(GM_KERNEL)
 
@@ -75,12 +112,6 @@ int run(const Args& a, Instance& one) {
 
 }  // namespace
 
-// y [m, n] = x [m, k] . W^T (times row_scale [n]) + bias + residual. Returns GM_OK, or an error.
-GM_CUDA_ARGS(GM_ENTRY, GmLinearFrag16Sm80Args)(const GmLinearFrag16Sm80Args* args) {
-  if ((args->x_type != 1 && args->x_type != 2) || args->scale_type < 0 || args->scale_type > 2)
-    return GM_E_DTYPE;
-  Instance* one = find(*args);
-  return one == nullptr ? GM_E_ARG : run(*args, *one);
-}
+#include "entry_point.h"
 
 #endif

@@ -9,8 +9,8 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, tile
-from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.grouped_linear.triton import aot
+from gristmill.kernels.moe.moe import chain
 
 ROWS = 32
 
@@ -43,14 +43,29 @@ KERNELS = tuple(
         summary=f"{summary}, one tile for any number of rows, {weights}",
         accepts=accepts,
         config=config,
+        supports=supports,
         workspace=workspace,
         layouts=(layout,),
         batch_invariant=True,
         priority=20,
     )
-    for op, name, target, workspace, summary in (
-        ("grouped_linear", "grouped_linear", "grouped_linear.triton:launch", no_workspace, "linear's tiles"),
-        ("moe", "moe_chain", "moe.chain:launch_triton", _chain.workspace, "permute, two products, combine"),
+    for op, name, target, supports, workspace, summary in (
+        (
+            "grouped_linear",
+            "grouped_linear",
+            "grouped_linear.triton:launch",
+            (),
+            no_workspace,
+            "linear's tiles",
+        ),
+        (
+            "moe",
+            "moe_chain",
+            "moe.chain:launch_triton",
+            ("activation", "gated"),
+            chain.workspace,
+            "permute, two products, combine",
+        ),
     )
     for layout, accepts, kind, weights in (
         ("dense_v1", accepts_dense, "dense", "dense weights"),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.given_codes import dequantized
 from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, step_along_k
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.moe._activated import activated, apart, is_swiglu
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gristmill.kernels.calls import GroupedLinearCall, MoeCall
 
 
@@ -35,13 +41,16 @@ def launch_torch(config: Config, call: MoeCall) -> None:
         floats = {"scheme": str(scheme.without_activation)}
         grouped_linear_torch.launch(floats, grouped_call.replace(x=values))
 
+    def activate(z: Tensor, out: Tensor) -> None:
+        out.copy_(activated(z.float(), call.activation, call.gated))
+
     permute, combine = partial(permute_torch.launch, {}), partial(combine_torch.launch, {})
-    parts = _chain.Parts(permute, first, grouped, combine)
-    _chain.run(parts, call)
+    _run(call, _chain.Parts(permute, first, grouped, combine), activate)
 
 
 def launch_triton(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H] through the Triton parts; without a workspace it allocates one. No synchronisation."""
+    from gristmill.kernels.activation.activation_triton import between_products
     from gristmill.kernels.moe.combine import triton as combine_triton
     from gristmill.kernels.moe.grouped_linear import triton as grouped_linear_triton
     from gristmill.kernels.moe.permute import triton as permute_triton
@@ -49,7 +58,40 @@ def launch_triton(config: Config, call: MoeCall) -> None:
     grouped = partial(grouped_linear_triton.launch, config)
     combine = partial(combine_triton.launch, combine_triton.block_config(call.x.shape[1]))
     parts = _chain.Parts(partial(permute_triton.launch, {}), grouped, grouped, combine)
+    _run(call, parts, partial(between_products, call.activation, call.gated))
+
+
+def _run(call: MoeCall, parts: _chain.Parts, activate: Callable[[Tensor, Tensor], None]) -> None:
+    """The chain. Another activation than silu(gate) · up, which is an epilogue of the first product, is a step after it."""
+    if not is_swiglu(call):
+        if not call.gated and not call.inter and call.w13[0].dim() == 3:
+            call = call.replace(inter=call.w13[0].shape[1])
+        parts = replace(parts, first=apart(call, parts.first, activate, _memory_of_z(call)))
     _chain.run(parts, call)
+
+
+def _memory_of_z(call: MoeCall) -> Tensor | None:
+    """In the workspace, for gate and up between the first product and the activation; None where there is no workspace or no gate."""
+    if not call.gated or call.workspace is None:
+        return None
+    inner, experts = _chain.sizes_of(call.w13, call.inter)
+    entries, item = call.ids.numel(), call.x.element_size()
+    others = _chain.pieces(entries, experts, call.x.shape[1], inner, item)
+    return _chain.carve(call.workspace, call.x, (*others, _bytes_of_z(entries, inner, item)))[-1]
+
+
+def _bytes_of_z(entries: int, inner: int, item: int) -> int:
+    return 2 * entries * inner * item
+
+
+def workspace(problem: Problem, config: Config) -> Workspace:
+    """Bytes of all intermediate tensors."""
+    needed = _chain.workspace(problem, config)
+    if not problem["gated"] or problem.text("activation") == "silu":
+        return needed
+    entries = problem.integer("m") * problem.integer("top_k")
+    z = _bytes_of_z(entries, problem.integer("i"), ITEM_BYTES[problem.text("x")])
+    return Workspace(needed.bytes + cdiv(z, _chain.ALIGNMENT) * _chain.ALIGNMENT)
 
 
 def accepts(problem: Problem) -> str | None:
@@ -92,10 +134,10 @@ KERNELS = (
         target=f"{__name__}:launch_torch",
         requires=Requirement(packages=(("torch", "2.11"),)),
         summary="permute, two grouped_linear, combine, all by torch; synchronises",
-        supports=("codes",),
+        supports=("codes", "activation", "gated"),
         capturable=False,
         config=config,
-        workspace=_chain.workspace,
+        workspace=workspace,
         layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
         dequantizes=True,
     ),
@@ -110,7 +152,8 @@ KERNELS = (
             summary=summary,
             accepts=accepted,
             config=config_triton,
-            workspace=_chain.workspace,
+            supports=("activation", "gated"),
+            workspace=workspace,
             layouts=(layout,),
             priority=50,
         )

@@ -31,7 +31,8 @@ def launch(config: Config, call: MoeCall) -> None:
     try:
         ENTRY.cpu(config, call if memory is call.workspace else call.replace(workspace=memory))
     except (TypeError, ValueError):
-        need_rows16("expert weights", config, call.w13, experts, 2 * inner, hidden)
+        rows = inner * (2 if call.gated else 1)
+        need_rows16("expert weights", config, call.w13, experts, rows, hidden)
         need_rows16("expert weights", config, call.w2, experts, hidden, inner)
         raise
 
@@ -51,6 +52,7 @@ KERNEL = Kernel(
     summary="counting sort, linear's core expert by expert, ordered float32 sum, in one call",
     accepts=accepts_named,
     config=config,
+    supports=("activation", "gated"),
     workspace=_chain.workspace,
     layouts=("cpu_rows16_v1",),
     batch_invariant=True,

@@ -15,8 +15,9 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels import given_codes
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
 from gristmill.kernels.given_codes import activations
-from gristmill.kernels.linear.op import as_quant, gated, gated_error, pack
+from gristmill.kernels.linear.op import as_quant, pack
 from gristmill.kernels.moe._clamped import ALPHA, INPUT_LIMIT, LIMIT, clamped, clamped_error
+from gristmill.kernels.moe.moe._activated import FUNCTIONS, activated, activated_error, activation_fits
 from gristmill.kernels.quantized_inputs import misfit, random_weight
 from gristmill.kernels.random_inputs import Draw
 
@@ -41,6 +42,8 @@ def reference(
     limit: float = LIMIT,
     codes: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
 ) -> torch.Tensor:
     """x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
@@ -50,6 +53,9 @@ def reference(
     u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
     an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
     the host.
+
+    activation: another function than silu, as of `activation`. gated: False = h = f(W13[e] · x[t] + b13[e]), with w13 [E, I, H] and w13_bias
+    [E, I] (Nemotron's relu²).
 
     codes [T, H], scales float32 [T, groups]: x as quantized in that format (as of `linear`); the values of x are not read then.
     """
@@ -64,7 +70,7 @@ def reference(
             z = values[token] @ up_proj.dequantize().T
             if w13_bias is not None:
                 z = z + w13_bias[e].float()
-            inner_values = clamped(z, alpha, limit) if clamp else gated(z)
+            inner_values = clamped(z, alpha, limit) if clamp else activated(z, activation, gated)
             if w2.scheme.activation is not None:
                 inner_values = activations(inner_values.to(x.dtype), w2.scheme.activation)
             y = inner_values @ down_proj.dequantize().T
@@ -77,12 +83,15 @@ def reference(
 
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
-    activation = QuantScheme.parse(problem.text("w")).activation
-    if activation is not None and activation not in ROWS:
-        return f"activations are quantized a row at a time ({', '.join(ROWS)}), not as {activation}"
-    return misfit(
-        problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"])
-    ) or given_codes.misfit(problem)
+    clamp = "clamp" in problem.flags("epilogue")
+    codes = QuantScheme.parse(problem.text("w")).activation
+    if codes is not None and codes not in ROWS:
+        return f"activations are quantized a row at a time ({', '.join(ROWS)}), not as {codes}"
+    return (
+        activation_fits(problem.text("activation"), bool(problem["gated"]), clamp)
+        or misfit(problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"]))
+        or given_codes.misfit(problem)
+    )
 
 
 def codes_fit(
@@ -98,16 +107,18 @@ def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     ids, weights = draw.experts(m, k, power=1.5, foreign=0.03), draw.uniform(m, k) + 0.1
     weights /= weights.sum(-1, keepdim=True)
     (x,) = draw.stored(draw.rows(m, h, spread=0.5))
-    w13, w2 = random_weight(draw, e, 2 * i, h), random_weight(draw, e, h, i)
+    rows = _rows_of_w13(problem)
+    w13, w2 = random_weight(draw, e, rows, h), random_weight(draw, e, h, i)
     flags = problem.flags("epilogue")
-    w13_bias = draw.stored(draw.normal(e, 2 * i))[0] if "w13_bias" in flags else None
+    w13_bias = draw.stored(draw.normal(e, rows))[0] if "w13_bias" in flags else None
     w2_bias = draw.stored(draw.normal(e, h))[0] if "w2_bias" in flags else None
     arguments = [weights.to(device), ids.to(device), w13, w2, i, None]
     arguments += [w13_bias, w2_bias, "clamp" in flags, ALPHA, INPUT_LIMIT]
+    form = problem.text("activation"), bool(problem["gated"])
     if not problem["codes"]:
-        return [x, *arguments, None, None]
+        return [x, *arguments, None, None, *form]
     codes = given_codes.codes_of(x, str(w13.scheme.activation))
-    return [x.fill_(float("nan")), *arguments, *codes]  # x is not read
+    return [x.fill_(float("nan")), *arguments, *codes, *form]  # x is not read
 
 
 def error(
@@ -126,7 +137,7 @@ def error(
     import torch
 
     x, weights, ids, w13, w2, _, _, w13_bias, w2_bias, clamp, alpha, limit = arguments[:12]
-    codes, scales = arguments[12:] or (None, None)
+    codes, scales, activation, gated = arguments[12:]
     w13, w2 = as_quant(w13), as_quant(w2)
     if codes is not None:
         x = activations(x, w13.scheme.activation, codes, scales)
@@ -144,8 +155,10 @@ def error(
         size = rows.norm(dim=1, keepdim=True) * up_proj.norm(dim=1) / w13.k**0.5
         if w13_bias is not None:
             z, size = z + w13_bias[e].double(), size + w13_bias[e].double().abs()
-        acts = clamped(z, alpha, limit) if clamp else gated(z)
-        spread = clamped_error(z, size, alpha, limit) if clamp else gated_error(z, size)
+        if clamp:
+            acts, spread = clamped(z, alpha, limit), clamped_error(z, size, alpha, limit)
+        else:
+            acts, spread = activated(z, activation, gated), activated_error(z, size, activation, gated)
         down_error = acts.square().sum(1, keepdim=True) * down_proj.square().sum(1) / w2.k
         if w2_bias is not None:
             down_error = down_error + w2_bias[e].double().square()
@@ -161,15 +174,15 @@ def cost(problem: Problem) -> Cost:
     """x and the output once, and both weights of at most as many experts as there are entries of ids."""
     m, k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     scheme, item = QuantScheme.parse(problem.text("w")), ITEM_BYTES[problem.text("x")]
-    flags = problem.flags("epilogue")
-    biases = (2 * i * ("w13_bias" in flags) + h * ("w2_bias" in flags)) * item
-    read = min(m * k, e) * (scheme.weight_bytes(2 * i, h) + scheme.weight_bytes(h, i) + biases)
+    flags, rows = problem.flags("epilogue"), _rows_of_w13(problem)
+    biases = (rows * ("w13_bias" in flags) + h * ("w2_bias" in flags)) * item
+    read = min(m * k, e) * (scheme.weight_bytes(rows, h) + scheme.weight_bytes(h, i) + biases)
     unit = problem.text("x")
     if scheme.activation is not None:
         unit = "int8" if scheme.activation.startswith("int8") else "fp8"
     return Cost(
         bytes=m * h * (item + (1 if problem["codes"] else item)) + 8 * m * k + read,
-        flops=6 * m * k * h * i,
+        flops=2 * m * k * h * (rows + i),
         unit=unit,
     )
 
@@ -198,9 +211,14 @@ def shrink(problem: Problem) -> Problem:
 
 
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """Gate and up [2 I, H], and down [H, I], of an expert."""
+    """Gate and up [2 I, H], or up alone, and down [H, I], of an expert."""
     h, i = problem.integers("h", "i")
-    return (2 * i, h), (h, i)
+    return (_rows_of_w13(problem), h), (h, i)
+
+
+def _rows_of_w13(problem: Problem) -> int:
+    """Gate and up together, or up alone."""
+    return problem.integer("i") * (2 if problem["gated"] else 1)
 
 
 EPILOGUE = ("w13_bias", "w2_bias", "clamp")
@@ -210,7 +228,7 @@ ROWS = ("fp8_token", "fp8_g128", "int8_token", "int8_g32", "int8_g128")
 OP = Op(
     name="moe",
     family="moe",
-    summary="routed experts of each token: gate and up, silu, down, weighted sum",
+    summary="routed experts of each token: gate and up, activation, down, weighted sum",
     axes=(
         Axis("m", "int", "tokens", dynamic=True),
         Axis("top_k", "int", "experts per token", minimum=1),
@@ -222,30 +240,41 @@ OP = Op(
         Axis(
             "epilogue",
             "flags",
-            "what follows the products beside silu(gate) · up",
+            "what follows the products beside the activation",
             default="none",
             choices=EPILOGUE,
         ),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
         Axis("codes", "bool", "x is given as codes and scales", default=False, opt_in=True),
+        Axis(
+            "activation",
+            "choice",
+            "the function between the products",
+            default="silu",
+            choices=FUNCTIONS,
+            opt_in=True,
+        ),
+        Axis("gated", "bool", "whether w13 has gate and up, not up alone", default=True, opt_in=True),
     ),
     arguments=(
         Tensor("x", "m h"),
         Tensor("weights", "m top_k", dtype="fp32"),
         Tensor("ids", "m top_k", dtype="int32"),
-        Weight("w13", "e 2*i h"),
+        Weight("w13", "e (1+gated)*i h"),
         Weight("w2", "e h i"),
         Scalar("inter", "int", 0, states="i"),
         WorkspaceArgument(),
-        Tensor("w13_bias", "e 2*i", optional=True),
+        Tensor("w13_bias", "e (1+gated)*i", optional=True),
         Tensor("w2_bias", "e h", optional=True),
         Scalar("clamp", "bool", False),
         Scalar("alpha", "float", ALPHA, finite=True),
         Scalar("limit", "float", LIMIT, minimum=0.0, finite=True),
         Tensor("codes", "m h", dtype="", strides=VECTORS, optional=True),
         Tensor("scales", "rows groups", dtype="fp32", strides=STRIDED, optional=True),
+        Scalar("activation", "str", "silu"),
+        Scalar("gated", "bool", True),
     ),
-    rules=(codes_fit,),
+    rules=(codes_fit, activation_fits),
     returns=(Tensor("out", "m h"),),
     reference=reference,
     inputs=inputs,
@@ -269,6 +298,9 @@ OP = Op(
         m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=fp8_ch.fp8_token
         m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128,codes=true  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=int8_ch.int8_token,codes=true
         m=5,top_k=2,e=3,h=33,i=32,epilogue=w2_bias  m=5,top_k=2,e=3,h=32,i=40,w=int4_g32,epilogue=w13_bias
+        m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32,activation=gelu_tanh
+        m=9,top_k=2,e=4,h=48,i=33,activation=relu2,gated=false,epilogue=w13_bias
+        m=7,top_k=2,e=3,h=128,i=64,x=fp16,w=int4_g32_zp,activation=gelu  m=4,top_k=2,e=3,h=64,i=96,w=mxfp4,activation=silu,gated=false
         """
     ),
     bench=problems(

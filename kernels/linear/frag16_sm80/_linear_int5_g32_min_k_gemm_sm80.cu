@@ -1,0 +1,8 @@
+// Linear over Q5_K: int5 with minimums in groups of 32 under products as scales, by mma.sync, any M.
+#define GM_ENTRY gm_linear_int5_g32_min_k_gemm_sm80
+#define GM_TILE_BYTES 1472
+#define GM_OPERANDS(K)                                           \
+  K(bf16, any, gm::GgufOperand<__nv_bfloat16, 5, 4, true, true>) \
+  K(fp16, any, gm::GgufOperand<__half, 5, 4, true, true>)
+
+#include "gemm_entry.h"
