@@ -1,4 +1,4 @@
-// Causal attention over a paged cache, a paged latent cache, or dense sequences; see _flash_cpu.h.
+// Attention over a paged cache, a paged latent cache, or dense sequences; see _flash_cpu.h.
 // gm-levels: base avx2 avx512 neon
 #include "_flash_cpu.h"
 #include "calls/mla_attention.h"
@@ -73,5 +73,6 @@ GM_CPU_CALL(gm_varlen_attention, VarlenAttention)(const GmVarlenAttentionCall& c
   a.v_slot = call.v_stride[0], a.v_head = call.v_stride[1];
   a.starts = static_cast<const int32_t*>(call.context_start);
   a.blocks = call.total_ctx, a.block_size = gm::max(1, call.total_ctx);
+  a.window = call.window_left + 1, a.ahead = call.window_right < 0 ? call.total_ctx : call.window_right;
   return gm::attend(a, call.x_type);
 }

@@ -39,8 +39,11 @@ def attend_sequences(
     lse: Tensor | None,
     out: Tensor,
     softcap: float = 0.0,
+    ahead: int = 0,
 ) -> None:
-    """q [tokens, heads, Dk] -> out [tokens, heads, Dv], lse [tokens, heads] or None; contexts int32 [seqs]."""
+    """q [tokens, heads, Dk] -> out [tokens, heads, Dv], lse [tokens, heads] or None; contexts int32 [seqs].
+
+    A query at p sees `window` keys up to its own, 0 = all, and `ahead` after it, -1 = all."""
     if q.device.type == "cpu":
         starts = query_start.tolist()
         for index, context in enumerate(contexts.tolist()):
@@ -67,6 +70,7 @@ def attend_sequences(
                 out[new_tokens],
                 None if lse is None else lse[new_tokens],
                 softcap,
+                ahead,
             )
         return
     if q.shape[0] == 0:
@@ -97,6 +101,7 @@ def attend_sequences(
             padded_out,
             padded_lse,
             softcap,
+            ahead,
         )
         # Rows past the end of the sequence are computed and discarded.
         rows = torch.where(inside, rows, q.shape[0])
@@ -126,6 +131,7 @@ def _attend(
     out: Tensor,
     lse: Tensor | None,
     softcap: float,
+    ahead: int,
 ) -> None:
     """One sequence: q [n, heads, Dk] at query_positions [n], keys [c, kv_heads, Dk] and values [c, kv_heads, Dv] at key_positions [c]."""
     count, heads, dim = q.shape
@@ -143,9 +149,11 @@ def _attend(
         )
         if softcap > 0:
             scores = softcap * (scores / softcap).tanh()
-        visible = (key_positions <= positions[:, None]) & (key_positions < context)
+        visible = (key_positions < context).expand(len(positions), -1)
+        if ahead >= 0:
+            visible = visible & (key_positions <= positions[:, None] + ahead)
         if window > 0:
-            visible &= key_positions > positions[:, None] - window
+            visible = visible & (key_positions > positions[:, None] - window)
         scores = scores.masked_fill(~visible, float("-inf"))
         m_i = scores.amax(-1, keepdim=True).clamp_min(-1e30)
         if sinks is not None:
@@ -251,8 +259,9 @@ def launch_varlen(config: Config, call: VarlenAttentionCall) -> None:
         call.max_q,
         call.max_ctx,
         call.scale,
-        0,
+        call.window_left + 1,
         None,
         call.lse,
         call.out,
+        ahead=call.window_right,
     )

@@ -118,9 +118,8 @@ struct FlashAttention {
   void run_chunk(const Task& t, int64_t chunk, const float* q, SoftmaxState s, float* scratch) const {
     s.clear((t.all_rows() + kLanes - 1) / kLanes * kLanes, dv);
     const int64_t low = a.window > 0 ? max(0, t.first - a.window + 1) : 0;
-    const int64_t end = min((chunk + 1) * kChunk, min(t.context, t.first + t.queries));
     // The end of the task, which may be in a later chunk: prefetches cross chunks.
-    const int64_t reach = min(t.context, t.first + t.queries);
+    const int64_t reach = t.reach(a.ahead), end = min((chunk + 1) * kChunk, reach);
     Offsets memory[2], *here = memory, *next = memory + 1;
     int64_t at = max(chunk * kChunk, low / kTile * kTile);
     find_offsets(t, at, low, end, *here);
@@ -212,9 +211,14 @@ struct FlashAttention {
       std::memset(to + tokens * stride, 0, sizeof(float) * size_t((whole - tokens) * stride));
     };
     // Range of keys that are visible to some row of a group.
-    const auto from = [&](int64_t r) { return int64_t(visible(a, t.first + r / t.heads, at).low); };
-    const auto to = [&](int64_t r) { return min(tokens, visible(a, t.first + r / t.heads, at).high + 1); };
+    const auto from = [&](int64_t r) { return int64_t(visible(a, t, r / t.heads, at).low); };
+    const auto to = [&](int64_t r) { return min(tokens, visible(a, t, r / t.heads, at).high + 1); };
     const int64_t run = max(kLanes, kKeyFloats / dk / kLanes * kLanes);
+    if (!shared)  // values are far from each other, and come while scores are computed
+      for (Prefetcher ahead{static_cast<const Code*>(a.v) + t.kv_head * a.v_head, here.v + skip,
+                            tokens - skip, 1, 0, dv};
+           ahead.tokens > 0;)
+        ahead.next();
     for (int64_t n = 0; n < t.kv_heads; ++n) {
       widen(static_cast<const Code*>(a.k) + (t.kv_head + n) * a.k_head, here.k, keys, a.dk, dk);
       for (int64_t i = skip / kLanes * kLanes; i < tokens; i += run)
@@ -232,9 +236,10 @@ struct FlashAttention {
       for (int64_t d = 0; d < dv; d += kPiece)
         for_row_groups<kLanes == 8 ? 6 : 4>(count, [&](auto group, int64_t r) {
           constexpr int R = group.value;
-          const int64_t row = n * count + r;
-          accumulate<R, 1>(s.acc + row * dv, alpha + row, p + row * kTile, Widened{values, width},
-                           max(skip, from(r)), to(r + R - 1), dv, d);
+          const int64_t row = n * count + r, first = max(skip, from(r)), end = to(r + R - 1);
+          if (first < end)  // else nothing changes: alpha is 1
+            accumulate<R, 1>(s.acc + row * dv, alpha + row, p + row * kTile, Widened{values, width}, first,
+                             end, dv, d);
         });
     }
   }
@@ -319,7 +324,7 @@ struct FlashAttention {
       const Task t = tiling.task(sequence, n - tasks[sequence]);
       load_queries(t, q);
       run_chunk(t, 0, q, all, scratch);
-      for (int64_t chunk = 1; chunk * kChunk < t.first + t.queries; ++chunk) {
+      for (int64_t chunk = 1; chunk * kChunk < t.reach(a.ahead); ++chunk) {
         run_chunk(t, chunk, q, part, scratch);
         merge(all, part, t.all_rows(), dv);
       }

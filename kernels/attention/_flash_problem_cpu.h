@@ -20,6 +20,7 @@ struct Attention {
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
   int64_t tokens, blocks, table_width;  // bounds of what the index tensors refer to
   int64_t seqs, heads, kv_heads, dk, dv, block_size, window;
+  int64_t ahead;                   // keys after its own that a query sees
   float scale, softcap;            // softcap <= 0: none
   const float *k_scale, *v_scale;  // of codes; null: keys and values are of q's type
   int64_t k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
@@ -33,6 +34,8 @@ struct Task {
   int64_t sequence, kv_head, kv_heads, token, first, queries, head, heads, context;
   int64_t rows() const { return queries * heads; }
   int64_t all_rows() const { return kv_heads * rows(); }
+  // Keys that some query sees end here.
+  int64_t reach(int64_t ahead) const { return min(context, first + queries + ahead); }
 };
 
 // Partition of the work into tasks, and of their contexts into chunks.

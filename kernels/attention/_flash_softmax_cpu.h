@@ -17,14 +17,18 @@ struct SoftmaxState {
   }
 };
 
-// Keys of a tile that are visible to a row: low .. high. whole: keys of the tile, rounded up to vectors.
+// Keys of a tile that are visible to a query of a task: low .. high. whole: keys of the tile, rounded up to vectors.
 struct Visible {
   int32_t low, high;
   bool all(int64_t whole) const { return low <= 0 && high >= whole - 1; }
+  // Vectors of keys of which some are visible: begin() .. end(whole).
+  int64_t begin() const { return low / kLanes * kLanes; }
+  int64_t end(int64_t whole) const { return min(whole, (high + kLanes) / kLanes * kLanes); }
 };
-inline Visible visible(const Attention& a, int64_t position, int64_t at) {
+inline Visible visible(const Attention& a, const Task& t, int64_t query, int64_t at) {
+  const int64_t position = t.first + query, last = min(t.context - 1, position + a.ahead);
   return {a.window > 0 ? int32_t(max(0, min(position - a.window + 1 - at, kTile))) : 0,
-          int32_t(max(-1, min(position - at, kTile)))};
+          int32_t(max(-1, min(last - at, kTile)))};
 }
 
 inline float row_max(float* p, int64_t whole, Visible seen, const float* scales) {
@@ -35,7 +39,7 @@ inline float row_max(float* p, int64_t whole, Visible seen, const float* scales)
   }
   vi lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
-  for (int64_t i = 0; i < whole; i += kLanes) {
+  for (int64_t i = seen.begin(), end = seen.end(whole); i < end; i += kLanes) {
     const vi place = lane + int32_t(i);
     const vf product = scales ? load(p + i) * load(scales + i) : load(p + i);
     const vf score = (place <= seen.high) & (place >= seen.low) ? product : splat(minus_infinity());
@@ -53,10 +57,10 @@ inline vf tanh(vf x) {
   return positive < 0.3f ? series : whole;
 }
 
-// Soft cap of the scores of a row; scales: of its keys, or null.
-inline void cap_scores(float* p, int64_t whole, const float* scales, float softcap) {
+// Soft cap of the visible scores of a row; scales: of its keys, or null.
+inline void cap_scores(float* p, int64_t whole, Visible seen, const float* scales, float softcap) {
   const float by = 1 / softcap;
-  for (int64_t i = 0; i < whole; i += kLanes) {
+  for (int64_t i = seen.begin(), end = seen.end(whole); i < end; i += kLanes) {
     const vf score = scales ? load(p + i) * load(scales + i) : load(p + i);
     store(p + i, tanh(score * by) * softcap);
   }
@@ -71,11 +75,11 @@ inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole
   int64_t row = 0;
   for (int64_t n = 0; n < t.kv_heads; ++n)
     for (int64_t query = 0; query < t.queries; ++query) {
-      const Visible seen = visible(a, t.first + query, at);
+      const Visible seen = visible(a, t, query, at);
       const float* of_keys = scales ? scales + n * 2 * kTile : nullptr;
       for (int64_t head = 0; head < t.heads; ++head, ++row) {
         float* scores = p + row * kTile;
-        if (a.softcap > 0) cap_scores(scores, whole, of_keys, a.softcap);
+        if (a.softcap > 0) cap_scores(scores, whole, seen, of_keys, a.softcap);
         alpha[row] = row_max(scores, whole, seen, a.softcap > 0 ? nullptr : of_keys);
       }
     }
@@ -87,20 +91,26 @@ inline void softmax(const Attention& a, const Task& t, int64_t at, int64_t whole
   }
   row = 0;
   for (int64_t n = 0; n < t.kv_heads; ++n)
-    for (int64_t r = 0; r < t.rows(); ++r, ++row) {
-      float* weights = p + row * kTile;
-      const float m_i = s.m_i[row];
-      if (m_i == minus_infinity()) {
-        std::memset(weights, 0, sizeof(float) * size_t(whole));
-        continue;
+    for (int64_t query = 0; query < t.queries; ++query) {
+      const Visible seen = visible(a, t, query, at);
+      const int64_t begin = seen.begin(), end = seen.end(whole);
+      for (int64_t head = 0; head < t.heads; ++head, ++row) {
+        float* weights = p + row * kTile;
+        const float m_i = s.m_i[row];
+        if (m_i == minus_infinity() || begin >= end) {
+          std::memset(weights, 0, sizeof(float) * size_t(whole));
+          continue;
+        }
+        for (int64_t i = 0; i < begin; i += kLanes) store(weights + i, zero());
+        vf l_tile = zero();
+        for (int64_t i = begin; i < end; i += kLanes) {
+          const vf weight = exp(load(weights + i) - m_i);
+          store(weights + i, scales ? weight * load(scales + (n * 2 + 1) * kTile + i) : weight);
+          l_tile += weight;
+        }
+        for (int64_t i = end; i < whole; i += kLanes) store(weights + i, zero());
+        s.l_i[row] = s.l_i[row] * alpha[row] + sum(l_tile);
       }
-      vf l_tile = zero();
-      for (int64_t i = 0; i < whole; i += kLanes) {
-        const vf weight = exp(load(weights + i) - m_i);
-        store(weights + i, scales ? weight * load(scales + (n * 2 + 1) * kTile + i) : weight);
-        l_tile += weight;
-      }
-      s.l_i[row] = s.l_i[row] * alpha[row] + sum(l_tile);
     }
 }
 

@@ -73,6 +73,7 @@ def flash_kernel(  # type: ignore[no-untyped-def]
     scale,
     softcap,
     window,
+    ahead,
     part_length,
     table_stride,
     q_token,
@@ -102,6 +103,7 @@ def flash_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr,
     WINDOW: tl.constexpr,
+    AHEAD: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -138,6 +140,8 @@ def flash_kernel(  # type: ignore[no-untyped-def]
         queries = tl.load(q_at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)
 
         end = tl.minimum(context, first + TILE_Q)
+        if AHEAD:
+            end = tl.minimum(context, first + TILE_Q + ahead)
         low = 0
         if WINDOW:
             low = tl.maximum(0, first - window + 1)
@@ -186,7 +190,10 @@ def flash_kernel(  # type: ignore[no-untyped-def]
                 scores = scores * k_scales[None, :]
             if SOFTCAP:
                 scores = soft_cap(scores, softcap)
-            visible = in_context[None, :] & (position[None, :] <= query_position[:, None])
+            if AHEAD:
+                visible = in_context[None, :] & (position[None, :] <= query_position[:, None] + ahead)
+            else:
+                visible = in_context[None, :] & (position[None, :] <= query_position[:, None])
             if WINDOW:
                 visible = visible & (position[None, :] > query_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -328,7 +335,8 @@ SIGNATURE = {
     **dict.fromkeys(("seqs", "tokens", "heads"), "i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
     **dict.fromkeys(
-        ("window", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"), "i32"
+        ("window", "ahead", "part_length", "table_stride", "q_token", "q_head", "out_token", "out_head"),
+        "i32",
     ),
     **dict.fromkeys(("k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head"), "i32"),
     **dict.fromkeys(("k_scale_block", "k_scale_slot", "k_scale_head"), "i32"),
@@ -374,6 +382,7 @@ def flash_case(
     split: bool = False,
     kv_scale: str = "none",
     softcap: bool = False,
+    ahead: bool = False,
 ) -> AotCase:
     """One compilation of `flash_kernel`, tiled as the launchers tile it for `target`, with a `kv_scale` for caches in e4m3."""
     config = tile_config(dk, dv, dtype, rows, target)
@@ -389,6 +398,7 @@ def flash_case(
         "BLOCK_N": config["n"],
         "PAGED": paged,
         "WINDOW": window,
+        "AHEAD": ahead,
         "SINKS": sinks,
         "LSE": lse,
         "SPLIT": split,

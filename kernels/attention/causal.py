@@ -1,4 +1,4 @@
-"""Causal attention of one sequence in float32, the basis of every attention reference."""
+"""Attention of one sequence in float32, the basis of every attention reference: causal, or over a window that is ahead of a query too."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ def causal_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """q [n, heads, Dk], keys [c, kv_heads, Dk], values [c, kv_heads, Dv] -> (out [n, heads, Dv], lse [n, heads]), float32.
 
     The n queries are the last of the c positions. softmax(scale · q·k + mask) · v, the query at position p seeing keys 0..p or,
-    with window > 0, the last `window` of them; query head h reads KV head h // (heads / kv_heads). softcap > 0: scores s become
-    softcap · tanh(s / softcap) before the mask. sinks [heads]: one additional logit per head in the denominator, without a value.
+    with window > 0, the last `window` of them, and `ahead` keys after p, -1 = all; query head h reads KV head h // (heads / kv_heads).
+    softcap > 0: scores s become softcap · tanh(s / softcap) before the mask. sinks [heads]: one additional logit per head in the denominator,
+    without a value.
     lse is the natural logarithm of the denominator; a query that sees nothing gives 0 and lse -inf.
     """
     import torch
@@ -37,7 +39,9 @@ def causal_attention(
         scores = softcap * (scores / softcap).tanh()
     position = torch.arange(context, device=q.device)
     query_position = torch.arange(context - count, context, device=q.device)[:, None]
-    visible = position <= query_position
+    visible = torch.ones(count, context, dtype=torch.bool, device=q.device)
+    if ahead >= 0:
+        visible &= position <= query_position + ahead
     if window > 0:
         visible &= position > query_position - window
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -58,6 +62,7 @@ def attend(
     window: int = 0,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    ahead: int = 0,
 ) -> Tensor:
     """`causal_attention` of every sequence with new tokens, with keys and values from ``context(index)``; returns `out`, zero for rows
     of no sequence. lse is written in place."""
@@ -67,7 +72,9 @@ def attend(
     for index in range(len(begin) - 1):
         rows = slice(begin[index], begin[index + 1])
         if rows.start < rows.stop:
-            attended, sequence_lse = causal_attention(q[rows], *context(index), scale, window, sinks, softcap)
+            attended, sequence_lse = causal_attention(
+                q[rows], *context(index), scale, window, sinks, softcap, ahead
+            )
             out[rows] = attended.to(q.dtype)
             if lse is not None:
                 lse[rows] = sequence_lse

@@ -127,19 +127,21 @@ def shrunk(problem: Problem) -> Problem:
     )
 
 
-def visible_keys(problem: Problem, window: int = 0, seed: int = 0) -> tuple[int, int]:
-    """(keys that must be read, query-key pairs that count), for the lengths that `lengths` draws."""
+def visible_keys(problem: Problem, window: int = 0, seed: int = 0, ahead: int = 0) -> tuple[int, int]:
+    """(keys that must be read, query-key pairs that count), for the lengths that `lengths` draws. `window` and `ahead` as in
+    `causal_attention`."""
     read, pairs = 0, 0
     for query, context in zip(*lengths(problem, seed), strict=True):
         if query == 0:
             continue
         first = context - query
-        if window > 0:
-            read += min(context, query + window - 1)
-            pairs += sum(min(window, position + 1) for position in range(first, context))
-        else:
-            read += context
+        read += min(context, query + window - 1) if window > 0 else context
+        if window <= 0 and ahead == 0:
             pairs += query * first + query * (query + 1) // 2
+            continue
+        for position in range(first, context):
+            end = context if ahead < 0 else min(context, position + 1 + ahead)
+            pairs += end - (max(0, position + 1 - window) if window > 0 else 0)
     return read, pairs
 
 

@@ -31,5 +31,6 @@ KERNEL = Kernel(
     summary="tiles of 64 keys, read in place for few rows, widened once for many; float32 inside",
     config=best_config("gm_varlen_attention"),
     batch_invariant=True,
+    supports=("window_left", "window_right"),
     priority=100,
 )

@@ -13,4 +13,5 @@ KERNEL = Kernel(
     target="gristmill.kernels.attention._attention_torch:launch_varlen",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="regrouped matrix products, one sequence at a time",
+    supports=("window_left", "window_right"),
 )

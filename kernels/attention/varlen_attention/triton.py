@@ -61,7 +61,8 @@ def launch(config: Config, call: VarlenAttentionCall) -> None:
         heads,
         call.scale,
         0.0,
-        0,
+        min(call.window_left, call.max_ctx) + 1,  # no sum of a position and a bound overflows int32
+        call.max_ctx if call.window_right < 0 else min(call.window_right, call.max_ctx),
         0,
         0,
         call.q.stride(0),
@@ -85,7 +86,8 @@ def launch(config: Config, call: VarlenAttentionCall) -> None:
         BLOCK_M=rows,
         BLOCK_N=config["n"],
         PAGED=False,
-        WINDOW=False,
+        WINDOW=call.window_left >= 0,
+        AHEAD=call.window_right != 0,
         SINKS=False,
         LSE=call.lse is not None,
         SPLIT=False,
@@ -99,8 +101,11 @@ def launch(config: Config, call: VarlenAttentionCall) -> None:
 
 
 def aot(target: Target) -> list[AotCase]:
-    """What the compile matrix builds: the un-absorbed MLA prefill."""
-    return [flash_case("mla_prefill", target, 64, 192, 128, 1, paged=False, lse=True)]
+    """What the compile matrix builds: the un-absorbed MLA prefill, and an encoder with windows on both sides."""
+    return [
+        flash_case("mla_prefill", target, 64, 192, 128, 1, paged=False, lse=True),
+        flash_case("encoder", target, 64, 64, 64, 1, paged=False, window=True, ahead=True),
+    ]
 
 
 KERNEL = Kernel(
@@ -115,5 +120,6 @@ KERNEL = Kernel(
     accepts=accepts,
     config=config,
     batch_invariant=True,
+    supports=("window_left", "window_right"),
     priority=50,
 )

@@ -1,0 +1,39 @@
+// What the kernels of a call get of it.
+#pragma once
+#include "attention/paged_attention/sm90/_paged_decode_copy_sm90.cuh"
+#include "attention/paged_attention/sm90/_paged_host_sm90.h"
+#ifndef __CUDACC__
+
+namespace gm {
+
+// False where rows of the tensors do not begin at multiples of 16 bytes.
+inline bool fill_params(const GmPagedAttentionCall& call, const PagedSizes& s, int64_t parts_at,
+                        DecodeParams* to) {
+  const int64_t *const k = call.k_cache_stride, *const v = call.v_cache_stride;
+  if (!rows_aligned(call.q, call.q_stride, 2, 2) || !rows_aligned(call.out, call.out_stride, 2, 2) ||
+      !rows_aligned(call.k_cache, k, 3, s.bytes) || !rows_aligned(call.v_cache, v, 3, s.bytes) ||
+      k[1] >= 1 << 30 || v[1] >= 1 << 30)
+    return false;
+  DecodeParams& p = *to;
+  p.out = call.out, p.lse = static_cast<float*>(call.lse), p.sinks = static_cast<const float*>(call.sinks);
+  p.table = static_cast<const int*>(call.block_table);
+  p.query_start = static_cast<const int*>(call.query_start);
+  p.seq_lens = static_cast<const int*>(call.seq_lens);
+  p.counters = static_cast<unsigned*>(call.workspace), p.parts = at<float>(call.workspace, parts_at);
+  p.q = call.q, p.k = call.k_cache, p.v = call.v_cache;
+  p.q_token = call.q_stride[0] * 2, p.q_head = call.q_stride[1] * 2;
+  p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
+  p.table_row = call.block_table_stride[0];
+  p.k_block = k[0] * s.bytes, p.k_slot = int(k[1] * s.bytes), p.k_head = k[2] * s.bytes;
+  p.v_block = v[0] * s.bytes, p.v_slot = int(v[1] * s.bytes), p.v_head = v[2] * s.bytes;
+  p.seqs = s.seqs, p.heads = s.heads, p.kv_heads = s.kv_heads, p.head_dim = s.head_dim, p.group = s.group;
+  p.window = s.window, p.page = s.page;
+  p.by_page = 0xffffffffu / unsigned(s.page), p.by_group = (65536 + s.group - 1) / s.group;
+  p.score_scale = s.scale * 1.4426950408889634f;
+  p.scale_log2 = s.codes || s.softcap > 0.f ? 1.f : p.score_scale;
+  set_scales(call, s, to);
+  return true;
+}
+
+}  // namespace gm
+#endif

@@ -1,0 +1,210 @@
+"""The schedules of paged attention for sm_80 executed on the CPU: their source as C++, every thread of a CTA a fiber (sm80_fibers.h).
+
+What this cannot find: faults of the compiler, and races that need real concurrency.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.attention.lengths import error as attention_error
+from gristmill.kernels.attention.paged_attention.sm80.spec import most_rows
+from tests import forked
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+OP = default_registry().op("paged_attention")
+NONE, NO_BARRIERS, _, _, EARLY_READS = range(5)
+TENSORS = (
+    "q",
+    "k",
+    "v",
+    "table",
+    "query_start",
+    "seq_lens",
+    "out",
+    "lse",
+    "sinks",
+    "k_scale",
+    "v_scale",
+    "counters",
+    "parts",
+)
+SIZES = (
+    "seqs",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "page",
+    "table_row",
+    "window",
+    "max_ctx",
+    "codes",
+    "by_token",
+    "bf16",
+    "rows",
+    "ctas",
+    "tokens",
+)
+
+
+class Call(ctypes.Structure):
+    """PagedCall of paged_sm80_fibers.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_int) for name in SIZES),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int) for name in ("order", "fault")),
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    out = tmp_path_factory.mktemp("paged_sm80") / "paged_sm80.so"
+    flags = [
+        "-std=c++20",
+        "-O0",
+        "-fPIC",
+        "-shared",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-extern-tls-init",
+    ]
+    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
+    include = [text for folder in folders for text in ("-I", str(folder))]
+    subprocess.run(
+        ["g++", *flags, *include, ROOT / "tests/native/paged_sm80_fibers.cpp", "-o", out], check=True
+    )
+    return ctypes.CDLL(str(out))
+
+
+def run(
+    library: ctypes.CDLL, entry: str, text: str, ctas: int, order: int = 0, fault: int = NONE
+) -> bool | None:
+    """Whether a problem's outputs are the reference's within the operation's tolerance; None if threads wait for each other in vain."""
+    problem = OP.problem(text)
+    given = OP.inputs(problem, 1, "cpu")
+    (
+        q,
+        k,
+        v,
+        table,
+        query_start,
+        seq_lens,
+        max_q,
+        max_ctx,
+        scale,
+        window,
+        sinks,
+        lse,
+        _,
+        k_scale,
+        v_scale,
+        softcap,
+    ) = given
+    heads, kv_heads, dim = problem.integers("heads", "kv_heads", "head_dim")
+    q, codes = q.contiguous(), k_scale is not None
+    rows = max_q * (heads // kv_heads)
+    tensors: dict[str, Tensor | None] = {
+        "q": q, "k": k, "v": v, "table": table, "query_start": query_start, "seq_lens": seq_lens,
+        "out": torch.full_like(q, float("nan")), "lse": lse, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
+        "counters": torch.zeros(4096, dtype=torch.int32),
+        "parts": torch.full((2 * ctas * most_rows(dim, codes) * (dim + 2),), float("nan")),
+    }  # fmt: skip
+    sizes = (
+        seq_lens.numel(), heads, kv_heads, dim, k.shape[1], table.stride(0), window, max_ctx, codes,
+        codes and k_scale.shape[0] * k_scale.shape[1] > 1, q.dtype is torch.bfloat16, rows, ctas, q.shape[0],
+    )  # fmt: skip
+    pointers = (None if t is None else t.data_ptr() for t in tensors.values())
+    code = getattr(library, entry)(
+        ctypes.byref(Call(*pointers, *map(int, sizes), scale, softcap, order, fault))
+    )
+    assert code < 2, "no such instance"
+    if code:
+        return None
+    counters, out = tensors["counters"], tensors["out"]
+    assert counters is not None and out is not None
+    expected = [*given]
+    expected[11] = None if lse is None else torch.empty_like(lse)
+    y = OP.reference(*expected)
+    known = int(query_start[-1])
+    outputs = [out[:known]] if lse is None else [out[:known], lse[:known]]
+    references = [y[:known]] if lse is None else [y[:known], expected[11][:known]]
+    error = attention_error(problem, given, outputs, references)
+    return error <= OP.tolerance(problem).limit and not counters.any()
+
+
+def some_slow(texts: tuple[str, ...], slow: tuple[int, ...]) -> list[object]:
+    """The texts as parameters, those at the places `slow` marked."""
+    return [pytest.param(text, marks=pytest.mark.slow if i in slow else ()) for i, text in enumerate(texts)]
+
+
+DECODES = (
+    "q_tokens=3,seqs=3,max_q=1,max_ctx=257,total_ctx=265,heads=24,kv_heads=2,head_dim=64,softcap=true,lse=true",
+    "q_tokens=7,seqs=5,max_q=2,max_ctx=70,total_ctx=120,heads=16,kv_heads=2,head_dim=64,block_size=7,window=33,sinks=true,softcap=true",
+    "q_tokens=4,seqs=4,max_q=1,max_ctx=61,total_ctx=80,heads=8,kv_heads=1,head_dim=256,sinks=true,lse=true",
+    "q_tokens=4,seqs=3,max_q=2,max_ctx=257,total_ctx=300,heads=4,kv_heads=1,head_dim=80,kv=fp8,kv_scale=token,lse=true",
+    "q_tokens=3,seqs=3,max_q=1,max_ctx=90,total_ctx=130,heads=6,kv_heads=2,head_dim=80,block_size=7,x=fp16,kv=fp8,kv_scale=head,window=33",
+    "q_tokens=3,seqs=3,max_q=1,max_ctx=40,total_ctx=77,heads=8,kv_heads=1,head_dim=256,kv=fp8,kv_scale=token,softcap=true,lse=true",
+)
+
+
+@pytest.mark.parametrize("text", some_slow(DECODES, (0,)))
+def test_decode(library: ctypes.CDLL, text: str) -> None:
+    order = DECODES.index(text) % 3
+    assert run(library, "decode_on_cpu", text, ctas=2 + 5 * (order > 0), order=order)
+
+
+def test_every_code(library: ctypes.CDLL) -> None:
+    """Subnormals, zeros with a sign and NaN among them."""
+    out = torch.zeros(256, dtype=torch.float16)
+    library.decode_codes(ctypes.c_void_p(out.data_ptr()))
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()
+    assert torch.equal(out.isnan(), codes.isnan())
+    assert torch.equal(out.nan_to_num().view(torch.int16), codes.nan_to_num().view(torch.int16))
+
+
+def is_seen(library: ctypes.CDLL, entry: str, text: str, fault: int) -> bool:
+    """Whether a result is wrong in some order of threads, or the process ends: a fault may write anywhere, so it is one of its own."""
+    program = (
+        "import ctypes, sys\n"
+        "from tests.native.test_paged_sm80_fibers import run\n"
+        f"library = ctypes.CDLL({library._name!r})\n"
+        f"right = all(run(library, {entry!r}, {text!r}, 3, order, {fault}) for order in range(3))\n"
+        "sys.exit(3 if right else 0)\n"
+    )
+    return forked.run("-c", program, path=[ROOT]).returncode != 3
+
+
+BATCHES = (
+    "q_tokens=257,seqs=1,max_q=257,max_ctx=257,total_ctx=257,heads=2,kv_heads=2,head_dim=64,x=fp16,softcap=true,lse=true",
+    "q_tokens=62,seqs=4,max_q=50,max_ctx=257,total_ctx=400,heads=6,kv_heads=2,head_dim=64,x=fp16,block_size=7,window=33,sinks=true,softcap=true",
+    "q_tokens=90,seqs=3,max_q=80,max_ctx=140,total_ctx=300,heads=8,kv_heads=2,lse=true",
+    "q_tokens=40,seqs=3,max_q=37,max_ctx=65,total_ctx=100,heads=5,kv_heads=1,window=17,sinks=true,lse=true",
+    "q_tokens=8,seqs=7,max_q=7,max_ctx=31,total_ctx=60,heads=4,kv_heads=1,head_dim=256,block_size=24,sinks=true,lse=true",
+    "q_tokens=33,seqs=3,max_q=31,max_ctx=1100,total_ctx=1300,heads=4,kv_heads=1,head_dim=128,lse=true",
+    "q_tokens=9,seqs=2,max_q=8,max_ctx=1500,total_ctx=1510,heads=4,kv_heads=1,head_dim=256,block_size=32,window=1030",
+)
+
+
+@pytest.mark.parametrize("text", some_slow(BATCHES, (0, 2, 6)))
+def test_any_batch(library: ctypes.CDLL, text: str) -> None:
+    """Chunks of prompts and decodes in one launch. Some of 64 CTAs have parts of the long contexts."""
+    assert run(library, "flash_on_cpu", text, ctas=64, order=BATCHES.index(text) % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [NONE, NO_BARRIERS, EARLY_READS])
+@pytest.mark.parametrize(("entry", "text"), [("decode_on_cpu", DECODES[2]), ("flash_on_cpu", BATCHES[5])])
+def test_a_planted_fault_is_seen(library: ctypes.CDLL, entry: str, text: str, fault: int) -> None:
+    """Barriers that do nothing, and keys that are read before their copies have landed."""
+    assert is_seen(library, entry, text, fault) == (fault != NONE)
