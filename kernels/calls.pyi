@@ -4,6 +4,11 @@ from torch import Tensor
 
 from gristmill.kernel_registry.call import Call
 
+class ActivationCall(Call):
+    x: Tensor
+    function: str
+    out: Tensor
+
 class AllGatherCall(Call):
     x: Tensor
     group: str
@@ -36,11 +41,24 @@ class CombineCall(Call):
     weights: Tensor
     out: Tensor
 
+class CopyBlocksCall(Call):
+    source: Tensor
+    cache: Tensor
+    source_blocks: Tensor
+    cache_blocks: Tensor
+    factors: Tensor
+    sums: Tensor
+
 class FusedAddRmsNormCall(Call):
     x: Tensor
     residual: Tensor
     weight: Tensor
     eps: float
+    out: Tensor
+
+class GeluAndMulCall(Call):
+    x: Tensor
+    approximate: str
     out: Tensor
 
 class GroupedLinearCall(Call):
@@ -68,6 +86,14 @@ class GroupedTopkCall(Call):
     scale: float
     weights: Tensor
     ids: Tensor
+
+class LayerNormCall(Call):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    residual: Tensor | None
+    out: Tensor
 
 class LinearCall(Call):
     x: Tensor
@@ -118,6 +144,8 @@ class MoeCall(Call):
     limit: float
     codes: Tensor | None
     scales: Tensor | None
+    activation: str
+    gated: bool
     out: Tensor
 
 class PagedAttentionCall(Call):
@@ -145,6 +173,21 @@ class PermuteCall(Call):
     expert_offsets: Tensor
     permutation: Tensor
     inverse: Tensor
+
+class ProcessLogitsCall(Call):
+    logits: Tensor
+    places: Tensor
+    fed: Tensor
+    slots: Tensor
+    penalties: Tensor
+    seen: Tensor
+    bias: Tensor
+    counted: Tensor
+    barred: Tensor
+    mask: Tensor
+    mask_rows: Tensor
+    out: Tensor
+    largest: Tensor
 
 class QkNormRopeCacheCall(Call):
     qkv: Tensor
@@ -229,4 +272,6 @@ class VarlenAttentionCall(Call):
     max_ctx: int
     scale: float
     lse: Tensor | None
+    window_left: int
+    window_right: int
     out: Tensor

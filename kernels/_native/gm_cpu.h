@@ -42,6 +42,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "call_list.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -105,7 +107,9 @@
 // "calls/rms_norm.h", whose digest is compared with that of the declaration when the entry is first looked up
 // (kernels/native_call.py). With names after the operation, GM_CPU_CALL(gm_linear_rows16, Linear, format,
 // group), the entry has a second parameter, const gm_linear_rows16_options&: int64_t of these names, out of the
-// configuration.
+// configuration. Before it runs, the entry notes the call for a thread that records (call_list.h).
+#define GM_NONE_OR(...) GM_FIRST_TWO(__VA_ARGS__ __VA_OPT__(, ) nullptr, 0)
+#define GM_FIRST_TWO(a, b, ...) a, b
 #define GM_CPU_CALL(name, Op, ...)                                                                      \
   struct name##_options {                                                                               \
     __VA_OPT__(int64_t __VA_ARGS__;)                                                                    \
@@ -116,7 +120,16 @@
   extern "C" __attribute__((visibility("default"))) const char* GM_CAT(options_of_##name, GM_LEVEL)() { \
     return #__VA_ARGS__;                                                                                \
   }                                                                                                     \
-  GM_KERNEL(name)
+  static int name##_run(const Gm##Op##Call& __VA_OPT__(, const name##_options&));                       \
+  static int name##_replay(const void* call, [[maybe_unused]] const void* options) {                    \
+    return name##_run(*static_cast<const Gm##Op##Call*>(call)                                           \
+                          __VA_OPT__(, *static_cast<const name##_options*>(options)));                  \
+  }                                                                                                     \
+  GM_KERNEL(name)(const Gm##Op##Call& call __VA_OPT__(, const name##_options& options)) {               \
+    gm_note_call(name##_replay, &call, sizeof call, GM_NONE_OR(__VA_OPT__(&options, sizeof options)));  \
+    return name##_run(call __VA_OPT__(, options));                                                      \
+  }                                                                                                     \
+  static int name##_run
 
 // GM_CPU_ARGS(gm_my_op, GmMyArgs)(const GmMyArgs& args): an entry that takes the struct of an args.h, which `make
 // generate` writes from args.py (quant/argument_struct.py); checked like that of a call.

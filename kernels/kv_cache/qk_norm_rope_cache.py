@@ -8,6 +8,7 @@ dtype before it is rotated, and a rotated key before it is quantized. Others fus
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.arguments import VECTORS, Scalar, Tensor
@@ -43,10 +44,10 @@ def reference(
 ) -> torch.Tensor:
     """qkv [T, Hq + 2 Hk, D], the heads of q, then of k, then of v, of each token -> q [T, Hq, D], normalized and rotated.
 
-    q_weight, k_weight: [D], RMSNorm of each head with eps; None: no norm. positions int64 [T] and cos_sin float32 [P, rot]: the
-    first rot elements of a head are rotated, as in `rotary_embedding`. Keys and values of token t go to slot slot_mapping[t] of
-    key_cache and value_cache [blocks, block_size, Hk, D], as in `reshape_and_cache`; −1 = not written. k_scale, v_scale: of
-    caches of e4m3 codes, per tensor, per head, or per token and head (written).
+    q_weight, k_weight: [D] in x's dtype or float32, RMSNorm of each head with eps; None: no norm. positions int64 [T] and
+    cos_sin float32 [P, rot]: the first rot elements of a head are rotated, as in `rotary_embedding`. Keys and values of token t go
+    to slot slot_mapping[t] of key_cache and value_cache [blocks, block_size, Hk, D], as in `reshape_and_cache`; −1 = not written.
+    k_scale, v_scale: of caches of e4m3 codes, per tensor, per head, or per token and head (written).
     """
     check_slots(NAME, slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     q, k, v = rotated(qkv, q_weight, k_weight, eps, positions, cos_sin, interleaved, key_cache.shape[2])
@@ -63,7 +64,10 @@ def norms_fit(q_weight: torch.Tensor | None, k_weight: torch.Tensor | None) -> s
 
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
-    return rotary_embedding.misfit(*problem.integers("rot", "head_dim")) or quantized.misfit(problem)
+    wrong = rotary_embedding.misfit(*problem.integers("rot", "head_dim")) or quantized.misfit(problem)
+    if not problem["norm"] and problem["w"] != "x":
+        return "without norms there are no weights, and w is x"
+    return wrong or rms_norm.check(problem)
 
 
 def inputs(problem: Problem, seed: int, device: str) -> list[object]:
@@ -78,7 +82,7 @@ def inputs(problem: Problem, seed: int, device: str) -> list[object]:
     key, value, key_cache, value_cache, slots = random_writes(draw, t, size, (hk, d), (hk, d))
     *caches, k_scale, v_scale = quantized.stored(draw, key_cache, value_cache)
     (q,) = draw.stored(draw.rows(t, hq, d))
-    weights = draw.stored(1 + 0.2 * draw.normal(d), 1 + 0.2 * draw.normal(d))
+    weights = [rms_norm.stored_weight(problem, draw, 1 + 0.2 * draw.normal(d)) for _ in "qk"]
     positions = torch.randint(0, rows, (t,), generator=draw.generator)
     positions[:2] = torch.tensor([rows - 1, 0])[:t]
     return [
@@ -125,13 +129,14 @@ OP = Op(
         rotary_embedding.STYLE,
         Axis("norm", "bool", "whether heads of q and k are normalized", default=False),
         Axis("block_size", "int", "tokens of a block", default=16, minimum=1),
-        Axis("x", "dtype", "dtype of the projection, the norms and q", default="bf16", choices=FLOATS),
+        Axis("x", "dtype", "dtype of the projection and q", default="bf16", choices=FLOATS),
+        replace(rms_norm.WEIGHT, help="dtype of the weights of norms; x: that of x"),
         *quantized.AXES,
     ),
     arguments=(
         Tensor("qkv", "t heads+2*kv_heads head_dim", strides=VECTORS),
-        Tensor("q_weight", "head_dim", optional=True, required=True),
-        Tensor("k_weight", "head_dim", optional=True, required=True),
+        Tensor("q_weight", "head_dim", dtype="w", optional=True, required=True),
+        Tensor("k_weight", "head_dim", dtype="w", optional=True, required=True),
         Scalar("eps", "float", minimum=0),
         Tensor("positions", "t", dtype="int64"),
         Tensor("cos_sin", "positions rot", dtype="fp32"),
@@ -168,6 +173,8 @@ OP = Op(
         t=7,heads=4,kv_heads=2,head_dim=33,rot=30,norm=true,kv=fp8,kv_scale=head
         t=33,heads=5,kv_heads=5,head_dim=64,rot=64,block_size=5,x=fp16,kv=fp8,kv_scale=token
         t=9,heads=2,kv_heads=1,head_dim=130,rot=128,style=gptj,norm=true,x=fp32,kv=fp8,kv_scale=token
+        t=7,heads=4,kv_heads=1,head_dim=256,rot=256,norm=true,w=fp32
+        t=9,heads=3,kv_heads=2,head_dim=33,rot=30,norm=true,x=fp16,w=fp32,kv=fp8,kv_scale=token
         """
     ),
     bench=problems(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.target import Target
 from gristmill.kernels.kv_cache.slots import check_slots
 from gristmill.kernels.native import best_config
 from gristmill.kernels.native_call import CallEntry
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gristmill.kernels.calls import QkNormRopeCacheCall
 
 ENTRY = CallEntry("gm_qk_norm_rope_cache", "qk_norm_rope_cache")
+_LEVEL = best_config("gm_qk_norm_rope_cache")
 LONGEST_QUANTIZED_HEAD = 1024
 
 
@@ -28,6 +30,11 @@ def launch(config: Config, call: QkNormRopeCacheCall) -> None:
             "qk_norm_rope_cache", call.slot_mapping, call.key_cache.shape[0] * call.key_cache.shape[1]
         )
         raise
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """The code level, and whether weights of norms are float32."""
+    return {**_LEVEL(problem, target), "wide": problem["w"] == "fp32"}
 
 
 def accepts(problem: Problem) -> str | None:
@@ -46,7 +53,8 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="tokens over threads, a head at a time: norm, rotation, cache",
     accepts=accepts,
-    config=best_config("gm_qk_norm_rope_cache"),
+    config=config,
+    supports=("w",),
     batch_invariant=True,
     priority=100,
 )

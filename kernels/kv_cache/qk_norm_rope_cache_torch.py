@@ -40,5 +40,6 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="norms, rotation and index_put_ in turn",
+    supports=("w",),
     batch_invariant=True,
 )

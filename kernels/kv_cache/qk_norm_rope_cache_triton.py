@@ -347,6 +347,7 @@ KERNEL = Kernel(
     summary="one program per token and tile of heads of q, k or v, float32 inside",
     config=config,
     space=space,
+    supports=("w",),
     batch_invariant=True,
     priority=50,
 )

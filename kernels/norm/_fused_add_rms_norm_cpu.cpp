@@ -1,12 +1,12 @@
 // residual[r, c] += x[r, c], rounded to the dtype; out[r, c] = residual[r, c] / sqrt(mean_c(residual[r, c]^2)
 // + eps) * w[c], summed and scaled in float32 from the stored residual, rounded once.
+#include "_rms_norm_row_cpu.h"
 #include "calls/fused_add_rms_norm.h"
-#include "gm_cpu.h"
 
 namespace {
 
-template <class T>
-void add_rms_norm_row(const T* x, T* residual, const T* w, T* out, int64_t cols, float eps) {
+template <class T, class W>
+void add_rms_norm_row(const T* x, T* residual, const W* w, T* out, int64_t cols, float eps) {
   constexpr int L = gm::kLanes;
   gm::vf s0 = gm::zero(), s1 = gm::zero();  // two chains hide the latency of fma
   int64_t c = 0;
@@ -39,14 +39,10 @@ void add_rms_norm_row(const T* x, T* residual, const T* w, T* out, int64_t cols,
 GM_CPU_CALL(gm_fused_add_rms_norm, FusedAddRmsNorm)(const GmFusedAddRmsNormCall& call) {
   if (call.m < 0 || call.n < 1) return GM_E_SHAPE;
   GM_DISPATCH_FLOAT(call.x_type, T, {
-    const int64_t grain = 16384 / call.n + 1;  // about 16k elements a task
-    return gm::parallel_for(call.m, grain, [&](int64_t begin, int64_t end) {
-      const float eps = float(call.eps);
-      for (int64_t r = begin; r < end; ++r)
-        add_rms_norm_row(static_cast<const T*>(call.x) + r * call.x_stride[0],
-                         static_cast<T*>(call.residual) + r * call.residual_stride[0],
-                         static_cast<const T*>(call.weight),
-                         static_cast<T*>(call.out) + r * call.out_stride[0], call.n, eps);
+    return gm::each_row<T>(call, [&](int64_t r, auto weight) {
+      add_rms_norm_row(static_cast<const T*>(call.x) + r * call.x_stride[0],
+                       static_cast<T*>(call.residual) + r * call.residual_stride[0], weight,
+                       static_cast<T*>(call.out) + r * call.out_stride[0], call.n, float(call.eps));
     });
   })
 }

@@ -25,13 +25,26 @@ inline float inverse_rms(const T* x, int64_t cols, float eps) {
   return 1.0f / __builtin_sqrtf(sum(s0 + s1) / float(cols) + eps);
 }
 
-template <class T>
-void rms_norm_row(const T* x, const T* w, T* out, int64_t cols, float eps) {
+template <class T, class W>
+void rms_norm_row(const T* x, const W* w, T* out, int64_t cols, float eps) {
   constexpr int L = kLanes;
   const float scale = inverse_rms(x, cols, eps);
   int64_t c = 0;
   for (; c + L <= cols; c += L) store(out + c, load(x + c) * scale * load(w + c));
   if (c < cols) store(out + c, load(x + c, cols - c) * scale * load(w + c, cols - c), cols - c);
+}
+
+// Calls row(number, weight) for the rows of a call of a norm, whose weight is in x's dtype T, or float32.
+template <class T, class Call, class Row>
+int each_row(const Call& call, const Row& row) {
+  const auto run = [&](auto weight) {
+    const int64_t grain = 16384 / call.n + 1;  // about 16k elements a task
+    return parallel_for(call.m, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) row(r, weight);
+    });
+  };
+  if (call.w_type == GM_F32) return run(static_cast<const float*>(call.weight));
+  return call.w_type == call.x_type ? run(static_cast<const T*>(call.weight)) : int(GM_E_DTYPE);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., N], residual [..., N] (becomes x + residual, rounded to its dtype), weight [N] -> normed [..., N].
+    """x [..., N], residual [..., N] (becomes x + residual, rounded to its dtype), weight [N] in x's dtype or float32 -> normed [..., N].
 
     The norm is computed in float32 from the stored sum and rounded once. The output may be x itself.
     """
@@ -31,7 +31,8 @@ def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
 def inputs(problem: Problem, seed: int, device: str) -> list[Any]:
     """Random arguments: rows of very different sizes, so that a wrong row or a wrong mean shows."""
     draw, (m, n) = Draw(problem, seed, device), problem.integers("m", "n")
-    return [*draw.stored(draw.rows(m, n), draw.rows(m, n), 1 + 0.2 * draw.normal(n)), 1e-5]
+    rows, weight = draw.stored(draw.rows(m, n), draw.rows(m, n)), 1 + 0.2 * draw.normal(n)
+    return [*rows, rms_norm.stored_weight(problem, draw, weight), 1e-5]
 
 
 def cost(problem: Problem) -> Cost:
@@ -47,17 +48,19 @@ OP = Op(
     axes=(
         Axis("m", "int", "rows (tokens)", dynamic=True),
         Axis("n", "int", "row length (hidden size)", minimum=1),
-        Axis("x", "dtype", "dtype of x, residual, weight and the output", default="bf16", choices=FLOATS),
+        Axis("x", "dtype", "dtype of x, residual and the output", default="bf16", choices=FLOATS),
+        rms_norm.WEIGHT,
     ),
     arguments=(
         Tensor("x", "... n", strides=ROWS),
         Tensor("residual", "... n", strides=ROWS, mutable=True),
-        Tensor("weight", "n"),
+        Tensor("weight", "n", dtype="w"),
         Scalar("eps", "float", minimum=0),
     ),
     returns=(Tensor("out", "... n", strides=ROWS),),
     reference=reference,
     inputs=inputs,
+    check=rms_norm.check,
     cost=cost,
     # One rounding step of the dtype beside the reference's own, for the sum and for the norm.
     tolerance=rms_norm.OP.tolerance,

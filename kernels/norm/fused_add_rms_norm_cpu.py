@@ -29,6 +29,7 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="one row a task, the sum stored and squared in one pass",
     config=best_config("gm_fused_add_rms_norm"),
+    supports=("w",),
     batch_invariant=True,
     priority=100,
 )

@@ -107,6 +107,7 @@ KERNEL = Kernel(
     summary="one program per row, float32 inside",
     config=config,
     space=space,
+    supports=("w",),
     batch_invariant=True,
     priority=50,
 )

@@ -29,6 +29,7 @@ KERNEL = Kernel(
     requires=Requirement(vendors=("cpu",), code="cpp"),
     summary="one row a task, two fma chains, float32 inside",
     config=best_config("gm_rms_norm"),
+    supports=("w",),
     batch_invariant=True,
     priority=100,
 )

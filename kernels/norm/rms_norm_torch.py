@@ -32,4 +32,5 @@ KERNEL = Kernel(
     target=f"{__name__}:launch",
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="torch.nn.functional.rms_norm",
+    supports=("w",),
 )

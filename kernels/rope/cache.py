@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class RopeParameters:
     Attributes:
         theta: base.
         kind: ``default``; ``linear`` (every frequency / factor); ``llama3`` (Llama 3.1: long wavelengths / factor, short ones kept, between
-            them interpolated); ``yarn`` (Peng et al., 2023: interpolation by wavelength and a factor on cosines and sines).
+            them interpolated); ``yarn`` (Peng et al., 2023: interpolation by wavelength and a factor on cosines and sines); ``longrope``
+            (Ding et al., 2024: a divisor for each pair and a factor on cosines and sines; the divisors up to the original length).
         original: positions that the model was trained on before scaling.
-        attention_factor, mscale, mscale_all_dim: yarn's factor, or the two coefficients whose quotient gives it.
+        attention_factor, mscale, mscale_all_dim: the factor of yarn and longrope, or the two coefficients whose quotient gives yarn's.
         truncate: yarn's correction range is widened to whole dimensions.
-        factors: divisors of the frequency of each pair, for the kind ``default`` (the rope_freqs of GGUF files).
+        factors: divisors of the frequency of each pair, for the kinds ``default`` (the rope_freqs of GGUF files) and ``longrope``.
     """
 
     theta: float = 10000.0
@@ -53,7 +54,7 @@ class RopeParameters:
             raise ValueError(f"rope theta must be over 1, got {self.theta}")
         if not self.factor > 0:
             raise ValueError(f"rope factor must be positive, got {self.factor}")
-        if self.kind in ("llama3", "yarn") and self.original < 1:
+        if self.kind in ("llama3", "yarn", "longrope") and self.original < 1:
             raise ValueError(
                 f"rope type {self.kind} needs original_max_position_embeddings, got {self.original}"
             )
@@ -81,10 +82,12 @@ class RopeParameters:
             return cls(
                 theta=float(_entry(table, "rope_theta", kind, theta)), factors=tuple(table.get("factors", ()))
             )
+        kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first files
+        stretches = kind in ("yarn", "longrope")
         original = int(
-            table.get("original_max_position_embeddings") or (max_positions if kind == "yarn" else 0) or 0
+            table.get("original_max_position_embeddings") or (max_positions if stretches else 0) or 0
         )
-        ratio = max_positions / original if kind == "yarn" and max_positions and original else None
+        ratio = max_positions / original if stretches and max_positions and original else None
         options: dict[str, Any] = {}
         if kind == "llama3":
             options = {
@@ -100,6 +103,10 @@ class RopeParameters:
                 "beta_slow": float(table.get("beta_slow") or 1),
             }
             options["truncate"] = bool(table.get("truncate", True))
+        elif kind == "longrope":
+            given = table.get("attention_factor")
+            options["attention_factor"] = None if given is None else float(given)
+            options["factors"] = tuple(map(float, _entry(table, "short_factor", kind)))
         return cls(
             theta=float(_entry(table, "rope_theta", kind, theta)),
             kind=kind,
@@ -110,11 +117,13 @@ class RopeParameters:
 
     @property
     def table_factor(self) -> float:
-        """The factor of cosines and sines: 1 except for yarn."""
-        if self.kind != "yarn":
+        """The factor of cosines and sines: 1 except for yarn and longrope."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original))
         if self.mscale and self.mscale_all_dim:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         return _mscale(self.factor, 1.0)
@@ -163,7 +172,7 @@ def inverse_frequencies(rot: int, parameters: RopeParameters, precision: str = "
         return plain
     if len(parameters.factors) != rot // 2:
         raise ValueError(f"{len(parameters.factors)} factors of frequencies were given for {rot // 2} pairs")
-    return plain / torch.tensor(parameters.factors, dtype=dtype)
+    return 1.0 / (torch.tensor(parameters.factors, dtype=dtype) * periods)
 
 
 def _llama3(plain: Tensor, parameters: RopeParameters) -> Tensor:

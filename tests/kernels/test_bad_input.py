@@ -276,16 +276,16 @@ def test_calls_with_a_plan(op: Op) -> None:
 def test_a_guard_that_forgets_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep fails on two guards that once were in use: one ignores a dtype, one asks a scalar for its
     width."""
-    op = REGISTRY.op("rms_norm")
+    op = REGISTRY.op("layer_norm")
     problem = example(op)
     arguments = op.inputs(problem, 0, "cpu")
-    plan = planned("rms_norm", op.static(problem))
+    plan = planned("layer_norm", op.static(problem))
 
     def faults(guard: Callable[..., int]) -> str:
         monkeypatch.setattr(plan, "_guard", guard)
         # Only wider elements: without a guard, narrower ones would be read past their end.
         verdicts = [
-            verdict(op, lambda a: ops.rms_norm(*a, plan=plan), bad, None)
+            verdict(op, lambda a: ops.layer_norm(*a, plan=plan), bad, None)
             for what, bad in mutations(op, arguments)
             if what.endswith(("float64", "int64"))
         ]

@@ -50,6 +50,14 @@ SCHEMAS = {
         "str scoring='softmax', bool renormalize=True, float scale=1.0",
         ("weights", "ids"),
     ),
+    "copy_blocks": (
+        "Tensor source, Tensor(a!) cache, Tensor source_blocks, Tensor cache_blocks, Tensor factors",
+        ("sums",),
+    ),
+    "layer_norm": (
+        "Tensor x, Tensor weight, Tensor? bias=None, float eps=1e-05, Tensor(a!)? residual=None",
+        ("out",),
+    ),
     "linear": (
         "Tensor x, Tensor[] weight, Tensor? bias=None, Tensor? residual=None, bool silu_mul=False, "
         "int n=0, Tensor(w!)? workspace=None, Tensor? codes=None, Tensor? scales=None",
@@ -65,7 +73,7 @@ SCHEMAS = {
     "moe": (
         "Tensor x, Tensor weights, Tensor ids, Tensor[] w13, Tensor[] w2, int inter=0, "
         "Tensor(w!)? workspace=None, Tensor? w13_bias=None, Tensor? w2_bias=None, bool clamp=False, "
-        "float alpha=1.702, float limit=7.0, Tensor? codes=None, Tensor? scales=None",
+        "float alpha=1.702, float limit=7.0, Tensor? codes=None, Tensor? scales=None, str activation='silu', bool gated=True",
         ("out",),
     ),
     "paged_attention": (
@@ -75,6 +83,11 @@ SCHEMAS = {
         ("out",),
     ),
     "permute": ("Tensor ids, int experts", ("expert_offsets", "permutation", "inverse")),
+    "process_logits": (
+        "Tensor logits, Tensor places, Tensor fed, Tensor slots, Tensor penalties, Tensor seen, Tensor bias, Tensor counted, "
+        "Tensor barred, Tensor mask, Tensor mask_rows",
+        ("out", "largest"),
+    ),
     "qk_norm_rope_cache": (
         "Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor positions, Tensor cos_sin, "
         "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, bool interleaved=False, "
@@ -102,11 +115,13 @@ SCHEMAS = {
         "Tensor index, Tensor(w!)? workspace=None",
         ("ids",),
     ),
+    "activation": ("Tensor x, str function", ("out",)),
+    "gelu_and_mul": ("Tensor x, str approximate='none'", ("out",)),
     "silu_and_mul": ("Tensor x", ("out",)),
     "silu_and_mul_quant": ("Tensor x, Tensor(a!) codes, Tensor(b!) scales, str format", ()),
     "varlen_attention": (
         "Tensor q, Tensor k, Tensor v, Tensor query_start, Tensor context_start, int max_q, "
-        "int max_ctx, float scale, Tensor(a!)? lse=None",
+        "int max_ctx, float scale, Tensor(a!)? lse=None, int window_left=-1, int window_right=0",
         ("out",),
     ),
 }
@@ -120,11 +135,12 @@ MORE = {
     "paged_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,head_dim=64,sinks=true,lse=true,"
     "kv=fp8,kv_scale=token",
     "mla_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=140,total_ctx=60,heads=4,lse=true",
-    "varlen_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,lse=true",
+    "varlen_attention": "q_tokens=5,seqs=3,max_q=3,max_ctx=40,total_ctx=60,heads=4,kv_heads=2,lse=true,window_left=5,window_right=3",
     "linear": "m=5,n=32,k=64,epilogue=bias+residual+silu_mul",
     "grouped_linear": "m=12,e=5,n=34,k=67,gather=2,epilogue=bias+silu_mul+clamp",
     "moe": "m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp",
     "grouped_topk": "m=5,e=16,top_k=2,n_group=8,topk_group=2,scoring=sigmoid,bias=true",
+    "layer_norm": "m=7,n=257,bias=true,residual=true",
     "qk_norm_rope_cache": "t=7,heads=4,kv_heads=2,head_dim=32,rot=24,norm=true,block_size=4,kv=fp8,kv_scale=token",
     "reshape_and_cache": "t=7,h=3,d=32,dv=24,block_size=4,kv=fp8,kv_scale=token",
     "rms_norm_quant": "m=7,n=257,residual=true,normed=true",

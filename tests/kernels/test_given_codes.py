@@ -37,10 +37,10 @@ def results(implementation: Runnable, form: str, by_column: bool) -> list[torch.
         problem = op.problem(f"{text},codes=true" if codes else text)
         arguments = op.inputs(op.problem(text), 0, "cpu")
         if codes:
-            arguments[-2:] = codes_of(arguments[0], form)
+            at = [argument.name for argument in op.arguments].index("codes")
+            given, scales = codes_of(arguments[0], form)
+            arguments[at : at + 2] = given, scales.T.contiguous().T if by_column else scales
             arguments[0] = torch.full_like(arguments[0], float("nan"))
-            if by_column:
-                arguments[-1] = arguments[-1].T.contiguous().T
         out = torch.empty(9, 40 if op.name == "linear" else 288, dtype=torch.bfloat16)
         call = op.Call(*pack(implementation.kernel, arguments), out)
         assert op.guard(op.static(problem))(call) == 9

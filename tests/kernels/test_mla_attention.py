@@ -22,6 +22,7 @@ from gristmill.kernels.attention.varlen_attention.torch import KERNEL as VARLEN_
 from tests.calls import make_call
 from tests.native.levels import runnable_levels
 
+WINDOWS = ("window_left", "window_right")
 LEVELS = [level for level in runnable_levels() if level in ("base", "avx2", "avx512", "neon")]
 
 
@@ -174,6 +175,19 @@ def wrong_key_head(a: dict[str, Any]) -> None:
     a["k"] = a["k"].flip(1)
 
 
+def left_wider(a: dict[str, Any]) -> None:
+    if a["window_left"] >= 0:
+        a["window_left"] += 1
+
+
+def right_wider(a: dict[str, Any]) -> None:
+    a["window_right"] += a["window_right"] >= 0
+
+
+def right_narrower(a: dict[str, Any]) -> None:
+    a["window_right"] = max(0, a["window_right"] - 1) if a["window_right"] >= 0 else 200
+
+
 FAULTS: list[tuple[Op, Kernel, Callable[[dict[str, Any]], None]]] = [
     *(
         (mla_attention.OP, MLA_TORCH, fault)
@@ -189,7 +203,7 @@ def test_planted_fault_is_caught(op: Op, kernel: Kernel, fault: Callable[[dict[s
         problem, right = op.problem(text), arguments_of(op, text)
         if not problem.integer("q_tokens") or (fault is wrong_key_head and problem["kv_heads"] == 1):
             continue
-        if fault is context_late and problem["seqs"] == 1:
+        if fault is context_late and (problem["seqs"] == 1 or problem["total_ctx"] == problem["q_tokens"]):
             continue
         expected, limit = run_reference(op, list(right.values())), op.tolerance(problem).limit
         assert error_of(op, problem, list(right.values()), run(op, kernel, {}, right), expected) <= limit
@@ -259,9 +273,56 @@ def test_describe_refuses() -> None:
         ({"k": b["k"].half()}, TypeError, "k must have q's dtype"),
         ({"context_start": b["context_start"][:-1]}, ValueError, "context_start"),
         ({"max_ctx": 1}, ValueError, "more than 3 sequences"),
+        ({"window_left": -2}, ValueError, "window_left must be at least -1, got -2"),
+        ({"window_right": -2}, ValueError, "window_right must be at least -1, got -2"),
+        ({"window_right": 2**63 - 1}, ValueError, "window_right must be at most 2147483647"),
     ):
         with pytest.raises(kind, match=message):
             varlen_attention.OP.describe(**(b | change))
+
+
+@pytest.mark.parametrize("left", [-1, 0, 3, 40, varlen_attention.LONGEST])
+@pytest.mark.parametrize("right", [-1, 0, 2, 40, varlen_attention.LONGEST])
+def test_windows_match_masks_of_torch(left: int, right: int) -> None:
+    """The reference and every kernel here beside torch's own attention under a mask, for sequences of 1, 7 and 70 new tokens, with and without
+    a context before them."""
+    op = varlen_attention.OP
+    problem = op.problem(
+        "q_tokens=78,seqs=3,max_q=70,max_ctx=70,total_ctx=120,heads=4,kv_heads=2,qk_dim=32,v_dim=24,x=fp32,"
+        f"window_left={left},window_right={right}"
+    )
+    a = dict(zip([p.name for p in op.parameters], op.inputs(problem, 3, "cpu"), strict=True))
+    starts, contexts = a["query_start"].tolist(), a["context_start"].tolist()
+    pieces = []
+    for i in range(3):
+        q = a["q"][starts[i] : starts[i + 1]].transpose(0, 1)
+        k, v = (a[n][contexts[i] : contexts[i + 1]].transpose(0, 1).repeat_interleave(2, 0) for n in "kv")
+        place = torch.arange(k.shape[1])
+        behind = place[k.shape[1] - q.shape[1] :, None] - place
+        seen = ((left < 0) | (behind <= left)) & ((right < 0) | (-behind <= right))
+        pieces.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=a["scale"]))
+    expected = torch.cat([piece.transpose(0, 1) for piece in pieces])
+    torch.testing.assert_close(op.reference(*a.values()), expected, rtol=1e-5, atol=1e-5)
+    for kernel, config in ((VARLEN_TORCH, {}), *((VARLEN_CPP, {"level": level}) for level in LEVELS)):
+        torch.testing.assert_close(run(op, kernel, config, a)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", [left_wider, right_wider, right_narrower])
+def test_a_wrong_window_is_caught(fault: Callable[[dict[str, Any]], None]) -> None:
+    op, caught = varlen_attention.OP, 0
+    for text in op.examples:
+        problem, right = op.problem(text), arguments_of(op, text)
+        wrong = dict(right)
+        fault(wrong)
+        if problem.text("x") != "fp32" or [wrong[n] for n in WINDOWS] == [right[n] for n in WINDOWS]:
+            continue
+        expected = run_reference(op, list(right.values()))
+        actual = [x.nan_to_num() for x in run(op, VARLEN_TORCH, {}, wrong)]
+        caught += (
+            not error_of(op, problem, list(right.values()), actual, expected)
+            <= 4 * op.tolerance(problem).limit
+        )
+    assert caught
 
 
 def test_cpu_kernels_refuse_indices_that_do_not_exist() -> None:

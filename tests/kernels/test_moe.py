@@ -237,17 +237,20 @@ def test_refusals() -> None:
     for arguments, message in (
         (
             (x, weights, ids, [w13], [w2.transpose(1, 2).contiguous()]),
-            r"w13 must be \[e, 2\*i, h\] = \[2, 16, 8\], i as in w2",
+            r"w13 must be \[e, \(1\+gated\)\*i, h\] = \[2, 16, 8\], i as in w2",
         ),
         (
             (x[:, :7].contiguous(), weights, ids, [w13], [w2]),
-            r"w13 must be \[e, 2\*i, h\] = \[2, 12, 7\], i as in w2, h as in x, got \[2, 12, 8\]",
+            r"w13 must be \[e, \(1\+gated\)\*i, h\] = \[2, 12, 7\], i as in w2, h as in x, got \[2, 12, 8\]",
         ),
         (
             (x, weights[:, :1].contiguous(), ids, [w13], [w2]),
             r"ids must be \[m, top_k\] = \[3, 1\], m as in x, top_k as in weights",
         ),
-        ((x, weights, ids, [torch.zeros(2, 11, 8)], [w2]), r"w13 must be \[e, 2\*i, h\] = \[2, 12, 8\]"),
+        (
+            (x, weights, ids, [torch.zeros(2, 11, 8)], [w2]),
+            r"w13 must be \[e, \(1\+gated\)\*i, h\] = \[2, 12, 8\]",
+        ),
         ((x, weights, ids, [w13, w13], [w2]), "from which the scheme cannot be derived"),
         ((x, weights, ids, [w13], [w2.bfloat16()]), "w2 must be of w13's scheme fp32, got 'bf16'"),
     ):

@@ -174,7 +174,7 @@ def test_refusals() -> None:
     for more, message in (
         (
             (torch.zeros(2, 6),),
-            r"w13_bias must be \[e, 2\*i\] = \[2, 12\], e as in w13, i as in w2, got \[2, 6\]",
+            r"w13_bias must be \[e, \(1\+gated\)\*i\] = \[2, 12\], e as in w13, i as in w2, got \[2, 6\]",
         ),
         ((None, torch.zeros(8)), r"w2_bias must be \[e, h\] .*, got \[8\]"),
         ((None, None, True, 1.0, -1.0), "limit must be at least 0, got -1.0"),
@@ -220,6 +220,8 @@ NAMES = (
     "limit",
     "codes",
     "scales",
+    "activation",
+    "gated",
 )
 
 

@@ -67,6 +67,37 @@ def test_fused_add_means_what_the_decoder_layer_means() -> None:
         torch.testing.assert_close(results, expected, rtol=rtol, atol=1e-7)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_weights_in_float32(op: str, dtype: str) -> None:
+    """1 + w with more digits than x has, as Gemma's norms: every kernel that takes them multiplies by all digits."""
+    kind = DTYPES[dtype]
+    x, residual = _rows(5, 300, kind), _rows(5, 300, kind, 1)
+    weight = 1 + 2**-11 * torch.randn(300, generator=torch.Generator().manual_seed(1))
+    exact = x.double() + (residual.double() if op == "fused_add_rms_norm" else 0)
+    exact = exact.to(kind).double()
+    exact = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    ran = 0
+    for implementation in runnables(op):
+        if "w" not in implementation.kernel.supports:
+            continue
+        out = torch.empty_like(x)
+        arguments = [x, residual.clone()] if op == "fused_add_rms_norm" else [x]
+        implementation(*arguments, weight, EPS, out)
+        half_step = {"fp16": 2**-11, "bf16": 2**-8}[dtype]
+        assert bool(((out.double() - exact).abs() <= exact.abs() * (half_step + 1e-6) + 1e-7).all())
+        ran += 1
+    assert ran >= 3
+
+
+def test_weights_of_another_dtype_are_refused() -> None:
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with pytest.raises(
+        TypeError, match="weight must have x's dtype torch.bfloat16 or torch.float32, got torch.float16"
+    ):
+        ops.rms_norm(x, torch.ones(8, dtype=torch.float16), EPS)
+
+
 @pytest.mark.parametrize("implementation", runnables("rms_norm"), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_takes_row_strides(implementation: Runnable, dtype: str) -> None:

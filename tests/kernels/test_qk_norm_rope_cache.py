@@ -115,7 +115,7 @@ def separately(call: dict[str, Any], implementation: Runnable) -> None:
 def test_one_call_gives_the_bits_of_the_three_kernels(implementation: Runnable, x: str) -> None:
     """Every kind of cache, style and norm, at the same code level: a model gives the same ids either way."""
     for kind in ("", ",kv=fp8,kv_scale=head", ",kv=fp8,kv_scale=token"):
-        for norm in ("true", "false"):
+        for norm in ("true", "false", *(("true,w=fp32",) if x != "fp32" else ())):
             for style, rot in (("neox", 40), ("gptj", 14), ("neox", 26)):
                 text = f"t=19,heads=5,kv_heads=3,head_dim=40,rot={rot},style={style},norm={norm},x={x}{kind}"
                 fused = arguments(text)
@@ -224,6 +224,9 @@ def test_refusals() -> None:
         ({"k_scale": torch.ones(1, 1, 1)}, ValueError, "k_scale and v_scale must be given together"),
         ({"slot_mapping": valid["slot_mapping"].int()}, TypeError, "slot_mapping must be torch.int64"),
         ({"eps": -1.0}, ValueError, "eps must be at least 0"),
+        ({"q_weight": None, "k_weight": torch.ones(16).half()}, ValueError, "must be given together"),
+        ({"q_weight": torch.ones(16).half()}, TypeError, "q_weight must have qkv's dtype torch.float32 or"),
+        ({"k_weight": torch.ones(16).half()}, TypeError, "k_weight must have q_weight's dtype torch.float32"),
     ]
     for changes, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -231,7 +234,8 @@ def test_refusals() -> None:
     guard = OP.guard(OP.problem("heads=2,kv_heads=1,head_dim=16,rot=16,norm=true,x=fp32"))
     out = torch.empty(4, 2, 16)
     assert guard(OP.Call(*valid.values(), out)) == 4
-    for changes in ({"q_weight": None, "k_weight": None}, {"k_weight": None}, {"interleaved": True}):
+    halves = {name: torch.ones(16).half() for name in ("q_weight", "k_weight")}
+    for changes in ({"q_weight": None, "k_weight": None}, {"k_weight": None}, {"interleaved": True}, halves):
         with pytest.raises(ValueError, match="planned for"):
             guard(OP.Call(*(valid | changes).values(), out))
 

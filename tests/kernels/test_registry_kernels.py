@@ -6,11 +6,15 @@ here.
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.resolve import confirmed_build
 from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.grades import RECORDS
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.policy import Policy
@@ -30,7 +34,7 @@ def _targets(kernel: Kernel) -> list[Target]:
     return [CPU]
 
 
-def _rows() -> list[object]:
+def _rows() -> list[Any]:
     rows = []
     for kernel in REGISTRY.all_kernels():
         op = REGISTRY.op(kernel.op)
@@ -51,6 +55,21 @@ def test_kernel_matches_reference(op: Op, kernel: Kernel, target: Target, text: 
     problem = op.problem(text)
     outcome = verify(op, kernel, kernel.config(problem, target), problem, "cpu")
     assert outcome.ok, outcome.reason
+
+
+def test_records_of_proof_name_levels_that_ran_here() -> None:
+    """`TESTED_LEVELS` of ci/grades.py: CI's processor has them, and every kernel with such a record ran on them above."""
+    if "cpu:avx2" not in CPU.levels or "avx2" not in BUILD.cpu_levels:
+        pytest.skip("this processor or this build lacks the level of CI's processors")
+    ran: dict[str, set[str]] = {}
+    for row in _rows():
+        _, kernel, target, _ = row.values
+        ran.setdefault(kernel.name, set()).update([target.name] if kernel.language == "cpp" else CPU.levels)
+    records = json.loads(RECORDS.read_text(encoding="utf-8"))["elsewhere"]
+    recorded = records["tests/kernels/test_registry_kernels.py"]
+    assert len(recorded) > 50
+    for name, entry in recorded.items():
+        assert {*entry["on"]} <= ran[name], name
 
 
 def _cut(op: Op, kernel: Kernel, text: str) -> Problem:

@@ -148,9 +148,10 @@ def test_tables_of_configurations_old_and_broken() -> None:
     assert inferred.factor == 4.0
     for table, message in (
         (
-            {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0},
-            "longrope.*not supported; supported: default, linear",
+            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "dynamic.*not supported; supported: default, linear",
         ),
+        ({"type": "su", "rope_theta": 1e4, "factor": 2.0}, "longrope needs short_factor"),
         ({"rope_type": "linear", "rope_theta": 1e4}, "linear needs factor"),
         ({"rope_type": "linear", "factor": 2.0}, "needs rope_theta"),
         (

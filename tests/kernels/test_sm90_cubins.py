@@ -4,9 +4,6 @@ recorded ones."""
 from __future__ import annotations
 
 import re
-import struct
-import subprocess
-import tempfile
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -19,6 +16,7 @@ from gristmill.kernels.linear.frag16_sm90.instances import schedule, table
 from gristmill.kernels.linear.w8a8_sm90.shapes import OPERANDS, SHAPES
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
 from gristmill.kernels.native import library_dir
+from tests.kernels.machine_code import TOOLS, cubin_of, images, instructions, opcodes, usage
 
 LIBRARY = library_dir() / "libgristmill_cuda_sm90a.so"
 STACK_ON_RECORD = {
@@ -40,17 +38,6 @@ STACK_ON_RECORD = {
 """Bytes of stack allowed, by the start of a kernel's name; 0 for all others."""
 WEIGHT_ONLY = re.compile("linear_(decode|gemm)_")
 
-
-def _tools() -> Path | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    return folder if all((folder / name).is_file() for name in ("cuobjdump", "nvdisasm")) else None
-
-
-TOOLS = _tools()
 pytestmark = pytest.mark.skipif(
     not LIBRARY.is_file() or TOOLS is None,
     reason="needs the CUDA library and triton's cuobjdump and nvdisasm",
@@ -60,59 +47,14 @@ pytestmark = pytest.mark.skipif(
 QUICK = ("int4_g128", "mxfp4", "fp8")
 """Formats whose instructions `make test` reads: one of each decoder. Registers and stack are read for all
 formats."""
-
-
-@cache
-def images() -> tuple[Path, ...]:
-    """Returns one file per source in the library: fatbins, in which nvcc 13 compresses cubins, or plain
-    cubins."""
-    raw, folder = LIBRARY.read_bytes(), Path(tempfile.mkdtemp())
-    parts = []
-    # Magic number, version, size of the header.
-    for match in re.finditer(rb"\x50\xed\x55\xba\x01\x00\x10\x00", raw):
-        parts.append(raw[match.start() :][: 16 + struct.unpack_from("<Q", raw, match.start() + 8)[0]])
-    for match in re.finditer(rb"\x7fELF\x02\x01\x01[\x33\x41]", b"" if parts else raw):  # ELF of the CUDA ABI
-        start = match.start()
-        sections, segments = struct.unpack_from("<QQ", raw, start + 32)[::-1]
-        sizes = struct.unpack_from("<HHHH", raw, start + 54)
-        end = max(sections + sizes[2] * sizes[3], segments + sizes[0] * sizes[1])
-        parts.append(raw[start : start + end])
-    for number, part in enumerate(parts):
-        (folder / f"{number}.image").write_bytes(part)
-    return tuple(folder / f"{number}.image" for number in range(len(parts)))
-
-
-def ask(tool: str, *arguments: object, folder: Path | None = None) -> str:
-    """Returns the output of a tool of triton's."""
-    command = [str(TOOLS and TOOLS / tool), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
-
-
-@cache
-def instructions(image: Path) -> dict[str, str]:
-    """Returns the instructions of each kernel in an image.
-
-    `nvdisasm` without encodings and without analysis of branches prints a fifth of what `cuobjdump -sass` does, in half
-    of its time.
-    """
-    folder = Path(tempfile.mkdtemp(dir=image.parent))
-    ask("cuobjdump", "-xelf", "all", image, folder=folder)
-    (cubin,) = folder.glob("*.cubin")
-    sections = re.split(r"\.section\t\.text\.", ask("nvdisasm", "-c", "-ndf", cubin))[1:]
-    return {section.split(",", 1)[0]: section for section in sections}
+WAITS, TRIGGERS = 0x82E, 0x82D
+"""Opcodes of ACQBULK and PREEXIT: a kernel waits for its predecessor, and lets its successor start."""
 
 
 @cache
 def resources() -> dict[Path, tuple[tuple[str, int, int], ...]]:
     """Returns name, registers and stack bytes of the kernels in each image."""
-    pattern = re.compile(r"Function (\w+):\s*\n\s*REG:(\d+) STACK:(\d+)")
-    return {
-        image: tuple(
-            (name, int(registers), int(stack))
-            for name, registers, stack in pattern.findall(ask("cuobjdump", "--dump-resource-usage", image))
-        )
-        for image in images()
-    }
+    return {image: usage(image) for image in images(LIBRARY)}
 
 
 def allowed(name: str) -> int:
@@ -120,14 +62,19 @@ def allowed(name: str) -> int:
     return max((size for start, size in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
 
 
-def bodies(formats: Collection[str]) -> dict[str, str]:
-    """Returns the instructions of kernels by name: those of linear in these formats, and of all other
-    operations."""
+SOME = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+"""Read every `step`-th kernel by name, in which types, shapes and variants alternate. Of all kernels, `test_registers_and_stack` and
+its like see the spills."""
+
+
+def bodies(names: Collection[str], step: int = 1) -> dict[str, str]:
+    """Returns the instructions of every `step`-th of the kernels `names`, by name."""
+    chosen = {*sorted(names)[::step]}
     texts = {}
     for image, kernels in resources().items():
-        form = re.match(r"linear_(?:decode_ws|decode|gemm_ws)_(\w+?)_(?:bf16|fp16)_", kernels[0][0])
-        if form is None or form[1] in formats:
-            texts |= instructions(image)
+        of_image = [name for name, _, _ in kernels if name in chosen]
+        texts |= instructions(image, of_image) if of_image else {}
+    assert texts.keys() == chosen
     return texts
 
 
@@ -157,27 +104,16 @@ def test_registers_and_stack() -> None:
     assert len(instances(whole=True)) == 546 and "linear_gemm_ws_int8_fp16_bf16_128x4x1x1" in instances()
     for name, registers, stack in linear:
         assert registers <= 255
-        allowed = max((b for start, b in STACK_ON_RECORD.items() if name.startswith(start)), default=0)
-        assert stack <= allowed, (name, stack)
+        assert stack <= allowed(name), (name, stack)
 
 
-@pytest.mark.parametrize(
-    "formats",
-    [
-        QUICK,
-        pytest.param(tuple(form for form in table()["formats"] if form not in QUICK), marks=pytest.mark.slow),
-    ],
-    ids=["quick", "others"],
-)
-def test_promised_instructions(formats: tuple[str, ...]) -> None:
-    functions = {name: text for name, text in bodies(formats).items() if WEIGHT_ONLY.match(name)}
-    expected = {
-        name
-        for name in instances()
-        if re.search(rf"_(?:decode|ws)_(?:{'|'.join(formats)})_(?:bf16|fp16)_", name)
-    }
-    assert functions.keys() == expected and len(expected) > 150
-    for name, text in functions.items():
+@SOME
+def test_promised_instructions(step: int) -> None:
+    formats = QUICK if step > 1 else table()["formats"]
+    pattern = rf"_(?:decode|ws)_(?:{'|'.join(formats)})_(?:bf16|fp16)_"
+    expected = [name for name in instances() if re.search(pattern, name)]
+    assert len(expected) > 150
+    for name, text in bodies(expected, step).items():
         assert "UBLKCP" in text, f"{name}: no bulk copy"
         assert ("HGMMA" if "gemm_ws" in name else "HMMA.16816") in text, f"{name}: no tensor-core product"
         if "_ws_" in name:
@@ -197,7 +133,8 @@ def test_promised_instructions(formats: tuple[str, ...]) -> None:
             assert multiply in text, f"{name}: pairs are to be multiplied by their scales at once"
 
 
-def test_8_bit_products() -> None:
+@SOME
+def test_8_bit_products(step: int) -> None:
     """Every instance is present; sums of e4m3 are added while the next products run."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("linear_w8a8_")]
     names = {
@@ -208,7 +145,8 @@ def test_8_bit_products() -> None:
     assert {name for name, _, _ in usage} == names
     for name, registers, stack in usage:
         assert registers <= 168 and stack == 0, (name, registers, stack)
-        text, integers = bodies(())[name], "int8" in name
+    for name, text in bodies(names, step).items():
+        integers = "int8" in name
         products = re.findall(r"(QGMMA|IGMMA)\S*", text)
         assert set(products) == {"IGMMA" if integers else "QGMMA"}, name
         assert "UTMALDG.2D" in text and "ACQBULK" in text, name
@@ -220,7 +158,8 @@ def test_8_bit_products() -> None:
         assert integers or len(re.findall("FFMA|FADD", inner)) >= int(name.split("x")[1]) // 2, name
 
 
-def test_attention() -> None:
+@SOME
+def test_attention(step: int) -> None:
     """Every instance is present and without spills; products wait neither for each other nor for the
     exponentials of the previous tile."""
     usage = [
@@ -238,8 +177,7 @@ def test_attention() -> None:
     names |= {f"{name}_cap" for name in names}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
-    for name in names:
-        text = bodies(())[name]
+    for name, text in bodies(names, step).items():
         keys = 128 // 16  # steps per tile of values; scores take one per 16 elements of a head
         scores = int(name.split("_d")[1].split("_")[0]) // 16
         # Scores and values, each for the first or last tile and in the loop.
@@ -263,8 +201,7 @@ def test_latent_attention() -> None:
     names = {f"mla_attention_{x}_{by}" for x in ("bf16", "fp16") for by in ("boxes", "rows")}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack == 0 for _, registers, stack in usage), usage
-    for name in names:
-        text = bodies(())[name]
+    for name, text in bodies(names).items():
         # Scores take 576 / 16 steps, values of 64 keys take 4: for the own weights, for those of the other
         # warpgroup, and once more for a last tile that only the first warpgroup has.
         assert len(re.findall("HGMMA", text)) == 2 * 576 // 16 + 5 * 64 // 16, name
@@ -278,7 +215,8 @@ def test_latent_attention() -> None:
         assert max(spans) >= 32, f"{name}: exponentials wait for the values"
 
 
-def test_decode_attention() -> None:
+@SOME
+def test_decode_attention(step: int) -> None:
     """Every instance is present and without spills in its loop; products take 16 keys, of codes 32 at a time, and copies run ahead."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("paged_decode_")]
     names = {f"paged_decode_{x}_d{d}" for x in ("bf16", "fp16", "codes") for d in (64, 80, 96, 128, 192, 256)}
@@ -286,8 +224,8 @@ def test_decode_attention() -> None:
     names |= {f"{name}_cap" for name in names}
     assert {name for name, _, _ in usage} == names
     assert all(registers <= 255 and stack <= allowed(name) for name, registers, stack in usage), usage
-    for name in names:
-        text, head_dim = bodies(())[name], int(name.split("_")[3][1:])
+    for name, text in bodies(names, step).items():
+        head_dim = int(name.split("_")[3][1:])
         codes = "codes" in name
         twice = "rows16" in name or (codes and head_dim <= 128)
         products = (4 if twice else 2) * (head_dim // 16)
@@ -306,8 +244,7 @@ def test_wide_attention() -> None:
     names = {f"paged_attention_{x}_d256_boxes{cap}" for x in ("bf16", "fp16") for cap in ("", "_cap")}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
-    for name in names:
-        text = bodies(())[name]
+    for name, text in bodies(names).items():
         # Scores of 256 elements and values of 64 keys in two halves, each for the first or last tile and in the loop.
         assert len(re.findall("HGMMA", text)) == 2 * (256 // 16 + 2 * 64 // 16), name
         assert "UTMALDG.4D" in text and "USETMAXREG" in text, name
@@ -325,8 +262,8 @@ def test_varlen_attention() -> None:
     names = {f"varlen_attention_{x}_d{dim}_d128" for x in ("bf16", "fp16") for dim in (128, 192)}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
-    for name in names:
-        text, dim = bodies(())[name], int(name.split("_")[3][1:])
+    for name, text in bodies(names).items():
+        dim = int(name.split("_")[3][1:])
         # Scores and values of 128 keys, each for the first or last tile and in the loop.
         assert len(re.findall("HGMMA", text)) == 2 * (dim // 16 + 128 // 16), name
         assert "UTMALDG.3D" in text and "USETMAXREG" in text, name
@@ -344,8 +281,7 @@ def test_dense_decode() -> None:
         f"dense_{x}_{columns}_{tiles}" for x in ("fp16", "bf16") for columns in (8, 16) for tiles in (1, 2)
     }
     assert all(registers <= 152 and stack == 0 for _, registers, stack in usage), usage
-    for name, _, _ in usage:
-        text = bodies(())[name]
+    for name, text in bodies([name for name, _, _ in usage]).items():
         before, after = text.split("ACQBULK", 1)
         loads = re.findall(r"LDG\.E\.\S*128\S*", before)
         assert len(loads) >= 16 and len(loads) == len(re.findall(r"LDG\.", before)), (
@@ -356,7 +292,8 @@ def test_dense_decode() -> None:
         assert "LDL" not in text and "STL" not in text, name
 
 
-def test_experts() -> None:
+@SOME
+def test_experts(step: int) -> None:
     """Every instance is present; nothing is spilled between products, which do not wait for each other."""
     usage = [row for rows in resources().values() for row in rows if row[0].startswith("grouped_")]
     types = {"int4_g128": ("bf16_bf16", "bf16_fp16", "fp16"), "mxfp4": ("bf16", "fp16")}
@@ -368,9 +305,7 @@ def test_experts() -> None:
     }
     assert {name for name, _, _ in usage} == names
     assert all(stack <= STACK_ON_RECORD["grouped_"] for _, _, stack in usage), usage
-    texts = bodies(())
-    for name in names:
-        text = texts[name]
+    for name, text in bodies(names, step).items():
         assert "UBLKCP" in text and "UTMALDG.2D" in text and "LDGSTS" in text and "USETMAXREG" in text, name
         assert len(re.findall("HGMMA", text)) == 8, f"{name}: products taken apart"
         products = text[text.index("HGMMA") : text.rindex("HGMMA")]
@@ -396,6 +331,20 @@ def functions() -> dict[str, tuple[str, ...]]:
     return found | dict(zip(sorted(written), others, strict=True))
 
 
+def test_opcodes_are_those_of_the_disassembler() -> None:
+    """In the shortest kernel of each combination."""
+    images_of = {row[0]: image for image, rows in resources().items() for row in rows}
+    codes = {name: cubin_of(image).codes[name] for name, image in images_of.items()}
+    shortest = {}
+    for name in sorted(codes, key=lambda name: -len(codes[name])):
+        found = opcodes(images_of[name], name)
+        shortest[WAITS in found, TRIGGERS in found] = name
+    assert {waits for waits, _ in shortest} == {triggers for _, triggers in shortest} == {True, False}
+    texts = bodies(shortest.values())
+    for (waits, triggers), name in shortest.items():
+        assert (waits, triggers) == ("ACQBULK" in texts[name], "PREEXIT" in texts[name]), name
+
+
 def test_programmatic_dependent_launch_is_declared() -> None:
     """A kernel waits for its predecessor, and lets its successor start early, exactly where its spec says so. The sources that a
     kernel runs are those of its closure, so that a new kernel is tested as it is."""
@@ -405,15 +354,14 @@ def test_programmatic_dependent_launch_is_declared() -> None:
         if kernel.requires.code == "cuda:sm_90a" and kernel.provider == "gristmill"
         if kernel.aot is None  # with kernels of Triton's between its own, it takes no part
     ]
-    texts, of_source, closures = bodies(QUICK), functions(), installed_sources()
+    of_source, closures = functions(), installed_sources()
+    found = {row[0]: opcodes(image, row[0]) for image, rows in resources().items() for row in rows}
     assert len(compiled) > 20
     for kernel in compiled:
         reach = closures.reach(kernel.module, kernel.target.partition(":")[0])
         sources = [source.name for source in closures.natives(reach, {}, closures.built())]
         names = [name for source in sources for name in of_source.get(source, ())]
-        of_kernel = [texts[name] for name in names if name in texts]
-        assert of_kernel or not names, f"{kernel.name}: no instructions were read of {names}"
-        assert {"ACQBULK" in text for text in of_kernel} <= {kernel.waits}, kernel.name
-        assert {"PREEXIT" in text for text in of_kernel} <= {kernel.triggers}, kernel.name
+        assert {WAITS in found[name] for name in names} <= {kernel.waits}, kernel.name
+        assert {TRIGGERS in found[name] for name in names} <= {kernel.triggers}, kernel.name
     tested = {kernel.waits for kernel in compiled} | {kernel.triggers for kernel in compiled}
     assert tested == {True, False}

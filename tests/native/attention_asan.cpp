@@ -1,5 +1,5 @@
 // gm_paged_attention, gm_mla_attention and gm_varlen_attention (dense) under the sanitizers, against float64: odd widths,
-// contexts of 0 and over one chunk, queries before their context, windows, sinks, more query heads than a
+// contexts of 0 and over one chunk, queries before their context, windows on both sides, sinks, more query heads than a
 // tile, whole and split contexts, e4m3 codes with scales of heads and of tokens, every level.
 //
 // The whole cache is poisoned but for the slots that some query sees, and block tables hold
@@ -24,7 +24,7 @@ GM_LEVELS(gm_varlen_attention, (const GmVarlenAttentionCall&));
 struct Sizes {
   int64_t tokens, heads, kv_heads, dk, dv, seqs, blocks, block_size, table_width, window, table_stride,
       q_token, q_head, out_token, out_head, k_block, k_slot, k_head, v_block, v_slot, v_head, token_scales,
-      k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head;
+      k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head, ahead;
 };
 
 // Latent if the values are the keys, dense without a block table, else paged.
@@ -68,6 +68,8 @@ struct Call {
                     .context_start = starts,
                     .scale = scale,
                     .lse = lse,
+                    .window_left = s.window - 1,
+                    .window_right = s.ahead,
                     .out = out,
                     .out_stride = {s.out_token, s.out_head},
                     .q_tokens = s.tokens,
@@ -126,6 +128,7 @@ struct Case {
   std::vector<Sequence> seqs;
   int64_t heads, kv_heads, dk, dv, block_size, window;
   bool paged, latent, sinks;
+  int64_t ahead = 0;  // keys after its own that a query sees, -1 = all; dense alone
 };
 
 // A cache of `slots` places of kv_heads vectors, all poisoned and NaN until opened.
@@ -241,7 +244,8 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
                        k_scale.head(),
                        bs * scale_slot,
                        scale_slot,
-                       v_scale.head()};
+                       v_scale.head(),
+                       c.ahead};
   const float scale = 1 / std::sqrt(float(c.dk));
   const auto attend = [&](const Sizes& shape, float softcap = 0) {
     return call(q.data(), k.data(), values.data(), out.data(), lse.data(), c.sinks ? sinks.data() : nullptr,
@@ -259,9 +263,11 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
           const int64_t own = c.seqs[i].context - c.seqs[i].queries + n, head = h / (c.heads / c.kv_heads),
                         r = token * c.heads + h;
           const int64_t low = c.window > 0 && own - c.window + 1 > 0 ? own - c.window + 1 : 0;
+          const int64_t last = c.seqs[i].context - 1,
+                        high = c.ahead < 0 || own + c.ahead > last ? last : own + c.ahead;
           std::vector<double> score, sum(c.dv, 0.0);
           double top = c.sinks ? sinks.data()[h] : -INFINITY;
-          for (int64_t at = low; at <= own; ++at) {
+          for (int64_t at = low; at <= high; ++at) {
             double dot = 0;
             for (int64_t d = 0; d < c.dk; ++d)
               dot += double(D::get(q(r, d))) * number(k, k_scale, slot_of[i][at], head, d);
@@ -270,7 +276,7 @@ void run(Call call, int dtype, const Case& c, Scales kind = kNone) {
             top = std::fmax(top, score.back());
           }
           double total = c.sinks ? std::exp(sinks.data()[h] - top) : 0;
-          for (int64_t at = low; at <= own; ++at) {
+          for (int64_t at = low; at <= high; ++at) {
             const double weight = std::exp(score[at - low] - top);
             total += weight;
             for (int64_t d = 0; d < c.dv; ++d)
@@ -325,6 +331,12 @@ void all(Call call, int dtype) {
       run<D>(call, dtype, {decode, 4, 2, 33, 33, 16, window, true, false, sinks});
       run<D>(call, dtype,
              {decode, 14, 2, 32, 32, 16, window, true, false, sinks});  // seven rows, read in place
+    }
+  for (const int64_t window : {0, 1, 5, 40})
+    for (const int64_t ahead : {-1, 0, 3, 64}) {
+      run<D>(call, dtype, {mixed, 4, 2, 16, 16, 1, window, false, false, false, ahead});
+      run<D>(call, dtype, {prefill, 2, 2, 24, 17, 1, window, false, false, false, ahead});
+      run<D>(call, dtype, {decode, 14, 2, 32, 32, 1, window, false, false, false, ahead});
     }
   run<D>(call, dtype, {mixed, 4, 4, 16, 16, 1, 0, false, false, false});
   run<D>(call, dtype, {mixed, 6, 2, 7, 5, 1, 0, false, false, false});

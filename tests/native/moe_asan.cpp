@@ -196,13 +196,19 @@ void grouped(decltype(gm_grouped_linear_levels[0].call) call, int dtype, const P
     }
 }
 
+struct Form {
+  GmMoeCall::Activation activation;
+  bool gated, clamp;
+};
+
 template <class D>
 void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& packing, int64_t tokens,
-               int64_t experts) {
+               int64_t experts, const Form& form) {
   using T = typename D::T;
-  const int64_t top_k = 3, entries = tokens * top_k, hidden = 35, inner = 17;
+  const int64_t top_k = 3, entries = tokens * top_k, hidden = 35, inner = 17,
+                up = form.gated ? 2 * inner : inner;
   Numbers numbers;
-  PackedWeight w13(packing, experts, 2 * inner, hidden, false, numbers),
+  PackedWeight w13(packing, experts, up, hidden, false, numbers),
       w2(packing, experts, hidden, inner, false, numbers);
   const int64_t aligned = 255,
                 parts[] = {4 * (experts + 1), 4 * entries, 4 * entries, entries * inner * int64_t(sizeof(T)),
@@ -212,13 +218,13 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
   Buffer<char> workspace(at[5]);
   const auto* inverse = reinterpret_cast<const int32_t*>(workspace.data() + at[2]);
   const T* acts = reinterpret_cast<const T*>(workspace.data() + at[3]);
-  Buffer<T> x(tokens, hidden, hidden), out(tokens, hidden, hidden), w13_bias(experts * 2 * inner),
+  Buffer<T> x(tokens, hidden, hidden), out(tokens, hidden, hidden), w13_bias(experts * up),
       w2_bias(experts * hidden);
   Buffer<float> weights(entries);
   Buffer<int32_t> ids(entries);
   for (int64_t i = 0; i < tokens * hidden; ++i) x.data()[i] = D::put(numbers.eighths() / 4);
   for (int64_t i = 0; i < entries; ++i) weights.data()[i] = numbers.eighths();
-  for (int64_t i = 0; i < experts * 2 * inner; ++i) w13_bias.data()[i] = D::put(numbers.eighths());
+  for (int64_t i = 0; i < experts * up; ++i) w13_bias.data()[i] = D::put(numbers.eighths());
   for (int64_t i = 0; i < experts * hidden; ++i) w2_bias.data()[i] = D::put(numbers.eighths());
   deal(ids, entries, experts, numbers);
   GmMoeCall chain{.x = x.data(),
@@ -229,9 +235,11 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
                   .workspace_bytes = at[5],
                   .w13_bias = w13_bias.data(),
                   .w2_bias = w2_bias.data(),
-                  .clamp = true,
+                  .clamp = form.clamp,
                   .alpha = kAlpha,
                   .limit = kLimit,
+                  .activation = form.activation,
+                  .gated = form.gated,
                   .out = out.data(),
                   .m = tokens,
                   .h = hidden,
@@ -240,6 +248,9 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
                   .x_type = dtype};
   w13.into(chain.w13, chain.w13_size, chain.w13_type), w2.into(chain.w2, chain.w2_size, chain.w2_type);
   CHECK(call(chain, w13.options()) == 0);
+  GmMoeCall other = chain;
+  other.clamp = true, other.activation = GmMoeCall::Activation::relu2;
+  CHECK(call(other, w13.options()) == -5);
   if (tokens > 0) {
     GmMoeCall small = chain;
     small.workspace_bytes -= 256;
@@ -268,6 +279,7 @@ void composite(decltype(gm_moe_levels[0].call) call, int dtype, const Packing& p
 }  // namespace
 
 int main() {
+  using Activation = GmMoeCall::Activation;
   int ran = 0;
   for (const auto& level : gm_moe_permute_levels)
     if (level.call != nullptr && runs_here(level.name)) permute({level.call}), ++ran;
@@ -288,9 +300,13 @@ int main() {
   for (const auto& level : gm_moe_levels) {
     if (level.call == nullptr || !runs_here(level.name)) continue;
     for (const Packing& p : packings())
-      for (const int64_t tokens : {0, 1, 11}) {
-        composite<Dtype<0>>(level.call, 0, p, tokens, 5), composite<Dtype<2>>(level.call, 2, p, tokens, 2);
-      }
+      for (const int64_t tokens : {0, 1, 11})
+        for (const Form& form :
+             {Form{Activation::silu, true, true}, Form{Activation::silu, true, false},
+              Form{Activation::gelu_tanh, true, false}, Form{Activation::relu2, false, false}}) {
+          composite<Dtype<0>>(level.call, 0, p, tokens, 5, form);
+          composite<Dtype<2>>(level.call, 2, p, tokens, 2, form);
+        }
     ++ran;
   }
   CHECK(ran > 3);

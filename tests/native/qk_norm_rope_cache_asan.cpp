@@ -6,9 +6,13 @@
 #include "asan_values.h"
 #include "calls/qk_norm_rope_cache.h"
 
+#include <type_traits>
 #include <vector>
 
-GM_LEVELS(gm_qk_norm_rope_cache, (const GmQkNormRopeCacheCall&));
+struct Options {
+  int64_t wide;
+};
+GM_LEVELS(gm_qk_norm_rope_cache, (const GmQkNormRopeCacheCall&, const Options&));
 using Call = decltype(gm_qk_norm_rope_cache_levels[0].call);
 
 enum Kind { kPlain, kHeadScales, kTokenScales };
@@ -23,15 +27,15 @@ constexpr int64_t kTokens = 4, kQ = 3, kKv = 2, kAll = kQ + 2 * kKv, kBlocks = 2
 constexpr float kEps = 0.25f;
 
 // What a head becomes, in float64; the rounding between norm and rotation is in the tolerance.
-template <class D>
-std::vector<double> turned(Buffer<typename D::T>& x, int64_t r, Buffer<typename D::T>& weight,
+template <class D, class W>
+std::vector<double> turned(Buffer<typename D::T>& x, int64_t r, Buffer<typename W::T>& weight,
                            Buffer<float>& table, int64_t position, const Form& f) {
   std::vector<double> head(f.width);
   double squares = 0;
   for (int64_t i = 0; i < f.width; ++i) head[i] = D::get(x(r, i)), squares += head[i] * head[i];
   if (f.norm)
     for (int64_t i = 0; i < f.width; ++i)
-      head[i] *= D::get(weight(0, i)) / std::sqrt(squares / double(f.width) + kEps);
+      head[i] *= W::get(weight(0, i)) / std::sqrt(squares / double(f.width) + kEps);
   for (int64_t i = 0; i < f.rot / 2; ++i) {
     double &a = head[f.interleaved ? 2 * i : i], &b = head[f.interleaved ? 2 * i + 1 : f.rot / 2 + i];
     const double c = table(position, i), s = table(position, f.rot / 2 + i), first = a * c - b * s;
@@ -40,22 +44,23 @@ std::vector<double> turned(Buffer<typename D::T>& x, int64_t r, Buffer<typename 
   return head;
 }
 
-template <class D, class S>
+// S: of the cache; W: of the weights, D or float32.
+template <class D, class S, class W = D>
 void run(Call entry, int dtype, const Form& f) {
   using T = typename D::T;
   using C = typename S::T;
   const bool codes = f.kind != kPlain, by_token = f.kind == kTokenScales;
   const int64_t wide = f.width + 3, cells = kBlocks * kSize * kKv;
   Numbers numbers;
-  Buffer<T> qkv(kTokens * kAll, f.width, wide), q_weight(f.width), k_weight(f.width),
-      q(kTokens * kQ * f.width);
+  Buffer<T> qkv(kTokens * kAll, f.width, wide), q(kTokens * kQ * f.width);
+  Buffer<typename W::T> q_weight(f.width), k_weight(f.width);
   Buffer<C> keys(cells, f.width, wide), values(cells, f.width, wide);
   Buffer<float> table(kRows, f.rot, f.rot), k_scale(by_token ? cells : kKv), v_scale(by_token ? cells : kKv);
   Buffer<int64_t> positions(kTokens), slots(kTokens);
   for (int64_t r = 0; r < kTokens * kAll; ++r)
     for (int64_t i = 0; i < f.width; ++i) qkv(r, i) = D::put(numbers.eighths());
   for (int64_t i = 0; i < f.width; ++i)
-    q_weight(0, i) = D::put(numbers.eighths()), k_weight(0, i) = D::put(numbers.eighths());
+    q_weight(0, i) = W::put(numbers.eighths()), k_weight(0, i) = W::put(numbers.eighths());
   for (int64_t p = 0; p < kRows; ++p)
     for (int64_t i = 0; i < f.rot; ++i) table(p, i) = numbers.eighths() / 4;
   const int64_t at[] = {1, 0, kRows, 0}, to[] = {kBlocks * kSize - 1, -1, 0, kBlocks * kSize};
@@ -95,7 +100,8 @@ void run(Call entry, int dtype, const Form& f) {
                                    .scale_heads = kKv,
                                    .x_type = dtype,
                                    .kv_type = codes ? 3 : dtype};
-  const auto go = [&] { return entry(call); };
+  const Options options{!std::is_same_v<W, D>};
+  const auto go = [&] { return entry(call, options); };
   CHECK(go() == -5);
   for (int64_t r = 0; r < cells; ++r) CHECK(S::get(keys(r, f.width - 1)) == 0);
   slots.data()[3] = -9;
@@ -109,7 +115,7 @@ void run(Call entry, int dtype, const Form& f) {
       const int64_t r = slots.data()[t] * kKv + h - kQ;
       const bool known = at[t] < kRows;
       const auto head =
-          turned<D>(qkv, t * kAll + h, h < kQ ? q_weight : k_weight, table, known ? at[t] : 0, f);
+          turned<D, W>(qkv, t * kAll + h, h < kQ ? q_weight : k_weight, table, known ? at[t] : 0, f);
       double largest = 0;
       for (double v : head) largest = std::fmax(largest, std::fabs(v));
       for (int64_t i = 0; i < f.width; ++i) {
@@ -146,6 +152,10 @@ void all(Call call, int dtype) {
           run<D, D>(call, dtype, {width, rot, norm, interleaved, kPlain});
           run<D, Dtype<3>>(call, dtype, {width, rot, norm, interleaved, kHeadScales});
           run<D, Dtype<3>>(call, dtype, {width, rot, norm, interleaved, kTokenScales});
+          if (norm && dtype != 0) {
+            run<D, D, Dtype<0>>(call, dtype, {width, rot, norm, interleaved, kPlain});
+            run<D, Dtype<3>, Dtype<0>>(call, dtype, {width, rot, norm, interleaved, kTokenScales});
+          }
         }
   GmQkNormRopeCacheCall none{.head_dim = 4,
                              .positions_count = 1,
@@ -156,17 +166,17 @@ void all(Call call, int dtype) {
                              .heads = 1,
                              .x_type = dtype};
   float scale = 1;
-  CHECK(call(none) == 0);
+  CHECK(call(none, {}) == 0);
   none.x_type = 99;
-  CHECK(call(none) == -1);
+  CHECK(call(none, {}) == -1);
   none.x_type = dtype, none.k_scale = &scale;
-  CHECK(call(none) == -2);
+  CHECK(call(none, {}) == -2);
   none.k_scale = nullptr, none.rot = 6;
-  CHECK(call(none) == -2);
+  CHECK(call(none, {}) == -2);
   none.head_dim = 1026;
-  CHECK(call(none) == 0);
+  CHECK(call(none, {}) == 0);
   none.k_scale = none.v_scale = &scale;
-  CHECK(call(none) == -2);
+  CHECK(call(none, {}) == -2);
 }
 
 int main() {

@@ -130,7 +130,8 @@ def test_an_entry_gets_options_out_of_the_configuration(
         "  return options.rows == call.m && options.fast == 1 ? GM_OK : GM_E_ARG;\n}\n"
     )
     flags = ["-std=c++20", "-shared", "-fPIC", "-Wno-psabi", "-DGM_LEVEL=base", f"-I{HEADERS.parent}"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(tmp_path / "entry.so")], check=True)
+    sources = [str(source), str(HEADERS.parent / "call_list.cpp")]
+    subprocess.run(["g++", *flags, *sources, "-o", str(tmp_path / "entry.so")], check=True)
     library = ctypes.CDLL(str(tmp_path / "entry.so"))
     monkeypatch.setattr(native_call, "cpu_library", lambda: library)
     monkeypatch.setattr(native_call, "cpu_function", lambda name, level, types: library[f"{name}__{level}"])

@@ -72,7 +72,8 @@ def test_cpu(tmp_path: Path, dtype: type[np.floating]) -> None:
         "  return body(0, n, context), 0;\n}\n"
     )
     flags = ["-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-DGM_LEVEL=base"]
-    compile_with("g++", *WARNINGS, *flags, "-fPIC", "-shared", source, threads, "-o", tmp_path / "cpu.so")
+    sources = source, threads, NATIVE / "call_list.cpp"
+    compile_with("g++", *WARNINGS, *flags, "-fPIC", "-shared", *sources, "-o", tmp_path / "cpu.so")
     x = np.arange(21, dtype=dtype)
     y = np.zeros(22, dtype=dtype)
     library = ctypes.CDLL(str(tmp_path / "cpu.so"))

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmFusedAddRmsNormCall {
-  static constexpr uint64_t kDigest = 0x5dbe05e453d2743e;
+  static constexpr uint64_t kDigest = 0x3f84c5ddef8acee8;
   // [..., n]
   const void* x;
   // between rows
@@ -25,4 +25,6 @@ struct GmFusedAddRmsNormCall {
   int64_t n;
   // of x
   int64_t x_type;
+  // of weight
+  int64_t w_type;
 };

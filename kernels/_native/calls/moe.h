@@ -4,14 +4,14 @@
 #include <cstdint>
 
 struct GmMoeCall {
-  static constexpr uint64_t kDigest = 0x5ed73aa92c500be8;
+  static constexpr uint64_t kDigest = 0x3c34b1111abe7877;
   // [m, h]
   const void* x;
   // [m, top_k]
   const void* weights;
   // [m, top_k]
   const void* ids;
-  // of [e, 2*i, h]
+  // of [e, (1+gated)*i, h]
   const void* w13[6];
   int64_t w13_size[6];
   int64_t w13_type[6];
@@ -22,7 +22,7 @@ struct GmMoeCall {
   int64_t inter;
   void* workspace;
   int64_t workspace_bytes;
-  // [e, 2*i]
+  // [e, (1+gated)*i]
   const void* w13_bias;
   // [e, h]
   const void* w2_bias;
@@ -35,6 +35,8 @@ struct GmMoeCall {
   // [rows, groups]
   const void* scales;
   int64_t scales_stride[2];
+  enum class Activation : int64_t { silu, gelu, gelu_tanh, relu, relu2 } activation;
+  int64_t gated;
   // [m, h]
   void* out;
   int64_t m;

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmRmsNormCall {
-  static constexpr uint64_t kDigest = 0x5dc61944cec1e691;
+  static constexpr uint64_t kDigest = 0x7044134e0a81a4ec;
   // [..., n]
   const void* x;
   // between rows
@@ -21,4 +21,6 @@ struct GmRmsNormCall {
   int64_t n;
   // of x
   int64_t x_type;
+  // of weight
+  int64_t w_type;
 };

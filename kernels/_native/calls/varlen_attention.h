@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct GmVarlenAttentionCall {
-  static constexpr uint64_t kDigest = 0x79b1c5e75c008e7b;
+  static constexpr uint64_t kDigest = 0x36cd8bf4be22ddb5;
   // [q_tokens, heads, qk_dim]
   const void* q;
   int64_t q_stride[2];
@@ -23,6 +23,8 @@ struct GmVarlenAttentionCall {
   double scale;
   // [q_tokens, heads]
   void* lse;
+  int64_t window_left;
+  int64_t window_right;
   // [q_tokens, heads, v_dim]
   void* out;
   int64_t out_stride[2];

@@ -1,0 +1,54 @@
+"""The library's PTX of compute_80, assembled for every target that kernels of it have a grade of proof for (ci/ptx_baseline.json)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+from tests.kernels.machine_code import assembled, entries, needs_assembler
+from tests.kernels.test_paged_attention_sm80 import STACK_ON_RECORD
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINE = json.loads((ROOT / "ci" / "ptx_baseline.json").read_text(encoding="utf-8"))
+KERNELS = {kernel.name: kernel for kernel in default_registry().all_kernels()}
+QUICK = ("linear_w4a16_decode_sm80", "sm_121")
+
+
+@needs_assembler
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        pytest.param(name, arch, marks=() if (name, arch) == QUICK else pytest.mark.slow)
+        for name, entry in BASELINE.items()
+        for arch in entry["on"]
+    ],
+)
+def test_an_instance_is_assembled_with_the_spills_on_record(name: str, arch: str) -> None:
+    """The first of a source. tests/kernels/test_*_sm80.py read all instances, on some targets."""
+    entry = BASELINE[name]
+    used, code = assembled(entry["source"], arch, entries(entry["source"])[:1])
+    ((registers, stack),), (text,) = used.values(), code.values()
+    assert registers <= 255 and stack <= entry.get("spills", {}).get(arch, 0), (registers, stack)
+    assert "HMMA.16816.F32" in text and "LDGSTS" in text, "tensor cores and cp.async"
+
+
+def test_every_kernel_of_ptx_is_in_the_baseline_for_targets_that_run_it() -> None:
+    """But the chain of experts, whose products are grouped_linear's."""
+    ptx = {name for name, kernel in KERNELS.items() if kernel.requires.code == "cuda:compute_80"}
+    assert BASELINE.keys() == ptx - {"moe_sm80"}
+    for name, entry in BASELINE.items():
+        assert (ROOT / entry.get("executed", "tests")).exists()
+        for arch in entry["on"]:
+            assert not KERNELS[name].requires.check_hardware(Target.parse(arch)), (name, arch)
+
+
+def test_spills_of_wide_heads_are_on_record() -> None:
+    """The most that any instance of paged attention spills, on every target: those for heads of 256 elements over codes."""
+    spills = BASELINE["paged_attention_sm80_split"]["spills"]
+    assert spills == dict.fromkeys(
+        BASELINE["paged_attention_sm80_split"]["on"], max(STACK_ON_RECORD.values())
+    )
