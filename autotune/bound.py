@@ -33,6 +33,7 @@ from gristmill.kernel_registry.kernel import Workspace
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plan import BUCKETS, Plan, PlanEntry, bucket_index, bucket_sizes
 from gristmill.kernel_registry.problem import Problem
+from gristmill.kernels.call_list import UnrecordableError, is_recording
 from gristmill.kernels.load import load
 
 Runner = Callable[..., None]
@@ -229,6 +230,8 @@ class BoundPlan:
             runner = self._among_layouts(runner, entry)
         if self._cuda and not kernel.capturable:
             runner = partial(_outside_capture, kernel.name, runner)
+        if not self._cuda and kernel.language != "cpp":
+            runner = partial(_outside_recording, kernel.name, runner)
         self.entries[index] = entry
         self._runners[index] = runner
         return runner
@@ -290,5 +293,13 @@ def _outside_capture(name: str, runner: Runner, call: Any) -> None:
     runner(call)
 
 
+def _outside_recording(name: str, runner: Runner, call: Any) -> None:
+    """Run a kernel in Python, which may read values of its tensors; UnrecordableError while a step on a CPU is recorded."""
+    if is_recording():
+        raise UnrecordableError(f"{name} runs in Python")
+    runner(call)
+
+
 def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether a step is captured, or recorded on a CPU."""
+    return is_recording() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -41,7 +41,7 @@ def plan_layouts(
             chosen = resolver.chooser.layouts(problem, without)
         else:
             chosen = _lasting(resolver, problem, without, f"{layer}: " if layer else "")
-        resolver.chosen_layouts[key] = chosen
+        resolver.chosen_layouts.setdefault(key, chosen)  # all threads, and so all ranks, get the first
     return resolver.chosen_layouts[key]
 
 

@@ -20,7 +20,7 @@ from gristmill.autotune.errors import UnpreparedError, UnverifiableError
 from gristmill.autotune.mark import Mark
 from gristmill.autotune.store import save
 from gristmill.autotune.worker import Worker, Workers, shared_workers
-from gristmill.autotune.worker_group import WorkerGroup, shared_group
+from gristmill.autotune.worker_group import WorkerGroup, close_shared_groups, shared_group
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.op import Op
@@ -31,6 +31,9 @@ from gristmill.kernel_registry.registry import Registry, default_registry
 from gristmill.kernel_registry.select import Candidate, Selection, select
 from gristmill.kernel_registry.store import Store, StoreError, Verification, config_key, target_key
 from gristmill.kernel_registry.target import Target
+
+Task = tuple[Op, Problem, frozenset[str] | None]
+"""What is to be resolved: an operation, a problem, and the layouts that its weights are packed in."""
 
 
 class Chooser(Protocol):
@@ -46,6 +49,10 @@ class Chooser(Protocol):
 
     def layouts(self, problem: Problem, without: frozenset[str]) -> frozenset[str]:
         """The layouts of the weights of a static problem, as `plan_layouts`."""
+        ...
+
+    def resolve_all(self, tasks: Sequence[Task], workers: int) -> None:
+        """Verify what `choose` is going to be asked for, as `Resolver.resolve_all`."""
         ...
 
 
@@ -115,7 +122,7 @@ class Resolver:
 
     def resolve_all(
         self,
-        problems: Sequence[tuple[Op, Problem, frozenset[str] | None]],
+        problems: Sequence[Task],
         workers: int,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
@@ -124,7 +131,12 @@ class Resolver:
         What cannot be verified beside others, for example for want of memory, is left for `resolve` alone.
         """
 
-        def resolve(task: tuple[Op, Problem, frozenset[str] | None]) -> None:
+        if self.chooser is not None:
+            self.chooser.resolve_all(problems, workers)
+            progress(len(problems))
+            return
+
+        def resolve(task: Task) -> None:
             with suppress(UnverifiableError):
                 self.resolve(*task)
 
@@ -138,8 +150,12 @@ class Resolver:
         """Let threads of this process verify in so many child processes at a time; yields how many it may be."""
         if workers > 1 and self._died_together():
             workers = 1
-        with self.workers.allow(workers):
-            yield workers
+        try:
+            with self.workers.allow(workers):
+                yield workers
+        finally:
+            if not self.workers.allowed:
+                close_shared_groups()
 
     def verified(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here already: verifies nothing.
@@ -188,10 +204,9 @@ class Resolver:
 
         trying = record(False, None, "trying: the process ended before the verification did")
         with self._changed:
-            if trying.key in self._trials:  # by another thread
-                self._changed.wait_for(lambda: trying.key not in self._trials)
-                if trying.key in self.store.verifications:
-                    return self.store.verifications[trying.key]
+            self._changed.wait_for(lambda: trying.key not in self._trials)  # another thread's
+            if trying.key in self.store.verifications:  # made since the candidate was selected
+                return self.store.verifications[trying.key]
             self._trials.add(trying.key)
         try:
             return self._try(
@@ -245,6 +260,10 @@ class Resolver:
             for record in new.values():
                 self.store.add(record)
         return new.get(trying.key)
+
+    def flush(self) -> None:
+        """Write the records that wait: what is killed does not."""
+        self._writer.flush()
 
     def plan(
         self, op: Op, static: Problem, sizes: Sequence[int] | None = None, without: Collection[str] = ()
@@ -320,17 +339,18 @@ class _Writer:
         self.path = path
         self.waiting: list[Verification] = []
         self.due = 0.0
-        weakref.finalize(self, _save, path, self.waiting)
+        self._saving = threading.Lock()
+        weakref.finalize(self, _save, path, self.waiting, self._saving)
 
     def flush(self) -> None:
         """Write what waits."""
-        _save(self.path, self.waiting)
+        _save(self.path, self.waiting, self._saving)
 
     def add(self, record: Verification) -> None:
         self.waiting.append(record)
         begin = time.monotonic()
         if begin >= self.due or not record.ok:
-            _save(self.path, self.waiting)
+            _save(self.path, self.waiting, self._saving)
             end = time.monotonic()
             self.due = end + 20 * (end - begin)
 
@@ -344,14 +364,17 @@ def _state(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _save(path: Path, waiting: list[Verification]) -> None:
-    if not waiting:
-        return
-    try:
-        save(path, waiting)
-    except (OSError, StoreError) as error:
-        warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
-    waiting.clear()
+def _save(path: Path, waiting: list[Verification], saving: threading.Lock) -> None:
+    """Write the records that wait now. Other threads may add some meanwhile, which wait for the next time."""
+    with saving:
+        records = waiting[:]
+        if not records:
+            return
+        try:
+            save(path, records)
+        except (OSError, StoreError) as error:
+            warnings.warn(f"cannot write the store: {error}", RuntimeWarning, stacklevel=2)
+        del waiting[: len(records)]
 
 
 def _can_write(folder: Path) -> bool:

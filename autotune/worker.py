@@ -75,7 +75,7 @@ class Workers:
     def __init__(self, first: Worker | None = None) -> None:
         self.first = first or Worker()
         self._idle = [self.first]
-        self._limit = 1
+        self.allowed: list[int] = []  # what `allow` lets run now
         self._busy = 0
         self._waiting = 0  # threads that are not patient
         self._own = threading.local()
@@ -88,7 +88,7 @@ class Workers:
             patient = getattr(self._own, "is_patient", False)
             self._waiting += not patient
             try:
-                self._changed.wait_for(lambda: self._busy < self._limit and not (patient and self._waiting))
+                self._changed.wait_for(lambda: self._busy < self.limit and not (patient and self._waiting))
             finally:
                 self._waiting -= not patient
             self._busy += 1
@@ -99,7 +99,7 @@ class Workers:
         finally:
             with self._changed:
                 self._busy -= 1
-                if self._limit > 1 or worker is self.first:
+                if self.allowed or worker is self.first:
                     self._idle.append(worker)
                 else:
                     worker.close()
@@ -109,25 +109,28 @@ class Workers:
         """From now on this thread, which works ahead, gets a worker only while no other thread waits for one."""
         self._own.is_patient = True
 
+    @property
+    def limit(self) -> int:
+        """The number of workers that may run at a time."""
+        return max(self.allowed, default=1)
+
     @contextmanager
     def allow(self, count: int) -> Iterator[None]:
-        """Let `count` workers run at a time; afterwards one is left, and the memory of the others is free."""
+        """Let `count` workers run at a time. Several threads may allow some, and the most counts; when the last allowance has ended one worker is
+        left, and the memory of the others is free."""
         with self._changed:
-            self._limit = count
+            self.allowed.append(count)
             self._changed.notify_all()
         try:
             yield
         finally:
-            self.only_one()
-
-    def only_one(self) -> None:
-        """From now on one trial at a time."""
-        with self._changed:
-            self._limit = 1
-            for worker in self._idle:
-                if worker is not self.first:
-                    worker.close()
-            self._idle = [worker for worker in self._idle if worker is self.first]
+            with self._changed:
+                self.allowed.remove(count)
+                if not self.allowed:
+                    for worker in self._idle:
+                        if worker is not self.first:
+                            worker.close()
+                    self._idle = [worker for worker in self._idle if worker is self.first]
 
 
 @cache

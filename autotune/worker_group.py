@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ class WorkerGroup:
         self.timeout = timeout
         self._workers: list[Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
 
     def verify(self, op: Op, kernel: Kernel, config: Config, problem: Problem, device: str) -> dict[str, Any]:
         """As `Worker.verify`: the outcome of the first rank on which the kernel failed, or that of rank 0. One thread at a time."""
@@ -80,13 +79,14 @@ class WorkerGroup:
         return [outcome | {"reason": f"rank {rank}: {outcome['reason']}"}]
 
     def close(self) -> None:
-        """End the children."""
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        """End the children, after what they verify now. The next task starts them again."""
+        with self._mutex:
+            for worker in self._workers:
+                worker.close()
+            self._workers = []
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
 
     def _missing_devices(self, kind: str) -> str:
         if kind == "cpu":
@@ -97,7 +97,15 @@ class WorkerGroup:
         return "" if count >= self.world else f"{self.world} ranks need as many devices; torch sees {count}"
 
 
-@cache
+_SHARED: dict[int, WorkerGroup] = {}
+
+
 def shared_group(world: int) -> WorkerGroup:
     """The worker group of this process for `world` ranks."""
-    return WorkerGroup(world)
+    return _SHARED.setdefault(world, WorkerGroup(world))
+
+
+def close_shared_groups() -> None:
+    """End the children of all of them: each holds memory of the device of its rank."""
+    for group in list(_SHARED.values()):
+        group.close()

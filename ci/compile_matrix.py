@@ -41,7 +41,11 @@ from gristmill.kernel_registry.policy import default_cache
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+TARGETS = (
+    *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
+)
+"""The columns of docs/kernels.md, too. A new one needs `--target T --update`, and `make generate`."""
 BASELINE = Path(__file__).with_name("compile_baseline.json")
 TIMEOUT = 90.0
 ROTATION = 7

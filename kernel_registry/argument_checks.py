@@ -58,6 +58,7 @@ class Checks:
         self.axes = {axis.name: axis for axis in op.axes}
         self.arguments: tuple[str, ...] = tuple(a.name for a in op.arguments)
         self.tensors = [a for a in op.arguments if isinstance(a, Tensor)]
+        self.optional = {tensor.name for tensor in self.tensors if tensor.optional}
         self.weights = [a for a in op.arguments if isinstance(a, Weight)]
         self.scalars = [a for a in op.arguments if isinstance(a, Scalar)]
         self.shapes = {a.name: a.shape for a in op.arguments if isinstance(a, Tensor | Weight)}
@@ -272,13 +273,15 @@ class Checks:
             self.value(f"{own} == {axis}", x, f"of {other}'s scheme {{{axis}}}", own)
 
     def dtype(self, item: Tensor) -> None:
-        """The dtype of a tensor. Without a plan, the first tensor of a dtype axis determines it."""
+        """The dtype of a tensor. Without a plan, the first tensor of a dtype axis determines it; absent, it is the default."""
         if not item.dtype:
             return
         x, axis, first = item.name, item.dtype, self.firsts.setdefault(item.dtype, item.name)
         condition, expected = f"{x}.dtype is d_{axis}", f"be {{d_{axis}}}"
         if not self.planned and first != x and axis in self.axes:
             condition, expected = f"{x}.dtype is {first}.dtype", f"have {first}'s dtype {{{first}.dtype}}"
+            if first in self.optional:
+                condition = f"{first} is None or {condition}"
         elif not self.planned and axis in self.axes:
             names = [name for name in self.axes[axis].choices or TORCH_NAMES if name in TORCH_NAMES]
             choices = " or ".join(f"torch.{TORCH_NAMES[name]}" for name in names)
@@ -289,6 +292,8 @@ class Checks:
                 like = f"{self.firsts[same]}.dtype"
                 value = f"{same!r} if {x}.dtype is {like} else {value}"
                 expected = f"have {self.firsts[same]}'s dtype {{{like}}} or {choices}"
+            if item.optional:
+                value = f"{self.axes[axis].default!r} if {x} is None else {value}"
             self.steps.append(f"s_{axis} = {value}")
         message, kind = f"{x} must {expected}, got {{{x}.dtype}}", ValueError if self.planned else TypeError
         self.steps.append(Check(condition, message, x * item.optional, kind))

@@ -119,7 +119,8 @@ class Kernel:
     dequantizes: each call writes a quantized weight to memory in floats, in whole or in parts, before it multiplies. With few rows of
         x that takes several times as long as a product that decodes codes as it reads them; a model says so when it is loaded.
     priority: rank before anything was measured; higher first. auto: False = runs only when a policy pins it.
-    proven: devices on which this kernel has matched the reference ("sm_90: H200"); "" = none yet.
+    proven: devices on which this kernel has matched the reference ("sm_90: H200"); "" = none yet. It gives no grade of proof, because it does not
+        say with which code.
     """
 
     op: str

@@ -112,7 +112,7 @@ def select(
         ]
     alive.sort(key=lambda c: _order(c, policy))
     if foreign:
-        alive = [replace(c, verdict="unverified", reasons=(_foreign(c.kernel, target),)) for c in alive]
+        alive = [replace(c, verdict="unverified", reasons=(_foreign(case, c.kernel),)) for c in alive]
     elif alive and alive[0].verdict == "eligible":
         alive[0] = replace(alive[0], verdict="selected")
     order = {verdict: place for place, verdict in enumerate(VERDICTS)}
@@ -246,9 +246,9 @@ def _judge(case: _Case, kernel: Kernel) -> Candidate:
     return Candidate(kernel, "quarantined", tuple(failed.values()), config=default)
 
 
-def _foreign(kernel: Kernel, target: Target) -> str:
+def _foreign(case: _Case, kernel: Kernel) -> str:
     """Why a kernel is unverified on a device that is not here, and what is known of it there."""
-    proof = best(kernel, target)
+    proof = best(kernel, _code_target(case, kernel))
     return "not verified: no such device here; " + (f"{proof}" if proof else "no record of another proof")
 
 
@@ -256,7 +256,9 @@ def _allowed(case: _Case, kernel: Kernel) -> Proof | None:
     """The best proof of a kernel that the policy accepts in place of a verification on this device."""
     if case.policy.grades == ("here",):  # reads no records
         return None
-    return next((p for p in proofs(kernel, case.target) if p.grade in case.policy.grades), None)
+    return next(
+        (p for p in proofs(kernel, _code_target(case, kernel)) if p.grade in case.policy.grades), None
+    )
 
 
 def _code_target(case: _Case, kernel: Kernel) -> Target:

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -379,6 +380,16 @@ def test_what_cannot_be_verified_beside_others_is_left(h200: Callable[[object], 
         resolver.resolve(OP, PROBLEM)
 
 
+def test_a_candidate_that_was_verified_since_it_was_selected_is_not_verified_again(tmp_path: Path) -> None:
+    """As by another thread between the two."""
+    resolver = Resolver("cpu", Policy(cache=str(tmp_path)))
+    op = resolver.registry.op("rms_norm")
+    problem = op.problem("m=1,n=32,x=fp32")
+    candidate = resolver.select(op, problem).require()
+    first, again = (resolver.verify(op, problem, candidate) for _ in range(2))
+    assert first.ok and again is first and resolver.tried == 1
+
+
 def test_a_patient_thread_lets_others_go_first() -> None:
     """It waits while they wait, though it was there first; without them it gets a worker."""
     workers, order = Workers(), list[str]()
@@ -414,9 +425,15 @@ def test_one_worker_is_left() -> None:
     assert process.poll() is not None
     with workers.one() as again:
         assert again is workers.first
-    with workers.allow(2), workers.one(), workers.one() as busy:
-        workers.only_one()
-    assert busy not in workers._idle or busy is workers.first
+    with ExitStack() as allowed, ExitStack() as busy:
+        allowed.enter_context(workers.allow(2))
+        with workers.allow(3):
+            assert workers.limit == 3
+            held = [busy.enter_context(workers.one()) for _ in range(3)]
+        assert workers.limit == 2, "another thread allows two"
+        allowed.close()
+        assert workers.limit == 1
+    assert workers._idle == [workers.first] and workers.first in held
     workers.first.close()
 
 
@@ -457,6 +474,27 @@ def test_a_large_store_is_not_written_for_every_record(
     assert writer.waiting
     del writer
     assert written[-1] == 1
+
+
+def test_records_that_arrive_during_a_write_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several verifications end at a time, and each writes what waits."""
+    written: list[str] = []
+    records = [Verification("o", f"k{i}", "", "", "", "t", "", ok=True) for i in range(4)]
+
+    def save(path: Path, given: Sequence[Verification]) -> None:
+        taken = [record.kernel for record in given]
+        if records:
+            writer.waiting.append(records.pop())  # by another thread, while this one writes
+        written.extend(taken)
+
+    monkeypatch.setattr("gristmill.autotune.resolve.save", save)
+    writer = _Writer(tmp_path / "store.json")
+    writer.add(records.pop())
+    for _ in range(4):
+        writer.flush()
+    assert sorted(written) == ["k0", "k1", "k2", "k3"]
 
 
 def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:

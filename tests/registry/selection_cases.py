@@ -114,6 +114,8 @@ POLICIES: dict[str, Policy] = {
 
 PROBLEMS = {
     "~paged": "q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=8,kv_heads=2",
+    "~prompts": "q_tokens=600,seqs=4,max_q=512,max_ctx=2048,total_ctx=4000,heads=8,kv_heads=2",
+    "~wide_group": "q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=9,kv_heads=1",
     "~mla": "q_tokens=2,seqs=2,max_q=1,max_ctx=64,total_ctx=128,heads=16",
     "~varlen": "q_tokens=64,seqs=2,max_q=32,max_ctx=64,total_ctx=128,heads=16,kv_heads=16",
 }
@@ -186,6 +188,21 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | cpu:avx512 | x86-base | - | linear_cpu
 fused_add_rms_norm | m=16,n=4096 | cpu:avx512_bf16 | x86-avx2 | - | fused_add_rms_norm_cpu@avx2
 silu_and_mul | m=16,n=4096 | cpu:avx512_vnni-avx512_vnni-avx512 | x86 | - | silu_and_mul_cpu@avx2
 paged_attention | ~paged | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
+paged_attention | ~paged | sm_80 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=64,x=fp16,sinks=true,window=128 | sm_86 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=256,softcap=true,lse=true | sm_89 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=96,block_size=7 | sm_120 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~prompts | sm_80 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~prompts,head_dim=64,x=fp16,sinks=true,window=128 | sm_89 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~prompts,head_dim=256,softcap=true | sm_120 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~prompts | sm_75 | ptx80 | - | paged_attention_triton_split
+paged_attention | ~prompts,head_dim=128,x=fp32 | sm_86 | ptx80 | - | paged_attention_triton_split
+paged_attention | ~paged,kv=fp8,kv_scale=head | sm_89 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,kv=fp8,kv_scale=token,head_dim=256,x=fp16 | sm_80 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,kv=fp8,kv_scale=head,head_dim=112 | sm_86 | ptx80 | - | paged_attention_triton_split
+paged_attention | ~paged,head_dim=112 | sm_86 | ptx80 | - | paged_attention_triton_split
+paged_attention | ~paged | sm_86 | cuda | - | paged_attention_triton_split
+paged_attention | ~paged | sm_80 | ptx80 | invariant | paged_attention_triton
 # linear: every scheme somewhere
 linear | m=16,n=4096,k=4096 | sm_90 | cuda | - | linear_torch
 linear | m=16,n=4096,k=4096,x=fp16,w=fp16 | sm_75 | cuda | - | linear_torch
@@ -206,6 +223,39 @@ linear | m=1,n=4096,k=14336,w=int4_g32,x=fp16 | sm_100 | ptx80 | - | linear_w4a1
 linear | m=5,n=4097,k=1000,w=int4_g64_zp,epilogue=bias+residual | sm_103 | ptx80 | - | linear_w4a16_decode_sm80
 linear | m=2,n=4096,k=4096,w=int4_ch | sm_120 | ptx80 | - | linear_w4a16_decode_sm80
 linear | m=16,n=4096,k=4096,w=int4_g64,act_order=true | sm_121 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=17,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=64,n=14336,k=4096,w=int4_g128_zp,x=fp16 | sm_86 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=256,n=4096,k=14336,w=int4_g32_zp,act_order=true | sm_89 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=2048,n=4096,k=4096,w=int4_ch | sm_100 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=4096,n=4098,k=1000,w=int4_g64,epilogue=bias+silu_mul | sm_120 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=1,n=4096,k=4096,w=mxfp4 | sm_80 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=16,n=4097,k=4096,w=mxfp4,x=fp16 | sm_89 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=64,n=4096,k=14336,w=mxfp4 | sm_86 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=4,n=14336,k=4096,w=nvfp4,epilogue=bias+residual | sm_86 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=nvfp4,x=fp16 | sm_89 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=1,n=4096,k=4096,w=int8_ch | sm_80 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=16,n=4096,k=4096,w=int8_ch | sm_86 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=int8_ch | sm_89 | ptx80 | - | linear_w8a16_gemm_sm80
+linear | m=8,n=4096,k=4096,w=int8_g32,x=fp16 | sm_121 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=300,n=4096,k=4096,w=int8_g32 | sm_86 | ptx80 | - | linear_w8a16_gemm_sm80
+linear | m=17,n=4096,k=4096,w=int8_g128,act_order=true | sm_120 | ptx80 | - | linear_w8a16_gemm_sm80
+linear | m=1,n=4096,k=4096,w=fp8_ch | sm_80 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=16,n=4096,k=4096,w=fp8 | sm_86 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=16,n=4096,k=4096,w=fp8_block | sm_89 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=fp8_block,epilogue=bias+silu_mul | sm_80 | ptx80 | - | linear_w8a16_gemm_sm80
+linear | m=64,n=4096,k=4100,w=fp8_ch,x=fp16 | sm_103 | ptx80 | - | linear_w8a16_gemm_sm80
+linear | m=1,n=4096,k=4096,w=int4_g32_min | sm_80 | ptx80 | - | linear_gguf_decode_sm80
+linear | m=16,n=4096,k=14336,w=int4_g32_min,x=fp16 | sm_86 | ptx80 | - | linear_gguf_decode_sm80
+linear | m=8,n=4097,k=1024,w=int5_g32,epilogue=bias+residual | sm_89 | ptx80 | - | linear_gguf_decode_sm80
+linear | m=3,n=4096,k=4096,w=int5_g32_min,act_order=true | sm_120 | ptx80 | - | linear_gguf_decode_sm80
+linear | m=1,n=151936,k=4096,w=int6_g16 | sm_121 | ptx80 | - | linear_gguf_decode_sm80
+linear | m=4,n=4096,k=4096,w=int6_g16 | sm_90 | ptx80 | - | linear_gguf_decode_sm80
+linear | m=17,n=4096,k=4096,w=int4_g32_min | sm_80 | ptx80 | - | linear_gguf_gemm_sm80
+linear | m=256,n=14336,k=4096,w=int5_g32_min,epilogue=bias+silu_mul | sm_86 | ptx80 | - | linear_gguf_gemm_sm80
+linear | m=2048,n=4096,k=4096,w=int6_g16,x=fp16 | sm_100 | ptx80 | - | linear_gguf_gemm_sm80
+linear | m=64,n=4096,k=4096,w=int5_g32 | sm_90 | ptx80 | - | linear_gguf_gemm_sm80
+linear | m=16,n=4096,k=4096,w=int8_ch | sm_90 | ptx80 | - | linear_w8a16_decode_ws_sm90
+linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | ptx80 | - | linear_w4a16_gemm_ws_sm90
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_90 | ptx80 | - | linear_w4a16_decode_sm90
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_90 | sm90a | - | linear_w4a16_gemm_ws_sm90
 linear | m=1,n=4096,k=4096 | sm_90 | sm90a | - | linear_dense_decode_sm90
@@ -319,6 +369,17 @@ all_to_all | m=16,n=4096,world=2 | h200 | sm90a | - | all_to_all_sm90
 all_to_all | m=16,n=4096,world=2 | cpu:avx2 | x86 | - | all_to_all_torch
 reshape_and_cache_mla | t=16 | gfx950 | hip | - | reshape_and_cache_mla_triton
 reshape_and_cache_mla | t=16 | xpu:lnl | torch | - | reshape_and_cache_mla_torch
+gelu_and_mul | m=16,n=4096,approximate=tanh | sm_90 | cuda | - | gelu_and_mul_triton
+gelu_and_mul | m=16,n=4096 | cpu:avx2 | x86 | - | gelu_and_mul_cpu@avx2
+gelu_and_mul | m=16,n=4096 | sm_80 | cuda | - | gelu_and_mul_triton
+activation | m=16,n=3072 | sm_90 | cuda | - | activation_triton
+activation | m=16,n=3072,function=relu2 | cpu:avx512 | x86 | - | activation_cpu@avx512
+activation | m=16,n=3072,function=silu | cpu:avx2 | cuda | - | activation_torch
+layer_norm | m=16,n=4096 | sm_90 | cuda | - | layer_norm_triton
+layer_norm | m=16,n=4096 | cpu:avx2 | x86 | - | layer_norm_cpu@avx2
+layer_norm | m=16,n=768,bias=true,residual=true | sm_86 | cuda | - | layer_norm_triton
+copy_blocks | t=16,rows=64,words=8192 | sm_90 | cuda | - | copy_blocks_triton
+copy_blocks | t=16,rows=64,words=8192 | cpu:avx2 | x86 | - | copy_blocks_torch
 merge_attention_states | t=16,h=8,d=128 | sm_89 | cuda | - | merge_attention_states_triton
 merge_attention_states | t=16,h=8,d=128 | cpu:avx2 | x86 | - | merge_attention_states_cpu@avx2
 paged_attention | ~paged | sm_90 | cuda | - | paged_attention_triton_split
@@ -338,6 +399,8 @@ varlen_attention | ~varlen | sm_120 | cuda | - | varlen_attention_triton
 varlen_attention | ~varlen | sm_90 | sm90a | - | varlen_attention_sm90
 varlen_attention | ~varlen,lse=true,x=fp16 | sm_90 | sm90a | invariant | varlen_attention_sm90
 varlen_attention | ~varlen,qk_dim=256 | sm_90 | sm90a | - | varlen_attention_triton
+varlen_attention | ~varlen,window_right=-1 | sm_90 | sm90a | - | varlen_attention_triton
+varlen_attention | ~varlen,window_left=64,window_right=64 | cpu:avx512 | x86 | - | varlen_attention_cpu@avx512
 varlen_attention | ~varlen | gfx1030 | hip | - | varlen_attention_torch
 varlen_attention | ~varlen | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
 grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | sm_80 | cuda | - | grouped_topk_triton
@@ -346,6 +409,14 @@ grouped_topk | m=16,e=256,top_k=8,n_group=8,topk_group=4 | xpu:dg2 | both | - | 
 permute | m=16,top_k=8,e=256 | sm_90 | cuda | - | permute_triton
 permute | m=16,top_k=8,e=256 | cpu:avx2 | x86 | - | permute_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_121 | cuda | - | grouped_linear_w_triton
+grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_80 | ptx80 | - | grouped_linear_sm80
+grouped_linear | m=256,e=64,n=1536,k=2048,w=int4_g32_zp,x=fp16,epilogue=silu_mul,gather=8 | sm_86 | ptx80 | - | grouped_linear_sm80
+grouped_linear | m=16,e=32,n=5760,k=2880,w=mxfp4,epilogue=bias+silu_mul+clamp | sm_89 | ptx80 | - | grouped_linear_sm80
+grouped_linear | m=64,e=16,n=2048,k=1024,w=fp8_block | sm_120 | ptx80 | - | grouped_linear_sm80
+grouped_linear | m=64,e=16,n=2050,k=1024,w=int8_g32,epilogue=bias | sm_100 | ptx80 | - | grouped_linear_sm80
+grouped_linear | m=4096,e=16,n=2048,k=1024,w=int6_g16 | sm_90 | ptx80 | - | grouped_linear_sm80
+grouped_linear | m=16,e=16,n=2048,k=1024,w=int4_g128 | sm_90 | ptx80 | - | grouped_linear_sm90
+grouped_linear | m=16,e=16,n=2048,k=1020,w=int4_ch | sm_80 | ptx80 | - | grouped_linear_w_triton
 grouped_linear | m=16,e=128,n=1536,k=2048 | gfx942 | hip | - | grouped_linear_triton
 grouped_linear | m=16,e=128,n=1536,k=2048,w=mxfp4 | cpu:avx2 | x86 | - | grouped_linear_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_linear_torch
@@ -353,23 +424,103 @@ combine | m=16,top_k=8,h=7168 | sm_75 | cuda | - | combine_triton
 combine | m=16,top_k=8,h=7168 | cpu:neon | arm | - | combine_cpu@neon
 moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_120 | cuda | - | moe_chain_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block | gfx950 | hip | - | moe_chain_w_triton
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_80 | ptx80 | - | moe_sm80
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128_zp,x=fp16 | sm_86 | ptx80 | - | moe_sm80
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4 | sm_89 | ptx80 | - | moe_sm80
+moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | sm_86 | ptx80 | - | moe_sm80
+moe | m=300,top_k=8,e=128,h=2048,i=768,w=int8_ch | sm_120 | ptx80 | - | moe_sm80
+moe | m=4096,top_k=8,e=256,h=7168,i=2048,w=fp8_block | sm_103 | ptx80 | - | moe_sm80
+moe | m=1,top_k=2,e=8,h=4096,i=14336,w=int4_g32_min | sm_80 | ptx80 | - | moe_sm80
+moe | m=64,top_k=2,e=8,h=4096,i=14336,w=int4_g64 | sm_90 | ptx80 | - | moe_sm80
+moe | m=64,top_k=2,e=8,h=4096,i=14336,w=int4_g128 | sm_90 | ptx80 | - | moe_sm90
+moe | m=16,top_k=6,e=128,h=2688,i=1856,w=int4_g128,activation=relu2,gated=false | sm_86 | ptx80 | - | moe_chain_w_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_80 | ptx80 | - | moe_chain_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | cpu:avx2 | x86 | - | moe_cpu@avx2
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_90 | torch | - | moe_chain_torch
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block.fp8_g128 | h200 | sm90a | - | moe_w8a8_sm90
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block.fp8_g128 | sm_120 | cuda | - | moe_chain_torch
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | cpu:avx2 | x86 | - | moe_cpu@avx2
+moe | m=16,top_k=6,e=128,h=2688,i=1856,activation=relu2,gated=false | cpu:avx2 | x86 | - | moe_cpu@avx2
+moe | m=16,top_k=6,e=128,h=2688,i=1856,w=int4_g128,activation=relu2,gated=false | h200 | sm90a | - | moe_chain_w_triton
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | sm_120 | cuda | - | moe_chain_w_triton
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | h200 | sm90a | - | moe_epilogue_sm90
 grouped_linear | m=16,e=32,n=5760,k=2880,w=mxfp4,epilogue=bias+silu_mul+clamp | sm_90 | sm90a | - | grouped_linear_w_triton
+process_logits | m=16,v=151936 | sm_80 | cuda | - | process_logits_triton
+process_logits | m=16,v=151936,x=fp16 | gfx942 | hip | - | process_logits_triton
+process_logits | m=16,v=151936,x=fp32 | cpu:avx2 | x86 | - | process_logits_torch
 sample | m=16,v=128256 | sm_121 | cuda | - | sample_triton
 sample | m=16,v=128256 | h200 | sm90a | - | sample_sm90
 sample | m=16,v=128256 | h200 | cuda | - | sample_triton
 sample | m=16,v=500000 | h200 | sm90a | - | sample_sm90
 sample | m=16,v=128256 | cpu:avx2 | x86 | - | sample_cpu@avx2
 sample | m=16,v=128256 | gfx1151 | hip | - | sample_triton
+# Turing has ldmatrix and mma on fp16, but neither bf16 products nor cp.async, which the tiles of sm_80 are made of: Triton
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx80 | - | linear_w_triton
+linear | m=64,n=4096,k=4096,x=fp16,w=int4_g128_zp | sm_75 | ptx80 | - | linear_w_triton
+linear | m=16,n=4096,k=4096,x=fp16,w=fp8_ch | sm_75 | ptx80 | - | linear_w_triton
+linear | m=1,n=4096,k=4096,x=fp16,w=mxfp4 | sm_75 | ptx80 | - | linear_w_triton
+linear | m=64,n=4096,k=4096,x=fp16,w=nvfp4 | sm_75 | ptx80 | - | linear_w_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,x=fp16,w=int4_g128 | sm_75 | ptx80 | - | moe_chain_w_triton
+grouped_linear | m=16,e=128,n=1536,k=2048,x=fp16,w=int4_g128 | sm_75 | ptx80 | - | grouped_linear_w_triton
+paged_attention | ~paged,x=fp16 | sm_75 | ptx80 | - | paged_attention_triton_split
+# Volta lacks ldmatrix too; without Triton, weights packed in these tiles are dequantized by torch
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx80 | - | linear_w_triton
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx80 | no-triton | linear_dequant_frag16
+# PTX of compute_80 runs on every later architecture, also where no cubin of ours does: data centre, GeForce and Jetson alike
+linear | m=1,n=4096,k=4096,w=fp8_ch | sm_103 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=16,n=4096,k=4096,w=int8_ch | sm_100 | ptx80 | - | linear_w8a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=mxfp4 | sm_103 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=1,n=4096,k=4096,w=nvfp4 | sm_120 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=nvfp4 | sm_121 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=64,n=4096,k=4096,w=int4_g128_zp | sm_121 | ptx80 | - | linear_w4a16_gemm_sm80
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_110 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=16,n=2048,k=4096,w=int4_g128 | sm_87 | ptx80 | - | linear_w4a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=fp8_ch | sm_87 | ptx80 | - | linear_w8a16_gemm_sm80
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4 | sm_121 | ptx80 | - | moe_sm80
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_ch | sm_100 | ptx80 | - | moe_sm80
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4,x=fp16 | sm_103 | ptx80 | - | moe_sm80
+paged_attention | ~paged,head_dim=192 | sm_121 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,x=fp16,lse=true | sm_100 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=80,x=fp16 | sm_103 | ptx80 | - | paged_attention_sm80_split
+# a tuned or newer schedule of the very architecture is preferred over PTX, whose absence there changes nothing
+linear | m=16,n=4096,k=4096,w=fp8_ch | sm_90 | ptx80 | - | linear_w8a16_decode_sm90
+linear | m=64,n=4096,k=4096,w=int4_g128_zp | sm_90 | ptx80 | - | linear_w4a16_gemm_ws_sm90
+linear | m=1,n=4096,k=4096,w=mxfp4 | sm_90 | ptx | - | linear_w4a16_decode_sm80
+paged_attention | ~paged | sm_90 | ptx80 | - | paged_attention_sm90_split
+paged_attention | ~paged | sm_90 | ptx | - | paged_attention_sm80_split
+# a cubin for sm_80 is no PTX: on sm_80 the tiles are not there, and sm_89 could not load it anyway
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ampere | - | linear_w_triton
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_89 | ampere | - | moe_chain_w_triton
+# quantized activations are other products: weight-only tiles do not stand in for them
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_dequant_torch
+# other families have Triton alone before Hopper
+mla_attention | ~mla | sm_80 | ptx80 | - | mla_attention_triton_split
+mla_attention | ~mla,x=fp16 | sm_75 | ptx80 | - | mla_attention_triton_split
+varlen_attention | ~varlen | sm_89 | ptx80 | - | varlen_attention_triton
+varlen_attention | ~varlen,x=fp16 | sm_121 | ptx80 | - | varlen_attention_triton
+# results that depend on the batch are out under batch invariance, however fast
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | invariant | linear_w_invariant_triton
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_86 | ptx80 | invariant | moe_chain_w_invariant_triton
 """
 
 REFUSED = """
+# older and newer NVIDIA GPUs: what the hardware, the build, the problem or the policy lacks
+linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | lacks cp_async, ldmatrix, mma.bf16
+linear | m=64,n=4096,k=4096,w=nvfp4 | sm_75 | ptx80 | - | linear_w4a16_gemm_sm80 | hardware | sm_75 lacks cp_async, mma.bf16
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_75 | ptx80 | - | moe_sm80 | hardware | sm_75 lacks cp_async, mma.bf16
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ampere | - | linear_w4a16_decode_sm80 | build | no code for compute_80; it has sm_80
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_89 | sm90a | - | moe_sm80 | build | no code for compute_80
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128,x=fp32 | sm_86 | ptx80 | - | moe_sm80 | problem | takes fp16 or bf16
+moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_121 | ptx80 | - | moe_sm80 | problem | weight-only formats
+linear | m=1,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_w8a16_decode_sm80 | problem | weight-only
+linear | m=16,n=4096,k=4096 | sm_86 | ptx80 | - | linear_w8a16_gemm_sm80 | problem | not bf16
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | invariant | linear_w4a16_decode_sm80 | policy | results depend on the batch
+paged_attention | ~paged,head_dim=112 | sm_89 | ptx80 | - | paged_attention_sm80_split | problem | not 112
+paged_attention | ~paged | gfx942 | ptx80 | - | paged_attention_sm80_split | hardware | runs on nvidia
+paged_attention | ~paged | sm_80 | ptx80 | invariant | paged_attention_sm80_split | policy | results depend on the batch
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_100 | ptx80 | - | linear_w4a16_decode_sm90 | hardware | sm_100 lacks wgmma
+paged_attention | ~paged | sm_120 | ptx80 | - | paged_attention_sm90_split | hardware | sm_120 lacks wgmma
 # skinny products in HIP
 linear | m=1,n=4096,k=4096 | sm_90 | wave | - | linear_wv_splitk_hip | hardware | runs on amd; sm_90 is nvidia
 linear | m=1,n=4096,k=4096 | cpu:avx2 | wave | - | linear_wv_splitk_hip | hardware | runs on amd; cpu:avx2 is cpu
@@ -411,6 +562,38 @@ linear | m=1,n=4096,k=4096,w=int4_g128 | sm_86 | sm90a | - | linear_w4a16_decode
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_86 | ptx80 | - | linear_w4a16_decode_sm80 | problem | made for M <= 16, not 17
 linear | m=1,n=4096,k=4096,x=fp32,w=int4_g128 | sm_89 | ptx80 | - | linear_w4a16_decode_sm80 | problem | takes fp16 or bf16
 linear | m=1,n=4096,k=4096,w=int4_g128 | gfx942 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | runs on nvidia
+linear | m=64,n=4096,k=4096,w=int4_g128 | sm_75 | ptx80 | - | linear_w4a16_gemm_sm80 | hardware | lacks cp_async
+linear | m=64,n=4096,k=4096,w=int4_g128 | sm_89 | cuda | - | linear_w4a16_gemm_sm80 | build | no code for compute_80
+linear | m=64,n=4096,k=4096,x=fp32,w=int4_g128 | sm_80 | ptx80 | - | linear_w4a16_gemm_sm80 | problem | takes fp16 or bf16
+linear | m=1,n=4096,k=4096,w=nvfp4 | sm_75 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | lacks cp_async
+linear | m=1,n=4096,k=4096,w=fp8_ch | sm_75 | ptx80 | - | linear_w8a16_decode_sm80 | hardware | lacks cp_async
+linear | m=17,n=4096,k=4096,w=int8_ch | sm_80 | ptx80 | - | linear_w8a16_decode_sm80 | problem | made for M <= 16, not 17
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | - | linear_w8a16_decode_sm80 | problem | formats of 8 bits, not int4_g128
+linear | m=1,n=4096,k=4096,w=fp8_ch | sm_86 | ptx80 | - | linear_w4a16_decode_sm80 | problem | formats of 4 bits, not fp8_ch
+linear | m=64,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_w8a16_gemm_sm80 | problem | weight-only
+grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_75 | ptx80 | - | grouped_linear_sm80 | hardware | lacks cp_async
+grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_86 | sm90a | - | grouped_linear_sm80 | build | no code for compute_80
+grouped_linear | m=16,e=128,n=1536,k=2048 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | weight-only formats
+grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128,x=fp32 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | takes fp16 or bf16
+grouped_linear | m=16,e=4,n=1536,k=2048,w=int4_g128,act_order=true | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | act-order
+grouped_linear | m=16,e=4,n=1520,k=2048,w=int4_g128,epilogue=silu_mul | sm_89 | ptx80 | - | grouped_linear_sm80 | problem | whole tiles of 16 rows
+moe | m=16,top_k=8,e=2000,h=2048,i=768,w=int4_g128 | sm_80 | ptx80 | - | moe_sm80 | problem | 1024 experts
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block.fp8_g128 | sm_89 | ptx80 | - | moe_sm80 | problem | weight-only formats
+moe | m=16,top_k=2,e=8,h=2048,i=768,w=int4_g128 | gfx942 | ptx80 | - | moe_sm80 | hardware | runs on nvidia
+moe | m=16,top_k=2,e=8,h=2044,i=768,w=int4_ch | sm_86 | ptx80 | - | moe_sm80 | problem | not a multiple of 8
+paged_attention | ~paged | sm_75 | ptx80 | - | paged_attention_sm80_split | hardware | lacks cp_async
+paged_attention | ~paged | sm_86 | sm90a | - | paged_attention_sm80_split | build | no code for compute_80
+paged_attention | ~paged,x=fp32 | sm_80 | ptx80 | - | paged_attention_sm80_split | problem | fp16 or bf16
+paged_attention | ~wide_group,kv=fp8,kv_scale=head | sm_89 | ptx80 | - | paged_attention_sm80_split | problem | 9 query heads
+linear | m=1,n=4096,k=4096,w=int4_g32_min | sm_75 | ptx80 | - | linear_gguf_decode_sm80 | hardware | lacks cp_async
+linear | m=64,n=4096,k=4096,w=int6_g16 | gfx942 | ptx80 | - | linear_gguf_gemm_sm80 | hardware | runs on nvidia
+linear | m=1,n=4096,k=4096,w=int4_g32_min | sm_86 | sm90a | - | linear_gguf_decode_sm80 | build | no code for compute_80
+linear | m=17,n=4096,k=4096,w=int5_g32 | sm_80 | ptx80 | - | linear_gguf_decode_sm80 | problem | made for M <= 16, not 17
+linear | m=1,n=4096,k=4096,x=fp32,w=int4_g32_min | sm_89 | ptx80 | - | linear_gguf_decode_sm80 | problem | takes fp16 or bf16
+linear | m=64,n=4096,k=4096,w=int4_g32_min | sm_86 | ptx80 | - | linear_w4a16_gemm_sm80 | problem | formats of 4 bits, not int4_g32_min
+linear | m=1,n=4096,k=4096,w=int2_g16_min | sm_80 | ptx80 | - | linear_gguf_decode_sm80 | problem | GGUF's formats, not int2_g16_min
+linear | m=1,n=4096,k=4096,w=int6_g16.int8_g32 | sm_86 | ptx80 | - | linear_gguf_decode_sm80 | problem | weight-only
+linear | m=64,n=4096,k=4096,w=fp8_block | sm_89 | sm90a | - | linear_w8a16_gemm_sm80 | build | no code for compute_80
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_90 | cuda | - | linear_w4a16_gemm_ws_sm90 | build | no code for sm_90a
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_70 | humming | humming | linear_humming | hardware | sm_70 lacks mma.bf16
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_75 | humming | humming | linear_humming | hardware | sm_75 lacks mma.bf16
@@ -474,6 +657,7 @@ paged_attention | ~paged,softcap=true | sm_90 | flashinfer | flashinfer | paged_
 mla_attention | ~mla,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
 mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
 varlen_attention | ~varlen,x=fp32 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | not fp32
+varlen_attention | ~varlen,window_left=63 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | window_left
 varlen_attention | ~varlen,v_dim=132 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | multiples of 8
 varlen_attention | ~varlen,v_dim=192 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | values of up to 128
 varlen_attention | ~varlen | sm_90 | cuda | - | varlen_attention_sm90 | build | sm_90a

@@ -34,9 +34,14 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     grades._recorded.cache_clear()
 
 
+def record(*levels: str, code: str = "", **further: object) -> dict[str, object]:
+    """An entry of the records, of the code that fake kernels have."""
+    return {"code": code or fakes.kernel("b").code_hash(), "on": [*levels], **further}
+
+
 TABLE = {
-    "compiled": {"baseline.json": {"a": ["sm_90"], "b": ["sm_90"]}},
-    "elsewhere": {"report.json": {"b": ["sm_90"]}},
+    "compiled": {"baseline.json": {"a": record("sm_90"), "b": record("sm_90")}},
+    "elsewhere": {"report.json": {"b": record("sm_90")}},
 }
 
 
@@ -108,7 +113,7 @@ def test_a_failed_verification_here_counts_more_than_any_record(records) -> None
 def test_a_record_with_a_hash_counts_for_that_code_only(write) -> None:
     b, sm90 = fakes.kernel("b"), Target.parse("sm_90")
     for code, grade in ((b.code_hash(), "elsewhere"), ("0" * 16, "compiled")):
-        write(TABLE | {"elsewhere": {"proof.json": {"b": {"sm_90": code}}}})
+        write(TABLE | {"elsewhere": {"proof.json": {"b": record("sm_90", code=code)}}})
         best = grades.best(b, sm90)
         assert best is not None and best.grade == grade
 
@@ -116,20 +121,62 @@ def test_a_record_with_a_hash_counts_for_that_code_only(write) -> None:
 def test_a_failure_elsewhere_replaces_every_grade_while_the_code_is_the_same(write) -> None:
     b, sm90 = fakes.kernel("b"), Target.parse("sm_90")
     policy = Policy(grades=("here", "elsewhere", "compiled"))
-    write(TABLE | {"failed": {"proof.json": {"b": {"sm_90": b.code_hash()}}}})
+    write(TABLE | {"failed": {"proof.json": {"b": record("sm_90")}}})
     assert [str(p) for p in grades.proofs(b, sm90)] == ["wrong elsewhere (proof.json)"]
     assert {c.kernel.name: c.verdict for c in _select("sm_90", policy).candidates}["b"] == "unverified"
     foreign = {c.kernel.name: c.reasons for c in _select("sm_90", Policy(), foreign=True).candidates}
     assert foreign["b"] == ("not verified: no such device here; wrong elsewhere (proof.json)",)
-    write(TABLE | {"failed": {"proof.json": {"b": {"sm_90": "0" * 16}}}})
+    write(TABLE | {"failed": {"proof.json": {"b": record("sm_90", code="0" * 16)}}})
     assert [p.grade for p in grades.proofs(b, sm90)] == ["elsewhere", "compiled"]
+
+
+def test_every_record_of_a_former_code_is_void(write) -> None:
+    """Also those of tests and of the compile matrix."""
+    old = record("sm_90", code="0" * 16)
+    write({grade: {"file": {"b": old}} for grade in ("elsewhere", "newer", "interpreted", "compiled")})
+    assert grades.proofs(fakes.kernel("b"), Target.parse("sm_90")) == ()
 
 
 def test_a_record_of_a_cpu_level_says_nothing_of_other_levels(write) -> None:
     b = fakes.kernel("b")
-    write({"elsewhere": {"proof.json": {"b": {"cpu:avx2": b.code_hash()}}}})
+    write({"elsewhere": {"proof.json": {"b": record("cpu:avx2", code=b.code_hash())}}})
     assert grades.best(b, Target.parse("cpu:avx2")) is not None
-    assert grades.best(b, Target.parse("cpu:avx512")) is None
+    for other in ("cpu:avx512", "cpu:amx", "cpu:base", "cpu:avx2-fma", "cpu:neon"):
+        assert grades.best(b, Target.parse(other)) is None, other
+
+
+def test_the_level_is_that_of_the_code_which_the_installation_has(write) -> None:
+    """A CPU with AVX-512 runs the AVX2 code of a library without more, and its record counts."""
+    cpp = fakes.kernel("b", language="cpp")
+    write({"elsewhere": {"proof.json": {"b": record("cpu:avx2")}}})
+    for levels, reason in ((("base", "avx2"), "elsewhere"), (("base", "avx2", "avx512"), "no record")):
+        build, here = Build.of({"torch": "2.13.0"}, cpu_levels=levels), Target.parse("cpu:avx512")
+        chosen = select(fakes.OP, fakes.problem(), [cpp], here, build, Store(), Policy(), foreign=True)
+        assert reason in chosen.candidates[0].reasons[0]
+
+
+def test_a_record_names_the_ptx_that_ran_and_what_spills(write) -> None:
+    b, sm86 = fakes.kernel("b"), Target.parse("sm_86")
+    write(
+        {
+            "newer": {"proof.json": {"b": record("sm_80", "sm_86", ran="compute_80 on sm_90")}},
+            "compiled": {"baseline.json": {"b": record("sm_86", "sm_89", spills={"sm_86": 48})}},
+        }
+    )
+    assert [str(p) for p in grades.proofs(b, sm86)] == [
+        "newer (proof.json: compute_80 on sm_90), spills 48 bytes per thread",
+        "compiled (baseline.json), spills 48 bytes per thread",
+    ]
+    assert str(grades.best(b, Target.parse("sm_80"))) == "newer (proof.json: compute_80 on sm_90)"
+    assert str(grades.best(b, Target.parse("sm_89"))) == "compiled (baseline.json)"
+
+
+def test_int8_activations_have_a_grade_on_the_levels_that_ran_only() -> None:
+    kernel = default_registry().kernel("linear", "linear_a8_cpu")
+    found = {level: grades.best(kernel, Target.parse(level)) for level in ("cpu:base", "cpu:avx2")}
+    assert {proof.grade for proof in found.values() if proof} == {"elsewhere"} and None not in found.values()
+    for level in ("cpu:avx512_vnni", "cpu:amx", "cpu:neon_i8mm"):
+        assert grades.best(kernel, Target.parse(level)) is None, level
 
 
 def test_a_policy_names_grades_that_exist() -> None:

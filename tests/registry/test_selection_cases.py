@@ -86,6 +86,31 @@ def test_selected(row: list[str]) -> None:
     )
 
 
+FAMILIES = {
+    "int4_g128": "w4a16",
+    "int4_g128_zp": "w4a16",
+    "int8_ch": "w8a16",
+    "fp8_ch": "w8a16",
+    "mxfp4": "w4a16",
+    "nvfp4": "w4a16",
+}
+"""Scheme -> the part of its kernels' names."""
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120", "sm_121"])
+def test_native_weight_only_products_come_first_on_every_gpu_that_runs_them(target: str) -> None:
+    """Decode up to 16 rows, stream-K above; the Triton kernel behind both. Turing lacks their instructions."""
+    for scheme, family in FAMILIES.items():
+        for m in (1, 16, 64):
+            problem = f"m={m},n=4096,k=4096,w={scheme}"
+            order = [c.kernel.name for c in _choose("linear", problem, target, "ptx80", "-").candidates]
+            schedules = ("decode", "gemm") if m <= 16 else ("gemm",)
+            names = [f"linear_{family}_{schedule}_sm80" for schedule in schedules]
+            assert order[: len(names) + 1] == [*names, "linear_w_triton"], problem
+            older = _choose("linear", f"{problem},x=fp16", "sm_75", "ptx80", "-")
+            assert older.best is not None and older.best.kernel.name == "linear_w_triton", problem
+
+
 @pytest.mark.parametrize("row", rows(REFUSED), ids=" ".join)
 def test_refused(row: list[str]) -> None:
     op, problem, target, build, policy, name, verdict, reason = row
