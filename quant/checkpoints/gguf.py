@@ -109,13 +109,18 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "quantization_config": {"quant_method": "gguf"},
     }
-    data |= {
-        **_experts(path, own, values),
-        **own.config(values),
-        **_rope(path, values, file.rope_factors),
-    }
+    attention, rope = "model.layers.0.self_attn", _rope(path, values, file)
+    values["fused_qkv"] = f"{attention}.qkv_proj.weight" in file
+    values["q_bias"] = any(f"{attention}.{part}_proj.bias" in file for part in ("q", "qkv"))
+    values["q_norm"] = f"{attention}.q_norm.weight" in file
+    values["rope_scaling"] = rope.get("rope_scaling", {})
+    data |= {**_experts(path, own, values), **rope, **own.config(values)}
     fields = {name: value for name, value in data.items() if value is not None}
-    _check_rotation(path, fields, values.get("rope.dimension_count"), len(file.rope_factors))
+    rotated = values.get("rope.dimension_count")
+    if own.paired or rotated is None:
+        _check_rotation(path, fields, rotated, len(file.rope_factors))
+    else:
+        fields.setdefault("rotary_dim", rotated)
     return fields
 
 
@@ -140,23 +145,38 @@ def _experts(path: Path, own: GgufArchitecture, values: Mapping[str, Any]) -> di
     """The entries of a mixture of experts: the k most probable ones, with weights normalized to sum to 1."""
     if not own.experts:
         return {}
-    strange = {
-        "expert_shared_count": 0,
-        "expert_weights_scale": 1.0,
-        "expert_group_count": 0,
-        "expert_gating_func": 1,
-    }
+    strange = (
+        {}
+        if own.routed
+        else {
+            "expert_shared_count": 0,
+            "expert_weights_scale": 1.0,
+            "expert_group_count": 0,
+            "expert_gating_func": 1,
+        }
+    )
     for key, usual in strange.items():
         if values.get(key, usual) not in (usual, 0):
             raise ConfigError(f"{path}: {own.name}.{key} = {values[key]} is not supported in GGUF files")
     return {
         "num_experts_per_tok": values.get("expert_used_count"),
         "num_local_experts": values.get("expert_count"),
+        "moe_intermediate_size": values.get("expert_feed_forward_length"),
     }
 
 
-def _rope(path: Path, values: Mapping[str, Any], factors: tuple[float, ...]) -> dict[str, Any]:
-    kind = values.get("rope.scaling.type", "none")
+def _rope(path: Path, values: Mapping[str, Any], file: GgufFile) -> dict[str, Any]:
+    kind, factors = values.get("rope.scaling.type", "none"), file.rope_factors
+    original = values.get("rope.scaling.original_context_length")
+    if file.long_factors:
+        return {
+            "original_max_position_embeddings": original,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "attention_factor": values.get("rope.scaling.attn_factor"),
+                **{entry: list(numbers) for entry, numbers in file.long_factors.items()},
+            },
+        }
     if kind == "none":
         return {"rope_scaling": {"rope_type": "default", "factors": factors}} if factors else {}
     if factors:
@@ -165,12 +185,18 @@ def _rope(path: Path, values: Mapping[str, Any], factors: tuple[float, ...]) -> 
         )
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{path}: rope.scaling.type {kind!r} is not supported; known: none, linear, yarn")
+    if values.get("rope.scaling.yarn_ext_factor", 1.0) != 1:
+        raise ConfigError(
+            f"{path}: rope.scaling.yarn_ext_factor must be 1, got {values['rope.scaling.yarn_ext_factor']!r}"
+        )
     table = {
         "rope_type": kind,
         "factor": values.get("rope.scaling.factor"),
         "rope_theta": values.get("rope.freq_base", 1e4),
+        "attention_factor": values.get("rope.scaling.yarn_attn_factor"),
+        "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
     }
-    original = values.get("rope.scaling.original_context_length")
     return {
         "rope_scaling": table | ({} if original is None else {"original_max_position_embeddings": original})
     }

@@ -26,6 +26,14 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a space."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
+    r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+WHOLE = ("llama-bpe", "llama3", "tekken", "gpt-4o", "llama4")
+"""Pre-tokenizers of tokenizers in which a word that is a token is not split."""
 PRE: Mapping[str, str | None] = {
     "default": None,
     "gpt-2": None,
@@ -33,6 +41,12 @@ PRE: Mapping[str, str | None] = {
     "llama-bpe": _WORDS % "{1,3}",
     "llama3": _WORDS % "{1,3}",
     "qwen2": _WORDS % "",
+    "glm4": _WORDS % "{1,3}",
+    "chatglm-bpe": _WORDS % "{1,3}",
+    "tekken": _CASES % ("", "", ""),
+    "gpt-4o": _CASES % (_ENDS, _ENDS, "{1,3}"),
+    "llama4": _CASES % (_ENDS, _ENDS, "{1,3}"),
+    "minimax-m2": _CASES % (_ENDS, _ENDS, "{1,3}"),
 }
 """Pre-tokenizers: GPT-2's expression (None), the same with single digits, or another expression."""
 
@@ -100,8 +114,7 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
             f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ..."
         )
     pairs = [(left, right) for left, _, right in halves]
-    whole = pre in ("llama-bpe", "llama3")  # a word that is a token is not split
-    backend = Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=whole))
+    backend = Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=pre in WHOLE))
     expression = PRE[pre]
     octets = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression in (None, "digits"))
     if expression == "digits":

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: config.json, tokenizer.json, safetensors files. All headers are checked before a file is mapped; then
+"""A Hugging Face directory: config.json, a tokenizer, safetensors files. All headers are checked before a file is mapped; then
 tensors are read one at a time.
 
 The format (huggingface/safetensors): 8 bytes of little-endian header length, a JSON header {name: {dtype, shape,
@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gristmill.quant.checkpoints import tekken
 from gristmill.quant.checkpoints.chat_files import ChatFiles, directory_chat_files
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_json, read_tokenizer
 from gristmill.quant.errors import CheckpointError, ConfigError
@@ -65,6 +66,8 @@ class SafetensorsCheckpoint:
             and its shard lacks, or one that two shards have.
     """
 
+    index, single = INDEX, SINGLE
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: tuple[Path, Any] | None = None
@@ -80,8 +83,10 @@ class SafetensorsCheckpoint:
                     raise CheckpointError(f"tensor {name} is both in {tensors[name].file.name} and in {file}")
                 tensors[name] = entry
         for name, file in expected.items():
-            if name and (name not in tensors or tensors[name].file.name != file):
-                raise CheckpointError(f"{self.path / file} lacks tensor {name}, which {INDEX} says it holds")
+            if name and name[0] != "/" and (name not in tensors or tensors[name].file.name != file):
+                raise CheckpointError(
+                    f"{self.path / file} lacks tensor {name}, which {self.index} says it holds"
+                )
         return tensors
 
     def config(self) -> tuple[Mapping[str, Any], Mapping[str, Any], str]:
@@ -98,19 +103,25 @@ class SafetensorsCheckpoint:
         return data, read_json(generation) if generation.is_file() else {}, str(file)
 
     def tokenizer(self) -> Any:
-        """The tokenizer of tokenizer.json; read once."""
+        """The tokenizer of tokenizer.json, else of Mistral's tekken.json; read once."""
         return self._tokenizer
 
     @cached_property
     def _tokenizer(self) -> Any:
-        file = self.path / "tokenizer.json"
+        file, own = self.path / "tokenizer.json", self.path / tekken.FILE
+        if not file.is_file() and own.is_file():
+            return tekken.tekken_tokenizer(own)
         if not file.is_file():
-            raise NoTokenizerError(f"{self.path} has no tokenizer.json: pass prompts as lists of token ids")
+            raise NoTokenizerError(
+                f"{self.path} has no tokenizer.json and no {tekken.FILE}: pass prompts as lists of token ids"
+            )
         return read_tokenizer(file)
 
     def chat_files(self) -> ChatFiles:
-        """As `directory_chat_files`."""
-        return directory_chat_files(self.path)
+        """As `directory_chat_files`, with the special tokens of a tekken.json, which other files need not name."""
+        found = directory_chat_files(self.path)
+        named = (self.path / tekken.FILE).is_file()
+        return replace(found, tokens={**tekken.TOKENS, **found.tokens}) if named else found
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -149,8 +160,12 @@ class SafetensorsCheckpoint:
                 self._open = (entry.file, safe_open(entry.file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{entry.file} cannot be opened: {error}") from error
-        tensor: Tensor = self._open[1].get_tensor(name)
+        tensor: Tensor = self._open[1].get_tensor(self._stored_name(name))
         return tensor
+
+    def _stored_name(self, name: str) -> str:
+        """The name of a tensor in its file."""
+        return name
 
     def _entry(self, name: str) -> Entry:
         entry = self.entries.get(name)
@@ -178,14 +193,14 @@ class SafetensorsCheckpoint:
         return None
 
     def _index(self) -> dict[str, str]:
-        """Tensor -> file; of a single file, "" -> file."""
-        index = self.path / INDEX
+        """Tensor -> file; of files that no index describes, "" or "/..." -> file."""
+        index = self.path / self.index
         if not index.is_file():
-            if (self.path / SINGLE).is_file():
-                return {"": SINGLE}
+            if (self.path / self.single).is_file():
+                return {"": self.single}
             pickled = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
             hint = "; pickled weights are never read: convert them to safetensors" if pickled else ""
-            raise CheckpointError(f"{self.path} has neither {SINGLE} nor {INDEX}{hint}")
+            raise CheckpointError(f"{self.path} has neither {self.single} nor {self.index}{hint}")
         expected = read_json(index).get("weight_map")
         if (
             not isinstance(expected, dict)
@@ -199,7 +214,7 @@ class SafetensorsCheckpoint:
             if not (self.path / file).is_file():
                 count = sum(f == file for f in expected.values())
                 raise CheckpointError(
-                    f"missing shard {self.path / file}: {INDEX} puts {count} tensors there, {name} among them"
+                    f"missing shard {self.path / file}: {self.index} puts {count} tensors there, {name} among them"
                 )
         return dict(expected)
 

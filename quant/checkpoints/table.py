@@ -3,7 +3,8 @@ declares; loading and writing checkpoints read it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Weight:
         kind: ``linear`` can be quantized, ``kept`` has the model's dtype, ``fp32`` is float32.
         experts: the number of experts; 0 = none.
         stacked: whether the one source holds all experts: quantized as [experts, N, K], in floats, under its bare name, as [experts, K, N].
+        rows_first: whether a stacked source is [experts, N, K] in floats too.
         shard: how it is sharded; None = every rank has all of it.
         interleaved: whether gate and up alternate in the rows of a stacked source, or in the columns of its bias; it is returned with all of
             gate first.
@@ -41,6 +43,13 @@ class Weight:
     stacked: bool = False
     shard: ShardSpec | None = None
     interleaved: bool = False
+    rows_first: bool = False
+
+    @property
+    def stacked_shape(self) -> tuple[int, int, int]:
+        """The shape of a stacked source in floats."""
+        sizes = (self.rows[0], self.columns or 0)
+        return (self.experts, *(sizes if self.rows_first else sizes[::-1]))
 
     def part_names(self, experts: Range | None = None) -> list[str]:
         """Names of the parts in the checkpoint, expert after expert; of a range of `experts`, None = all."""
@@ -71,3 +80,17 @@ class WeightTable:
         return any(
             fnmatchcase(name, pattern) for pattern in (*self.ignored, *(copy for copy, _ in self.copies))
         )
+
+    def within(self, base: str, names: Iterable[str]) -> WeightTable:
+        """This table for a checkpoint with these tensors, saved from the model alone, without its head: if no name begins with the module
+        `base`, the table's do not either."""
+        prefix = f"{base}."
+        if not base or any(name.startswith(prefix) for name in names):
+            return self
+
+        def bare(name: str) -> str:
+            return name.removeprefix(prefix)
+
+        weights = (replace(weight, sources=tuple(map(bare, weight.sources))) for weight in self.weights)
+        copies = ((bare(copy), bare(kept)) for copy, kept in self.copies)
+        return WeightTable(tuple(weights), tuple(map(bare, self.ignored)), tuple(copies))

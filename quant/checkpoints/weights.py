@@ -6,7 +6,7 @@ and reports at the end which were never requested and which tensors were never r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,6 +99,7 @@ class Weights:
         rank, world: the rank that loads, and the number of ranks; it gets its ranges of every weight.
 
     Attributes:
+        progress: called before each parameter is read, with how many were read before, and how many there are.
         without_cache_scales: attention modules whose quantized cache uses scales of 1.0 because the checkpoint has none.
     """
 
@@ -126,17 +127,16 @@ class Weights:
         self._pending = dict(self._declared)
         self._read: set[str] = set()
         self._others: set[str] = set()  # modules of other ranks' experts
+        self.progress: Callable[[int, int], None] | None = None
         self.without_cache_scales: list[str] = []
 
     def tensor(self, target: str) -> Tensor:
-        """A kept parameter, on the device."""
+        """A kept parameter, on the device; of experts, [experts, N]."""
         weight = self._take(target)
-        dtype = torch.float32 if weight.kind == "fp32" else self.dtype
-        parts = []
-        for name, rows, kept in zip(weight.sources, weight.rows, self._local(weight).rows, strict=True):
-            shape = (rows,) if weight.columns is None else (rows, weight.columns)
-            parts.append(shard_floats(self._float_tensor(name, shape, weight), kept).to(dtype))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        local, count = self._local(weight), len(weight.sources)
+        names = weight.part_names(local.experts)
+        parts = [self._kept(names[i : i + count], weight, local.rows) for i in range(0, len(names), count)]
+        joined = torch.stack(parts) if weight.experts else parts[0]
         if weight.interleaved:
             joined = torch.cat((joined[:, 0::2], joined[:, 1::2]), 1)
         placed = joined.to(self.device)
@@ -179,6 +179,10 @@ class Weights:
         if self.scheme is not None and self.scheme.is_dense:
             return False
         return weight.g_idx is None and (weight.scheme.is_named or self.device.type == "cpu")
+
+    def has(self, target: str) -> bool:
+        """Whether the table has a parameter that was not taken yet."""
+        return target in self._pending
 
     def optional(self, target: str) -> Tensor | None:
         """A kept parameter that may be missing in the table, such as a bias."""
@@ -337,9 +341,21 @@ class Weights:
             return [(0, weight.experts or sum(weight.rows))] * world
         return [weight.shard.shards[0].range(rank, world) for rank in range(world)]
 
-    def _local(self, weight: Weight) -> LocalRanges:
+    def shapes_of_ranks(self, target: str) -> list[tuple[int, int]]:
+        """(rows, columns) that each rank has of a matrix, in the order of the ranks."""
+        weight = self._declared[target]
+        shapes = []
+        for rank in range(self.world):
+            local = self._local(weight, rank)
+            first, last = local.columns or (0, weight.columns or 0)
+            shapes.append((sum(local.row_counts), last - first))
+        return shapes
+
+    def _local(self, weight: Weight, rank: int | None = None) -> LocalRanges:
+        """What a rank has of a weight; None = this rank."""
+        rank = self.rank if rank is None else rank
         try:
-            return local_ranges(weight.shard, weight.rows, weight.experts, self.rank, self.world)
+            return local_ranges(weight.shard, weight.rows, weight.experts, rank, self.world)
         except UsageError as error:
             raise UsageError(f"tensor_parallel={self.world}: {weight.target}: {error}") from error
 
@@ -347,7 +363,18 @@ class Weights:
         weight = self._pending.pop(target, None)
         if weight is None:
             raise KeyError(f"no weight {target!r} in the model's table, or it was taken before")
+        if self.progress is not None:
+            self.progress(len(self._declared) - len(self._pending) - 1, len(self._declared))
         return weight
+
+    def _kept(self, names: Sequence[str], weight: Weight, kept: Sequence[tuple[Range, ...]]) -> Tensor:
+        """The parts of a kept parameter, or of that of an expert, joined: the `kept` rows of each, in its dtype."""
+        dtype = torch.float32 if weight.kind == "fp32" else self.dtype
+        parts = []
+        for name, rows, of_rank in zip(names, weight.rows, kept, strict=True):
+            shape = (rows,) if weight.columns is None else (rows, weight.columns)
+            parts.append(shard_floats(self._float_tensor(name, shape, weight), of_rank).to(dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _float_tensor(self, name: str, shape: tuple[int, ...], weight: Weight) -> Tensor:
         """A float tensor, dequantized if the checkpoint stores it quantized."""
@@ -424,7 +451,8 @@ class Weights:
             if weight.interleaved:
                 stored = replace(stored, weight=deinterleaved(stored.weight.to(self.device)))
             return self._converted(name, stored)
-        tensor = self._source(name, (weight.experts, columns, rows), weight)[first:last].transpose(1, 2)
+        tensor = self._source(name, weight.stacked_shape, weight)[first:last]
+        tensor = tensor if weight.rows_first else tensor.transpose(1, 2)
         if weight.interleaved:  # before rounding, which may be by blocks of rows
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
         if self.stored is not None or self.scheme is None or self.scheme.is_dense:

@@ -3,7 +3,9 @@
 A file holds its configuration in key-value pairs and its tensors under names of its own; model families declare which module
 of Hugging Face each is. Converters of the architecture "llama" reorder the rows of q and k for a rotation of neighbouring pairs; the original
 order is restored here. Experts of a layer are one tensor in the file, ``blk.0.ffn_gate_exps``, and as many here, each a part of its
-memory. ``rope_freqs`` belongs to the configuration, and is no tensor here: `GgufFile.rope_factors`. Big-endian files, split files
+memory; so are their biases. A matrix of one row may be stored as a vector. ``rope_freqs`` and ``rope_factors_*`` belong to the
+configuration, and are no tensors here: `GgufFile.rope_factors`, `long_factors`. The two halves of a latent
+projection, ``attn_k_b`` (transposed) and ``attn_v_b``, are one tensor here, in floats. Big-endian files, split files
 (``-00001-of-00003.gguf``) and importance-matrix types (IQ*) are refused.
 """
 
@@ -52,10 +54,14 @@ class GgufArchitecture:
     Attributes:
         name: its ``general.architecture``.
         model: the architecture as config.json has it.
-        modules: the modules of a layer: Hugging Face's name, with ``{expert}`` in those of experts, -> ggml's after ``blk.<layer>.``.
+        modules: the modules of a layer: Hugging Face's name, with ``{expert}`` in those of experts, -> ggml's after ``blk.<layer>.``; a tensor that
+            is no weight or bias of a module has its whole name.
         experts: whether it is for files with ``expert_count`` above 0.
         paired: whether converters reorder rows of q and k for a rotation of neighbouring pairs.
-        config: what keys (without their prefix) add to the entries of config.json.
+        routed: whether `config` reads the keys about choosing experts; else files in which they are not usual are refused.
+        config: what keys (without their prefix) add to the entries of config.json. ``q_bias`` and ``q_norm`` among them
+            say whether q has a bias and a norm, ``fused_qkv`` whether q, k and v are one tensor; ``rope_scaling`` is what the keys say of
+            frequencies, {} if nothing.
     """
 
     name: str
@@ -63,6 +69,7 @@ class GgufArchitecture:
     modules: Mapping[str, str]
     experts: bool = False
     paired: bool = False
+    routed: bool = False
     config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_entries
 
     def __str__(self) -> str:
@@ -114,6 +121,7 @@ class GgufFile:
             raise FormatError(f"{self.path} says it has {layers} layers, and has {len(tensors)} tensors")
         translate = _translation(known, layers)
         self.rope_factors: tuple[float, ...] = ()
+        self.long_factors: dict[str, tuple[float, ...]] = {}
         self.names: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
         self._tensors: dict[str, TensorEntry] = {}
@@ -121,6 +129,12 @@ class GgufFile:
             base, dot, suffix = tensor.name.rpartition(".")
             if tensor.name == "rope_freqs.weight":
                 self.rope_factors = self._factors(tensor)
+                continue
+            if tensor.name in LONG_FACTORS:
+                self.long_factors[LONG_FACTORS[tensor.name]] = self._factors(tensor)
+                continue
+            if tensor.name in translate:
+                self._add(translate[tensor.name], tensor)
                 continue
             module = translate.get(base)
             if not dot or module is None:
@@ -135,9 +149,10 @@ class GgufFile:
             if "{expert}" not in module:
                 self._add(f"{module}.{suffix}", tensor)
                 continue
-            if len(tensor.shape) != 3 or tensor.shape[0] != experts or experts > MOST_EXPERTS:
+            sizes = ["N"] if suffix == "bias" else ["N", "K"]
+            if len(tensor.shape) != 1 + len(sizes) or tensor.shape[0] != experts or experts > MOST_EXPERTS:
                 raise FormatError(
-                    f"{self.path}: tensor {tensor.name} must have shape [{experts}, N, K], got {list(tensor.shape)}"
+                    f"{self.path}: tensor {tensor.name} must have shape [{experts}, {', '.join(sizes)}], got {list(tensor.shape)}"
                 )
             size = tensor.nbytes // experts
             for expert in range(experts):
@@ -145,6 +160,7 @@ class GgufFile:
                     tensor, shape=tensor.shape[1:], start=tensor.start + expert * size, nbytes=size
                 )
                 self._add(f"{module.format(expert=expert)}.{suffix}", part)
+        self._joined = dict(self._join_halves())
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -154,10 +170,16 @@ class GgufFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape of a tensor."""
+        if name in self._joined:
+            keys, values = (self._tensors[half] for half in self._joined[name])
+            heads, rank, width = keys.shape
+            return heads * (width + values.shape[1]), rank
         return self._entry(name).shape
 
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape as stored: of blocks, uint8 and rows of bytes."""
+        if name in self._joined:
+            return torch.float32, self.shape(name)
         tensor = self._entry(name)
         dtype = DENSE.get(tensor.kind)
         if dtype is not None:
@@ -177,15 +199,43 @@ class GgufFile:
             raise FormatError(
                 f"{self.path}: tensor {self.names[name]} must be {_listed(dtypes)}, got {self.kinds[name]}"
             )
-        if shape is not None and stored_shape != shape:
+        if shape is not None and shape not in (stored_shape, (1, *stored_shape)):
             raise FormatError(
                 f"{self.path}: tensor {self.names[name]} must have shape {list(shape)}, got {list(stored_shape)}"
             )
-        return self._in_order(name, self._mapped(self._tensors[name]).view(dtype).view(stored_shape))
+        if name in self._joined:
+            keys, values = map(self._floats, self._joined[name])
+            return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        return self._in_order(name, self._mapped(self._tensors[name]).view(dtype).view(shape or stored_shape))
 
     def tokenizer_fields(self) -> Mapping[str, Any]:
         """The key-value pairs ``tokenizer.*``, arrays as lists; FormatError for text that is none."""
         return {key: self._header.value(key) for key in self._header.keys if key.startswith("tokenizer.")}
+
+    def _join_halves(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """(name of a latent projection, names of its halves) of the layers whose projection is in two; the halves are no tensors of their own."""
+        for keys in [name for name in self.names if name.endswith(".k_b_proj.weight")]:
+            values = keys.replace(".k_b_proj", ".v_b_proj")
+            shapes = [self._tensors[half].shape for half in (keys, values) if half in self._tensors]
+            heads, rank = shapes[0][:1], shapes[0][1:2]
+            if len(shapes) != 2 or {len(shape) for shape in shapes} != {3} or shapes[1][::2] != heads + rank:
+                raise FormatError(
+                    f"{self.path}: {self.names[keys]} must be [heads, rank, N] beside values [heads, V, rank], got {[*map(list, shapes)]}"
+                )
+            name = keys.replace(".k_b_proj", ".kv_b_proj")
+            yield name, (keys, values)
+            self.names[name], self.kinds[name] = self.names[keys], "F32"
+            del self.names[keys], self.names[values]
+
+    def _floats(self, name: str) -> Tensor:
+        """A tensor of several matrices, in float32."""
+        tensor = self._tensors[name]
+        data, rows = self._mapped(tensor), math.prod(tensor.shape[:-1])
+        if tensor.kind in DENSE:
+            return data.view(DENSE[tensor.kind]).float().view(tensor.shape)
+        blocks = data.view(rows, -1)
+        weight = read_blocks(tensor.name, tensor.kind, blocks, (rows, tensor.shape[-1]), new_codes)
+        return weight.dequantize().float().view(tensor.shape)
 
     def _add(self, name: str, tensor: TensorEntry) -> None:
         self.names[name] = tensor.name
@@ -216,7 +266,7 @@ class GgufFile:
         """The divisors of the frequencies of the rotary embedding."""
         values = self._mapped(tensor).view(torch.float32).tolist() if tensor.kind == "F32" else []
         if not values or len(tensor.shape) != 1 or not all(math.isfinite(v) and v > 0 for v in values):
-            raise FormatError(f"{self.path}: rope_freqs.weight must be positive float32 numbers in a row")
+            raise FormatError(f"{self.path}: {tensor.name} must be positive float32 numbers in a row")
         return tuple(values)
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
@@ -276,6 +326,8 @@ class Gguf(Format):
         )
 
 
+LONG_FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+"""The tensors of longrope's divisors -> their entries in a rope_scaling."""
 MODULES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -285,7 +337,7 @@ MODULES = {
 
 
 def _translation(architecture: GgufArchitecture, layers: int) -> dict[str, str]:
-    """The file's name of a module -> Hugging Face's; ``{expert}`` stands in that of experts."""
+    """The file's name of a module, or of a tensor, -> Hugging Face's; ``{expert}`` stands in that of experts."""
     translation = {own: module for module, own in MODULES.items()}
     for i in range(layers):
         for module, own in architecture.modules.items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gristmill.runtime.chat.formats._tags import THINK as THINK
     from gristmill.runtime.chat.formats._tags import TagParser as TagParser
     from gristmill.runtime.chat.formats._tags import Tags as Tags
+    from gristmill.runtime.grammar_parts import text_part as text_part
     from gristmill.runtime.structured_output import StructuredOutput as StructuredOutput
-    from gristmill.runtime.structured_output import text_part as text_part
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

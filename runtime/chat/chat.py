@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,29 +87,29 @@ class Chat:
             raise UsageError("the chat template makes an empty prompt of this conversation")
         return ids
 
-    def params(
-        self, params: SamplingParams, options: ChatOptions, prompt: Sequence[int] | str = ""
-    ) -> SamplingParams:
-        """Sampling of a completion as the format needs it: what ends a message, the grammar of required calls, special tokens in the text.
+    def reply(
+        self, params: SamplingParams, options: ChatOptions, prompt: Sequence[int] | str
+    ) -> tuple[SamplingParams, Callable[[], OutputParser]]:
+        """(sampling of a prompt's completions as the format needs it, what makes the parser of one).
+
+        The format adds what ends a message, a grammar where calls are bound, special tokens in the text.
 
         Raises:
-            UsageError: calls that are required together with another structured output.
+            UsageError: calls and a structured output that cannot both be kept.
         """
-        found = self._format
+        found, tail = self._format, self._tail(prompt)
+        wanted = params.structured_output
+        options = replace(options, answer_bound=wanted is not None and not wanted.own_grammar)
         stops = [token for name in found.stop if (token := self._tokenizer.token_id(name)) is not None]
-        structure = found.structure(options, params.structured_output, self._tail(prompt))
+        structure = found.structure(options, wanted, tail)
         changes: dict[str, Any] = {}
         if stops:
             changes["stop_token_ids"] = [*params.stop_token_ids, *stops]
-        if structure is not params.structured_output:
+        if structure is not wanted:
             changes["structured_output"] = structure
         if found.special_tokens:
             changes["skip_special_tokens"] = False
-        return replace(params, **changes) if changes else params
-
-    def parser(self, options: ChatOptions, prompt: Sequence[int] | str) -> OutputParser:
-        """A parser for one completion of a prompt."""
-        return self._format.parser(options, self._tail(prompt))
+        return replace(params, **changes) if changes else params, lambda: found.parser(options, tail)
 
     def _tail(self, prompt: Sequence[int] | str) -> str:
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt[-64:], False)
@@ -138,7 +138,8 @@ def prepare_chat(
     if params.n != 1:
         raise UsageError(f"a conversation has one answer at a time: n must be 1, got {params.n}")
     ids = chat.encode(as_messages(messages), options)
-    return ids, chat.params(params, options, ids), GrowingAnswer(chat.parser(options, ids), len(ids))
+    params, parser = chat.reply(params, options, ids)
+    return ids, params, GrowingAnswer(parser(), len(ids))
 
 
 def _text_of(template: str) -> str:

@@ -60,6 +60,7 @@ class ChatOptions:
         reasoning_effort: ``low``, ``medium`` or ``high``, for templates that have it.
         template_arguments: further variables of the template.
         continue_final: the last message, an assistant's, is continued instead of followed by a new one.
+        answer_bound: the request describes the answer: a message is calls or an answer, and tags in an answer mean nothing. `Chat` sets it.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -70,6 +71,7 @@ class ChatOptions:
     reasoning_effort: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     continue_final: bool = False
+    answer_bound: bool = False
 
 
 @dataclass(slots=True)

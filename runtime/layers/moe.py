@@ -1,7 +1,8 @@
 """A mixture of experts (DeepSeek-V3, arXiv:2412.19437, 2.1.2): routed ones by grouped top-k, and shared ones for every token.
 
 Mixtral (arXiv:2401.04088) and Qwen3-MoE are special cases with one group, softmax scores and no shared experts. The products of
-gpt-oss (arXiv:2508.10925) have biases, and a clamped activation between them.
+gpt-oss (arXiv:2508.10925) have biases, and a clamped activation between them. If the table has factors of the experts (Gemma 4), they multiply
+their weights.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class MixtureOfExperts:
         # It is added to the scores, for the choice alone, or to the logits.
         self.bias = bias if moe.choice_bias else None
         self.router = Linear(plans, router, None if moe.choice_bias else bias, dtype=torch.float32)
-        plans.own(self.bias)
+        self.expert_scale = weights.optional(f"{name}.experts.scale")
+        plans.own(self.bias, self.expert_scale)
         self.topk = plans.bind(
             "grouped_topk",
             e=moe.num_experts,
@@ -81,15 +83,17 @@ class MixtureOfExperts:
             "w2_bias": self.down_bias is not None,
             "clamp": self.is_clamped,
         }
+        # With weights on inputs, each expert of a token gets a row of its own.
         problem = plans.problem(
             "moe",
-            top_k=moe.top_k,
+            top_k=1 if moe.weigh_input else moe.top_k,
             e=down.shape[0],
             h=down.n,
             i=down.k,
             x=plans.x,
             w=str(down.scheme),
             epilogue="+".join(flag for flag, is_set in epilogue.items() if is_set) or "none",
+            activation=moe.activation,
         )
         floats, declared = problem, part.declared
         problem = plans.declared_experts(floats, declared)
@@ -111,7 +115,7 @@ class MixtureOfExperts:
             )
         self.gate_up = pack(in_scheme(part.weight, scheme), layout).tensors
         plans.own(*self.gate_up, *self.down)
-        self.takes = plans.takes_codes(problem)
+        self.takes = None if moe.weigh_input else plans.takes_codes(problem)
         self._codes_plan: BoundPlan | None = None
         self.layouts = layouts
         self.all_reduce = AllReduce(plans, hidden) if weights.is_partial(f"{name}.experts.down") else None
@@ -120,19 +124,27 @@ class MixtureOfExperts:
         self.shared = None
         if moe.num_shared:
             self.shared = MLP(plans, weights, f"{name}.shared", reduce=self.all_reduce is None)
+        self.shared_gate: Linear | None = None
+        if moe.shared_gate:
+            gate = QuantTensor.from_dense(weights.tensor(f"{name}.shared_gate"))
+            self.shared_gate = Linear(plans, gate, dtype=torch.float32)
 
-    def __call__(self, x: Tensor | Codes) -> Tensor | PartialSum:
-        """x [tokens, hidden] -> [tokens, hidden]. The x of codes has the values, which the router reads."""
+    def __call__(self, x: Tensor | Codes, routed_by: Tensor | None = None) -> Tensor | PartialSum:
+        """x [tokens, hidden] -> [tokens, hidden]. The x of codes has the values, which the router reads, unless it reads `routed_by`."""
         plan, codes, scales, whole = self.experts, None, None, x
         if isinstance(x, Codes):
             plan, (x, codes, scales) = self._codes_plan or self._bind_codes(), x
-        scores, ids = self.route(x)
-        out = x.new_empty(x.shape)
-        workspace = self.plans.workspace(plan, x.shape[0])
+        scores, ids = self.route(x if routed_by is None else routed_by)
+        given = x
+        if self.moe.weigh_input:
+            given = (x[:, None] * scores.to(x.dtype)[:, :, None]).flatten(0, 1)
+            scores, ids = torch.ones_like(scores).view(-1, 1), ids.view(-1, 1)
+        out = given.new_empty(given.shape)
+        workspace = self.plans.workspace(plan, given.shape[0])
         if self.first:
             ids -= self.first  # those of other ranks are outside the range, and add nothing
         plan(
-            x,
+            given,
             scores,
             ids,
             self.gate_up,
@@ -146,11 +158,18 @@ class MixtureOfExperts:
             self.limit,
             codes,
             scales,
+            self.moe.activation,
+            True,
             out,
         )
+        if len(out) > len(x):
+            out = out.view(len(x), -1, out.shape[1]).sum(1)
         shared = None
         if self.shared is not None:
             shared = self.shared(whole if self.shared.takes == self.takes else x)
+            if self.shared_gate is not None:
+                value = shared.x if isinstance(shared, PartialSum) else shared
+                value.mul_(self.shared_gate(x.float()).sigmoid_())
         if isinstance(shared, PartialSum):
             out, shared = out + shared.x, None
         if self.all_reduce is not None:
@@ -182,4 +201,6 @@ class MixtureOfExperts:
             scores,
             ids,
         )
+        if self.expert_scale is not None:
+            scores.mul_(self.expert_scale[ids])
         return scores, ids

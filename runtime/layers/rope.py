@@ -1,17 +1,45 @@
-"""Rotary position embedding: the table of a model, shared by its layers."""
+"""Rotary position embedding: the tables of a model, shared by its layers."""
 
 from __future__ import annotations
 
-from gristmill.kernels.rope.cache import rope_cache
+import torch
+
+from gristmill.kernels.rope.cache import RopeParameters, rope_cache
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.layers.plans import Plans
 
 
 class Rope:
-    """Cosines and sines of every position. `rot` elements of a head are rotated, in pairs of this `style`, as in problems."""
+    """Cosines and sines of every position below `ModelConfig.max_position`; of others, kernels return NaN.
 
-    def __init__(self, plans: Plans, config: ModelConfig) -> None:
-        self.rot = config.rope_dim
+    `rot` elements of a head are rotated, in pairs of this `style`, as in problems; `rotates`: whether there is anything to rotate.
+
+    Args:
+        parameters: the frequencies; None = a rotation by 0 of one pair, for layers without position, which changes nothing.
+    """
+
+    def __init__(self, plans: Plans, config: ModelConfig, parameters: RopeParameters | None) -> None:
+        self.rotates = parameters is not None
+        self.rot = config.rope_dim if parameters is not None else 2
         self.interleaved = config.rope_interleaved
         self.style = "gptj" if config.rope_interleaved else "neox"
-        self.table = rope_cache(config.rope_dim, config.max_position, config.rope, plans.device)
+        if parameters is None:
+            self.table = torch.tensor([1.0, 0.0], device=plans.device).repeat(config.max_position, 1)
+        else:
+            self.table = rope_cache(config.rope_dim, config.max_position, parameters, plans.device)
+
+
+class Ropes:
+    """The rotary embedding of each layer: one table for all layers with the same frequencies."""
+
+    def __init__(self, plans: Plans, config: ModelConfig) -> None:
+        self._plans, self._config = plans, config
+        self._made: dict[tuple[RopeParameters | None, int], Rope] = {}
+
+    def __getitem__(self, layer: int) -> Rope:
+        """The one of a layer."""
+        parameters, config = self._config.rope_of(layer), self._config.of_layer(layer)
+        key = (parameters, config.rope_dim)
+        if key not in self._made:
+            self._made[key] = Rope(self._plans, config, parameters)
+        return self._made[key]

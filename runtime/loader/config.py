@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
-from gristmill.quant.checkpoints.checkpoint import Checkpoint
+from gristmill.quant.checkpoints.checkpoint import Checkpoint, read_json
+from gristmill.quant.checkpoints.colbert import ARCHITECTURE as COLBERT
+from gristmill.quant.checkpoints.colbert import METADATA, ColbertCheckpoint
 from gristmill.quant.checkpoints.gguf import GgufCheckpoint
+from gristmill.quant.checkpoints.native import NativeCheckpoint
 from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
+from gristmill.quant.checkpoints.text_part import TextPart, TextPartCheckpoint
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig
+from gristmill.runtime.config import FULL, Fields, ModelConfig, labels, parse_rope, rotated
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.hub import local_model
-from gristmill.runtime.models import families, reported
+from gristmill.runtime.loader.unknown import unknown
+from gristmill.runtime.models import families, native_layouts, reported, text_parts
 
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
-    """The model at a path: a GGUF file, or a Hugging Face directory, whose files are read on first use. An open one is returned. What is
-    no path but the name of a repository, as `local_model` takes it, is fetched.
+    """The model at a path: a GGUF file, a Hugging Face directory, or one in the layout of the models' own code that a family declares
+    (`NativeLayout`), whose files are read on first use. Of a directory with more than a text model, or an encoder, that part is opened. An open
+    one is returned. What is no path but the name of a repository, as `local_model` takes it, is fetched.
 
     Raises:
         ConfigError: as `local_model`. CheckpointError: a damaged GGUF file.
@@ -30,7 +36,33 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     place = local_model(path)
     if place.suffix == ".gguf" and not place.is_dir():
         return GgufCheckpoint(place, gguf_architectures())
+    for layout in native_layouts():
+        if NativeCheckpoint.is_at(place, layout):
+            return NativeCheckpoint(place, layout)
+    try:
+        data = read_json(place / "config.json")
+    except ConfigError:
+        data = {}  # reported where it is read
+    if (part := _text_part(data)) is not None:
+        return TextPartCheckpoint(place, part)
+    if (encoder := _colbert_encoder(place, data)) is not None:
+        return ColbertCheckpoint(place, encoder)
     return SafetensorsCheckpoint(place)
+
+
+def _text_part(data: Mapping[str, Any]) -> TextPart | None:
+    """What family reads the text model of a directory whose model has other parts too; None = no family, or it is no such model."""
+    named, parts = data.get("architectures"), text_parts()
+    return next((parts[name] for name in named if name in parts), None) if isinstance(named, list) else None
+
+
+def _colbert_encoder(folder: Path, data: Mapping[str, Any]) -> str | None:
+    """The architecture of the encoder in a directory of Stanford ColBERT; None = no family has it, or it is no such directory."""
+    if data.get("architectures") != [COLBERT] and not (folder / METADATA).is_file():
+        return None
+    encoders = (family.architectures for family in families().values() if family.encodes)
+    found = (name for names in encoders for name, kind in names.items() if kind == data.get("model_type"))
+    return next((name for name in found if name.endswith("Model")), None)
 
 
 def gguf_architectures() -> tuple[GgufArchitecture, ...]:
@@ -55,15 +87,14 @@ def parse_config(
     """The configuration from the contents of config.json and generation_config.json."""
     fields, known = Fields(data, origin), families()
     architectures = fields.get("architectures", list)
-    architecture = next((a for a in architectures if a in known), None)
+    given, architecture = _known(architectures, known)
     if architecture is None:
         raise ConfigError(
-            f"{origin}: architecture {', '.join(map(str, architectures)) or '(none)'} is not supported; known: "
-            f"{', '.join(known)}{reported()}"
+            f"{origin}: architecture {', '.join(map(str, architectures)) or '(none)'} is not supported"
+            f"{unknown(data, architectures)}; known: {', '.join(known)}{reported()}"
         )
-    activation = fields.get("hidden_act", str, "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"{origin}: hidden_act must be silu, got {activation!r}")
+    family = known[architecture]
+    fields = Fields(data, origin, family.entries)
     heads = fields.size("num_attention_heads")
     hidden = fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
@@ -71,7 +102,8 @@ def parse_config(
         raise ConfigError(
             f"{origin}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
-    special = known[architecture].config(fields, architecture)
+    special = family.config(fields, architecture)
+    classes = labels(fields, given)
     if "windows" not in special:
         _no_window(fields, architecture)
     values: dict[str, Any] = {
@@ -84,7 +116,6 @@ def parse_config(
         "intermediate_size": fields.size("intermediate_size"),
         "rms_eps": fields.number("rms_norm_eps", 1e-6),
         "max_position": fields.size("max_position_embeddings"),
-        "rope": _rope(fields),
         "rope_interleaved": False,
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
         "attention_bias": fields.flag("attention_bias", False),
@@ -92,11 +123,37 @@ def parse_config(
         "dtype": _dtype(fields),
         "eos_ids": _eos(generation or {}, data, origin),
         "quantization": _quantization(fields),
+        "labels": classes,
+        "task": "score" if classes else "embed" if family.encodes or given != architecture else "generate",
     }
     values |= special
+    if values.get("bidirectional") and values["task"] == "generate":
+        values["task"] = "embed"
+    if "activation" not in special and (act := fields.get("hidden_act", str, "silu")) not in (
+        "silu",
+        "swish",
+    ):
+        raise ConfigError(f"{origin}: hidden_act must be silu, got {act!r}")
     if "head_dim" not in values:
         values["head_dim"] = fields.size("head_dim", None) or hidden // heads
-    return ModelConfig(**{"rope_dim": values["head_dim"], **values})
+    if "rope" not in values:
+        values["rope"] = _rope(fields)
+    if "rope_dim" not in values:
+        values["rope_dim"] = rotated(fields, values["head_dim"])
+    return ModelConfig(**values)
+
+
+def _known(architectures: Sequence[Any], known: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The first architecture that is supported, and the one that families name: of a decoder without its head, or with a classifier in its place
+    (``Qwen3Model``, ``Gemma3TextModel``, ``Qwen3ForSequenceClassification``), the one with the head. None = none is."""
+    for given in map(str, architectures):
+        if given in known:
+            return given, given
+        for ending in ("TextModel", "Model", "TextForSequenceClassification", "ForSequenceClassification"):
+            whole = f"{given.removesuffix(ending)}ForCausalLM"
+            if given.endswith(ending) and whole in known:
+                return given, whole
+    return "", None
 
 
 def _no_window(fields: Fields, architecture: str) -> None:
@@ -130,18 +187,10 @@ def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) 
 
 
 def _rope(fields: Fields) -> RopeParameters:
-    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier files."""
-    theta, longest = fields.number("rope_theta", 10000.0), fields.size("max_position_embeddings")
+    """`rope_parameters` of transformers 5, of full attention where they are by kind of layer, or `rope_theta` and `rope_scaling` of
+    earlier files."""
     entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    if entries.get("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{fields.origin}: partial rotary embeddings are not supported")
-    original = fields.get("original_max_position_embeddings", int, None)
-    if original is not None:
-        entries = {"original_max_position_embeddings": original, **entries}
-    try:
-        return RopeParameters.parse(entries, theta, longest)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{fields.origin}: {error}") from error
+    return parse_rope(fields, entries.get(FULL) or entries, fields.number("rope_theta", 10000.0))
 
 
 def _quantization(fields: Fields) -> Mapping[str, Any] | None:

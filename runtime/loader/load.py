@@ -26,7 +26,7 @@ from gristmill.runtime.explain import warn_of_slow_layers
 from gristmill.runtime.kv_cache.paged import parse_cache_format
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.models import Model, build_model, model_table
+from gristmill.runtime.models import Encoder, Model, build_encoder, build_model, families, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, least, local_config
 
 WEIGHTS_SHARE = 0.75
@@ -44,6 +44,8 @@ def load_model(
     quant_head: str | QuantScheme | None = None,
     mesh: Mesh = ALONE,
     begin: Callable[[Plans, ModelConfig, Weights], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    max_model_len: int | None = None,
 ) -> Model:
     """Load a model from a Hugging Face directory or a GGUF file, quantized or not, of the families in `gristmill.runtime.models`.
 
@@ -58,13 +60,21 @@ def load_model(
         kv_dtype, quant_head: as in `Engine`.
         mesh: the place of a rank, which keeps its range of every weight.
         begin: called before the first weight is read.
+        progress: as `Weights.progress`.
+        max_model_len: tokens of the longest sequence, as of `ModelConfig.for_length`: tables of positions are no longer. A notice
+            says where a model has other frequencies for longer ones.
 
     Raises:
         ConfigError, CheckpointError: an invalid checkpoint.
         UsageError: an unknown dtype, scheme or device.
     """
     checkpoint = open_checkpoint(path)
-    config = replace(parse_config(*checkpoint.config()), replicate_kv=mesh.context_parallel)
+    config = parse_config(*checkpoint.config()).for_length(max_model_len)
+    config = replace(config, replicate_kv=mesh.context_parallel)
+    if config.task != "generate":
+        raise UsageError(
+            f"{checkpoint.path} generates no text: it is for {'scores' if config.labels else 'embeddings'}, by LLM.score or LLM.embed"
+        )
     scheme = parse_scheme(quant)
     stored = None if config.quantization is None else open_format(config.quantization)
     form = parse_cache_format(kv_dtype)
@@ -78,6 +88,7 @@ def load_model(
     weights = Weights(
         checkpoint, table, plans.dtype, plans.device, scheme, stored, head_scheme, mesh.rank, mesh.world
     )
+    weights.progress = progress
     plans.schemes.room = room_of_weights(checkpoint, plans.device, mesh)
     if begin is not None:
         begin(plans, own_config, weights)
@@ -90,6 +101,46 @@ def load_model(
             "kv_dtype 'fp8_token_head' makes its own",
             stacklevel=2,
         )
+    if mesh.rank == 0:
+        if config.long_position and max_model_len is None:
+            notice(
+                f"{checkpoint.path}: up to {config.max_position} tokens; a max_model_len above that, up to {config.long_position}, takes the "
+                "frequencies of long sequences for all sequences (longrope)"
+            )
+        if line := plans.schemes.line(str(plans.device)):
+            notice(f"{checkpoint.path}: {line}")
+        warn_of_slow_layers(str(checkpoint.path), plans)
+    return model
+
+
+def load_encoder(
+    path: str | Path | Checkpoint,
+    dtype: str | torch.dtype = "auto",
+    quant: str | QuantScheme | torch.dtype | None = None,
+    device: str | torch.device = "auto",
+    policy: Policy | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    max_length: int | None = None,
+    mesh: Mesh = ALONE,
+) -> Encoder:
+    """Load a model for pooling: an encoder, or a decoder without its logits head.
+
+    Arguments and errors are those of `load_model`. `max_length` bounds the positions of a decoder; those of an encoder can be rows of its
+    embedding.
+    """
+    checkpoint = open_checkpoint(path)
+    config = replace(parse_config(*checkpoint.config()), whole=True)
+    if max_length is not None and not families()[config.architecture].encodes:
+        config = replace(config, max_position=min(max_length, config.max_position))
+    stored = None if config.quantization is None else open_format(config.quantization)
+    plans = Plans(parse_device(device, policy), parse_dtype(dtype, config), policy, mesh=mesh)
+    table = model_table(config).within(families()[config.architecture].base, checkpoint)
+    scheme, place = parse_scheme(quant), (mesh.rank, mesh.world)
+    weights = Weights(checkpoint, table, plans.dtype, plans.device, scheme, stored, None, *place)
+    weights.progress = progress
+    plans.schemes.room = room_of_weights(checkpoint, plans.device, mesh)
+    with memory.shared_blocks():
+        model = build_encoder(local_config(config, mesh), weights, plans)
     if mesh.rank == 0:
         if line := plans.schemes.line(str(plans.device)):
             notice(f"{checkpoint.path}: {line}")

@@ -7,22 +7,26 @@ each entry names a module with the same attribute.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from gristmill.kernel_registry.declarations import Declarations, find_declarations
 from gristmill.kernel_registry.plugins import PluginFailure
+from gristmill.quant.checkpoints.native import NativeLayout
 from gristmill.quant.checkpoints.table import WeightTable
+from gristmill.quant.checkpoints.text_part import TextPart
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import Fields, ModelConfig
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.sequences import Sequences
 
 ENTRY_POINTS = "gristmill.models"
 
@@ -43,6 +47,22 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class Encoder(Protocol):
+    """The interface of models for pooling: they compute whole sequences, without a cache."""
+
+    config: ModelConfig
+    plans: Plans
+
+    def encode(self, batch: Sequences) -> Tensor:
+        """Hidden states [tokens, hidden] after the last norm."""
+        ...
+
+    def classify(self, hidden: Tensor, batch: Sequences) -> Tensor:
+        """Logits [sequences, labels] of what `encode` returned; ConfigError if the model has no classifier."""
+        ...
+
+
 def nothing_special(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """The configuration of a plain decoder: every entry as `parse_config` reads it."""
     return {}
@@ -56,21 +76,34 @@ class Family:
         name: the name for display.
         architectures: ``architectures`` of config.json -> its ``model_type``.
         table: the checkpoint tensors of a model.
-        model: the class of models, constructed from (config, weights, plans).
+        model: the class of models, constructed from (config, weights, plans): a `Model`, or an `Encoder`.
         config: fields of ModelConfig that differ from those of a plain decoder, from the entries of config.json and the architecture. A family
             whose configuration does not return ``windows`` refuses a sliding window.
         gguf: the ggml architectures of such models.
         prediction: the checkpoint tensors of the layer after the last, which predicts a further token (`gristmill.runtime.speculation.mtp`);
             None = such models have none.
+        texts: architectures of models that also see or hear -> their text model, which alone is loaded.
+        native: how directories in the layout of the models' own code are read.
+        base: the module of the table's tensors that a checkpoint without a head leaves out of their names.
+        entries: entries of config.json -> the names that they have in the files of such models, where these differ.
     """
 
     name: str
     architectures: Mapping[str, str]
     table: Callable[[ModelConfig], WeightTable]
-    model: type[Model]
+    model: type[Model] | type[Encoder]
     config: Callable[[Fields, str], Mapping[str, Any]] = nothing_special
     gguf: tuple[GgufArchitecture, ...] = ()
     prediction: Callable[[ModelConfig], WeightTable] | None = None
+    base: str = "model"
+    native: NativeLayout | None = None
+    texts: Mapping[str, TextPart] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether its models are encoders, which generate nothing."""
+        return not hasattr(self.model, "logits")
 
 
 @cache
@@ -81,6 +114,16 @@ def _declared() -> Declarations[Family]:
 def families() -> Mapping[str, Family]:
     """All families by architecture, including those of plugins."""
     return _declared().by_name
+
+
+def text_parts() -> Mapping[str, TextPart]:
+    """Architectures of models that also see or hear -> their text model, which alone is loaded."""
+    return {name: part for family in families().values() for name, part in family.texts.items()}
+
+
+def native_layouts() -> tuple[NativeLayout, ...]:
+    """How directories in the layouts of the models' own code are read."""
+    return tuple({id(f.native): f.native for f in families().values() if f.native is not None}.values())
 
 
 def failures() -> tuple[PluginFailure, ...]:
@@ -100,12 +143,25 @@ def model_table(config: ModelConfig) -> WeightTable:
 
 def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
     """The model with its parameters; CheckpointError if a tensor of the checkpoint is left over."""
-    make: Callable[..., Model] = families()[config.architecture].model
-    model = make(config, weights, plans)
+    make: Callable[..., Any] = families()[config.architecture].model
+    model: Model = make(config, weights, plans)
+    weights.finish()
+    return model
+
+
+def build_encoder(config: ModelConfig, weights: Weights, plans: Plans) -> Encoder:
+    """The model for pooling; as `build_model`. UsageError if its family computes no sequences without a cache."""
+    make: Callable[..., Any] = families()[config.architecture].model
+    if config.mla is not None:
+        raise UsageError(
+            f"{config.architecture}: latent attention needs a KV cache; such a model cannot pool"
+        )
+    model: Encoder = make(config, weights, plans)
     weights.finish()
     return model
 
 
 def make_layer(config: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope) -> Any:
     """A single decoder layer. Called with (x, residual, batch, cache), it returns the x of the next layer."""
-    return families()[config.architecture].model.make_layer(config, weights, plans, index, rope)
+    family: Any = families()[config.architecture].model
+    return family.make_layer(config, weights, plans, index, rope)

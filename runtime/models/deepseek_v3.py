@@ -11,27 +11,38 @@ from typing import Any, ClassVar
 from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
 from gristmill.quant.checkpoints.weights import Weights
+from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.models import Family, llama
-from gristmill.runtime.models.llama import Decoder, mlp, outside_layers
+from gristmill.runtime.models.llama import GGUF_MLP, Decoder, mlp, norms, outside_layers
 from gristmill.runtime.models.qwen import experts
 
+LayerWeights = Callable[[ModelConfig, int], Iterator[Weight]]
 
-def table(c: ModelConfig) -> WeightTable:
-    """Checkpoint tensors -> parameters. The two projections down to latents are one matrix, gate and up another."""
+
+def layer_weights(c: ModelConfig, index: int) -> Iterator[Weight]:
+    """The weights of a layer. The two projections down to latents are one matrix, gate and up another."""
+    name, source = f"layers.{index}", f"model.layers.{index}"
+    yield from norms(c, name, source)
+    yield from _attention(c, _mla(c), name, f"{source}.self_attn")
+    yield from feed_forward(c, name, f"{source}.mlp", index)
+
+
+def table(c: ModelConfig, layer: LayerWeights = layer_weights) -> WeightTable:
+    """Checkpoint tensors -> parameters. Families with other attention give the weights of their `layer`."""
     weights = outside_layers(c)
     for i in range(c.num_layers):
-        weights += _layer(c, i)
+        weights += layer(c, i)
     ignored = [f"model.layers.{c.num_layers + i}.*" for i in range(c.extra["nextn_layers"])]
     ignored.append("model.layers.*.self_attn.rotary_emb.inv_freq")
     return WeightTable(tuple(weights), tuple(ignored), (TIED,) if c.tie_embeddings else ())
 
 
-def prediction(c: ModelConfig) -> WeightTable:
+def prediction(c: ModelConfig, layer: LayerWeights = layer_weights) -> WeightTable:
     """The prediction layer: a decoder layer after norms and a projection (arXiv:2412.19437, 2.2). Checkpoints repeat embedding and head."""
     hidden, source = c.hidden_size, f"model.layers.{c.num_layers}"
     head = "model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"
@@ -39,7 +50,7 @@ def prediction(c: ModelConfig) -> WeightTable:
         Weight("token_norm", (f"{source}.enorm.weight",), (hidden,)),
         Weight("hidden_norm", (f"{source}.hnorm.weight",), (hidden,)),
         Weight("join", (f"{source}.eh_proj",), (hidden,), 2 * hidden, "linear"),
-        *_layer(c, c.num_layers),
+        *layer(c, c.num_layers),
         Weight("norm", (f"{source}.shared_head.norm.weight",), (hidden,)),
     )
     of_model = ["lm_head.*", "model.embed_tokens.*", "model.norm.*", "*.self_attn.rotary_emb.inv_freq"]
@@ -49,17 +60,6 @@ def prediction(c: ModelConfig) -> WeightTable:
         (f"{source}.shared_head.head.weight", head),
     )
     return WeightTable(weights, tuple(of_model), copies)
-
-
-def _layer(c: ModelConfig, index: int) -> Iterator[Weight]:
-    hidden, name, source = c.hidden_size, f"layers.{index}", f"model.layers.{index}"
-    yield Weight(f"{name}.attention_norm", (f"{source}.input_layernorm.weight",), (hidden,))
-    yield Weight(f"{name}.mlp_norm", (f"{source}.post_attention_layernorm.weight",), (hidden,))
-    yield from _attention(c, _mla(c), name, f"{source}.self_attn")
-    if c.is_moe_layer(index):
-        yield from _moe(c, name, f"{source}.mlp")
-    else:
-        yield from mlp(c, name, f"{source}.mlp")
 
 
 def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterator[Weight]:
@@ -87,13 +87,16 @@ def _attention(c: ModelConfig, mla: MlaConfig, name: str, source: str) -> Iterat
         yield Weight(f"{name}.out.bias", (f"{source}.o_proj.bias",), (c.hidden_size,))
 
 
-def _moe(c: ModelConfig, name: str, source: str) -> Iterator[Weight]:
+def feed_forward(c: ModelConfig, name: str, source: str, index: int) -> Iterator[Weight]:
+    """Routed experts with a bias for their choice, and shared ones; gate, up and down in a dense layer."""
     moe = c.moe
-    if moe is None:
+    if moe is None or not c.is_moe_layer(index):
+        yield from mlp(c, name, source)
         return
     yield from experts(c, name, source, ("gate_proj", "up_proj", "down_proj"))
-    bias = f"{source}.gate.e_score_correction_bias"
-    yield Weight(f"{name}.router.bias", (bias,), (moe.num_experts,), None, "fp32")
+    if moe.choice_bias:
+        bias = f"{source}.gate.e_score_correction_bias"
+        yield Weight(f"{name}.router.bias", (bias,), (moe.num_experts,), None, "fp32")
     if moe.num_shared:
         ffn = moe.intermediate_size * moe.num_shared
         yield from mlp(c, f"{name}.shared", f"{source}.shared_experts", ffn)
@@ -125,6 +128,15 @@ class DeepseekV3(Decoder):
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """Sizes of latent attention, experts in groups, and the number of prediction layers after the last one."""
+    return {
+        **latent_config(fields),
+        "moe": moe_config(fields),
+        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0)},
+    }
+
+
+def latent_config(fields: Fields) -> dict[str, Any]:
+    """Multi-head latent attention."""
     mla = MlaConfig(
         q_lora_rank=fields.size("q_lora_rank", None),
         kv_lora_rank=fields.size("kv_lora_rank"),
@@ -138,18 +150,22 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         "head_dim": mla.qk_dim,
         "rope_dim": mla.rope_dim,
         "rope_interleaved": fields.flag("rope_interleave", True),
-        "moe": _moe_config(fields),
-        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0)},
     }
 
 
-def _moe_config(fields: Fields) -> MoeConfig:
+def moe_config(fields: Fields) -> MoeConfig:
+    """Experts in groups, by sigmoid scores with a bias for the choice."""
     scoring = fields.get("scoring_func", str, "sigmoid")
     method = fields.get("topk_method", str, "noaux_tc")
     if (scoring, method) != ("sigmoid", "noaux_tc"):
         raise ConfigError(
             f"{fields.origin}: scoring_func sigmoid with topk_method noaux_tc is supported, got {scoring} with {method}"
         )
+    return grouped_experts(fields)
+
+
+def grouped_experts(fields: Fields) -> MoeConfig:
+    """The numbers and sizes of experts in groups."""
     if fields.size("moe_layer_freq", 1) != 1:
         raise ConfigError(f"{fields.origin}: moe_layer_freq must be 1, got {fields.data['moe_layer_freq']}")
     moe = MoeConfig(
@@ -175,6 +191,77 @@ def _moe_config(fields: Fields) -> MoeConfig:
     return moe
 
 
+GGUF_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.{expert}.gate_proj": "ffn_gate_exps",
+    "mlp.experts.{expert}.up_proj": "ffn_up_exps",
+    "mlp.experts.{expert}.down_proj": "ffn_down_exps",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+"""ggml's names of experts, and of those for every token."""
+
+
+def gguf_experts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of config.json about experts from a file's keys."""
+    return {
+        "n_routed_experts": values.get("expert_count"),
+        "n_shared_experts": values.get("expert_shared_count", 0),
+        "n_group": values.get("expert_group_count") or 1,
+        "topk_group": values.get("expert_group_used_count") or 1,
+        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(values.get("expert_weights_norm", False)),
+        "first_k_dense_replace": values.get("leading_dense_block_count", 0),
+    }
+
+
+def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Entries of config.json from a file's keys. DeepSeek-V2 and V3 have one architecture; scores by sigmoid are V3's."""
+    rotated, rank = values.get("rope.dimension_count", 0), values.get("attention.kv_lora_rank")
+    width = values.get("attention.key_length_mla") or values.get("attention.key_length", 0)
+    entries = {
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated,
+        "v_head_dim": values.get("attention.value_length_mla") or values.get("attention.value_length"),
+        **gguf_experts(values),
+    }
+    if values.get("rope.scaling.type") == "yarn":
+        # The file has mscale_all_dim alone, of which mscale is the same in DeepSeek's models.
+        scale = round(values.get("rope.scaling.yarn_log_multiplier", 0.0) / 0.1, 6)
+        entries["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": values.get("rope.scaling.factor"),
+            "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
+            "mscale": scale,
+            "mscale_all_dim": scale,
+        }
+    if values.get("expert_gating_func", 1) == 2:
+        return entries
+    method = "group_limited_greedy" if entries["n_group"] > 1 else "greedy"
+    return entries | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": method}
+
+
+GGUF_LATENTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "self_attn.o_proj": "attn_output",
+}
+
 FAMILY = Family(
     name="DeepSeek-V3",
     architectures={"DeepseekV3ForCausalLM": "deepseek_v3"},
@@ -182,4 +269,14 @@ FAMILY = Family(
     model=DeepseekV3,
     config=config,
     prediction=prediction,
+    gguf=(
+        GgufArchitecture(
+            "deepseek2",
+            "DeepseekV3ForCausalLM",
+            GGUF_LATENTS | GGUF_MLP | GGUF_EXPERTS,
+            experts=True,
+            routed=True,
+            config=_gguf,
+        ),
+    ),
 )

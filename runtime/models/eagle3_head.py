@@ -56,7 +56,7 @@ def head_config(head: Checkpoint, target: ModelConfig) -> ModelConfig:
         "draft_vocab": fields.size("draft_vocab_size", c.vocab_size),
         "norm_before_residual": fields.flag("norm_before_residual", False),
     }
-    return replace(c, max_position=max(c.max_position, target.max_position), extra=extra)
+    return replace(c, extra=extra)
 
 
 def table(c: ModelConfig, has_head: bool) -> WeightTable:

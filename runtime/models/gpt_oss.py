@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.checkpoints.weights import Weights
-from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
+from gristmill.quant.formats.gguf import GgufArchitecture
+from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, MoeConfig, layer_windows
 from gristmill.runtime.errors import ConfigError
-from gristmill.runtime.layers.attention import Attention
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.layers.rope import Rope
 from gristmill.runtime.models import Family, llama
-from gristmill.runtime.models.llama import Llama, decoder_table
+from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table
 
 ALPHA = 1.702
 """Alpha of the experts' activation, which the configuration does not state."""
+PATTERN = (SLIDING, FULL)
+"""Layers without ``layer_types``: every second one has a window."""
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -36,6 +37,9 @@ def table(c: ModelConfig) -> WeightTable:
         yield Weight(f"{name}.sinks", (f"{source}.self_attn.sinks",), heads, None, "fp32", shard=sinks)
         yield Weight(f"{name}.router", (f"{router}.weight",), (experts,), hidden, "fp32")
         yield Weight(f"{name}.router.bias", (f"{router}.bias",), (experts,), None, "fp32")
+        if c.extra["experts_apart"]:
+            yield from _apart(moe, hidden, to, each)
+            return
         yield stacked(f"{to}.gate_up", (f"{each}.gate_up_proj",), (2 * ffn,), hidden, interleaved=True)
         bias = (f"{each}.gate_up_proj_bias",)
         yield Weight(f"{to}.gate_up.bias", bias, (experts,), 2 * ffn, shard=rows, interleaved=True)
@@ -46,6 +50,17 @@ def table(c: ModelConfig) -> WeightTable:
     return replace(base, ignored=(*base.ignored, "model.layers.*.self_attn.rotary_emb.*"))
 
 
+def _apart(moe: MoeConfig, hidden: int, to: str, each: str) -> Iterator[Weight]:
+    """The experts of GGUF files, each by itself, with gate and up as matrices of their own."""
+    count, ffn = moe.num_experts, moe.intermediate_size
+    by_expert = partial(Weight, experts=count, shard=ShardSpec.experts(count))
+    gate, up, down = (f"{each}.{{expert}}.{part}_proj" for part in ("gate", "up", "down"))
+    yield by_expert(f"{to}.gate_up", (gate, up), (ffn, ffn), hidden, "linear")
+    yield by_expert(f"{to}.gate_up.bias", (f"{gate}.bias", f"{up}.bias"), (ffn, ffn))
+    yield by_expert(f"{to}.down", (down,), (hidden,), ffn, "linear")
+    yield by_expert(f"{to}.down.bias", (f"{down}.bias",), (hidden,))
+
+
 def _moe(c: ModelConfig) -> MoeConfig:
     if c.moe is None:
         raise ConfigError(f"{c.architecture} has experts, and the configuration none")
@@ -53,13 +68,7 @@ def _moe(c: ModelConfig) -> MoeConfig:
 
 
 class Layer(llama.Layer):
-    """Attention with sinks, windowed or not, and experts with a clamped activation."""
-
-    def make_attention(
-        self, c: ModelConfig, weights: Weights, plans: Plans, index: int, rope: Rope
-    ) -> Attention:
-        """Attention in the layer's window."""
-        return Attention(c, plans, weights, f"layers.{index}", rope, c.windows[index], reduce=False)
+    """Experts with a clamped activation in every layer."""
 
     def make_mlp(self, c: ModelConfig, weights: Weights, plans: Plans, index: int) -> MixtureOfExperts:
         """Experts in every layer."""
@@ -79,21 +88,22 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     return {
         "moe": MoeConfig.most_probable(fields, count, inner),
         "attention_bias": fields.flag("attention_bias", True),
-        "windows": _windows(fields),
-        "extra": {"swiglu_limit": fields.number("swiglu_limit", 7.0)},
+        "windows": layer_windows(fields, fields.size("sliding_window", 128), PATTERN),
+        "extra": {
+            "swiglu_limit": fields.number("swiglu_limit", 7.0),
+            "experts_apart": fields.flag("experts_apart", False),
+        },
     }
 
 
-def _windows(fields: Fields) -> tuple[int, ...]:
-    """The window of each layer, 0 for full attention; by default every second layer has one."""
-    window, layers = fields.size("sliding_window", 128), fields.size("num_hidden_layers")
-    types = fields.get("layer_types", list, None) or ["sliding_attention", "full_attention"] * layers
-    known = {"sliding_attention": window, "full_attention": 0}
-    if len(types) < layers or any(kind not in known for kind in types):
-        raise ConfigError(
-            f"{fields.origin}: layer_types must give each of {layers} layers one of {', '.join(known)}, got {types!r}"
-        )
-    return tuple(known[kind] for kind in types[:layers])
+def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Entries of config.json from a file's keys. No key says that yarn's range is in parts of dimensions, as it is for all of gpt-oss."""
+    rope = values["rope_scaling"]
+    return {
+        "sliding_window": values.get("attention.sliding_window"),
+        "experts_apart": True,
+        "rope_scaling": {**rope, "truncate": False} if rope else None,
+    }
 
 
 FAMILY = Family(
@@ -102,4 +112,21 @@ FAMILY = Family(
     table=table,
     model=GptOss,
     config=config,
+    gguf=(
+        GgufArchitecture(
+            "gpt-oss",
+            "GptOssForCausalLM",
+            {
+                **GGUF_ATTENTION,
+                "post_attention_layernorm": "post_attention_norm",
+                "self_attn.sinks": "attn_sinks.weight",
+                "mlp.router": "ffn_gate_inp",
+                "mlp.experts.{expert}.gate_proj": "ffn_gate_exps",
+                "mlp.experts.{expert}.up_proj": "ffn_up_exps",
+                "mlp.experts.{expert}.down_proj": "ffn_down_exps",
+            },
+            experts=True,
+            config=_gguf,
+        ),
+    ),
 )

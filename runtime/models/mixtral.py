@@ -23,7 +23,8 @@ def table(c: ModelConfig) -> WeightTable:
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """Experts of the size of a dense block; the weights of the chosen experts are normalized to sum to 1."""
     count, inner = fields.size("num_local_experts"), fields.size("intermediate_size")
-    return {"moe": MoeConfig.most_probable(fields, count, inner)}
+    pairs = fields.flag("rope_interleave", False)  # in Mistral's own directories
+    return {"moe": MoeConfig.most_probable(fields, count, inner), "rope_interleaved": pairs}
 
 
 FAMILY = Family(

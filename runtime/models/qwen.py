@@ -1,11 +1,13 @@
 """Qwen2 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388): Llama with biases of q, k and v, or with norms of their heads.
 
-Qwen3-MoE has experts instead of the feed-forward block, except in layers that the configuration names.
+Those with MoE have experts instead of the feed-forward block, except in layers that the configuration names; Qwen2-MoE has a shared one too, with
+a weight of its own in each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gristmill.quant.checkpoints.shards import ShardSpec
@@ -13,7 +15,14 @@ from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
 from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
 from gristmill.runtime.models import Family
-from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_MLP, Llama, decoder_table, mlp
+from gristmill.runtime.models.llama import (
+    GGUF_ATTENTION,
+    GGUF_HEAD_NORMS,
+    GGUF_MLP,
+    Llama,
+    decoder_table,
+    mlp,
+)
 
 
 def table(c: ModelConfig) -> WeightTable:
@@ -22,6 +31,10 @@ def table(c: ModelConfig) -> WeightTable:
     def feed_forward(name: str, source: str, layer: int) -> Iterator[Weight]:
         if c.is_moe_layer(layer):
             yield from experts(c, name, f"{source}.mlp", ("gate_proj", "up_proj", "down_proj"))
+            if c.moe is not None and c.moe.shared_gate:
+                gate = f"{source}.mlp.shared_expert_gate.weight"
+                yield from mlp(c, f"{name}.shared", f"{source}.mlp.shared_expert", c.extra["shared_size"])
+                yield Weight(f"{name}.shared_gate", (gate,), (1,), c.hidden_size, "fp32")
         else:
             yield from mlp(c, name, f"{source}.mlp")
 
@@ -50,6 +63,10 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         return values | {"qkv_bias": True}
     if architecture == "Qwen3ForCausalLM":
         return values | {"qk_norm": True}
+    if architecture == "Qwen2MoeForCausalLM":
+        moe = replace(_moe(fields), num_shared=1, shared_gate=True)
+        extra = {"shared_size": fields.size("shared_expert_intermediate_size")}
+        return values | {"qkv_bias": fields.flag("qkv_bias", True), "moe": moe, "extra": extra}
     return values | {"qk_norm": True, "moe": _moe(fields)}
 
 
@@ -73,12 +90,29 @@ def _gguf_experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+def _gguf_shared(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As `_gguf_experts`, for Qwen2-MoE: with the shared expert, and the probabilities of the chosen ones as they are."""
+    return {
+        **_gguf_experts(values),
+        "norm_topk_prob": False,
+        "qkv_bias": values["q_bias"],
+        "shared_expert_intermediate_size": values.get("expert_shared_feed_forward_length"),
+    }
+
+
+GGUF_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{expert}.gate_proj": "ffn_gate_exps",
+    "mlp.experts.{expert}.up_proj": "ffn_up_exps",
+    "mlp.experts.{expert}.down_proj": "ffn_down_exps",
+}
+"""Experts and their router, and ggml's names of them."""
 
 FAMILY = Family(
-    name="Qwen2, Qwen3 and Qwen3-MoE",
+    name="Qwen2 and Qwen3, with MoE",
     architectures={
         "Qwen2ForCausalLM": "qwen2",
+        "Qwen2MoeForCausalLM": "qwen2_moe",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe",
     },
@@ -87,18 +121,25 @@ FAMILY = Family(
     config=config,
     gguf=(
         GgufArchitecture("qwen2", "Qwen2ForCausalLM", GGUF_ATTENTION | GGUF_MLP),
-        GgufArchitecture("qwen3", "Qwen3ForCausalLM", _NORMS | GGUF_ATTENTION | GGUF_MLP),
+        GgufArchitecture("qwen3", "Qwen3ForCausalLM", GGUF_HEAD_NORMS | GGUF_ATTENTION | GGUF_MLP),
+        GgufArchitecture(
+            "qwen2moe",
+            "Qwen2MoeForCausalLM",
+            {
+                **GGUF_ATTENTION,
+                **GGUF_EXPERTS,
+                "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+                "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+                "mlp.shared_expert.up_proj": "ffn_up_shexp",
+                "mlp.shared_expert.down_proj": "ffn_down_shexp",
+            },
+            experts=True,
+            config=_gguf_shared,
+        ),
         GgufArchitecture(
             "qwen3moe",
             "Qwen3MoeForCausalLM",
-            {
-                **_NORMS,
-                **GGUF_ATTENTION,
-                "mlp.gate": "ffn_gate_inp",
-                "mlp.experts.{expert}.gate_proj": "ffn_gate_exps",
-                "mlp.experts.{expert}.up_proj": "ffn_up_exps",
-                "mlp.experts.{expert}.down_proj": "ffn_down_exps",
-            },
+            GGUF_HEAD_NORMS | GGUF_ATTENTION | GGUF_EXPERTS,
             experts=True,
             config=_gguf_experts,
         ),

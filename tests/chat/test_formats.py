@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gristmill.runtime.chat.conversation import ChatOptions, Delta, Tool
-from gristmill.runtime.chat.formats import OutputParser, find_format, formats
+from gristmill.runtime.chat.formats import OutputParser, _bodies, find_format, formats
 from gristmill.runtime.errors import UsageError
 
 TOOLS = (
@@ -329,6 +329,26 @@ def test_arguments_grow_as_they_come() -> None:
     assert parser.push("is, ").calls[0].arguments == "is, "
 
 
+@pytest.mark.parametrize(
+    "value", ["a <b> " * 5000, '{"b": "\\\\ </parameter> \\""} ' * 1500, "[1, 2] " * 4000]
+)
+def test_long_values_are_read_once(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a value is and however small its pieces, each character is looked at once, but for what may begin a mark."""
+    looked_at = 0
+    scan = _bodies.Value._scan
+
+    def counted(self: _bodies.Value, text: str) -> str | None:
+        nonlocal looked_at
+        looked_at += len(text)
+        return scan(self, text)
+
+    monkeypatch.setattr(_bodies.Value, "_scan", counted)
+    call = f"<tool_call>\n<function=look>\n<parameter=n>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    said, _ = parse("qwen3_coder", list(call))
+    assert [json.loads(arguments) for _, arguments in said.calls] == [{"n": value}]
+    assert len(value) < looked_at < 6 * len(value)
+
+
 def test_thoughts() -> None:
     """Opened by the prompt, cut, repeated by the model, counted."""
     said, parser = parse(
@@ -339,6 +359,15 @@ def test_thoughts() -> None:
     assert parse("hermes", ["<think>", "I see."], tail="<think>\n")[0].reasoning == "I see."
     assert parse("hermes", ["I see"], tail="<think>")[0] == Said("", "I see")
     assert parse("think", ["<thi", "nk>a</th", "ink>b"])[0] == Said("b", "a")
+
+
+@pytest.mark.parametrize("pieces", [list, lambda text: [text]], ids=["characters", "whole"])
+def test_harmony_begins_with_a_recipient_or_with_text(pieces: Callable[[str], list[str]]) -> None:
+    """A message to a tool may have its recipient before its channel, right behind the prompt; what looks like it is text."""
+    header = " to=functions.look<|channel|>commentary <|constrain|>json<|message|>"
+    assert parse("harmony", pieces(header + '{"n": 1}<|call|>'))[0] == Said("", "", [("look", '{"n": 1}')])
+    for text in ("to=functions.look", " to=5 is", "t", "to", "to=look <b>", "to="):
+        assert parse("harmony", pieces(text))[0] == Said(text), text
 
 
 @pytest.mark.parametrize(

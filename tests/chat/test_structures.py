@@ -9,13 +9,16 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from gristmill.runtime.chat.conversation import ChatOptions, Tool
 from gristmill.runtime.chat.formats import formats
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.structured_output import GrammarCompiler, StructuredOutput, text_part, until_part
+from gristmill.runtime.grammar_parts import text_part, until_part
+from gristmill.runtime.grammars import GrammarCompiler
+from gristmill.runtime.structured_output import StructuredOutput
 from tests.chat.test_formats import Said
 from tests.runtime.oracle import LLAMA, MODELS
 
@@ -89,14 +92,16 @@ def drawn(output: StructuredOutput, seed: int, special: bool = True) -> str:
     chance, ids = random.Random(seed), []  # type: random.Random, list[int]
     while not matcher.is_stopped():
         assert len(ids) < 3000, tokenizer.decode(ids, skip_special_tokens=False)
-        fitting = [one for one in ends if matcher.validate_tokens(one) == len(one)]
-        if fitting and chance.random() < 0.3:
+        ending = chance.random() < 0.5
+        fitting = [one for one in ends if matcher.validate_tokens(one) == len(one)] if ending else []
+        if fitting:
             step = chance.choice(fitting)
         else:
             bias = matcher.compute_logit_bias()
-            may_end = bool(bias[1])
-            allowed = [i for i in range(size) if bias[i] and i != 1]
-            step = [1] if may_end and (not allowed or chance.random() < 0.4) else [chance.choice(allowed)]
+            fit = np.flatnonzero(np.frombuffer(bias, np.uint8, size))
+            allowed = fit[fit != 1]
+            ends_here = bool(bias[1]) and (not len(allowed) or chance.random() < 0.4)
+            step = [1] if ends_here else [int(allowed[chance.randrange(len(allowed))])]
         assert matcher.consume_tokens(step), matcher.get_error()
         ids += step
     assert not matcher.is_error(), matcher.get_error()
@@ -240,6 +245,101 @@ def test_strict_calls_of_free_choice(name: str, tail: str) -> None:
     assert refused, "no wrong call was tried"
     plain = f"{thought}{'<|channel|>final<|message|>' if name == 'harmony' else ''}It is sunny."
     assert taken(structure, plain, True) == plain
+
+
+MARKED = (
+    "<tool_call> [TOOL_CALLS] <think> <|end|> <|python_tag|> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜>"
+)
+"""What an answer may quote, and is no call in it."""
+ANSWERS = (
+    StructuredOutput(
+        json_schema={
+            "type": "object",
+            "properties": {"said": {"type": "string"}},
+            "required": ["said"],
+            "additionalProperties": False,
+        }
+    ),
+    StructuredOutput(choice=["yes", "no/never"]),
+    StructuredOutput(regex=r"a\/b/c|<[^|]*"),
+)
+
+
+def answers(wanted: StructuredOutput, content: str) -> bool:
+    """Whether a content is what a request wants."""
+    if wanted.json_schema is not None:
+        return list(json.loads(content)) == ["said"]
+    if wanted.choice is not None:
+        return content in wanted.choice
+    return re.fullmatch(str(wanted.regex), content) is not None
+
+
+@pytest.mark.parametrize("more", [{}, {"parallel_tool_calls": False}], ids=["several", "one"])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_or_an_answer_in_its_format(name: str, more: dict[str, Any]) -> None:
+    """Beside a response format, a message is calls that match their schemas, or the answer, which may quote what begins a call."""
+    calls = contents = 0
+    for wanted in ANSWERS[: 2 if name == "llama3" else 3]:
+        options = ChatOptions(tools=TOOLS, answer_bound=True, **more)
+        structure = formats()[name].structure(options, wanted, "")
+        assert structure is not None
+        for seed in range(6):
+            text = drawn(structure, seed, special=seed % 2 == 0)
+            message, cut = said(name, text, options, "")
+            assert not cut, text
+            assert all(fits(one, json.loads(arguments)) for one, arguments in message.calls), text
+            assert not more or len(message.calls) < 2, text
+            assert bool(message.calls) != bool(message.content.strip()), text
+            assert message.calls or answers(wanted, message.content), text
+            calls += bool(message.calls)
+            contents += not message.calls
+        required = formats()[name].structure(ChatOptions(tools=WRONG, tool_choice="required"), None, "")
+        assert required is not None
+        wrong = drawn(required, 1)
+        message, _ = said(name, out := taken(structure, wrong, True), options, "")
+        assert out != wrong
+        assert not any(fits(one, _loaded(arguments)) for one, arguments in message.calls), out
+    assert calls, "no call came out"
+    assert contents, "no answer came out"
+    quoted = json.dumps({"said": MARKED}, ensure_ascii=False)
+    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    message, _ = said(name, head + quoted, ChatOptions(tools=TOOLS, answer_bound=True), "")
+    assert message.content == quoted
+    assert not message.calls
+
+
+def _loaded(arguments: str) -> Any:
+    try:
+        return {"unit": None, "days": -1} | json.loads(arguments)
+    except ValueError:
+        return {"unit": None, "days": -1}
+
+
+def test_answers_that_could_be_calls_are_refused() -> None:
+    """Where the parser could not tell an answer from a call, or a request's own grammar has the calls in it."""
+    options = ChatOptions(tools=TOOLS)
+    for name, wanted in (
+        ("llama3", StructuredOutput(json_schema={"type": "object"})),
+        ("llama3", StructuredOutput(json_schema='{"type": "object", "properties": {"name": {}}}')),
+        ("llama3", StructuredOutput(choice=['{"name": "x"}'])),
+        ("llama3", StructuredOutput(regex=".*")),
+        ("hermes", StructuredOutput(choice=["yes", " <tool_call>no"])),
+    ):
+        with pytest.raises(UsageError, match="beside tools"):
+            formats()[name].structure(options, wanted, "")
+        assert formats()[name].structure(replace(options, tool_choice="none"), wanted, "") is not None
+    for wanted in OWN:
+        for bound in (ChatOptions(tools=STRICT), ChatOptions(tools=TOOLS, parallel_tool_calls=False)):
+            with pytest.raises(UsageError, match="describes a whole message"):
+                formats()["hermes"].structure(bound, wanted, "")
+        assert formats()["llama3"].structure(options, wanted, "") is wanted
+    regex = formats()["hermes"].structure(options, StructuredOutput(regex="(?s:.*)"), "")
+    assert regex is not None
+    tokenizer, compiler, _ = vocabulary(True)
+    for before, fits_it in (("", False), ("\n ", False), (".", True)):
+        pieces = (before, "<tool", "_call>", "x")  # spelled: the tag as one token is no text
+        ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False).ids]
+        assert (compiler.compile(regex).matcher.validate_tokens(ids) == len(ids)) is fits_it
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)

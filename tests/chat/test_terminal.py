@@ -59,11 +59,8 @@ class Scripted:
         self._messages = messages
         return [0] * (10 * len(messages))
 
-    def params(self, params: SamplingParams, options: ChatOptions, prompt: object = "") -> SamplingParams:
-        return params
-
-    def parser(self, options: ChatOptions, ids: list[int]) -> Any:
-        return SimpleNamespace(
+    def reply(self, params: SamplingParams, options: ChatOptions, prompt: object) -> tuple[Any, Any]:
+        return params, lambda: SimpleNamespace(
             push=lambda text, ids: self._steps.pop(0),
             finish=lambda: Delta(reasoning="" if self._steps else ""),
         )
@@ -350,6 +347,12 @@ def environment(tmp_path: Path, policy_file) -> dict[str, str]:
     }
 
 
+def _as_a_shell_would() -> None:
+    """Before a program begins: the terminal is its own, and Ctrl-C is not ignored, as what runs in the background inherits it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A process in a terminal of its own."""
 
@@ -357,7 +360,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, *command], stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=ROOT, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_a_shell_would,
         )  # fmt: skip
         os.close(slave)
         self.seen, self._at = "", 0
@@ -370,6 +373,18 @@ class Terminal:
         """Read up to a text, after what was read before."""
         self._read(lambda: self.seen.find(text, self._at) + 1, seconds, text)
         self._at = self.seen.index(text, self._at) + len(text)
+
+    def interrupt(self) -> None:
+        """Ctrl-C until a prompt follows: Python does not see a signal that comes while readline takes a key."""
+        for _ in range(5):
+            time.sleep(1)
+            self.send("\x03")
+            try:
+                self.until("> ", 10)
+            except AssertionError:
+                continue
+            return
+        self.until("> ")
 
     def more(self, count: int) -> None:
         """Read so many characters."""
@@ -422,9 +437,7 @@ def test_in_a_terminal(arguments: tuple[str, ...], environment: dict[str, str], 
         terminal.until("> ")
         terminal.send("half a line")
         terminal.until("half a line")
-        time.sleep(0.1)  # Python does not see a signal that comes while readline takes a key
-        terminal.send("\x03")
-        terminal.until("> ")
+        terminal.interrupt()
         terminal.send("/nonsense\n")
         terminal.until("there is no /nonsense")
         terminal.until("> ")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from gristmill.runtime.chat.conversation import Tool
 
 State = Literal["more", "done", "again", "wrong"]
-ESCAPED = re.compile(r"\\.", re.DOTALL)
 LONGEST_HEAD = 1024
 """Characters of what stands before the arguments. More is no tool call."""
 
@@ -41,11 +40,35 @@ class Body(Protocol):
         ...
 
 
+class Strings:
+    """Follows the strings of a JSON text, character by character.
+
+    Attributes:
+        inside: the last character was inside one, or its opening quote.
+    """
+
+    def __init__(self) -> None:
+        self.inside = self._escaped = False
+
+    def step(self, character: str) -> bool:
+        """The next character; whether it belongs to a string, quotes included."""
+        if not self.inside:
+            self.inside = character == '"'
+            return self.inside
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self.inside = False
+        return True
+
+
 class JsonText:
     """Finds the end of a JSON object or array in a text that grows."""
 
     def __init__(self) -> None:
-        self._depth, self._inside, self._escaped, self.begun = 0, False, False, False
+        self._depth, self._strings, self.begun = 0, Strings(), False
 
     def feed(self, text: str) -> tuple[str, str, State]:
         """(the part that belongs to it, the rest, ``done`` at its end, ``wrong`` if none begins here)."""
@@ -59,16 +82,9 @@ class JsonText:
             self.begun = True
         for at in range(start, len(text)):
             character = text[at]
-            if self._inside:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._inside = False
-            elif character == '"':
-                self._inside = True
-            elif character in "{[":
+            if self._strings.step(character):
+                continue
+            if character in "{[":
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
@@ -125,7 +141,7 @@ class JsonBody:
 
     def __init__(self, keys: tuple[str, ...] = ("arguments", "parameters")) -> None:
         self._keys = keys
-        self._depth, self._inside, self._escaped = 0, False, False
+        self._depth, self._strings = 0, Strings()
         self._key: str | None = None  # of the present entry
         self._reading: Literal["key", "value", ""] = ""
         self._token: list[str] = []  # of a key, or of a value that is no arguments
@@ -168,20 +184,11 @@ class JsonBody:
 
     def _step(self, character: str, made: list[str], piece: Piece) -> State | None:
         """One character inside the object."""
-        if self._inside:
+        if self._strings.inside or self._depth > 1:
             self._put(character, made)
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._inside = False
-            return None
-        if self._depth > 1:
-            self._put(character, made)
-            if character == '"':
-                self._inside = True
-            elif character in "{[":
+            if self._strings.step(character):
+                return None
+            if character in "{[":
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
@@ -205,9 +212,7 @@ class JsonBody:
         if self._reading == "key" and character != '"':
             return "wrong"
         self._put(character, made)
-        if character == '"':
-            self._inside = True
-        elif character in "{[":
+        if not self._strings.step(character) and character in "{[":
             self._depth += 1
         return None
 
@@ -302,6 +307,54 @@ class Marks:
     keep_end: bool = False
 
 
+class Value:
+    """A value up to its end mark, in a text that grows; each character is looked at once.
+
+    In a string of JSON the mark ends nothing.
+
+    Args:
+        mark: the text after the value.
+        is_text: it is a text; else it is JSON if it begins like an object, an array or a string.
+    """
+
+    def __init__(self, mark: str, is_text: bool) -> None:
+        self._mark, self.is_text = mark, is_text
+        self._places = re.compile(rf'\\.|"|{re.escape(mark)}', re.DOTALL)
+        self._pieces: list[str] = []
+        self._rest = ""  # what may be the beginning of a mark or an escape
+        self._in_json: bool | None = False if is_text else None  # None = nothing but blanks so far
+        self._quoted = False
+
+    @property
+    def text(self) -> str:
+        """The value so far."""
+        return "".join(self._pieces)
+
+    def feed(self, text: str) -> str | None:
+        """More text. What follows the mark; None = it has not come."""
+        return self._scan(self._rest + text)
+
+    def _scan(self, text: str) -> str | None:
+        if self._in_json is None and (begun := text.lstrip()):
+            self._in_json = begun[0] in '{["'
+        at = 0
+        if self._in_json:
+            for found in self._places.finditer(text):
+                at = found.end()
+                if found[0] == '"':
+                    self._quoted = not self._quoted
+                elif found[0] == self._mark and not self._quoted:
+                    self._pieces.append(text[: found.start()])
+                    return text[at:]
+        elif (start := text.find(self._mark)) >= 0:
+            self._pieces.append(text[:start])
+            return text[start + len(self._mark) :]
+        keep = held(text[at:], (self._mark, "\\.")) if self._in_json else held(text, (self._mark,))
+        self._pieces.append(text[: len(text) - keep])
+        self._rest = text[len(text) - keep :]
+        return None
+
+
 @dataclass(slots=True)
 class PairBody:
     """Keys and values in marks, as JSON: a value is a text where the tool's schema says so, else JSON if it is sound, else a text."""
@@ -311,7 +364,8 @@ class PairBody:
     _text: str = ""
     _tool: Tool | None = None
     _named: bool = False
-    _key: str | None = None
+    _key: str = ""
+    _value: Value | None = None
     _count: int = 0
 
     def feed(self, text: str) -> Piece:
@@ -331,7 +385,7 @@ class PairBody:
     def _advance(self, piece: Piece) -> bool:
         """One key, value or end; False = more text is needed."""
         marks = self.marks
-        if self._key is None:
+        if self._value is None:
             text = self._text.lstrip()
             if text.startswith(marks.end):
                 piece.arguments += "}"
@@ -345,25 +399,17 @@ class PairBody:
                     piece.arguments += "}"
                 return False
             self._key, self._text = match["key"].strip(), text[match.end() :]
+            self._value = Value(marks.value_end, self._is_text())
             return True
-        at = self._value_end()
-        if at < 0:
+        rest = self._value.feed(self._text)
+        self._text = rest or ""
+        if rest is None:
             return False
-        value, rest = self._text[:at], self._text[at + len(marks.value_end) :]
         separator = ", " if self._count else ""
-        piece.arguments += f"{separator}{json.dumps(self._key, ensure_ascii=False)}: {self._value(value)}"
+        piece.arguments += f"{separator}{json.dumps(self._key, ensure_ascii=False)}: {_as_json(self._value)}"
         self._count += 1
-        self._key, self._text = None, rest
+        self._value = None
         return True
-
-    def _value_end(self) -> int:
-        """Where the present value ends, -1 = not yet. In a string of JSON its mark ends nothing."""
-        at = self._text.find(self.marks.value_end)
-        if self._is_text() or self._text.lstrip()[:1] not in ("{", "[", '"'):
-            return at
-        while at >= 0 and ESCAPED.sub("", self._text[:at]).count('"') % 2:
-            at = self._text.find(self.marks.value_end, at + 1)
-        return at
 
     def _is_text(self) -> bool:
         """Whether the tool's schema says that the present value is a text."""
@@ -371,13 +417,24 @@ class PairBody:
         declared = schema.get(self._key, {}) if isinstance(schema, Mapping) else {}
         return isinstance(declared, Mapping) and declared.get("type") == "string"
 
-    def _value(self, text: str) -> str:
-        text = text.removeprefix("\n").removesuffix("\n")
-        if not self._is_text():
-            try:
-                return json.dumps(json.loads(text), ensure_ascii=False)
-            except ValueError:
-                lowered = text.strip().lower()
-                if lowered in ("true", "false", "none", "null"):
-                    return "null" if lowered in ("none", "null") else lowered
-        return json.dumps(text, ensure_ascii=False)
+
+def _as_json(value: Value) -> str:
+    text = value.text.removeprefix("\n").removesuffix("\n")
+    if not value.is_text:
+        try:
+            return json.dumps(json.loads(text), ensure_ascii=False)
+        except ValueError:
+            lowered = text.strip().lower()
+            if lowered in ("true", "false", "none", "null"):
+                return "null" if lowered in ("none", "null") else lowered
+    return json.dumps(text, ensure_ascii=False)
+
+
+def held(text: str, tags: Sequence[str]) -> int:
+    """Length of the longest end of a text that may be the beginning of a tag."""
+    longest = max((len(tag) for tag in tags), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        end = text[len(text) - length :]
+        if any(len(tag) > length and tag.startswith(end) for tag in tags):
+            return length
+    return 0

@@ -10,7 +10,8 @@ from gristmill.runtime.chat.formats import ChatFormat
 from gristmill.runtime.chat.formats._bodies import HeadBody
 from gristmill.runtime.chat.formats._structure import call_of_each, chosen_tools, required_calls, thought_rule
 from gristmill.runtime.chat.formats._tags import THINK, TagParser, Tags
-from gristmill.runtime.structured_output import StructuredOutput, text_part
+from gristmill.runtime.grammar_parts import text_part
+from gristmill.runtime.structured_output import StructuredOutput
 
 BEGIN = "<｜tool▁call▁begin｜>"
 DROPPED = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gristmill.runtime.chat.conversation import ChatOptions, Tool
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.structured_output import StructuredOutput, free_part, tags_part, text_part, until_part
+from gristmill.runtime.grammar_parts import free_part, tags_part, text_part, until_part
+from gristmill.runtime.structured_output import StructuredOutput
 
 
 def chosen_tools(options: ChatOptions) -> tuple[Tool, ...]:
@@ -133,8 +135,9 @@ def required_calls(
     opening: str = "",
     never: tuple[str, ...] = (),
     text: str = "",
+    head: str = "",
 ) -> StructuredOutput | None:
-    """The structure of an output: calls if they are required, else what the request wants, after a thought; text or calls if they are `bound`.
+    """The structure of an output after a thought: required calls; else calls or what the request wants; else, if they are `bound`, text or calls.
 
     Args:
         thought: the rules of ``thought``, which may be before; "" = none.
@@ -144,18 +147,26 @@ def required_calls(
         opening: the text that stands before all of these, by which the parser knows calls in a text.
         never: further texts that the parser takes for the beginning of a call.
         text: of formats without an opening, what an answer without calls looks like, as parts of rules.
+        head: what stands before an answer in the request's format, as a part of a rule.
+
+    Raises:
+        UsageError: a format of the answer beside which these calls cannot be kept.
     """
     required = options.tool_choice in ("required", "named")
-    free = wanted is None and bound(options)
-    if not required and not free:
-        return wanted if wanted is None or not thought else after_thought(wanted, thought)
-    if wanted is not None:
+    if wanted is not None and required:
         raise UsageError("a required tool call and a response format exclude each other")
+    either = wanted is not None and _beside_calls(options, wanted)
+    if not required and not either and (wanted is not None or not bound(options)):
+        return after_thought(wanted, thought, head)
     several = joint is not None and options.parallel_tool_calls and options.tool_choice != "named"
     next_call = f"{text_part(joint)} call" if joint else "call"
     calls = f"{around[0]} call{f' ({next_call})*' if several else ''} {around[1]}"
-    if not free:
-        message = f"{text_part(opening)} {calls}" if opening else calls
+    begun = f"{text_part(opening)} {calls}" if opening else calls
+    if required:
+        message = begun
+    elif wanted is not None:
+        message = f"{begun} | {head} answer"
+        rules += f"\n{_answer_rule(wanted, (opening, *never) if opening else ())}"
     elif opening:
         message = f"{free_part(opening, *never)} | {until_part(opening, *never)} {calls}"
     else:
@@ -164,20 +175,66 @@ def required_calls(
     return StructuredOutput(grammar=f"start: {before}message\nmessage: {message}\n{rules}\n{thought}")
 
 
-def after_thought(wanted: StructuredOutput, thought: str) -> StructuredOutput:
-    """A structured output that a thought precedes, and that binds only what follows its end."""
+def _beside_calls(options: ChatOptions, wanted: StructuredOutput) -> bool:
+    """Whether a message may be calls instead of an answer in this format. A request's own grammar or tags describe its calls, too.
+
+    Raises:
+        UsageError: they do, and the request binds its calls otherwise.
+    """
+    if options.tool_choice != "auto" or not options.tools:
+        return False
+    if not wanted.own_grammar:
+        return True
+    if bound(options):
+        raise UsageError(
+            "a grammar or structural_tag describes a whole message, so that strict tools and parallel_tool_calls=false cannot be kept beside it: "
+            "use a JSON schema, a regex or a choice, or leave these out"
+        )
+    return False
+
+
+def after_thought(wanted: StructuredOutput | None, thought: str, head: str = "") -> StructuredOutput | None:
+    """A structured output that a thought and `head` may precede, and that binds only what follows them."""
+    if wanted is None or not (thought or head):
+        return wanted
+    before = "thought " if thought else ""
+    return StructuredOutput(grammar=f"start: {before}{head} answer\n{_answer_rule(wanted)}\n{thought}")
+
+
+def _answer_rule(wanted: StructuredOutput, never: tuple[str, ...] = ()) -> str:
+    """The rule of ``answer``: what a request wants, where it does not begin with a text of `never`.
+
+    Raises:
+        UsageError: a choice that begins with one.
+    """
     if wanted.json_schema is not None:
         schema = wanted.json_schema
-        answer = f"%json {schema if isinstance(schema, str) else json.dumps(dict(schema))}"
-    elif wanted.choice is not None:
-        answer = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
-    elif wanted.regex is not None:
-        answer = "/" + wanted.regex.replace("/", "\\/") + "/"
-    elif wanted.grammar is not None:
-        answer = f"%lark {{\n{wanted.grammar}\n}}"
-    else:
-        answer = tags_part(wanted.structural_tag or {})
-    return StructuredOutput(grammar=f"start: thought answer\nanswer: {answer}\n{thought}")
+        return f"answer: %json {schema if isinstance(schema, str) else json.dumps(dict(schema))}"
+    if wanted.choice is not None:
+        for one in wanted.choice:
+            if one.lstrip().startswith(never):
+                raise UsageError(
+                    f"the choice {one!r} cannot stand beside tools: it begins like a call of one"
+                )
+        return "answer: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
+    if wanted.regex is not None:
+        regex = f"/{_SLASH.sub(_escaped, wanted.regex)}/"
+        if never:
+            any_of = "|".join(_SLASH.sub(_escaped, re.escape(one)) for one in never)
+            regex += f" & ~/[{BLANK}]*({any_of})(?s:.*)/"
+        return f"answer: ANSWER\nANSWER: {regex}"
+    if wanted.grammar is not None:
+        return f"answer: %lark {{\n{wanted.grammar}\n}}"
+    return f"answer: {tags_part(wanted.structural_tag or {})}"
+
+
+BLANK = r"\s\x1c-\x1f"
+"""What `str.strip` strips, as a part of a regex's class."""
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0] if len(match[0]) > 1 else "\\/"
 
 
 def thought_rule(think: tuple[str, str] | None, options: ChatOptions, tail: str) -> str:

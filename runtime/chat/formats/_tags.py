@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta, Tool
-from gristmill.runtime.chat.formats._bodies import Body
+from gristmill.runtime.chat.formats._bodies import Body, held
 
 THINK = ("<think>", "</think>")
 
@@ -73,6 +73,8 @@ class TagParser:
         self._fresh = True  # nothing but blanks so far
         self._strip = False  # blanks here follow a tag
         self._opened = True  # the thought has no text yet
+        self._answer_bound = options.answer_bound
+        self._sealed = False  # an answer has begun in which no tag means anything
         self._body: Body | None = None
         self._tag = self._raw = ""  # what began the present call, and its text until its name is known
         self._named = False
@@ -136,6 +138,11 @@ class TagParser:
         return False
 
     def _in_content(self, out: _Out, last: bool) -> bool:
+        if self._sealed:
+            if self._buffer:
+                out.content.append(self._buffer)
+                self._buffer = ""
+            return False
         if self._first is not None and self._fresh:
             stripped = self._buffer.lstrip()
             if stripped.startswith(self._first[0]):
@@ -144,6 +151,14 @@ class TagParser:
                 return True
         think = self._tags.think
         tags = [*self._calls, *self._dropped, *([think[0]] if think else [])]
+        if self._answer_bound:
+            stripped = self._buffer.lstrip()
+            if stripped and not any(
+                stripped.startswith(tag) or (not last and tag.startswith(stripped)) for tag in tags
+            ):
+                self._sealed = True
+                self._buffer = stripped if self._strip else self._buffer
+                return True
         found = [(at, -len(tag), tag) for tag in tags if (at := self._buffer.find(tag)) >= 0]
         if found:
             at, _, tag = min(found)
@@ -195,6 +210,7 @@ class TagParser:
             out.content.append(taken)
             self._buffer = self._raw if self._tag else self._raw[1:]
             self._body, self._strip = None, False
+            self._sealed = self._answer_bound
             return True
         self._buffer, self.open_call = piece.rest, False
         if piece.state == "again":
@@ -202,13 +218,3 @@ class TagParser:
         else:
             self._body = None
         return True
-
-
-def held(text: str, tags: Sequence[str]) -> int:
-    """Length of the longest end of a text that may be the beginning of a tag."""
-    longest = max((len(tag) for tag in tags), default=0)
-    for length in range(min(longest - 1, len(text)), 0, -1):
-        end = text[len(text) - length :]
-        if any(len(tag) > length and tag.startswith(end) for tag in tags):
-            return length
-    return 0

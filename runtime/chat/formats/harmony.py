@@ -7,21 +7,29 @@ from collections.abc import Callable, Sequence
 
 from gristmill.runtime.chat.conversation import CallDelta, ChatOptions, Delta
 from gristmill.runtime.chat.formats import ChatFormat
-from gristmill.runtime.chat.formats._structure import bound, call_of_each, chosen_tools, required_calls
-from gristmill.runtime.chat.formats._tags import held, new_call_id
-from gristmill.runtime.structured_output import StructuredOutput, free_part, text_part, until_part
+from gristmill.runtime.chat.formats._bodies import held
+from gristmill.runtime.chat.formats._structure import call_of_each, chosen_tools, required_calls
+from gristmill.runtime.chat.formats._tags import new_call_id
+from gristmill.runtime.grammar_parts import free_part, text_part, until_part
+from gristmill.runtime.structured_output import StructuredOutput
 
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 MESSAGE = "<|message|>"
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT_FIRST = re.compile(r"to=[\w.-]*(\s*<\|(channel|constrain|message)\|>|\s*(<(\|\w*(\|)?)?)?$)")
+"""A header that begins with the recipient, or the beginning of one."""
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
 
 class HarmonyParser:
-    """A header up to ``<|message|>``, which names channel and recipient, then a text up to its end, and so on."""
+    """A header up to ``<|message|>``, which names channel and recipient, then a text up to its end, and so on.
 
-    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
-        self._new_id = new_id
+    Args:
+        answer_bound: as `ChatOptions.answer_bound`.
+    """
+
+    def __init__(self, answer_bound: bool = False, new_id: Callable[[], str] = new_call_id) -> None:
+        self._answer_bound, self._new_id = answer_bound, new_id
         self._buffer = ""
         self._header = True
         self._kind = "final"
@@ -48,10 +56,10 @@ class HarmonyParser:
 
     def _advance(self, delta: Delta, last: bool) -> bool:
         if self._header:
-            if self._kind == "final" and self._buffer and not self._starts_header():
-                self._header, self._kind = False, "final"  # a model that leaves its channels out
-                return True
             head, found, rest = self._buffer.partition(MESSAGE)
+            if self._kind == "final" and self._buffer and not self._starts_header(found or not last):
+                self._header = False  # a model that leaves its channels out
+                return True
             if not found:
                 if last:
                     self._buffer = ""
@@ -59,6 +67,10 @@ class HarmonyParser:
             self._open(head, delta)
             self._buffer, self._header = rest, False
             return True
+        if self._answer_bound and self._kind == "final":
+            self._text(self._buffer, delta)
+            self._buffer = ""
+            return False
         at = min((i for tag in ENDS if (i := self._buffer.find(tag)) >= 0), default=-1)
         if at >= 0:
             self._text(self._buffer[:at], delta)
@@ -71,10 +83,14 @@ class HarmonyParser:
         self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
 
-    def _starts_header(self) -> bool:
+    def _starts_header(self, complete: object) -> bool:
+        """Whether the text may begin with a header. complete: the header's end was found, or may still come; else a recipient alone, which
+        is no special token, is text."""
         text = self._buffer.lstrip()
         heads = ("<|channel|>", "<|start|>", "<|constrain|>", MESSAGE)
-        return not text or any(text.startswith(head) or head.startswith(text) for head in heads)
+        if not text or any(text.startswith(head) or head.startswith(text) for head in heads):
+            return True
+        return bool(complete) and (RECIPIENT_FIRST.match(text) is not None or "to=".startswith(text))
 
     def _open(self, head: str, delta: Delta) -> None:
         channel = CHANNEL.search(head)
@@ -116,18 +132,18 @@ def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) 
         ),
         "",
     )
-    if wanted is None and bound(options):
+    thought = f"thought: analysis?\n{ANALYSIS}"
+    if wanted is None and options.tool_choice == "auto":  # it may say something before a call
         thought = f"thought: (analysis | commentary)*\n{ANALYSIS}\n{_said('commentary')}"
-        return required_calls(options, None, thought, rules, text=f"{FINAL} {free_part(*ENDS, MESSAGE)}")
-    head = "" if options.tool_choice in ("required", "named") else FINAL
-    return required_calls(options, wanted, f"thought: analysis? {head}\n{ANALYSIS}", rules)
+    text = f"{FINAL} {free_part(*ENDS, MESSAGE)}"
+    return required_calls(options, wanted, thought, rules, text=text, head=FINAL)
 
 
 FORMAT = ChatFormat(
     name="harmony",
     summary="<|channel|>analysis<|message|>..., calls in commentary to=functions.name: gpt-oss",
     marks=("<|channel|>", "<|message|>"),
-    parser=lambda options, tail: HarmonyParser(),
+    parser=lambda options, tail: HarmonyParser(options.answer_bound),
     structure=structure,
     stop=("<|call|>", "<|return|>"),
     special_tokens=True,

@@ -14,7 +14,8 @@ from gristmill.runtime.chat.formats._structure import (
     thought_rule,
 )
 from gristmill.runtime.chat.formats._tags import THINK, TagParser, Tags
-from gristmill.runtime.structured_output import StructuredOutput, text_part
+from gristmill.runtime.grammar_parts import text_part
+from gristmill.runtime.structured_output import StructuredOutput
 
 MARKS = Marks(
     head=re.compile(r"\s*<function=(?P<name>[^>\n]+)>"),

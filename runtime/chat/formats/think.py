@@ -14,9 +14,7 @@ TAGS = Tags()
 
 def structure(options: ChatOptions, wanted: StructuredOutput | None, tail: str) -> StructuredOutput | None:
     """As `ChatFormat.structure`."""
-    thought = thought_rule(THINK, options, tail)
-    kept = refuse_required(options, wanted, NAME)
-    return kept if kept is None or not thought else after_thought(kept, thought)
+    return after_thought(refuse_required(options, wanted, NAME), thought_rule(THINK, options, tail))
 
 
 FORMAT = ChatFormat(
