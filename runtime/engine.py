@@ -29,6 +29,7 @@ from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.engine_loading import load_engine
 from gristmill.runtime.engine_memory import EngineMemory, freeze_heap
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.start import identity_of, start_transfer
@@ -38,7 +39,7 @@ from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.ownership import Ownership
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import RemoteResidency
-from gristmill.runtime.progress import progress_bar
+from gristmill.runtime.progress import Progress, progress_bar
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
@@ -58,9 +59,8 @@ from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.speculation.speculator import Speculator
 from gristmill.runtime.step_pipeline import StepPipeline
 from gristmill.runtime.steps_in_flight import DEPTH
-from gristmill.runtime.structured_output import Grammar
 from gristmill.runtime.verify_ahead import VerifiedAhead
-from gristmill.runtime.warm_up import Progress, WarmUp, warm_up
+from gristmill.runtime.warm_up import WarmUp, warm_up
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -106,13 +106,17 @@ class Engine(EngineMemory):
     def _load(self, model: str | Path | Checkpoint, options: EngineConfig) -> None:
         speculation, transfer = options.speculation, options.transfer
         model = open_checkpoint(model)
+        if options.task not in ("auto", "generate"):
+            raise UsageError(
+                f"an Engine generates; LLM(..., task={options.task!r}) makes embeddings or scores"
+            )
         if transfer is not None:
             transfer = identity_of(transfer, model.path, options.quant, options.quant_head)
         begin, before = time.perf_counter(), compilations.total()
         ahead = VerifiedAhead(options.max_seqs, options.max_batch_tokens)
         with progress_bar() as progress, ahead:
             progress("weights", 0, 0)
-            runner, draft, config = load_engine(model, options, ahead)
+            runner, draft, config = load_engine(model, options, ahead, progress)
             self._start(
                 runner,
                 config,
@@ -132,7 +136,7 @@ class Engine(EngineMemory):
             except BaseException:
                 self.close()
                 raise
-        verified = max(ahead.verified, report.verified)  # ranks verify nothing ahead
+        verified = max(ahead.verified, report.verified)  # that of ranks counts what rank 0 did ahead
         compiled, reused = (now - then for now, then in zip(compilations.total(), before, strict=True))
         self.warmed = replace(
             report, seconds=seconds | report.seconds, verified=verified, compiled=compiled, reused=reused
@@ -296,7 +300,7 @@ class Engine(EngineMemory):
     def _warm_models(self, progress: Progress | None, run: bool) -> WarmUp:
         speculator, config = self.speculator, self.scheduler.config
         if isinstance(self.runner, ParallelRunner):
-            return self.runner.warm_up(config, run)
+            return self.runner.warm_up(config, run, progress)
         drafts = 0 if speculator is None else speculator.config.most_tokens
         report = warm_up(self.runner, config, progress, drafts=drafts, run=run)
         draft = None if speculator is None else speculator.proposer.runner
@@ -336,10 +340,6 @@ class Engine(EngineMemory):
         self.ownership.check()
         if self._draining:
             raise EngineDraining(f"request {request_id!r} refused: the engine is draining")
-        if grammar is not None and isinstance(self.runner, ParallelRunner):
-            raise UsageError(
-                f"request {request_id!r}: structured_output cannot be combined with tensor_parallel"
-            )
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(

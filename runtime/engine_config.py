@@ -51,8 +51,8 @@ class EngineConfig:
         max_chunk: prompt tokens of one request per step; None = max_batch_tokens.
         enable_prefix_cache: requests with a common prefix share blocks.
         seed: source of the seeds of requests without one.
-        decode_graphs: run decode steps as CUDA graphs; None = on a GPU. On a CPU the same steps run
-            without capture.
+        decode_graphs: run decode steps as CUDA graphs, on a CPU as records of native calls; None = on a GPU, and on a CPU of one rank those of up
+            to 64 requests, without padding.
         prompt_graphs: tokens of the largest other step that runs as CUDA graphs of what lies between attention calls, padded; 0 = none.
             None = as long as launches take longer than the arithmetic of a step, on a GPU with decode graphs.
         graph_memory: the most memory that all these graphs take: bytes (an int), or a fraction of the device's memory (a float up to 1); of a draft
@@ -79,6 +79,10 @@ class EngineConfig:
         warm: ``auto``: before the first request, kernels for every step within the limits are selected, verified where they have no record,
             and loaded; on a GPU steps also run, which compiles what is left, and decode graphs are captured. ``off``: the first requests wait for
             that; for programs that end after a few requests, as `gristmill generate` and `eval` do by default.
+        task: what the model is for: ``generate`` text, ``embed`` texts, ``score`` pairs of texts. ``auto``: an encoder, or a directory with a
+            modules.json, is for embeddings, or for scores if it has a classifier; other models generate. Decoders embed by their last token,
+            and score by their probability of "yes" (Qwen3-Reranker). Models that do not generate have no use for options of the cache and of
+            graphs.
 
     Raises:
         UsageError: an invalid value; the message names it.
@@ -116,6 +120,7 @@ class EngineConfig:
     context_parallel: bool = False
     kv_transfer: KVTransfer | str | None = None
     warm: Literal["auto", "off"] = "auto"
+    task: Literal["auto", "generate", "embed", "score"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -130,6 +135,8 @@ class EngineConfig:
             self._set("speculate", Speculation.parse(self.speculate))
         if self.kv_transfer is not None:
             self._set("kv_transfer", KVTransfer.parse(self.kv_transfer))
+        if self.task not in (tasks := ("auto", "generate", "embed", "score")):
+            raise UsageError(f"task must be one of {', '.join(tasks)}, got {self.task!r}")
         if self.warm not in ("auto", "off"):
             raise UsageError(f"warm must be 'auto' or 'off', got {self.warm!r}")
         check_graph_memory(self.graph_memory)

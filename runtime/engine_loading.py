@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
@@ -15,6 +16,7 @@ from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.remote import start_ranks
+from gristmill.runtime.progress import Progress
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.speculation.hidden_drafts import draft_blocks
@@ -22,15 +24,17 @@ from gristmill.runtime.verify_ahead import VerifiedAhead
 
 
 def load_engine(
-    model: str | Path | Checkpoint, options: EngineConfig, ahead: VerifiedAhead
+    model: str | Path | Checkpoint, options: EngineConfig, ahead: VerifiedAhead, progress: Progress
 ) -> tuple[Runner | ParallelRunner, Runner | None, SchedulerConfig]:
     """The runner of a model, that of its draft model if it has one, and the limits of their scheduler. With ``warm="auto"`` kernels are verified by
-    `ahead` meanwhile, which the caller closes; ranks do it afterwards."""
-    return _ranks(model, options) if options.tensor_parallel > 1 else _one_process(model, options, ahead)
+    `ahead` meanwhile, which the caller closes; over several ranks, by rank 0."""
+    if options.tensor_parallel > 1:
+        return _ranks(model, options, progress)
+    return _one_process(model, options, ahead, progress)
 
 
 def _ranks(
-    model: str | Path | Checkpoint, options: EngineConfig
+    model: str | Path | Checkpoint, options: EngineConfig, progress: Progress
 ) -> tuple[ParallelRunner, None, SchedulerConfig]:
     """The processes that share a model, and the limits of their scheduler."""
     loading = {
@@ -39,6 +43,7 @@ def _ranks(
         "block_size": options.block_size,
         "kv_dtype": options.kv_dtype,
         "quant_head": options.quant_head,
+        "max_model_len": options.max_model_len,
     }
     runner = start_ranks(
         model,
@@ -48,6 +53,7 @@ def _ranks(
         options.loaded_policy,
         options.max_model_len,
         loading,
+        progress,
         memory=options.memory,
         max_seqs=options.max_seqs,
         max_batch_tokens=options.max_batch_tokens,
@@ -56,13 +62,14 @@ def _ranks(
         prompt_graphs=options.prompt_graphs,
         graph_memory=options.graph_memory,
         context_parallel=options.context_parallel,
+        warm=options.warm != "off",
     )
     limits = (runner.max_seqs, runner.max_batch_tokens, runner.ranks.limit)
     return runner, None, _scheduler_config(options, runner.cache.num_blocks, runner.cache.block_size, *limits)
 
 
 def _one_process(
-    model: str | Path | Checkpoint, options: EngineConfig, ahead: VerifiedAhead
+    model: str | Path | Checkpoint, options: EngineConfig, ahead: VerifiedAhead, progress: Progress
 ) -> tuple[Runner, Runner | None, SchedulerConfig]:
     """The runner of a model in this process, that of its draft model, and the limits of their scheduler."""
     speculation, policy, block_size = options.speculation, options.loaded_policy, options.block_size
@@ -80,6 +87,8 @@ def _one_process(
         options.kv_dtype,
         options.quant_head,
         begin=None if options.warm == "off" else ahead.start,
+        progress=partial(progress, "weights"),
+        max_model_len=options.max_model_len,
     )
     draft_model = None if load_draft is None else load_draft(loaded, policy, options.quant)
     longest = loaded.config.max_position
@@ -105,9 +114,8 @@ def _one_process(
         )
     windows = tuple(group.window for group in groups) or (0,)
     config = _scheduler_config(options, num_blocks, block_size, max_seqs, max_batch_tokens, limit, windows)
-    ahead.make_room(
-        num_blocks * block_size * token_bytes(loaded.config, loaded.plans.dtype, loaded.plans.cache_format)
-    )
+    of_token = token_bytes(loaded.config, loaded.plans.dtype, loaded.plans.cache_format, groups)
+    ahead.make_room(num_blocks * block_size * of_token)
     cache = make_cache(loaded, num_blocks, block_size, groups)
     runner = Runner(
         loaded, cache, options.decode_graphs, max_seqs, options.prompt_graphs, options.graph_memory

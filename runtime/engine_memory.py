@@ -49,14 +49,19 @@ class EngineMemory:
             level: 1 moves the weights to host memory (on a CPU they stay); 2 discards them, for an `update_weights` after `wake_up`.
 
         Raises:
-            UsageError: a request has begun and not ended (`pause` or `abort` first), or the engine sleeps already.
+            UsageError: a request has begun and not ended (`pause` or `abort` first), the engine sleeps already, or `kv_transfer` copies blocks
+                for longer than its timeout.
         """
         if level not in (1, 2) or isinstance(level, bool):
             raise UsageError(f"level must be 1 or 2, got {level!r}")
         if self.residency.absent:
             raise UsageError("the engine sleeps already: call wake_up first")
         self._require_none_started("sleep")
+        if self.transfer is not None:
+            self.transfer.settle()
         self.reset_prefix_cache()
+        if self.transfer is not None:
+            self.transfer.sleep()
         if self.speculator is not None:
             self.speculator.sleep()
         self.residency.sleep(level)
@@ -65,7 +70,10 @@ class EngineMemory:
     def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> None:
         """Allocate what `sleep` gave back. `parts` can be given one by one, so that weights are updated before the cache takes its memory."""
         self.ownership.check()
+        asleep = "kv_cache" in self.residency.absent
         self.residency.wake_up(parts)
+        if self.transfer is not None and asleep and "kv_cache" in parts:
+            self.transfer.wake_up()
         if self.speculator is not None:
             self.speculator.wake_up(parts)
 
@@ -85,9 +93,11 @@ class EngineMemory:
 
         Raises:
             CheckpointError: a tensor is missing, superfluous or of a wrong shape, or the model would change; the old weights stay.
-            UsageError: a request has begun and not ended, or the weights sleep.
+            UsageError: a request has begun and not ended, the weights sleep, or `kv_transfer` copies blocks for longer than its timeout.
         """
         self._require_none_started("update_weights")
+        if self.transfer is not None:
+            self.transfer.settle()
         self.residency.update(source, self._quant if quant is None else quant, staging)
         self.reset_prefix_cache()
         if self.transfer is not None:
@@ -177,7 +187,11 @@ def freeze_heap(owner: object) -> None:
     A full collection visits each object of the process. With torch and Triton imported these are hundreds of thousands, most of which
     are never freed; next to a GPU that took 0.2 to 0.6 s, in which no step was launched. Cycles among frozen objects are not freed, so
     `owner` must not be part of one: it must be freed with its last reference.
+
+    Objects that the program had frozen before stay frozen: Python cannot thaw some of them alone, so then nothing is when `owner` is freed.
     """
+    thaw = gc.get_freeze_count() == 0
     gc.collect()
     gc.freeze()
-    weakref.finalize(owner, gc.unfreeze).atexit = False
+    if thaw:
+        weakref.finalize(owner, gc.unfreeze).atexit = False

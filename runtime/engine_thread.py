@@ -7,18 +7,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import ErrorInfo, error_info
 from gristmill.runtime.openmp import release_team
-from gristmill.runtime.ownership import LEFT_BEHIND, SERVED
-from gristmill.runtime.scheduler import RequestOutput
+from gristmill.runtime.ownership import LEFT_BEHIND, SERVED, Ownership
 
 T = TypeVar("T")
 LOG = logging.getLogger("gristmill")
@@ -58,7 +56,41 @@ class _Call:
     seconds: float = 0.0
 
 
-class EngineThread:
+class Served(Protocol):
+    """An engine that a thread serves: `Engine`, or a `PoolingEngine`. What each does is as of `Engine`."""
+
+    ownership: Ownership
+
+    @property
+    def paused(self) -> bool:
+        """Whether a step would do nothing."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Whether there is something to do."""
+        ...
+
+    def step(self) -> Sequence[Any]:
+        """What one step has finished."""
+        ...
+
+    def abort(self) -> object:
+        """End what is unfinished."""
+        ...
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Take no more requests."""
+        ...
+
+    def dump(self) -> str:
+        """The state as text."""
+        ...
+
+
+E = TypeVar("E", bound=Served)
+
+
+class EngineThread(Generic[E]):
     """Steps an engine while it has work, and sleeps while it has none.
 
     Args:
@@ -71,8 +103,8 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
-        on_step: Callable[[list[RequestOutput]], None],
+        engine: E,
+        on_step: Callable[[Any], None],
         on_death: Callable[[EngineDeadError], None],
         watchdog_seconds: float | None,
         on_stop: Callable[[], None],
@@ -81,7 +113,7 @@ class EngineThread:
         self.error: EngineDeadError | None = None
         self._on_step, self._on_death, self._on_stop = on_step, on_death, on_stop
         self._calls: SimpleQueue[_Call] = SimpleQueue()
-        self._waits: list[tuple[Callable[[Engine], bool], Future[None]]] = []
+        self._waits: list[tuple[Callable[[E], bool], Future[None]]] = []
         self._lock = threading.Lock()  # of error, and of calls and waits that must not be added after it
         self._stopping = False
         self._owns = True
@@ -99,7 +131,7 @@ class EngineThread:
             )
             watch.start()
 
-    def call(self, function: Callable[[Engine], T], seconds: float = 0.0) -> Future[T]:
+    def call(self, function: Callable[[E], T], seconds: float = 0.0) -> Future[T]:
         """Call function(engine) in the thread, between two steps; the future gets whatever it raises. It may take `seconds`, if that is longer than
         the watchdog's limit.
 
@@ -112,7 +144,7 @@ class EngineThread:
             self._calls.put(_Call(lambda: function(self.engine), future, seconds))
         return future
 
-    def wait_for(self, condition: Callable[[Engine], bool]) -> Future[None]:
+    def wait_for(self, condition: Callable[[E], bool]) -> Future[None]:
         """Done when condition(engine) is true; it is evaluated between steps."""
         future: Future[None] = Future()
         with self._lock:

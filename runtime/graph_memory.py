@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -55,7 +56,11 @@ class GraphMemory:
         """Count what the block takes: of torch's allocator, which a graph keeps, and of the driver. One that fails has given it back."""
         before = free_bytes(self.device)
         yield
-        self.used += max(0, before - free_bytes(self.device))
+        self.add(max(0, before - free_bytes(self.device)))
+
+    def add(self, nbytes: int) -> None:
+        """Count what a capture took."""
+        self.used += nbytes
         self.is_full = self.is_full or self.used > self.bound
 
     def give_back(self, nbytes: int | None = None) -> None:
@@ -91,6 +96,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """All bytes of a GPU."""
+    """All bytes of a GPU, or of the machine for a CPU."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total: int = torch.cuda.get_device_properties(device).total_memory
     return total

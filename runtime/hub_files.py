@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+from gristmill.quant.checkpoints.colbert import METADATA
 from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE
 from gristmill.quant.errors import ConfigError
 from gristmill.quant.formats import checkpoint_formats
+from gristmill.runtime.models import native_layouts
 
 BESIDE = (
     "config.json",
@@ -33,6 +35,7 @@ BESIDE = (
     "sentence_*_config.json",
     "[0-9]*_*/config.json",
     "[0-9]*_*/model.safetensors",
+    METADATA,
 )
 """What is read next to the weights of a directory, as patterns. Code and pickles are not among them, so they are never fetched."""
 
@@ -74,6 +77,10 @@ def model_files(
         return ModelFiles((*beside, INDEX, *sorted(set(shards()))))
     if SINGLE in sizes:
         return ModelFiles((*beside, SINGLE))
+    for layout in native_layouts():
+        weights = [name for name in names if fnmatchcase(name, f"{layout.weights}*.safetensors*")]
+        if layout.params in sizes and weights:
+            return ModelFiles((*beside, layout.params, *weights))
     if len(models) == 1:
         return _gguf(repo, models[0])
     if models:

@@ -32,23 +32,33 @@ from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_config import EngineConfig, takes_options
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.grammars import Grammar, GrammarCompiler
 from gristmill.runtime.integers import as_integer, as_prompt, described, integers, is_integers
 from gristmill.runtime.loader.config import open_checkpoint
-from gristmill.runtime.models import Model
+from gristmill.runtime.models import Encoder, Model
 from gristmill.runtime.ownership import STREAMED
-from gristmill.runtime.parallel.driver import ParallelRunner, RemoteModel
+from gristmill.runtime.parallel.driver import ParallelRunner
+from gristmill.runtime.parallel.rank_processes import RemoteModel
+from gristmill.runtime.pooling.classes import ClassActivation, Classification
+from gristmill.runtime.pooling.engine import PoolingQueue
+from gristmill.runtime.pooling.front import Embedding, PoolingFront
+from gristmill.runtime.pooling.open import open_pooling
+from gristmill.runtime.pooling.pairs import Activation
+from gristmill.runtime.pooling.scoring import Ranked, Score, ranking_job, scores_job
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.structured_output import Grammar, GrammarCompiler
 from gristmill.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Tensor | NDArray[np.integer[Any]]
 """Text, or token ids: a list, or an array or tensor of one dimension."""
+NO_TEXT = "is for embeddings or scores, and generates no text: call embed, score, rerank or classify"
+NO_POOLING = "generates text: it has no modules.json that says how to pool; LLM(..., task='embed') pools the last token"
 
 
 class LLM:
     """A model with its engine and tokenizer: from text or token ids to completions.
 
-    engine, model and config are attributes.
+    engine, model and config are attributes. A model for embeddings or scores, an encoder or a sentence-transformers directory, has no engine: `embed`
+    runs it, and `generate` raises a UsageError.
 
     Args:
         model: a Hugging Face directory, a GGUF file, or either as `open_checkpoint` returned it; or the name of a repository of the
@@ -74,17 +84,45 @@ class LLM:
 
     def _open(self, model: str | Path | Checkpoint, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(model)
-        try:  # before any weight is read, so that an error in it is known at once
-            self._tokenizer: Tokenizer | NoTokenizerError = Tokenizer(checkpoint)
-        except NoTokenizerError as error:
-            self._tokenizer = error
-        self.engine = Engine.from_config(checkpoint, config)
         self.path = checkpoint.path
-        self.model: Model | RemoteModel = self.engine.runner.model
-        self.config = self.model.config
         self._compiler: GrammarCompiler | None = None
         self._conversations: Chat | None = None
         self._requests = 0
+        self._engine: Engine | None = None
+        self._pooling = open_pooling(checkpoint, config)
+        self._tokenizer: Tokenizer | NoTokenizerError
+        self.model: Model | RemoteModel | Encoder
+        if self._pooling is not None:
+            self._tokenizer = self._pooling.given_tokenizer
+            self.model = self._pooling.engine.model
+            self.config = self.model.config
+            return
+        try:  # before any weight is read, so that an error in it is known at once
+            self._tokenizer = Tokenizer(checkpoint)
+        except NoTokenizerError as error:
+            self._tokenizer = error
+        self._engine = Engine.from_config(checkpoint, config)
+        self.model = self._engine.runner.model
+        self.config = self.model.config
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that generates; UsageError if the model does not."""
+        if self._engine is None:
+            raise UsageError(f"{self.path} {NO_TEXT}")
+        return self._engine
+
+    @property
+    def pools(self) -> bool:
+        """Whether the model makes embeddings or scores, and generates nothing."""
+        return self._pooling is not None
+
+    @property
+    def pooling(self) -> PoolingFront:
+        """What makes embeddings and scores; UsageError if the model is not for them."""
+        if self._pooling is None:
+            raise UsageError(f"{self.path} {NO_POOLING}")
+        return self._pooling
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -185,19 +223,25 @@ class LLM:
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """As `Engine.pause`, between the chunks of a stream or in a signal handler."""
-        self.engine.pause(mode)
+        self._steps().pause(mode)
 
     def resume(self) -> None:
         """As `Engine.resume`."""
-        self.engine.resume()
+        self._steps().resume()
 
     def drain(self, timeout: float | None = None) -> None:
         """As `Engine.drain`: after `timeout` seconds a running `generate` returns the completions so far, with finish_reason ``abort``."""
-        self.engine.drain(timeout)
+        self._steps().drain(timeout)
+
+    def _steps(self) -> Engine | PoolingQueue:
+        return self.engine if self._pooling is None else self._pooling.engine
 
     def close(self) -> None:
         """As `Engine.close`."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
+        if self._pooling is not None:
+            self._pooling.engine.close()
 
     def compile_grammars(self, params: SamplingParams) -> list[Grammar | None]:
         """A grammar for each of the n completions; None where anything may come out. UsageError says what is wrong with it."""
@@ -209,6 +253,105 @@ class LLM:
             )
         return [*self._compiler.compile(params.structured_output).copies(params.n)]
 
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> list[Embedding]:
+        """The embedding of every text, in their order.
+
+        Args:
+            texts: one or several; text, or token ids that are used unchanged, without a prompt.
+            dimensions: cut vectors to so many elements, before they are normalized (Kusupati et al., 2022, arXiv:2205.13147); None = all.
+            normalize: whether vectors have length 1; None = as the model's modules.json says.
+            prompt: a text to put before each; prompt_name: the name of one of the model's; None = the model's default, if it has one.
+            truncate: cut texts that are longer than the model takes; False = they are refused.
+
+        Raises:
+            UsageError: the model generates text, or scores pairs; an empty text, ids outside the vocabulary, dimensions that it does not have.
+            RequestTooLarge: a text that is longer than the model takes.
+            QueueFull: more texts than max_queued or max_queued_tokens allow to wait.
+        """
+        front = self.pooling
+        job = front.embeddings(
+            texts,
+            dimensions=dimensions,
+            normalize=normalize,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            truncate=truncate,
+        )
+        return job.finish(front.engine.run(job.inputs))
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        activation: Activation | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[Score]:
+        """How well each document answers its query: by a cross-encoder, which reads both, by a decoder's "yes", or by the similarity of their
+        embeddings.
+
+        Args:
+            queries: one for all documents, or one for each.
+            activation: of a cross-encoder's logit, ``sigmoid`` or ``none``; None = as the model's config.json says.
+            instruction: what makes a document an answer, for models that are asked (Qwen3-Reranker); None = its own, of web search.
+            truncate: cut pairs that are longer than the model takes, the longer text first; False = they are refused.
+
+        Raises:
+            UsageError: the model generates text, or has several classes; no texts, or not as many queries as documents.
+            RequestTooLarge, QueueFull: as `embed`.
+        """
+        front = self.pooling
+        job = scores_job(front, queries, documents, activation, instruction, truncate)
+        return job.finish(front.engine.run(job.inputs))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        activation: Activation | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> list[Ranked]:
+        """The documents by their `score` for a query, best first; the first `top_n`, None = all. Of equal scores the first document comes first."""
+        front = self.pooling
+        job = ranking_job(front, query, documents, top_n, activation, instruction, truncate)
+        return job.finish(front.engine.run(job.inputs))
+
+    def classify(
+        self,
+        texts: Prompt | tuple[str, str] | Sequence[Prompt | tuple[str, str]],
+        *,
+        activation: ClassActivation | None = None,
+        truncate: bool = False,
+    ) -> list[Classification]:
+        """The classes of every text, by a classifier that has several, in their order.
+
+        Args:
+            texts: one or several; text, a tuple of two texts among several (of models that compare them), or token ids.
+            activation: of the logits: ``softmax``, one class among all; ``sigmoid``, each by itself; ``none``. None = as ``problem_type`` in the
+                model's config.json says, ``softmax`` if it says nothing.
+            truncate: as of `embed`; of a pair, the longer text is cut first.
+
+        Raises:
+            UsageError: the model generates text, makes embeddings, or has one label, which is a score; texts as of `embed`.
+            RequestTooLarge, QueueFull: as `embed`.
+        """
+        front = self.pooling
+        job = front.classifications(texts, activation=activation, truncate=truncate)
+        return job.finish(front.engine.run(job.inputs))
+
     @property
     def weight_bytes(self) -> int:
         """Resident bytes of all parameters, as packed."""
@@ -216,6 +359,8 @@ class LLM:
 
     def explain(self) -> list[dict[str, Any]]:
         """The kernel that each operation of this model has used so far, by size, and why; rows as `explain --json` prints them."""
+        if self._pooling is not None:
+            return self._pooling.engine.explain()
         runner = self.engine.runner
         return (
             runner.explain()[0] if isinstance(runner, ParallelRunner) else explain_plans(runner.model.plans)

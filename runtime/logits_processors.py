@@ -1,10 +1,10 @@
 """Logits processors: penalties, biases, bans and grammars of the requests that ask for them, for all rows of a step at once.
 
 State of a request is a slot, a row of tensors on the device that are allocated when the first request needs them: the bias of every
-token (logit_bias; -inf for tokens that are never allowed), how often each is in the output, and which are in the prompt. A slot is
+token (logit_bias; -inf for tokens that are never allowed), and how often each was seen, in the prompt and in the output. A slot is
 written when its request first samples. Afterwards a step sends the tokens that are new since the last one, and the bans that depend
 on them. Tokens are counted, and grammars advanced, from the host's list of known tokens, so a step that failed, or a preemption,
-counts nothing twice.
+counts nothing twice. One call of `process_logits` does the rest, with one copy of what it needs from the host.
 
 A step may be launched before the host knows the token that it feeds, which the step before samples. That one token is read on the
 device, and counts in this step only; the slot gets it when the host knows it. A grammar must know all tokens: its rows are processed, and
@@ -15,20 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gristmill.runtime.batch import fetch, send
+from gristmill.autotune.bound import BoundPlan
+from gristmill.kernel_registry.scheme import cdiv
+from gristmill.kernels.common import dtype_name
+from gristmill.kernels.sampling.process_logits import NOTHING, PART
+from gristmill.runtime.batch import send, send_arrays
 from gristmill.runtime.errors import ErrorInfo
+from gristmill.runtime.grammars import Grammar, HostGrammar, given_tokens, next_tokens
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.processed_requests import ProcessedRequest, ProcessedRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
-from gristmill.runtime.structured_output import Grammar, HostGrammar, bar, given_tokens, next_tokens
 
-ROWS = 64
-"""Rows per pass; bounds the memory of intermediate float32 results."""
 FIRST_SLOTS = 8
+IN_PROMPT, IN_OUTPUT = 1, 2
+"""What a token of the prompt, and each one of the output, adds to the state `seen` of `process_logits`."""
 
 
 class ProcessedRows:
@@ -45,30 +53,17 @@ class ProcessedRows:
         """The places of the rows, ascending."""
         return [row.place for row in self._rows]
 
-    def process(self, logits: Tensor, fed: Tensor) -> Tensor:
-        """The processed rows of a step's logits [rows, vocab] as float32 [processed, vocab], on the device without synchronization.
+    def process(self, logits: Tensor, fed: Tensor) -> tuple[Tensor, Tensor]:
+        """The processed rows of a step's logits [rows, vocab] as float32 [processed, vocab], and their places, int64 [processed], on the device
+        without synchronization.
 
         Args:
-            fed: int64 [rows], the token whose successor each row predicts.
+            fed: int64 [at least rows], the token whose successor each row predicts.
         """
-        processors, rows, device = self._processors, self._rows, logits.device
-        known = {row.request: row.known for row in rows}
-        out = torch.empty(len(rows), logits.shape[1], dtype=torch.float32, device=device)
-        largest = []
-        with processors.prepared(known):
-            for first in range(0, len(rows), ROWS):
-                some = rows[first : first + ROWS]
-                places = send([row.place for row in some], torch.int64, device)
-                x = logits[places].to(torch.float32)
-                largest.append(x.amax(1))
-                out[first : first + len(some)] = processors.edit(x, some, fed[places])
-        if self._mask is not None:
-            with_grammar = [i for i, row in enumerate(rows) if row.request.grammar is not None]
-            for first in range(0, len(with_grammar), ROWS):
-                places = send(with_grammar[first : first + ROWS], torch.int64, device)
-                bar(out, places, self._mask[first : first + ROWS].to(device, non_blocking=True))
-        self._largest = fetch(torch.stack([torch.cat(largest), out.amax(1)]))
-        return out
+        known = {row.request: row.known for row in self._rows}
+        with self._processors.prepared(known):
+            out, self._largest, places = self._processors.edit(logits, fed, self._rows, self._mask)
+        return out, places
 
     def errors(self, ids: Sequence[int]) -> dict[str, ErrorInfo]:
         """Why requests end here, by request id: those whose first row has no id, of the ids of all rows. The step has ended. Rows after a draft may
@@ -76,7 +71,7 @@ class ProcessedRows:
         failed = [i for i, row in enumerate(self._rows) if row.first and ids[row.place] < 0]
         if not failed or self._largest is None:
             return {}
-        largest, errors = self._largest.tolist(), {}
+        largest, errors = self._largest.amax(2).tolist(), {}
         for i in failed:
             request = self._rows[i].request
             errors[request.id] = request.why_no_token(largest[0][i], largest[1][i])
@@ -105,17 +100,24 @@ class GrammarRows:
 
 
 class LogitsProcessors:
-    """The processed requests of one engine, with logits of `vocab_size` tokens on `device`. Its length is their number."""
+    """The processed requests of one engine, with logits of `vocab_size` tokens, on the device of `plans`. Its length is their number."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, plans: Plans) -> None:
         self.vocab_size = vocab_size
-        self.device = device
+        self.device = plans.device
+        self._plans = plans
+        self._bound: dict[torch.dtype, BoundPlan] = {}
+        self._plan(plans.dtype)
         self._requests: dict[str, ProcessedRequest] = {}
         self._free: list[int] = []
         self._slots = 0
-        self._bias: Tensor | None = None  # float32 [slots, vocab]
-        self._counts: Tensor | None = None  # int32 [slots, vocab], of output tokens
-        self._in_prompt: Tensor | None = None  # bool [slots, vocab]
+        self._bias = self._zeros(
+            torch.float32
+        )  # [slots, vocab]; 0 slots before the first request with a bias
+        self._seen = self._zeros(
+            torch.int32
+        )  # [slots, vocab], as of `process_logits`; 0 slots before the first request with a penalty
+        self._no_mask = torch.empty(0, cdiv(vocab_size, 32), dtype=torch.int32, device=self.device)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -183,36 +185,73 @@ class LogitsProcessors:
             return len(drafts)
         return request.advanced_grammar(request.grammar).allowed(drafts)
 
-    def edit(self, x: Tensor, rows: Sequence[ProcessedRow], fed: Tensor) -> Tensor:
-        """Bias, bans and penalties of these rows, from float32 logits [rows, vocab] that may be written over, and the tokens [rows] that they are
-        fed."""
-        slot_index = send([_slot(row.request) for row in rows], torch.int64, self.device)
-        if self._bias is not None:
-            x += self._bias[slot_index]
-        bans = [(i, token) for i, row in enumerate(rows) for token in row.bans]
-        if bans:
-            _fill(x, bans, -torch.inf)
-        after = [(i, *pair) for i, row in enumerate(rows) for pair in row.bans_after]
-        if after:
-            _bar_after(x, after, fed)
-        if self._counts is not None and self._in_prompt is not None:
-            params = [row.request.params for row in rows]
-            values = [p.repetition_penalty for p in params]
-            values += [p.frequency_penalty for p in params] + [p.presence_penalty for p in params]
-            repetition, frequency, presence = send(values, torch.float32, self.device).view(3, len(rows), 1)
-            counts = self._counts[slot_index]
-            drafts = [(i, t) for i, row in enumerate(rows) if row.request.penalized for t in row.drafted]
-            if drafts:
-                _add_one(counts, drafts)
-            pending = [int(row.pending and row.request.penalized) for row in rows]
-            if any(pending):
-                counts.scatter_add_(1, fed[:, None], send(pending, torch.int32, self.device)[:, None])
-            output = counts > 0
-            repeated = torch.where(x > 0, x / repetition, x * repetition)
-            x = torch.where(output | self._in_prompt[slot_index], repeated, x)
-            x -= frequency * counts
-            x -= presence * output
-        return x
+    def edit(
+        self, logits: Tensor, fed: Tensor, rows: Sequence[ProcessedRow], mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Bias, bans, penalties and grammars of these rows, whose requests have slots: float32 [processed, vocab], the largest values as
+        `process_logits` returns them, and the rows' places, int64 [processed].
+
+        Args:
+            logits: those of a step, [rows, vocab]; fed: int64 [at least rows], the token whose successor each row predicts.
+            mask: on the host, as `next_tokens` returns it, for each row with a grammar.
+        """
+        order = iter(range(len(rows)))
+        params = [row.request.params for row in rows]
+        penalties = [
+            [p.repetition_penalty for p in params],
+            [p.frequency_penalty for p in params],
+            [p.presence_penalty for p in params],
+        ]
+        places, slots, numbers, counted, barred, mask_rows = send_arrays(
+            [
+                np.array([row.place for row in rows], np.int64),
+                np.array([_slot(row.request) for row in rows], np.int32),
+                np.array(penalties, np.float32),
+                _padded([row.counted for row in rows], NOTHING),
+                _padded([row.barred for row in rows], (NOTHING, NOTHING)),
+                np.array([NOTHING if row.request.grammar is None else next(order) for row in rows], np.int32),
+            ],
+            self.device,
+        )
+        words = self._no_mask if mask is None else mask.to(self.device, non_blocking=True)
+        out, largest = self._process(logits, places, fed, slots, numbers, counted, barred, words, mask_rows)
+        return out, largest, places
+
+    def rehearse(self, logits: Tensor) -> Tensor:
+        """What a step calls for these logits [rows, vocab], all of them processed, without requests: for a warm-up."""
+        rows, device = len(logits), self.device
+        places = torch.arange(rows, device=device)
+        numbers = torch.ones(3, rows, dtype=torch.float32, device=device)
+        nothing = torch.full((rows,), NOTHING, dtype=torch.int32, device=device)
+        barred = torch.full((rows, 1, 2), NOTHING, dtype=torch.int32, device=device)
+        counted = nothing[:, None]
+        return self._process(
+            logits, places, places, nothing, numbers, counted, barred, self._no_mask, nothing
+        )[0]
+
+    def _process(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        fed: Tensor,
+        slots: Tensor,
+        penalties: Tensor,
+        *rest: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`process_logits` with the state of all slots."""
+        rows, v = len(places), self.vocab_size
+        out = torch.empty(rows, v, dtype=torch.float32, device=self.device)
+        largest = torch.empty(2, rows, cdiv(v, PART), dtype=torch.float32, device=self.device)
+        self._plan(logits.dtype)(
+            logits, places, fed, slots, penalties, self._seen, self._bias, *rest, out, largest
+        )
+        return out, largest
+
+    def _plan(self, dtype: torch.dtype) -> BoundPlan:
+        if dtype not in self._bound:
+            x = dtype_name(dtype)
+            self._bound[dtype] = self._plans.bind("process_logits", v=self.vocab_size, x=x)
+        return self._bound[dtype]
 
     def mask(self, rows: Sequence[ProcessedRow]) -> Tensor | None:
         """The tokens that the grammars of rows allow, as of `next_tokens`, one row for each with a grammar; None if none has one."""
@@ -256,17 +295,16 @@ class LogitsProcessors:
             return
         while len(self._free) < len(new):
             self._grow()
-        if self._bias is None and any(_biased(request.params) for request in new):
+        if not len(self._bias) and any(_biased(request.params) for request in new):
             self._bias = self._zeros(torch.float32)
-        if self._counts is None and any(request.penalized for request in new):
-            self._in_prompt = self._zeros(torch.bool)
-            self._counts = self._zeros(torch.int32)
+        if not len(self._seen) and any(request.penalized for request in new):
+            self._seen = self._zeros(torch.int32)
         slots = self._free[-len(new) :]
         slot_index = send(slots, torch.int64, self.device)
-        for tensor in (self._bias, self._counts, self._in_prompt):
-            if tensor is not None:
+        for tensor in (self._bias, self._seen):
+            if len(tensor):
                 tensor.index_fill_(0, slot_index, 0)
-        if self._bias is not None:
+        if len(self._bias):
             params = [(slot, request.params) for slot, request in zip(slots, new, strict=True)]
             _write_bias(self._bias, [(slot, p) for slot, p in params if _biased(p)])
         # Last, so that a request has no slot if writing it fails for lack of memory.
@@ -276,7 +314,7 @@ class LogitsProcessors:
 
     def _count(self, known: Mapping[ProcessedRequest, int]) -> None:
         """Bring prompt and counts up to as many known tokens."""
-        if self._counts is None or self._in_prompt is None:
+        if not len(self._seen):
             return
         prompt: list[tuple[int, int]] = []
         output: list[tuple[int, int]] = []
@@ -286,9 +324,9 @@ class LogitsProcessors:
                 prompt += [(slot, token) for token in tokens[request.counted : request.prompt_len]]
                 output += [(slot, t) for t in tokens[max(request.counted, request.prompt_len) : count]]
         if prompt:
-            _fill(self._in_prompt, prompt, True)
+            _fill(self._seen, prompt, IN_PROMPT)
         if output:
-            _add_one(self._counts, output)
+            _add(self._seen, output, IN_OUTPUT)
         for request, count in known.items():
             request.counted = count
 
@@ -300,9 +338,9 @@ class LogitsProcessors:
         added = max(self._slots, FIRST_SLOTS)
         self._free += range(self._slots, self._slots + added)
         self._slots += added
-        for name in ("_bias", "_counts", "_in_prompt"):
+        for name in ("_bias", "_seen"):
             old = getattr(self, name)
-            if old is not None:
+            if len(old):
                 new = self._zeros(old.dtype)
                 new[: len(old)] = old
                 setattr(self, name, new)
@@ -338,13 +376,11 @@ def _write_bias(bias: Tensor, slots: Sequence[tuple[int, SamplingParams]]) -> No
         _fill(bias, [(slot, token) for slot, token in words if isinstance(token, int)], -torch.inf)
 
 
-def _bar_after(x: Tensor, bans: Sequence[tuple[int, int, int]], fed: Tensor) -> None:
-    """Bar a token in a row of logits [rows, vocab] if the row was fed another one: for each (row, other token, token)."""
-    rows, others, tokens = send(
-        [n for ban in zip(*bans, strict=True) for n in ban], torch.int64, x.device
-    ).view(3, -1)
-    values = torch.where(fed[rows] == others, -torch.inf, 0.0)
-    x.view(-1).index_add_(0, rows * x.shape[1] + tokens, values)
+def _padded(rows: Sequence[Sequence[Any]], nothing: int | tuple[int, int]) -> NDArray[np.int32]:
+    """Lists of tokens, or of pairs of them, as one array [rows, longest] or [rows, longest, 2]."""
+    longest = max(map(len, rows))
+    padded = [[*row, *([nothing] * (longest - len(row)))] for row in rows]
+    return np.array(padded, np.int32).reshape(len(rows), longest, *np.shape(nothing))
 
 
 def _places(tensor: Tensor, entries: Sequence[tuple[int, int]]) -> Tensor:
@@ -357,7 +393,7 @@ def _fill(tensor: Tensor, entries: Sequence[tuple[int, int]], value: float) -> N
     tensor.view(-1).index_fill_(0, _places(tensor, entries), value)
 
 
-def _add_one(counts: Tensor, entries: Sequence[tuple[int, int]]) -> None:
-    """Add one for each (row, token) to a contiguous int32 tensor [rows, vocab]."""
-    places = _places(counts, entries)
-    counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+def _add(seen: Tensor, entries: Sequence[tuple[int, int]], value: int) -> None:
+    """Add a value for each (row, token) to a contiguous int32 tensor [rows, vocab]."""
+    places = _places(seen, entries)
+    seen.view(-1).index_add_(0, places, torch.full_like(places, value, dtype=torch.int32))

@@ -195,9 +195,13 @@ class Metrics:
         self._metrics["prefix_cache_queries"].inc(timing.prompt_tokens)
         self._metrics["prefix_cache_hits"].inc(cached_tokens)
 
-    def output(self, timing: Timing, chunk: Chunk) -> None:
-        """A chunk of a completion has arrived."""
-        now, metrics, count = time.monotonic(), self._metrics, len(chunk.token_ids)
+    def generated(self, tokens: int) -> None:
+        """So many tokens have arrived, of all completions in a step."""
+        self._metrics["generation_tokens"].inc(tokens)
+
+    def output(self, timing: Timing, chunk: Chunk, now: float) -> None:
+        """A chunk of a completion has arrived at a time; its tokens are counted by `generated`."""
+        metrics, count = self._metrics, len(chunk.token_ids)
         if count and timing.first_token is None:
             timing.first_token = timing.last_token = now
             metrics["prompt_tokens"].inc(timing.prompt_tokens)
@@ -207,7 +211,6 @@ class Metrics:
                 metrics["inter_token_latency_seconds"].observe((now - timing.last_token) / count)
             timing.last_token = now
         timing.tokens += count
-        metrics["generation_tokens"].inc(count)
         if chunk.finish_reason is not None:
             self.ended(timing, chunk.finish_reason)
 

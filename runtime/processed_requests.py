@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from gristmill.kernels.sampling.process_logits import FED, NOTHING
 from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
-from gristmill.runtime.structured_output import Grammar
+
+NO_TOKEN_ALLOWED: Final = "no_token_allowed"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +79,16 @@ class ProcessedRequest:
                 "invalid_logits",
                 "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
             )
-        if self.grammar is not None and self.grammar.failed:
-            return ErrorInfo("grammar_failed", f"structured_output cannot go on: {self.grammar.error}")
-        return ErrorInfo(
-            "no_token_allowed",
+        return self.grammar_failure() or ErrorInfo(
+            NO_TOKEN_ALLOWED,
             f"{' and '.join(self.limits())} allow no token after {len(self.tokens) - self.prompt_len} tokens of output",
         )
+
+    def grammar_failure(self) -> ErrorInfo | None:
+        """Why its grammar cannot go on; None if it can, or there is none."""
+        if self.grammar is None or not self.grammar.failed:
+            return None
+        return ErrorInfo("grammar_failed", f"structured_output cannot go on: {self.grammar.error}")
 
     def bans(self, drafted: Sequence[int], pending: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred: the tokens; and
@@ -124,6 +132,18 @@ class ProcessedRow:
     bans: list[int]
     bans_after: list[tuple[int, int]]
     first: bool
+
+    @property
+    def counted(self) -> list[int]:
+        """Tokens that its penalties count besides the known ones, as `process_logits` takes them."""
+        if not self.request.penalized:
+            return []
+        return [*self.drafted, FED] if self.pending else [*self.drafted]
+
+    @property
+    def barred(self) -> list[tuple[int, int]]:
+        """Tokens that are barred, as pairs that `process_logits` takes."""
+        return [*((NOTHING, token) for token in self.bans), *self.bans_after]
 
 
 def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""A progress bar of loading and warm-up, on a terminal."""
+"""How far loading and warm-up are: a bar on a terminal, and whoever listens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, what is done of it, and what there is in all; 0 = not known."""
+PHASES = ("weights", "selection", "verification", "compilation", "graphs")
+"""The phases in their order."""
+_LISTENER = ContextVar[Progress | None]("_LISTENER", default=None)
 _HIDDEN = ContextVar("_HIDDEN", default=False)
 
 
@@ -31,18 +36,37 @@ def bar_is_shown() -> bool:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while the block runs, if that is a terminal. Yields a `Progress`."""
+def progress_to(listener: Progress) -> Iterator[None]:
+    """Tell a listener, too, in this block."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on stderr while the block runs, if that is a terminal. Yields what it and the listener of `progress_to` are told by."""
+    listener = _LISTENER.get() or (lambda phase, done, total: None)
     if not bar_is_shown():
-        yield lambda phase, done, total: None
+        yield listener
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich import progress as rich
 
     from gristmill import console
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console.err(), transient=True) as bar:
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+    )
+    with rich.Progress(*columns, console=console.err(), transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda phase, done, total: bar.update(
-            task, description=phase, completed=done, total=total or None
-        )
+
+        def tell(phase: str, done: int, total: int) -> None:
+            listener(phase, done, total)
+            bar.update(task, description=phase, completed=done, total=total or None)
+
+        yield tell

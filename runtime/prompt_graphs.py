@@ -34,9 +34,9 @@ SMALLEST = 16
 """Tokens of the smallest graph."""
 LARGEST = 8192
 """Tokens of the largest one, unless more are asked for."""
-LAUNCHES, LAUNCH_US, FLOPS_PER_US = 8, 65.0, 4e8
+LAUNCHES, LAUNCH_US, FLOPS_PER_US = 8, 90.0, 4e8
 """Operations of a layer, what each costs the host, and what a large GPU computes meanwhile. On an H100 steps of Qwen3-0.6B took 15 to 20 ms
-of launches, 65 to 90 µs per operation, and 10.7 ms of kernels at 4,096 tokens (docs/performance/engine.md)."""
+of launches, 65 to 90 µs per operation, beside 5 ms of scheduling, and 10.7 ms of kernels at 4,096 tokens (docs/performance/engine.md)."""
 
 
 def most_tokens(c: ModelConfig) -> int:
@@ -90,7 +90,7 @@ class PromptGraphs:
         self.sizes = sizes(most)
         self.graphs: dict[int, PromptGraph] = {}
         self.taken = taken or GraphMemory(None, self.device)
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         # Tokens and positions, then the slots of each group.
         self._inputs = torch.zeros(2 + len(cache.windows), most, dtype=torch.int64, device=self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -149,11 +149,12 @@ class PromptGraphs:
         return self._take("hidden", (size, self.model.config.hidden_size), self.model.plans.dtype)
 
     def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The first rows of the memory of this name, which all graphs and layers share."""
-        memory = self._memory.get(name)
+        """The first rows of the memory of this name and width, which all graphs and layers share."""
+        key = (name, shape[1:])
+        memory = self._memory.get(key)
         if memory is None:
             whole = (self.sizes[-1], *shape[1:])
-            memory = self._memory[name] = torch.zeros(prod(whole), dtype=dtype, device=self.device)
+            memory = self._memory[key] = torch.zeros(prod(whole), dtype=dtype, device=self.device)
         return memory[: prod(shape)].view(shape)
 
     def _make(self, size: int) -> PromptGraph:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
-from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
+from gristmill.runtime.completion import Chunk, Completion, GrowingChoices
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.llm import Prompt
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
-from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -103,11 +103,9 @@ class RequestFront(ABC):
         """The n completions of one prompt, in order of their choice. Arguments and errors are those of `stream`; being cancelled
         aborts the request."""
         ids = await self._prompts.encode(prompt)
-        growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
-        async with aclosing(self.stream(ids, params, priority=priority, request_id=request_id)) as stream:
-            async for chunk in stream:
-                growing[chunk.choice].add(chunk)
-        return [growing[choice].completion(ids) for choice in sorted(growing)]
+        return await GrowingChoices().of(
+            self.stream(ids, params, priority=priority, request_id=request_id), ids
+        )
 
     @abstractmethod
     async def _add(
@@ -165,6 +163,7 @@ class RequestFront(ABC):
     def _receive(self, outputs: list[tuple[ActiveRequest, RequestOutput]]) -> None:
         stopped: list[str] = []
         ended: list[tuple[ActiveRequest, str]] = []
+        now, tokens = time.monotonic(), 0
         for request, output in outputs:
             choice = request.open.get(output.id)
             if choice is None:
@@ -181,10 +180,13 @@ class RequestFront(ABC):
                 if output.finish_reason is None:
                     stopped.append(output.id)
             if self._metrics is not None:
-                self._metrics.output(choice.timing, chunk)
+                self._metrics.output(choice.timing, chunk, now)
+                tokens += len(chunk.token_ids)
             if request.span is not None:
                 request.span.output(chunk)
             request.put(chunk)
+        if tokens and self._metrics is not None:
+            self._metrics.generated(tokens)
         if stopped:
             self._abort(stopped)
         for request, name in ended:

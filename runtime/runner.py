@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gristmill.kernels.native import manifest
 from gristmill.runtime.batch import Batch, make_batch, make_feedback, shard_context
 from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
@@ -34,7 +35,8 @@ class Runner:
     tokens from the first, without the host.
 
     Args:
-        decode_graphs: whether decode steps run by `DecodeGraphs`; None = on a GPU.
+        decode_graphs: whether decode steps run by `DecodeGraphs`; None = on a GPU, and on a CPU those of the sizes in `CPU_SIZES`, if it has
+            the model to itself.
         max_seqs: the number of rows of requests, above any row of an entry.
         prompt_graphs: tokens of the largest other step that runs by `PromptGraphs`; 0 = none. None = `most_tokens` of the model on a GPU with
             decode graphs.
@@ -68,7 +70,7 @@ class Runner:
         self.device = model.plans.device
         self.sampler = Sampler(model.plans, model.config.vocab_size)
         self.max_seqs = max_seqs
-        self.processors = LogitsProcessors(model.config.vocab_size, self.device)
+        self.processors = LogitsProcessors(model.config.vocab_size, model.plans)
         self._sampled = SampledTokens(max_seqs, self.device)
         self._ring = StepRing(self.device)
         self._most_drafts = 0
@@ -77,9 +79,13 @@ class Runner:
         self._graph_memory = GraphMemory(graph_memory, self.device)
         self.decode: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
-        graphs = self.device.type == "cuda" if decode_graphs is None else decode_graphs
+        on_gpu = self.device.type == "cuda"
+        self._pads = on_gpu or decode_graphs is not None
+        graphs = decode_graphs
+        if graphs is None:
+            graphs = on_gpu or (model.plans.mesh.world == 1 and bool(manifest().get("cpu_levels")))
         if prompt_graphs is None:
-            prompt_graphs = most_tokens(model.config) if graphs and self.device.type == "cuda" else 0
+            prompt_graphs = most_tokens(model.config) if graphs and on_gpu else 0
         self._most_prompt_tokens = prompt_graphs if getattr(model, "in_pieces", False) else 0
         if graphs:
             self.make_decode_graphs()
@@ -100,6 +106,7 @@ class Runner:
             self._most_drafts,
             self._kept,
             self._graph_memory,
+            self._pads,
         )
 
     def drop_graphs(self) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gristmill.autotune.bound import BoundPlan
-from gristmill.runtime.batch import send, send_parts
+from gristmill.runtime.batch import send_arrays
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampling_params import SamplingParams
 
@@ -54,14 +55,20 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """logits [rows, vocab] -> ids int64 [rows] as in a call, on the device, without synchronization."""
-        count, device = len(rows), logits.device
-        params = [row.params for row in rows]
-        shares = [w.temperature for w in params], [w.top_p for w in params], [w.min_p for w in params]
-        temperature, top_p, min_p = send_parts(shares, torch.float32, device)
-        seed, index = send_parts(([r.seed for r in rows], [r.index for r in rows]), torch.int64, device)
-        top_k = send([min(row.params.top_k, self.vocab_size) for row in rows], torch.int32, device)
-        ids = torch.empty(count, dtype=torch.int64, device=device)
-        self.draw(logits, SamplingTensors(temperature, top_p, min_p, seed, index, top_k), ids)
+        params, most = [row.params for row in rows], self.vocab_size
+        sent = send_arrays(
+            [
+                np.array([one.temperature for one in params], np.float32),
+                np.array([one.top_p for one in params], np.float32),
+                np.array([one.min_p for one in params], np.float32),
+                np.array([row.seed for row in rows], np.int64),
+                np.array([row.index for row in rows], np.int64),
+                np.array([min(one.top_k, most) for one in params], np.int32),
+            ],
+            logits.device,
+        )
+        ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        self.draw(logits, SamplingTensors(*sent), ids)
         return ids
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, ids: Tensor) -> None:

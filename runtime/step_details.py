@@ -134,9 +134,9 @@ class StepDetails:
     def _sample(
         self, processed: ProcessedRows, logits: Tensor, fed: Tensor, ids: Tensor, sampler: Sampler
     ) -> None:
-        places = processed.places
-        drawn = sampler.sample(processed.process(logits, fed), [self._rows[place] for place in places])
-        ids.index_copy_(0, send(places, torch.int64, ids.device), drawn)
+        values, places = processed.process(logits, fed)
+        drawn = sampler.sample(values, [self._rows[place] for place in processed.places])
+        ids.index_copy_(0, places, drawn)
 
     def _read_logprobs(self, logits: Tensor, ids: Tensor) -> None:
         if not self._read:

@@ -51,6 +51,10 @@ class StreamEvent:
         """It will have happened when everything that was launched so far has ended."""
         self._event.record(torch.cuda.current_stream(self._device))
 
+    def delay(self, stream: torch.cuda.Stream) -> None:
+        """What is launched on a stream from now on begins after it."""
+        stream.wait_event(self._event)
+
     def synchronize(self) -> None:
         """Wait for it; at once if it was never recorded."""
         self._event.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import open_checkpoint
@@ -11,8 +12,15 @@ from gristmill.runtime.loader.config import open_checkpoint
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
+class EncodedText(NamedTuple):
+    """Ids of a text or a pair of texts, and the token type of each; None = all 0."""
+
+    ids: list[int]
+    types: list[int] | None
+
+
 class Tokenizer:
-    """The tokenizer of a model: tokenizer.json of its directory, or next to a GGUF file, else the one in that file.
+    """The tokenizer of a model: tokenizer.json of its directory, else its tekken.json; next to a GGUF file, else the one in that file.
 
     Raises:
         ConfigError: it cannot be read; its subclass NoTokenizerError: there is none.
@@ -20,11 +28,36 @@ class Tokenizer:
 
     def __init__(self, model: str | Path | Checkpoint) -> None:
         self._backend = open_checkpoint(model).tokenizer()
+        # A tokenizer.json may say to cut and pad every text, as the program that wrote it did.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._cutting: dict[int, Any] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, including those that the tokenizer's post-processor adds, if they are wanted."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_inputs(
+        self, inputs: Sequence[str | tuple[str, str]], limit: int | None = None
+    ) -> list[EncodedText]:
+        """Texts, or pairs of texts, with what the post-processor adds.
+
+        Args:
+            limit: cut what is longer to so many ids, of a pair the longer text first; the post-processor's ids are kept. None = as it is.
+        """
+        encodings = self._backend_of(limit).encode_batch_fast(list(inputs))
+        return [EncodedText(e.ids, e.type_ids if any(e.type_ids) else None) for e in encodings]
+
+    def _backend_of(self, limit: int | None) -> Any:
+        """The tokenizer that cuts at `limit`: another one, as other threads use this one at the same time."""
+        if limit is None:
+            return self._backend
+        if limit not in self._cutting:
+            backend = type(self._backend).from_str(self._backend.to_str())
+            backend.enable_truncation(limit)
+            self._cutting[limit] = backend
+        return self._cutting[limit]
 
     def token(self, token_id: int) -> str | None:
         """The token with this id, as the vocabulary has it; None if there is none."""

@@ -18,7 +18,8 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.device import free_bytes
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.packing import plan_layouts
-from gristmill.kernel_registry.plan import bucket_index
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plan import bucket_index, bucket_sizes
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.select import NoKernelError
 from gristmill.kernels.load import load
@@ -26,6 +27,7 @@ from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.kv_cache.size import step_limits
 from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.logprobs import ROWS as PROMPT_ROWS
 
 MOST_WORKERS = 8
 """Processes that verify kernels of one device at a time."""
@@ -58,7 +60,8 @@ class VerifiedAhead:
         self._open = ExitStack()
         self._pool: ThreadPoolExecutor | None = None
         self._plans: Plans | None = None
-        self._rows = self._tokens = self._vocab = self._workers = 0
+        self._rows = self._tokens = self._workers = 0
+        self._vocab: set[int] = set()  # rows of the logits head, of each rank
         self._free = self._reserved = self._tried = 0
 
     def __enter__(self) -> VerifiedAhead:
@@ -70,7 +73,7 @@ class VerifiedAhead:
     def start(self, plans: Plans, config: ModelConfig, weights: Weights) -> None:
         """Begin with the linear layers, for which loading waits, and, where there are several processes, the sampler, whose kernels take longest.
         Plans follow as they are bound."""
-        self._plans, self._vocab = plans, config.vocab_size
+        self._plans, self._vocab = plans, head_rows(config, weights)
         self._tried = plans.resolver.tried
         self._rows, self._tokens = step_limits(plans.device, *self._limits)
         if plans.device.type == "cuda":
@@ -125,22 +128,31 @@ class VerifiedAhead:
             self._pool = None
         self._open.close()
 
+    def expect(self, op: Op, static: Problem, layouts: frozenset[str] | None) -> None:
+        """A layer, of this process or of another rank, is going to call an operation, in sizes up to that of a step."""
+        if self._pool is not None and op.name not in UNCERTAIN:
+            for size in bucket_sizes()[: bucket_index(self._most(static)) + 1]:
+                self._pool.submit(self._resolve, op, op.at_bucket(static, size), layouts)
+
     def _bound(self, plan: BoundPlan) -> None:
-        if self._pool is not None and plan.op.name not in UNCERTAIN:
-            for index in range(bucket_index(self._most(plan.static)) + 1):
-                self._pool.submit(self._resolve, plan, index)
+        self.expect(plan.op, plan.static, plan.layouts)
 
     def _most(self, problem: Problem) -> int:
-        """The largest size of a problem: that of samples and of the logits head is in rows."""
+        """The largest size of a problem: that of samples is in rows, and that of the logits head too, or in tokens of prompts whose
+        log-probabilities are read."""
         axes = problem.as_dict()
-        in_rows = "v" in axes or axes.get("n") == self._vocab
-        return min(self._rows, self._tokens) if in_rows else self._tokens
+        if "v" in axes:
+            return min(self._rows, self._tokens)
+        if axes.get("n") in self._vocab:
+            return min(max(self._rows, PROMPT_ROWS), self._tokens)
+        return self._tokens
 
-    def _resolve(self, plan: BoundPlan, index: int) -> None:
+    def _resolve(self, op: Op, problem: Problem, layouts: frozenset[str] | None) -> None:
         with suppress(UnverifiableError):  # for want of memory beside others: the warm-up asks again
-            best = plan.resolver.resolve(plan.op, plan.problem(index), plan.layouts).best
-            if best is not None:
-                load(best.kernel)
+            if self._plans is not None:
+                best = self._plans.resolver.resolve(op, problem, layouts).best
+                if best is not None:
+                    load(best.kernel)
 
     def _layouts(self, problem: Problem) -> None:
         if self._plans is not None:
@@ -148,10 +160,16 @@ class VerifiedAhead:
                 plan_layouts(self._plans.resolver, problem)
 
 
+def head_rows(config: ModelConfig, weights: Weights) -> set[int]:
+    """The rows of the logits head: all, and those of each rank."""
+    matrices = [w for w in weights.table.weights if w.columns and sum(w.rows) == config.vocab_size]
+    return {config.vocab_size, *(n for w in matrices for n, _ in weights.shapes_of_ranks(w.target))}
+
+
 def linear_problems(plans: Plans, weights: Weights) -> list[Problem]:
     """The problems of the linear layers of a model, as far as they follow from its table: not those of quantized checkpoints, of experts, and
-    of layers that are fused otherwise."""
-    if weights.stored is not None or plans.policy.activations is not None or plans.mesh.world > 1:
+    of layers that are fused otherwise. Over several ranks those of each rank's part, which mostly are the same."""
+    if weights.stored is not None or plans.policy.activations is not None:
         return []
 
     def problems() -> Iterator[Problem]:
@@ -159,17 +177,19 @@ def linear_problems(plans: Plans, weights: Weights) -> list[Problem]:
         for weight in weights.table.weights:
             if weight.kind != "linear" or weight.experts or weight.columns is None:
                 continue
+            # A bias of partial sums is added to their sum.
             parts = (
-                ("bias", f"{weight.target}.bias" in names),
+                ("bias", f"{weight.target}.bias" in names and not weights.is_partial(weight.target)),
                 ("silu_mul", weight.target.endswith(".gate_up")),
             )
-            yield plans.problem(
-                "linear",
-                n=sum(weight.rows),
-                k=weight.columns,
-                x=plans.x,
-                w=plans.x if weights.scheme is None else str(weights.scheme),
-                epilogue="+".join(name for name, on in parts if on) or "none",
-            )
+            for n, k in weights.shapes_of_ranks(weight.target):
+                yield plans.problem(
+                    "linear",
+                    n=n,
+                    k=k,
+                    x=plans.x,
+                    w=plans.x if weights.scheme is None else str(weights.scheme),
+                    epilogue="+".join(name for name, on in parts if on) or "none",
+                )
 
     return [*dict.fromkeys(problems())]

@@ -7,7 +7,7 @@ number of sequences and each bound of the context that has a graph, with and wit
 engine can meet within its limits has then run once. On a CPU nothing is compiled or captured, so steps run only where `Engine.warm_up` asks for it.
 
 Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and for integers that are 1 or multiples of 16. Every tensor of a
-step is therefore aligned (`send_parts`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
+step is therefore aligned (`send_parts`, `send_arrays`, `DecodeInputs`), and kernels whose arguments depend on the batch declare them as
 ``do_not_specialize``: what the verification compiled serves all steps. Afterwards the plans of the model report a kernel that is selected
 late.
 """
@@ -26,9 +26,10 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.plan import BUCKETS, bucket_sizes
 from gristmill.kernel_registry.scheme import cdiv
-from gristmill.runtime.decode_graphs import LARGEST, SIZES
 from gristmill.runtime.layers.mla import LARGEST_EXPANDED
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.logprobs import ROWS as PROMPT_ROWS
+from gristmill.runtime.progress import Progress
 from gristmill.runtime.prompt_graphs import PromptGraphs
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
@@ -37,9 +38,9 @@ from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
 from gristmill.runtime.speculation.hidden_drafts import HiddenStateModel
 from gristmill.runtime.verify_ahead import workers_for
 
-Progress = Callable[[str, int, int], None]
-"""Called with a phase, what is done of it, and what there is in all; 0 = not known."""
 Step = Callable[[], object]
+Calls = list[tuple[BoundPlan, int]]
+"""Plans that steps call, each with the bucket of a call."""
 
 _ROW = SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, top_k=40), 0, 0)
 
@@ -95,6 +96,51 @@ class WarmUp:
         )
 
 
+class Phases:
+    """The phases of a warm-up: each is timed, with what a GPU still computes, and reported.
+
+    Attributes:
+        seconds: by phase, in the order of time.
+    """
+
+    def __init__(self, device: torch.device, progress: Progress | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device, self._progress = device, progress
+
+    @contextmanager
+    def __call__(self, name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
+        """A phase of `total` steps; yields what is called with the number of those that are done."""
+
+        def report(done: int) -> None:
+            if self._progress is not None:
+                self._progress(name, done, total)
+
+        begin = time.perf_counter()
+        report(0)
+        yield report
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[name] = time.perf_counter() - begin
+
+
+def select_and_verify(
+    plans: Plans, record: Callable[[], Calls], phase: Phases, workers: int | None = None
+) -> Calls:
+    """Select the kernels of the calls that `record` returns, and verify those without a record. Returns the calls."""
+    with phase("selection"):
+        calls = record()
+        todo = unverified(plans.resolver, calls)
+    with phase("verification", len(todo)) as report:
+        problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in todo]
+        plans.resolver.resolve_all(problems, workers or workers_for(plans.device), report)
+    return calls
+
+
+def resolved_entries(plans: Plans) -> int:
+    """Entries of all plans that have a kernel."""
+    return sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
+
+
 def warm_up(
     runner: Runner,
     config: SchedulerConfig,
@@ -112,30 +158,13 @@ def warm_up(
         drafts: the most drafts per request and step of an engine that verifies drafts; its steps with drafts run with as many.
         run: run the steps; False = kernels are selected, verified and loaded.
     """
-    plans, seconds = runner.model.plans, dict[str, float]()
+    plans, phase = runner.model.plans, Phases(runner.device, progress)
     tried = plans.resolver.tried
-
-    @contextmanager
-    def phase(name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
-        def report(done: int) -> None:
-            if progress is not None:
-                progress(name, done, total)
-
-        begin = time.perf_counter()
-        report(0)
-        yield report
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
-        seconds[name] = time.perf_counter() - begin
-
     plans.set_warm(False)
-    with phase("selection"):
-        calls = _recorded(runner, config, drafts)
-        unverified = _unverified(plans.resolver, calls)
-    with phase("verification", len(unverified)) as report:
-        problems = [(plan.op, plan.problem(index), plan.layouts) for plan, index in unverified]
-        plans.resolver.resolve_all(problems, workers or workers_for(runner.device), report)
-    phases: dict[str, list[Step]] = {"compilation": [partial(_load, plan, index) for plan, index in calls]}
+    calls = select_and_verify(plans, lambda: _recorded(runner, config, drafts), phase, workers)
+    phases: dict[str, list[Step]] = {
+        "compilation": [partial(load_entry, plan, index) for plan, index in calls]
+    }
     if run:
         phases["compilation"] += _compiling(runner, config, drafts)
         phases["graphs"] = _capturing(runner, config, drafts)
@@ -145,11 +174,16 @@ def warm_up(
                 step()
                 report(done)
     plans.set_warm(True)
-    entries = sum(entry is not None for plan in plans.bound.values() for entry in plan.entries)
+    entries = resolved_entries(plans)
     graphs = [] if runner.decode is None else [g for g in runner.decode.graphs.values() if not g.reason]
     pieces = [] if runner.prompts is None else [g for g in runner.prompts.graphs.values() if not g.reason]
     return WarmUp(
-        seconds, len(graphs) + len(pieces), entries, plans.resolver.tried - tried, runner.graph_bytes, run
+        phase.seconds,
+        len(graphs) + len(pieces),
+        entries,
+        plans.resolver.tried - tried,
+        runner.graph_bytes,
+        run,
     )
 
 
@@ -172,7 +206,7 @@ def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Ste
     ]
 
 
-def _recorded(runner: Runner, config: SchedulerConfig, drafts: int) -> list[tuple[BoundPlan, int]]:
+def _recorded(runner: Runner, config: SchedulerConfig, drafts: int) -> Calls:
     """The plans that the steps call, each with the buckets of its calls."""
     # Steps of graphs call the same kernels, in fewer kinds of steps.
     graphs, runner.decode, prompts, runner.prompts = runner.decode, None, runner.prompts, None
@@ -186,7 +220,7 @@ def _recorded(runner: Runner, config: SchedulerConfig, drafts: int) -> list[tupl
     return [*calls]
 
 
-def _unverified(resolver: Resolver, calls: list[tuple[BoundPlan, int]]) -> list[tuple[BoundPlan, int]]:
+def unverified(resolver: Resolver, calls: Calls) -> Calls:
     """The calls whose kernels have no record yet; all, if another process chooses."""
     if resolver.chooser is not None:
         return calls
@@ -198,11 +232,12 @@ def _unverified(resolver: Resolver, calls: list[tuple[BoundPlan, int]]) -> list[
     return [(plan, index) for plan, index in calls if not is_verified(plan, index)]
 
 
-def _load(plan: BoundPlan, index: int) -> None:
+def load_entry(plan: BoundPlan, index: int) -> None:
+    """Resolve and load the kernel of a bucket."""
     plan.prepare([bucket_sizes()[index]])
 
 
-def _sizes(most: int) -> list[int]:
+def sizes_up_to(most: int) -> list[int]:
     """A size in each bucket up to that of `most`, the largest one that is possible."""
     return [*(size for size in BUCKETS if size < most), most]
 
@@ -210,8 +245,9 @@ def _sizes(most: int) -> list[int]:
 def _decode_sizes(runner: Runner, most: int) -> list[int]:
     """A number of sequences for each graph and each bucket, up to `most`."""
     if runner.decode is None:
-        return _sizes(most)
-    return [*(size for size in SIZES if size < most), *(b for b in BUCKETS if LARGEST < b < most), most]
+        return sizes_up_to(most)
+    sizes, largest = runner.decode.sizes, runner.decode.largest
+    return [*(size for size in sizes if size < most), *(b for b in BUCKETS if largest < b < most), most]
 
 
 def _sequence(start: int, count: int, config: SchedulerConfig, drafts: int = 0) -> ScheduledRequest:
@@ -251,7 +287,7 @@ def _prompts(runner: Runner, config: SchedulerConfig) -> Iterator[Callable[[], o
         # Kernel by kernel: a graph may be left out for want of memory.
         _run_unpadded(runner, [_sequence(start, count, config) for count in lengths], [_ROW] * len(lengths))
 
-    for size in _sizes(min(config.max_batch_tokens, longest * config.max_seqs)):
+    for size in sizes_up_to(min(config.max_batch_tokens, longest * config.max_seqs)):
         lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
         yield partial(step, lengths, 0)
         if mla is not None:  # whose attention has forms for few tokens of a sequence, and for many keys
@@ -293,7 +329,7 @@ def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Callab
     def step(tokens: int) -> None:
         model.states(torch.zeros(tokens, width, dtype=model.plans.dtype, device=model.plans.device))
 
-    for tokens in _sizes(config.max_batch_tokens):
+    for tokens in sizes_up_to(config.max_batch_tokens):
         yield partial(step, tokens)
 
 
@@ -307,8 +343,10 @@ def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[C
         hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.plans.dtype, device=runner.device)
         logits = model.logits(hidden)
         if rows <= most:
-            for values in (logits, logits.float()):
-                runner.sampler(values, [_ROW] * rows)
+            runner.sampler(logits, [_ROW] * rows)
+            runner.sampler(runner.processors.rehearse(logits), [_ROW] * rows)
 
-    for rows in dict.fromkeys([*_sizes(most), *_sizes(max(most, min(PROMPT_ROWS, config.max_batch_tokens)))]):
+    for rows in dict.fromkeys(
+        [*sizes_up_to(most), *sizes_up_to(max(most, min(PROMPT_ROWS, config.max_batch_tokens)))]
+    ):
         yield partial(step, rows)

@@ -52,7 +52,8 @@ def build_like(
         checkpoint, quantization = _InMemory(source), model.config.quantization
     else:
         opened = open_checkpoint(source)
-        checkpoint, config = opened, parse_config(*opened.config())
+        checkpoint = opened
+        config = parse_config(*opened.config()).for_length(model.config.max_position)
         quantization = config.quantization
         differing = [
             name

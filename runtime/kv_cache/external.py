@@ -21,7 +21,8 @@ class ExternalCache(PagedCache):
     Args:
         model: as `load_model` returns it.
         layers: for each layer, what `PagedCache.layers` holds: (K, V) [blocks, block_size, kv_heads, head_dim], with the scales of tokens if
-            the format has them, or one latent tensor in a tuple. Any strides with contiguous last dimensions; the contents do not matter.
+            the format has them, or one latent tensor in a tuple; for a layer that reads those of another, the same tensors. Any strides with
+            contiguous last dimensions; the contents do not matter.
 
     Raises:
         UsageError: a tensor that does not fit the model, by its layer and place.
@@ -39,7 +40,14 @@ class ExternalCache(PagedCache):
         self.num_blocks = self._given[0][0].shape[0]
         addresses: dict[int, str] = {}
         for index, layer in enumerate(self._given):
-            expected = [*self._expected(model.config, plans.dtype)]
+            source = model.config.kv_source(index)
+            if source != index:
+                if [tensor.data_ptr() for tensor in layer] != [t.data_ptr() for t in self._given[source]]:
+                    raise UsageError(
+                        f"layer {index} of the cache must have the tensors of layer {source}, whose keys and values it reads"
+                    )
+                continue
+            expected = [*self._expected(model.config.of_layer(index), plans.dtype)]
             if len(layer) != len(expected):
                 raise UsageError(
                     f"layer {index} of the cache takes {len(expected)} tensors, got {len(layer)}"

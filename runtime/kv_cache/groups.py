@@ -1,8 +1,9 @@
 """Groups of layers whose caches hold the same tokens: full attention keeps all of a request, a sliding window its last ones.
 
-Every group has as many layers of the same geometry, so a block has the same bytes in each, and one pool of ids serves all. A request
-has a block table per group. One list holds them, interleaved: its entry ``index * groups + group`` is the block of the tokens
-``index * block_size`` and on. A place whose block was given back holds the null block, ``num_blocks``, which is never written.
+The layers of a group have keys of one width, and the groups as many bytes per block (`places`), so one pool of ids serves all. Layers
+that read the keys and values of another are in its group. A request has a block table per group. One list holds them, interleaved: its
+entry ``index * groups + group`` is the block of the tokens ``index * block_size`` and on. A place whose block was given back holds the
+null block, ``num_blocks``, which is never written.
 
 A layer with a state of constant size would be a group with another answer of `first_needed`. Groups are vLLM's hybrid cache manager.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from gristmill.kernel_registry.scheme import cdiv
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +26,34 @@ class KVGroup:
     window: int = 0
 
 
-def make_groups(windows: Sequence[int]) -> tuple[KVGroup, ...]:
+def make_groups(
+    windows: Sequence[int], widths: Sequence[int] = (), sources: Sequence[int] = ()
+) -> tuple[KVGroup, ...]:
     """The groups of layers with these windows, full attention first: each as large as the rarest kind, the last of a kind may be smaller.
 
-    One group without a window if all layers are of a kind: a prefix is found by the blocks of full attention.
+    One group without a window if all layers have the same one: a prefix is found by the blocks of full attention.
+
+    Args:
+        widths: of each layer's keys: layers of several widths are of several kinds, and a group has more of the narrow ones; empty = all alike.
+        sources: for each layer, the one whose keys and values it reads; empty = its own.
     """
-    kinds: dict[int, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    if len(kinds) == 1 or 0 not in kinds:
-        return (KVGroup(tuple(range(len(windows)))),)
-    size = min(map(len, kinds.values()))
-    return tuple(
-        KVGroup(tuple(layers[start : start + size]), window)
-        for window, layers in sorted(kinds.items())
-        for start in range(0, len(layers), size)
-    )
+    layers = range(len(windows))
+    if len({*windows}) == 1 or 0 not in windows:
+        return (KVGroup(tuple(layers)),)
+    widths, sources = widths or [1] * len(windows), sources or layers
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for layer in layers:
+        if sources[layer] == layer:
+            kinds.setdefault((windows[layer], widths[layer]), []).append(layer)
+    widest = max(width for _, width in kinds)
+    places = min(cdiv(len(alike), widest // width) for (_, width), alike in kinds.items())
+    groups = []
+    for (window, width), alike in sorted(kinds.items()):
+        size = places * (widest // width)
+        for start in range(0, len(alike), size):
+            own = alike[start : start + size]
+            groups.append(KVGroup(tuple(layer for layer in layers if sources[layer] in own), window))
+    return tuple(groups)
 
 
 def first_needed(window: int, computed: int, block_size: int) -> int:

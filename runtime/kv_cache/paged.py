@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,9 @@ from gristmill.kernel_registry.dtypes import canonical_dtype
 from gristmill.runtime.batch import Batch
 from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_cache import host_memory
 from gristmill.runtime.kv_cache.groups import KVGroup
+from gristmill.runtime.kv_cache.places import Places
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class PagedCache:
     Args:
         dtype: the dtype of activations.
         form: how keys and values are stored.
-        groups: groups of layers with block tables of their own (`kv_cache.groups`); empty = one group of all layers. The n-th layers of all
-            groups share tensors, with one more block: the null block, which stays zero.
+        groups: groups of layers with block tables of their own (`kv_cache.groups`); empty = one group of all layers. They share memory
+            (`kv_cache.places`), with one more block: the null block, which stays zero.
 
     Attributes:
         layers: for each layer (K, V), each [blocks, block_size, kv_heads, head_dim]; with scales of tokens (K, V, k_scale, v_scale), the
-            scales float32 [blocks, block_size, kv_heads]; for a latent (MLA) model ([blocks, block_size, latent_dim],).
+            scales float32 [blocks, block_size, kv_heads]; for a latent (MLA) model ([blocks, block_size, latent_dim],). Layers that are
+            narrower than others have strides between blocks. A layer that reads the keys and values of another has its tensors.
+        storage, scales: the memory, [places, parts, blocks, block_size, width], parts being K and V, or the latent; None = no scales.
     """
 
     groups: tuple[KVGroup, ...] = ()
@@ -96,24 +99,35 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.form = form
-        shape = _shape(config, num_blocks + bool(self.groups), block_size)
-        if self.groups:
-            shape = (max(len(group.layers) for group in self.groups), *shape[1:])
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self._config, self._places = config, Places(config, self.groups)
+        self._dtype, self._device = dtype, device
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the cache, with zeros."""
-        shape, form, device = self._shape, self.form, self._device
-        self.storage = _zeros(shape, form.dtype(self._dtype), device)
-        self.scales = _zeros(shape[:-1], torch.float32, device) if form.token_scales else None
-        self.layers: list[tuple[Tensor, ...]] = [tuple(layer.unbind(0)) for layer in self.storage.unbind(0)]
-        if self.scales is not None:
-            of_layers = zip(self.layers, self.scales.unbind(0), strict=True)
-            self.layers = [(*layer, *scales.unbind(0)) for layer, scales in of_layers]
-        if self.groups:
-            places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
-            self.layers = [self.layers[places[layer]] for layer in sorted(places)]
+        c, places, form = self._config, self._places, self.form
+        shape = (places.count, _parts(c), self.num_blocks + bool(self.groups), self.block_size)
+        self.storage = _zeros((*shape, places.width), form.dtype(self._dtype), self._device)
+        self.scales = None
+        if form.token_scales:
+            self.scales = _zeros((*shape, places.heads), torch.float32, self._device)
+        self.layers: list[tuple[Tensor, ...]] = [
+            self._tensors(c.kv_source(layer)) for layer in range(c.num_layers)
+        ]
+
+    def _tensors(self, layer: int) -> tuple[Tensor, ...]:
+        """The tensors of a layer with keys and values of its own."""
+        own, (number, part) = self._config.of_layer(layer), self._places.of[layer]
+        row: tuple[int, ...] = (own.num_kv_heads, own.head_dim)
+        if own.mla is not None:
+            row = (own.mla.latent_dim,)
+        memory = [(self.storage, row)] + ([] if self.scales is None else [(self.scales, row[:1])])
+        found = []
+        for tensor, entry in memory:
+            size = self.block_size * math.prod(entry)
+            of_block = tensor[number].flatten(2)[..., part * size : (part + 1) * size]
+            found += of_block.unflatten(2, (self.block_size, *entry)).unbind(0)
+        return tuple(found)
 
     def release(self) -> None:
         """Give the memory back, until `allocate`."""
@@ -139,20 +153,21 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in pages that the system allocates on the first write, so that unused blocks cost nothing."""
+    """Zeros; on a CPU unused blocks cost nothing, and other processes can map them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    return host_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype, form: CacheFormat = AUTO) -> int:
-    """Bytes per token in the caches of all layers. `dtype` is that of activations."""
-    shape = _shape(config, 1, 1)
-    scales = math.prod(shape[:-1]) * 4 if form.token_scales else 0
-    return math.prod(shape) * form.dtype(dtype).itemsize + scales
+def token_bytes(
+    config: ModelConfig, dtype: torch.dtype, form: CacheFormat = AUTO, groups: Sequence[KVGroup] = ()
+) -> int:
+    """Bytes per token in the caches of all layers, or of those of one of the `groups`. `dtype` is that of activations."""
+    places = Places(config, groups)
+    scales = places.heads * 4 if form.token_scales else 0
+    return places.count * _parts(config) * (places.width * form.dtype(dtype).itemsize + scales)
 
 
-def _shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    if config.mla is not None:
-        return (config.num_layers, 1, num_blocks, block_size, config.mla.latent_dim)
-    return (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+def _parts(config: ModelConfig) -> int:
+    """The tensors of a layer: K and V, or the latent."""
+    return 2 if config.mla is None else 1

@@ -12,7 +12,7 @@ Chained block hashes are vLLM's automatic prefix caching; comparing tokens on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 
 from gristmill.runtime.kv_cache.block_pool import BlockPool, PoolError
 from gristmill.runtime.kv_cache.events import AllBlocksCleared, CacheEvent, EventLog
@@ -58,6 +58,9 @@ class PrefixCache:
         self._windows = windows
         self._table: dict[int, CachedBlock] = {}
         self._events: EventLog | None = None  # of the blocks of the first group
+        self.on_forget: Callable[[Iterable[int]], None] | None = (
+            None  # called with blocks that hold their content no more
+        )
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -157,6 +160,8 @@ class PrefixCache:
                 if block is not None:
                     self._pool.forget(block)
         self._table.clear()
+        if self.on_forget is not None:
+            self.on_forget(range(self._pool.num_blocks))
         if self._events is not None:
             self._events.cleared()
 
@@ -216,3 +221,5 @@ class PrefixCache:
             del self._table[entry.hash]
         if group == 0 and self._events is not None:
             self._events.removed(entry.hash)
+        if self.on_forget is not None:
+            self.on_forget((block,))

@@ -56,15 +56,13 @@ def cache_blocks(
     """
     device = model.plans.device
     sizes = [
-        block_size * token_bytes(each.config, each.plans.dtype, each.plans.cache_format)
-        for each in (model, draft)
+        block_size * token_bytes(each.config, each.plans.dtype, each.plans.cache_format, of_groups)
+        for each, of_groups in ((model, groups), (draft, ()))
         if each is not None
     ]
     block_bytes = sum(sizes)
     whole = cdiv(max_model_len, block_size)
-    if len(groups) > 1:
-        block_bytes = block_bytes // model.config.num_layers * max(len(group.layers) for group in groups)
-        whole *= len(groups)
+    whole *= max(1, len(groups))
     if memory is None and device.type == "cpu":
         return max(whole, min(max_seqs * whole, CPU_CACHE_BYTES // block_bytes))
     share = CUDA_MEMORY if memory is None else memory
@@ -92,7 +90,7 @@ def make_cache(model: Model, num_blocks: int, block_size: int, groups: Sequence[
             model.config, num_blocks, block_size, plans.dtype, plans.device, plans.cache_format, groups
         )
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
-        size = num_blocks * block_size * token_bytes(model.config, plans.dtype, plans.cache_format)
+        size = num_blocks * block_size * token_bytes(model.config, plans.dtype, plans.cache_format, groups)
         raise UsageError(
             f"a cache of {num_blocks} blocks of {block_size} tokens takes {size} bytes, more than {model.plans.device} gives: "
             f"{error}; lower num_blocks, memory or max_seqs"

@@ -12,11 +12,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gristmill.kernel_registry.declarations import Declarations, find_declarations
 from gristmill.kernel_registry.plugins import PluginFailure
 from gristmill.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gristmill.kernel_registry.policy import Policy
+    from gristmill.runtime.kv_cache.paged import PagedCache
+    from gristmill.runtime.kv_transfer.carrier import Carrier
+    from gristmill.runtime.scheduler import Scheduler
 
 ENTRY_POINTS = "gristmill.kv_stores"
 
@@ -49,6 +57,23 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class CachePool(Protocol):
+    """Processes that read blocks in each other's caches, without a store that has copies."""
+
+    def carrier(
+        self,
+        cache: PagedCache,
+        device: torch.device,
+        scheduler: Scheduler,
+        root: bytes,
+        policy: Policy | None = None,
+    ) -> Carrier:
+        """What carries blocks between a cache and those of the others, by kernels that the policy selects; UsageError if the cache cannot be reached
+        by them."""
+        ...
+
+
 @dataclass(frozen=True)
 class StoreSpec:
     """A kind of store.
@@ -57,11 +82,13 @@ class StoreSpec:
         name: what stands before the colon in ``NAME[:ARGUMENT]``.
         summary: one line for users.
         open: makes a store from the argument, "" if there is none; raises UsageError for an argument that it does not take.
+        caches: whether that is a `CachePool`.
     """
 
     name: str
     summary: str
-    open: Callable[[str], Store]
+    open: Callable[[str], Store | CachePool]
+    caches: bool = False
 
 
 @cache

@@ -98,7 +98,7 @@ class CacheBlocks:
         cache = self.cache
         storage = getattr(cache, "storage", None)  # an ExternalCache has tensors of layers only
         if storage is None:
-            tensors = [tensor for layer in cache.layers for tensor in layer]
+            tensors = [*{tensor.data_ptr(): tensor for layer in cache.layers for tensor in layer}.values()]
         else:
             tensors = [t.movedim(2, 0) for t in (storage, cache.scales) if t is not None]
         return [tensor.view(torch.uint8) for tensor in tensors]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.integers import plain
-from gristmill.runtime.kv_transfer import Store, StoreSpec, failures, stores
+from gristmill.runtime.kv_transfer import CachePool, Store, StoreSpec, failures, stores
 from gristmill.runtime.kv_transfer.tiers import Tiers
 
 
@@ -38,7 +38,10 @@ class KVTransfer:
             raise UsageError(f"stores must be one or more texts such as 'host:8GiB', got {self.stores!r}")
         object.__setattr__(self, "stores", tuple(self.stores))
         for store in self.stores:
-            _spec(store)
+            if _spec(store).caches and len(self.stores) > 1:
+                raise UsageError(
+                    f"{store} keeps no copies of blocks, so it cannot be combined with other stores"
+                )
         object.__setattr__(self, "save_after", plain(self.save_after))
         if type(self.save_after) is not int or not 0 <= self.save_after <= 255:
             raise UsageError(f"save_after must be an integer from 0 to 255, got {self.save_after!r}")
@@ -53,10 +56,14 @@ class KVTransfer:
         if not (self.identity is None or (isinstance(self.identity, str) and self.identity)):
             raise UsageError(f"identity must be a text or None, got {self.identity!r}")
 
-    def open(self) -> Store:
+    def open(self) -> Store | CachePool:
         """The stores, as one."""
         opened = [_spec(store).open(store.partition(":")[2]) for store in self.stores]
-        return opened[0] if len(opened) == 1 else Tiers(opened)
+        return (
+            opened[0]
+            if len(opened) == 1
+            else Tiers([one for one in opened if not isinstance(one, CachePool)])
+        )
 
     @staticmethod
     def parse(text: str | KVTransfer) -> KVTransfer:

@@ -13,7 +13,7 @@ from pathlib import Path
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
-from gristmill.runtime.parallel.driver import RanksConfig
+from gristmill.runtime.parallel.rank_processes import RanksConfig
 
 WHOLE, SAMPLE, EVERY = 64 << 20, 4 << 10, 8 << 20
 """Weight files up to `WHOLE` bytes are hashed whole, of larger ones `SAMPLE` bytes in `EVERY`."""

@@ -41,23 +41,14 @@ class NixlStore:
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-        except ImportError as error:
-            raise UsageError(
-                f"the KV store nixl:FOLDER:SIZE needs NIXL: pip install nixl, or use file:FOLDER ({error})"
-            ) from error
+        self._name = uuid.uuid4().hex
+        self._agent = make_agent(self._name, "the KV store nixl:FOLDER:SIZE", "file:FOLDER")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"the KV store {folder} cannot be used: {error}") from error
         self.folder, self.capacity = folder, capacity
         self._lock = threading.Lock()  # of the agent, too
-        self._name = uuid.uuid4().hex
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-        strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        self._agent: Any = nixl_agent(self._name, nixl_agent_config(backends=["UCX"], sync_mode=strict))
         self._memory = torch.zeros(capacity, dtype=torch.uint8)
         self._view = _bytes(self._memory)
         self._registered = [self._agent.register_memory(self._memory)]
@@ -153,15 +144,13 @@ class NixlStore:
             here = agent.get_xfer_descs(self._landing[:size])
             there = agent.get_xfer_descs([(address, size, 0)], "DRAM")
             handle = agent.initialize_xfer("READ", here, there, name)
-            state, until = agent.transfer(handle), time.monotonic() + SECONDS
-            while state == "PROC" and time.monotonic() < until:
-                time.sleep(0)
-                state = agent.check_xfer_state(handle)
+            agent.transfer(handle)
+            state = state_at_end(agent, handle, SECONDS)
             if state == "PROC":  # it may still write there
                 self._landing = torch.zeros(0, dtype=torch.uint8)
             agent.release_xfer_handle(handle)
             self._peers[name] = state == "DONE"
-        except _errors():
+        except agent_errors():
             self._peers[name] = False
         return self._peers[name]
 
@@ -181,7 +170,27 @@ class NixlStore:
             raise
 
 
-def _errors() -> tuple[type[Exception], ...]:
+def make_agent(name: str, user: str, instead: str) -> Any:
+    """An agent of NIXL. UsageError, with who uses it and what can be used instead: the package is missing."""
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+    except ImportError as error:
+        raise UsageError(f"{user} needs NIXL: pip install nixl, or use {instead} ({error})") from error
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
+    strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    return nixl_agent(name, nixl_agent_config(backends=["UCX"], sync_mode=strict))
+
+
+def state_at_end(agent: Any, handle: Any, seconds: float) -> str:
+    """The state of a transfer that was begun, once it has ended; ``PROC`` if it has not after so many seconds."""
+    until = time.monotonic() + seconds
+    while (state := str(agent.check_xfer_state(handle))) == "PROC" and time.monotonic() < until:
+        time.sleep(0)
+    return state
+
+
+def agent_errors() -> tuple[type[Exception], ...]:
     """What a peer that has ended may raise: exceptions of NIXL, which have no common base, and its missing file."""
     from nixl import _bindings
 

@@ -28,16 +28,24 @@ def open_store(argument: str) -> FileStore:
         raise UsageError(
             f"{where}: expected a name of letters, digits, _ and -, and a size, such as shm:pool:4GiB, got {argument!r}"
         )
+    return FileStore(private_folder(name, where), capacity)
+
+
+def private_folder(name: str, where: str) -> Path:
+    """The folder of a name in shared memory, which is made if it is missing. UsageError, with `where`: it is not this user's alone."""
     if not FOLDER.is_dir():
-        raise UsageError(f"{where}: this host has no {FOLDER}; use file:FOLDER")
+        raise UsageError(f"{where}: this host has no {FOLDER}")
     folder = FOLDER / f"gristmill-{name}"
-    store = FileStore(folder, capacity)
-    status = folder.stat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise UsageError(f"{where}: {folder} cannot be used: {error}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UsageError(
             f"{where}: {folder} belongs to another user, or others may write there; take another name"
         )
-    return store
+    return folder
 
 
 STORE = StoreSpec(

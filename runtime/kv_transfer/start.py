@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.kv_transfer import CachePool
 from gristmill.runtime.kv_transfer.blocks import CacheBlocks
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.identity import identity_of_files, root_key, root_of_ranks
+from gristmill.runtime.kv_transfer.record_carrier import RecordCarrier
 from gristmill.runtime.kv_transfer.remote_blocks import RemoteBlocks
 from gristmill.runtime.kv_transfer.transfer import Transfer
 from gristmill.runtime.parallel.driver import ParallelRunner
@@ -51,10 +53,18 @@ def start_transfer(
         )
     if config.identity is None:
         raise UsageError("an engine of parts does not know its weight files: give KVTransfer(identity=...)")
+    opened = config.open()
     if isinstance(runner, ParallelRunner):
+        if isinstance(opened, CachePool):
+            raise UsageError(
+                f"kv_transfer={config.stores[0]!r} cannot be combined with tensor_parallel; take a store"
+            )
         remote = RemoteBlocks(runner)
-        return Transfer(
-            config, scheduler, remote, root_of_ranks(config.identity, runner.ranks, remote.nbytes)
-        )
+        root = root_of_ranks(config.identity, runner.ranks, remote.nbytes)
+        return Transfer(config, scheduler, RecordCarrier(opened, remote), root)
+    root = root_key(config.identity, runner.model, runner.cache)
+    if isinstance(opened, CachePool):
+        carrier = opened.carrier(runner.cache, runner.device, scheduler, root, runner.model.plans.policy)
+        return Transfer(config, scheduler, carrier, root)
     blocks = CacheBlocks(runner.cache, runner.device)
-    return Transfer(config, scheduler, blocks, root_key(config.identity, runner.model, runner.cache))
+    return Transfer(config, scheduler, RecordCarrier(opened, blocks), root)

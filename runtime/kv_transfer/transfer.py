@@ -3,8 +3,8 @@
 The verbs, in the order of a request:
 
     matched     a request waits while the blocks after its cached prefix are looked up, by another thread
-    load        blocks that have come are put into blocks of the pool and registered in the prefix cache, where the scheduler finds them
-    save        blocks of the prefix cache that were seen often enough are copied to the host, and written by another thread
+    load        blocks that were found are put into blocks of the pool and registered in the prefix cache, where the scheduler finds them
+    save        blocks of the prefix cache that were seen often enough are given to the carrier, and the rest is done by another thread
     preempted   so are all blocks of a request that loses them; when there is room again, it is matched like a new one
     wait        until something has arrived, while nothing else is to be done
     finished    a request that has ended waits for nothing
@@ -16,34 +16,37 @@ computed then.
 from __future__ import annotations
 
 import logging
+import math
+import os
 import secrets
 import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache import CachedBlock, PrefixCache
-from gristmill.runtime.kv_transfer.blocks import Blocks
+from gristmill.runtime.kv_transfer.carrier import Carrier, Found, Received
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.identity import extend_keys, group_key
 from gristmill.runtime.kv_transfer.lanes import Lane
-from gristmill.runtime.kv_transfer.records import HEADER
 from gristmill.runtime.kv_transfer.sightings import Sightings
 from gristmill.runtime.kv_transfer.statistics import TransferStatus
-from gristmill.runtime.kv_transfer.store_work import Found, find, write
 from gristmill.runtime.scheduler import Request, RequestOutput, Scheduler
 
 LOG = logging.getLogger("gristmill")
 
 IDLE = 0.05
 """Longest wait in seconds: meanwhile no call of the engine is answered."""
-MOST_SAVING = 1 << 30
-"""Bytes of copies that wait to be written; beyond them blocks are not saved."""
+MOST_SAVING = max(1 << 30, min(8 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8))
+"""Bytes of copies on the host that wait to be written; beyond them blocks are not saved."""
 
 LATE = "no answer within the timeout"
 RAISED = "the store raised an error"
@@ -61,6 +64,19 @@ class _Loading:
 
 
 @dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Blocks of the cache that are being filled: `taken`, after those of `before`. Both are the transfer's until it has ended."""
+
+    request: Request
+    found: Found
+    future: Future[Received]
+    deadline: float
+    before: list[int]
+    taken: list[int]
+    rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Saving:
     keys: list[bytes]
     nbytes: int
@@ -69,15 +85,14 @@ class _Saving:
 class Transfer:
     """The KV transfer of one engine, with the root of `root_key`. Not thread-safe."""
 
-    def __init__(self, config: KVTransfer, scheduler: Scheduler, blocks: Blocks, root: bytes) -> None:
+    def __init__(self, config: KVTransfer, scheduler: Scheduler, carrier: Carrier, root: bytes) -> None:
         if scheduler.cache is None:
             raise ValueError("blocks are found by the prefix cache, and the scheduler has none")
         self.config = config
         self.scheduler = scheduler
         self._cache: PrefixCache = scheduler.cache
-        self._blocks, self._root = blocks, root
+        self._carrier, self._root = carrier, root
         self._size, self._windows = scheduler.config.block_size, scheduler.config.windows
-        self._store = config.open()
         self._done = threading.Condition()
         self._loads, self._saves = Lane("kv-load", self._done), Lane("kv-save", self._done)
         self._close = weakref.finalize(self, _close, self._loads, self._saves)
@@ -85,6 +100,7 @@ class Transfer:
         self._keys: dict[str, list[bytes]] = {}  # by request, of its full blocks
         self._seen: dict[str, int] = {}  # by request, its blocks that were counted
         self._loading: dict[str, _Loading] = {}
+        self._arriving: list[_Arriving] = []
         self._preempted: dict[str, Future[int] | None] = {}  # with what saves their blocks
         self._saving: dict[Future[int], _Saving] = {}
         self._failures: Counter[str] = Counter()
@@ -112,25 +128,24 @@ class Transfer:
             return
         self._counts["queried_tokens"] += (most - first) * self._size
         seconds = self.config.timeout
-        work = partial(
-            find, self._store, self._blocks, tuple(keys[:most]), first, self._windows, after, seconds
-        )
+        look_up = partial(self._carrier.find, tuple(keys[:most]), first, self._windows)
+        work = look_up if after is None else partial(_when_ended, after, seconds, look_up)
         future = self._loads.submit(work)
         self._loading[request.id] = _Loading(request, future, time.monotonic() + seconds)
 
     def load(self) -> None:
         """Take over the blocks that have come, and release their requests and those that have waited too long. Between two steps."""
-        self._collect_saved()
+        self._collect()
         for name, loading in list(self._loading.items()):
             if not loading.future.done():
                 if time.monotonic() < loading.deadline:
                     continue
                 loading.future.cancel()
-                self._failed(LATE, f"request {name!r}: {self.config.timeout:g} s")
+                self._late(name)
             del self._loading[name]
-            self.scheduler.resume(name)
-            if not loading.future.cancelled() and loading.future.done():
-                self._take(loading)
+            arrives = not loading.future.cancelled() and loading.future.done() and self._take(loading)
+            if not arrives:
+                self.scheduler.resume(name)
         waiting = self.scheduler.waiting
         if waiting and waiting[0].id in self._preempted:
             self._look_again(waiting[0])
@@ -159,8 +174,7 @@ class Transfer:
             self._copy(due)
 
     def preempted(self, request: Request) -> None:
-        """As `Scheduler.on_preempt`: save everything that a request has computed. Not from ranks: a copy that fails there must end the
-        step, and the scheduler is in the middle of one. What was saved before is looked up again."""
+        """As `Scheduler.on_preempt`: save everything that a request has computed, if the carrier can. What was saved before is looked up again."""
         full, groups = request.computed // self._size, len(self._windows)
         if not self.config.save_after or request.cache_key is not None or not full:
             return
@@ -171,7 +185,7 @@ class Transfer:
             if block != null
         ]
         new = [(key, block) for key, block in chosen if not self._sightings.was_saved(key)]
-        future = self._copy(new) if new and not self._blocks.remote else None
+        future = self._copy(new) if new and self._carrier.sends_preempted else None
         if self.config.load:
             self._preempted[request.id] = future
 
@@ -186,13 +200,14 @@ class Transfer:
     # The engine --------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a load has arrived or is late, but not longer than `IDLE`."""
-        if not self._loading:
+        """Wait until a load has arrived or is late, or blocks may be given back, but not longer than `IDLE`."""
+        under_way: list[_Loading | _Arriving] = [*self._loading.values(), *self._arriving]
+        if not under_way and not self.scheduler.lent:
             return
-        until = min(loading.deadline for loading in self._loading.values()) - time.monotonic()
+        until = min((one.deadline for one in under_way), default=math.inf) - time.monotonic()
         with self._done:
             self._done.wait_for(
-                lambda: any(loading.future.done() for loading in self._loading.values()),
+                lambda: any(one.future.done() for one in under_way),
                 max(0.0, min(IDLE, until)),
             )
 
@@ -203,6 +218,7 @@ class Transfer:
     def new_weights(self) -> None:
         """The weights have changed: what was saved before belongs to others, and what is saved now is found by this engine alone."""
         self._root = secrets.token_bytes(32)
+        self._carrier.new_root(self._root)
         for name, loading in list(self._loading.items()):
             loading.future.cancel()
             self.scheduler.resume(name)
@@ -213,7 +229,7 @@ class Transfer:
     def status(self) -> TransferStatus:
         """Counts so far."""
         self._collect_saved()
-        row, counts = HEADER + self._blocks.nbytes, self._counts
+        row, counts = self._carrier.block_bytes, self._counts
         return TransferStatus(
             stores=tuple(self.config.stores),
             queried_tokens=counts["queried_tokens"],
@@ -222,16 +238,34 @@ class Transfer:
             saved_blocks=counts["saved_blocks"],
             loaded_bytes=counts["loaded_blocks"] * row,
             saved_bytes=counts["saved_blocks"] * row,
-            loading=len(self._loading),
+            loading=len(self._loading) + len(self._arriving),
             saving=sum(len(saving.keys) for saving in self._saving.values()),
             answers=self._answers(),
             failures=dict(self._failures),
         )
 
+    def settle(self) -> None:
+        """Before the weights change: wait until no thread reads or writes the cache. UsageError: that takes longer than the timeout."""
+        seconds = self.config.timeout
+        if self._arriving or not self._carrier.stages:
+            if not (self._loads.wait(seconds) and self._saves.wait(seconds)):
+                raise UsageError(
+                    f"blocks of the cache are being copied, for more than {seconds:g} s: try again"
+                )
+            self._collect()
+
+    def sleep(self) -> None:
+        """The cache is about to be given back, after `settle`."""
+        self._carrier.sleep()
+
+    def wake_up(self) -> None:
+        """The cache was allocated again."""
+        self._carrier.wake_up()
+
     def close(self) -> None:
-        """End the threads after what they do now, and close the store."""
+        """End the threads after what they do now, and close the carrier."""
         self._close()
-        self._store.close()
+        self._carrier.close()
 
     # Mechanism ---------------------------------------------------------------------------------------------------------
 
@@ -258,74 +292,122 @@ class Transfer:
             self.scheduler.hold(request.id)
             self.matched(request, after)
 
-    def _take(self, loading: _Loading) -> None:
-        """Put the blocks of a load into the pool and the prefix cache. They are cached then: the next step can share them."""
+    def _take(self, loading: _Loading) -> bool:
+        """Put the blocks of a load into the pool and the prefix cache: the next step can share them. Whether the request has to wait for that."""
         try:
             found = loading.future.result()
         except Exception as error:  # a store is foreign code: its failure costs a computation, not the engine
             self._failed(RAISED, f"{type(error).__name__}: {error}")
-            return
+            return False
         for reason, detail in found.failures:
             self._failed(reason, detail)
         for key in found.missing:
             self._sightings.lost(key)
-        if found.rows is not None:
-            self._allocate(loading.request, found)
+        return found.content is not None and self._receive(loading, found)
 
-    def _allocate(self, request: Request, found: Found) -> None:
-        pool, cache, null, size = self.scheduler.pool, self._cache, self.scheduler.pool.num_blocks, self._size
+    def _receive(self, loading: _Loading, found: Found) -> bool:
+        """As `_take`, of blocks that were found."""
+        request, pool, null = loading.request, self.scheduler.pool, self.scheduler.pool.num_blocks
         hits = self._hits(request)
         if len(hits) < found.first:
             self._failed(EVICTED, f"request {request.id!r}")
-            return
-        if len(hits) >= found.length or found.rows is None:
-            return
+            return False
+        if len(hits) >= found.length:
+            return False
         rows = [row for row, (index, _) in enumerate(found.places) if index >= len(hits)]
-        before = [block for block in cache.table(hits) if block != null]
+        before = [block for block in self._cache.table(hits) if block != null]
         for block in before:
             pool.share(block)  # so that they are not what is evicted
         taken: list[int] = []
+        kept = False
         try:
             if len(rows) > pool.num_available:
                 self._failed(NO_ROOM, f"request {request.id!r}: {len(rows)} blocks")
-                return
+                return False
             taken = pool.allocate(len(rows))
-            self._blocks.write(taken, found.rows[rows[0] :] if len(rows) < len(found.places) else found.rows)
-            block_of = dict(zip((found.places[row] for row in rows), taken, strict=True))
-            parent = hits[-1] if hits else None
-            for index in range(len(hits), found.length):
-                blocks = (block_of.get((index, group), null) for group in range(len(self._windows)))
-                parent = cache.insert(
-                    request.block_hashes[index],
-                    request.tokens[index * size : (index + 1) * size],
-                    request.cache_key,
-                    parent,
-                    *blocks,
-                )
+            work = self._carrier.receive(found, rows[0], taken)
+            if work is None:
+                self._register(request, found, rows, taken)
+                return False
+            future = self._loads.submit(work)
+            self._arriving.append(_Arriving(request, found, future, loading.deadline, before, taken, rows))
+            self.scheduler.lend([*before, *taken])
+            kept = True
         except (torch.OutOfMemoryError, MemoryError, OSError) as error:
             self._failed(NO_MEMORY, str(error))
-            return
         finally:
-            pool.release([*before, *taken])
+            if not kept:
+                pool.release([*before, *taken])
+        return kept
+
+    def _register(self, request: Request, found: Found, rows: Sequence[int], taken: Sequence[int]) -> None:
+        """Register blocks that hold what was found at `rows` of its places in the prefix cache, if it has what is before them."""
+        cache, size, null = self._cache, self._size, self.scheduler.pool.num_blocks
+        block_of = dict(zip((found.places[row] for row in rows), taken, strict=True))
+        hits = self._hits(request)
+        if not found.places[rows[0]][0] <= len(hits) < found.length:
+            return  # it was emptied, or somebody else has computed them
+        parent = hits[-1] if hits else None
+        for index in range(len(hits), found.length):
+            blocks = (block_of.get((index, group), null) for group in range(len(self._windows)))
+            parent = cache.insert(
+                request.block_hashes[index],
+                request.tokens[index * size : (index + 1) * size],
+                request.cache_key,
+                parent,
+                *blocks,
+            )
         self._counts["loaded_blocks"] += len(taken)
         self._counts["loaded_tokens"] += (found.length - len(hits)) * size
-        for index, group in found.places:
+        for index, group in found.places[: rows[-1] + 1]:
             self._sightings.saved(group_key(self._keys[request.id][index], group))
 
+    def _collect(self) -> None:
+        """What other threads have ended, and what others need no more."""
+        self._collect_saved()
+        for arriving in [one for one in self._arriving if one.future.done()]:
+            self._arriving.remove(arriving)
+            self._arrived(arriving)
+        now = time.monotonic()
+        for arriving in self._arriving:
+            if now >= arriving.deadline and arriving.request.id in self.scheduler.held:
+                self._late(arriving.request.id)
+                self.scheduler.resume(arriving.request.id)
+        for key in self._carrier.collect():
+            self._sightings.lost(key)
+
+    def _arrived(self, arriving: _Arriving) -> None:
+        request, found = arriving.request, arriving.found
+        try:
+            received = arriving.future.result()
+            for reason, detail in received.failures:
+                self._failed(reason, detail)
+            whole = arriving.rows[: received.whole]
+            if received.whole < len(arriving.rows):
+                found.length = found.places[arriving.rows[received.whole]][0]
+            current = self.scheduler.requests.get(request.id) is request and request.id in self._keys
+            if current and whole:  # it has not ended, and the weights are the same
+                self._register(request, found, whole, arriving.taken[: len(whole)])
+        except Exception as error:  # of a driver or a transport: it costs a computation
+            self._failed(RAISED, f"{type(error).__name__}: {error}")
+        finally:
+            self.scheduler.give_back([*arriving.before, *arriving.taken])
+        if self.scheduler.held.get(request.id) is request:
+            self.scheduler.resume(request.id)
+
     def _copy(self, chosen: list[tuple[bytes, int]]) -> Future[int] | None:
-        """Copy blocks to the host, and save them under their keys. None if too much is being saved."""
-        nbytes = len(chosen) * (HEADER + self._blocks.nbytes)
+        """Save blocks under their keys. None if too much is being saved."""
+        nbytes = len(chosen) * self._carrier.block_bytes if self._carrier.stages else 0
         if nbytes + sum(saving.nbytes for saving in self._saving.values()) > MOST_SAVING:
             self._failed(TOO_MUCH, f"{len(chosen)} blocks")
             return None
         keys = [key for key, _ in chosen]
         try:
-            rows = self._blocks.rows(len(chosen))
-            event = self._blocks.read([block for _, block in chosen], rows)
+            work = self._carrier.send(keys, [block for _, block in chosen])
         except (torch.OutOfMemoryError, MemoryError, OSError) as error:
             self._failed(NO_MEMORY, str(error))
             return None
-        future = self._saves.submit(partial(write, self._store, rows, keys, event))
+        future = self._saves.submit(work)
         self._saving[future] = _Saving(keys, nbytes)
         for key in keys:
             self._sightings.saved(key)
@@ -341,11 +423,20 @@ class Transfer:
                 for key in saving.keys:
                     self._sightings.lost(key)
 
+    def _late(self, request_id: str) -> None:
+        self._failed(LATE, f"request {request_id!r}: {self.config.timeout:g} s")
+
     def _failed(self, reason: str, detail: str) -> None:
         """Count a failure, and log the first of its kind."""
         if not self._failures[reason]:
             LOG.warning("KV transfer with %s: %s (%s)", "+".join(self.config.stores), reason, detail)
         self._failures[reason] += 1
+
+
+def _when_ended(other: Future[Any], seconds: float, work: Callable[[], Found]) -> Found:
+    """Do work after other work has ended, or `seconds` have passed."""
+    wait([other], seconds)
+    return work()
 
 
 def _close(*lanes: Lane) -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from concurrent.futures import Future
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.runtime.engine import Engine, PauseMode
 from gristmill.runtime.engine_thread import LOG, EngineThread
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.integers import plain
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.pooling.engine import PoolingInput
 from gristmill.runtime.residency import Part
 from gristmill.runtime.sampling_params import check_integers
 from gristmill.runtime.status import EngineStatus
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 UPDATE_SECONDS = 3600.0
 """How long new weights may take from a disk, before the engine counts as dead."""
@@ -28,20 +35,40 @@ class Calls:
         EngineDeadError: by each: the engine runs no more.
     """
 
-    def __init__(self, llm: LLM, thread: EngineThread) -> None:
+    def __init__(self, llm: LLM, thread: EngineThread[Any]) -> None:
         self._llm, self._thread = llm, thread
         self._profiles = Lock()
+        self._pooled: dict[str, list[Future[Tensor]]] = {}  # results of `pool` that are not all there
 
     def run(self, name: str, arguments: dict[str, Any]) -> Any:
         """The result of the method NAME. UsageError if there is none."""
         if name not in NAMES:
             raise UsageError(f"a replica has no call {name!r}, only {', '.join(NAMES)}")
+        if name in (GENERATING if self._llm.pools else POOLING):
+            what = "for embeddings or scores" if self._llm.pools else "that generates text"
+            raise UsageError(f"{name} is not for a model {what}")
         return getattr(self, name)(**arguments)
+
+    def pool(self, key: str, inputs: list[PoolingInput]) -> list[NDArray[np.float32]]:
+        """The results of sequences, as of `PoolingEngine.add`. `key` names the call for `cancel`."""
+        results: list[Future[Tensor]] = self._thread.call(lambda engine: engine.add(inputs)).result()
+        self._pooled[key] = results
+        try:
+            return [result.result().numpy() for result in results]
+        finally:
+            del self._pooled[key]
+
+    def cancel(self, key: str) -> None:
+        """Nobody waits for the results of a call of `pool`: what is in no batch yet is dropped."""
+        for result in self._pooled.get(key, ()):
+            result.cancel()
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """As `AsyncEngine.pause`."""
         self._thread.call(lambda engine: engine.pause(mode)).result()
-        self._thread.wait_for(lambda engine: engine.paused or engine.scheduler.paused is None).result()
+        self._thread.wait_for(
+            lambda engine: engine.paused or not isinstance(engine, Engine) or engine.scheduler.paused is None
+        ).result()
 
     def resume(self) -> None:
         """As `Engine.resume`."""
@@ -70,7 +97,8 @@ class Calls:
 
     def status(self) -> EngineStatus:
         """As `Engine.status`."""
-        return self._thread.call(lambda engine: engine.status()).result()
+        status: EngineStatus = self._thread.call(lambda engine: engine.status()).result()
+        return status
 
     def explain(self) -> list[dict[str, Any]]:
         """As `LLM.explain`."""
@@ -82,7 +110,8 @@ class Calls:
 
     def flush_kv_transfer(self, seconds: float) -> bool:
         """As `Engine.flush_kv_transfer`, while steps go on."""
-        return self._thread.call(lambda engine: engine.flush_kv_transfer).result()(seconds)
+        flushed: bool = self._thread.call(lambda engine: engine.flush_kv_transfer).result()(seconds)
+        return flushed
 
     def set_log_level(self, level: str) -> None:
         """That of the logger ``gristmill``."""
@@ -138,4 +167,7 @@ def set_log_level(level: str) -> None:
     LOG.setLevel(logging.getLevelNamesMapping()[level.upper()])
 
 
+POOLING = ("pool", "cancel")
+"""Calls of models for embeddings and scores alone; those of models that generate text alone are GENERATING."""
+GENERATING = ("sleep", "wake_up", "update_weights", "reset_prefix_cache", "flush_kv_transfer", "profile")
 NAMES = tuple(name for name in vars(Calls) if not name.startswith("_") and name != "run")

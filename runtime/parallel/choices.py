@@ -1,4 +1,4 @@
-"""One process chooses kernels: rank 0 answers the questions of the other ranks, in a thread, while its own steps run.
+"""One process chooses kernels: rank 0 answers the questions of the other ranks, in a thread for each, while its own steps run.
 
 Selection depends on measured times and on verifications, which may differ between two readings of the store. A rank that chose for
 itself could route tokens to other experts than its peers, or call another collective kernel and hang.
@@ -9,25 +9,30 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Collection, Sequence
-from multiprocessing.connection import Connection, wait
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
+from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import plan_layouts
-from gristmill.autotune.resolve import Resolver
+from gristmill.autotune.resolve import Resolver, Task
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.plan import Plan
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import Candidate
 from gristmill.kernel_registry.store import target_key
+from gristmill.runtime.errors import RankError
 from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.verify_ahead import VerifiedAhead
 
 
 class Asking:
-    """The questions of a rank: `Resolver.chooser`."""
+    """The questions of a rank: `Resolver.chooser`. Threads ask one after another."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._mutex = threading.Lock()
 
     def choose(self, op: Op, problem: Problem, layouts: frozenset[str] | None) -> Candidate:
         """The kernel that rank 0 runs for a problem, verified by it."""
@@ -45,34 +50,50 @@ class Asking:
         layouts: frozenset[str] = self._ask("layouts", problem.op, problem, without)
         return layouts
 
+    def resolve_all(self, tasks: Sequence[Task], workers: int) -> None:
+        """Have rank 0 verify these problems, `workers` at a time, beside its own."""
+        problems = [(problem, layouts) for _, problem, layouts in tasks]
+        self._ask("resolve_all", "", problems, workers)
+
+    def expect(self, plan: BoundPlan) -> None:
+        """Tell rank 0 of a plan that this rank has bound: `VerifiedAhead.expect`."""
+        self._ask("expect", plan.op.name, plan.static, plan.layouts)
+
     def _ask(self, *question: Any) -> Any:
-        self._connection.send(question)
-        answer = self._connection.recv()
+        try:
+            with self._mutex:
+                self._connection.send(question)
+                answer = self._connection.recv()
+        except (EOFError, OSError) as error:  # an exception that the driver hears of, after that of rank 0
+            raise RankError("rank 0 ended before it chose a kernel") from error
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def answer_in_thread(resolver: Resolver, connections: Sequence[Connection]) -> None:
-    """Answer the other ranks until they have ended."""
-    if connections:
-        threading.Thread(target=_answer, args=(resolver, list(connections)), daemon=True).start()
+def answer_in_threads(
+    resolver: Resolver, connections: Sequence[Connection], ahead: VerifiedAhead | None = None
+) -> None:
+    """Answer the other ranks until they have ended. `ahead` verifies what they expect to call."""
+    for connection in connections:
+        threading.Thread(target=_answer, args=(resolver, connection, ahead), daemon=True).start()
 
 
-def _answer(resolver: Resolver, connections: list[Connection]) -> None:
-    while connections:
-        for connection in wait(connections):
-            assert isinstance(connection, Connection)
-            try:
-                question = connection.recv()
-                connection.send(_answer_one(resolver, *question))
-            except (EOFError, OSError):
-                connections.remove(connection)
+def _answer(resolver: Resolver, connection: Connection, ahead: VerifiedAhead | None) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send(_answer_one(resolver, ahead, *connection.recv()))
 
 
-def _answer_one(resolver: Resolver, kind: str, name: str, *details: Any) -> Any:
-    op = resolver.registry.op(name)
+def _answer_one(resolver: Resolver, ahead: VerifiedAhead | None, kind: str, name: str, *details: Any) -> Any:
     try:
+        if kind == "resolve_all":
+            problems, workers = details
+            tasks = [(resolver.registry.op(problem.op), problem, layouts) for problem, layouts in problems]
+            return resolver.resolve_all(tasks, workers)
+        op = resolver.registry.op(name)
+        if kind == "expect":
+            return None if ahead is None else ahead.expect(op, *details)
         if kind == "plan":
             return resolver.plan(op, *details)
         if kind == "layouts":

@@ -1,90 +1,24 @@
-"""The driver of a model over several ranks: starts them, sends them steps, and notices when one dies or hangs.
-
-It has the interface of `Runner`, as far as an engine uses it, and holds neither weights nor a cache, nor touches a GPU. One duplex pipe per
-rank carries messages, (name, number, arguments), and answers, (number, result). Every wait of the driver has a deadline, and
-also notices the end of a process.
-"""
+"""The driver of a model that generates over several ranks: it has the interface of `Runner`, as far as an engine uses it, and holds neither
+weights nor a cache, nor touches a GPU. `RankProcesses` has its processes and messages."""
 
 from __future__ import annotations
 
-import pickle
-import shutil
-import tempfile
-import time
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from gristmill.kernel_registry.policy import Policy, PolicyError
-from gristmill.kernel_registry.select import NoKernelError
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.errors import RankError, UsageError
 from gristmill.runtime.logprobs import PromptPart
-from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn, status
-from gristmill.runtime.parallel.choices import difference
-from gristmill.runtime.parallel.wire import PROGRESS, Job, Loaded, Sender
+from gristmill.runtime.parallel.rank_processes import LOADING, RankProcesses, RanksConfig
+from gristmill.runtime.parallel.wire import Sender
+from gristmill.runtime.progress import Progress
 from gristmill.runtime.runner import NO_PROMPTS
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, SchedulerConfig
 from gristmill.runtime.step_details import StepResult
 from gristmill.runtime.warm_up import WarmUp
-
-LOADING = 10
-"""The deadline of loading and of warm-up, as a multiple of that of a step."""
-GRACE = 0.5
-"""Seconds for the other ranks to report their errors, after one has failed."""
-
-
-@dataclass(frozen=True)
-class RanksConfig:
-    """What ranks are started with.
-
-    Attributes:
-        loading: arguments of `load_model` other than device and policy.
-        limit: tokens of the longest request.
-        memory, max_seqs, max_batch_tokens, num_blocks, decode_graphs, prompt_graphs, graph_memory: as in `Engine`.
-        timeout: seconds that a step may take.
-        context_parallel: as in `Mesh`.
-    """
-
-    world: int
-    device: str
-    policy: Policy
-    loading: Mapping[str, Any]
-    limit: int
-    memory: int | float | None = None
-    max_seqs: int | None = None
-    max_batch_tokens: int | None = None
-    num_blocks: int | None = None
-    decode_graphs: bool | None = None
-    prompt_graphs: int | None = None
-    graph_memory: int | float | None = None
-    timeout: float = 300.0
-    context_parallel: bool = False
-
-
-@dataclass(frozen=True)
-class RemoteState:
-    """The bytes of weights of all ranks together, and the type of their devices, ``cpu`` or ``cuda``. What is selected late, only the ranks know."""
-
-    weight_bytes: int
-    device: torch.device
-    late: None = None
-
-
-@dataclass(frozen=True)
-class RemoteModel:
-    """A model as far as it is known outside its ranks, with the configuration of the whole model."""
-
-    config: ModelConfig
-    plans: RemoteState
 
 
 @dataclass(frozen=True)
@@ -97,7 +31,7 @@ class RemoteCache:
     windows: tuple[int, ...] = (0,)
 
 
-class ParallelRunner:
+class ParallelRunner(RankProcesses):
     """A model on several ranks.
 
     Attributes:
@@ -107,22 +41,13 @@ class ParallelRunner:
         processors: the requests whose logits are processed, by the ranks.
     """
 
-    def __init__(self, config: ModelConfig, ranks: RanksConfig) -> None:
-        self.config = config
-        self.ranks = ranks
-        self.processors = Sender()
-        self._processes: list[ChildProcess] = []
-        self._folder: Path | None = None
-        self._number = 0
-        self._closed = False
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self.num_blocks: int | None = ranks.num_blocks
-        self._start()
+    module = "gristmill.runtime.parallel.rank"
 
-    @property
-    def model(self) -> RemoteModel:
-        """Sizes of the model."""
-        return RemoteModel(self.config, RemoteState(self.weight_bytes, torch.device(self.ranks.device)))
+    def __init__(self, config: ModelConfig, ranks: RanksConfig, progress: Progress | None = None) -> None:
+        self.processors = Sender()
+        self._with_grammars: dict[int, list[str]] = {}  # requests of steps that wait for masks, by the step
+        self.num_blocks: int | None = ranks.num_blocks
+        super().__init__(config, ranks, progress)
 
     @property
     def cache(self) -> RemoteCache:
@@ -132,11 +57,6 @@ class ParallelRunner:
 
     graph_bytes: None = None
     """Only the ranks know."""
-
-    @property
-    def device(self) -> torch.device:
-        """``cpu`` or ``cuda``."""
-        return torch.device(self.ranks.device)
 
     # As a runner -----------------------------------------------------------------------------------------------------
 
@@ -152,19 +72,27 @@ class ParallelRunner:
     ) -> int:
         """As `Runner.launch`: the ranks have the step, and do not answer before it is collected. Returns the number of the message."""
         self.ensure_started()
-        self._send("launch", self._number + 1, self.processors.step(entries, rows), prompts)
-        return self._number
+        step = self._number + 1
+        self._send("launch", step, self.processors.step(entries, rows), prompts)
+        if names := self.processors.with_grammars(entries):
+            self._with_grammars[step] = names
+        return step
 
     def complete(self, step: int) -> None:
-        """As `Runner.complete`: no request has a grammar."""
+        """As `Runner.complete`: the ranks get what the grammars of requests allow, and sample their rows."""
+        names = self._with_grammars.pop(step, None)
+        if names and (masks := self.processors.masks(names)):
+            self._send("complete", step, masks)
 
     def collect(self, step: int) -> StepResult:
         """As `Runner.collect`."""
+        self.complete(step)
         result: StepResult = self.call("collect", step)[0]
-        return result
+        return replace(result, errors=self.processors.explained(result.errors)) if result.errors else result
 
     def drop(self, step: int) -> None:
         """As `Runner.drop`."""
+        self._with_grammars.pop(step, None)
         if self._processes:
             self._send("drop", step)
 
@@ -174,198 +102,25 @@ class ParallelRunner:
         logits: torch.Tensor = torch.from_numpy(self.call("logits", self.processors.step(entries, ()))[0])
         return logits
 
-    def warm_up(self, config: SchedulerConfig, run: bool) -> WarmUp:
+    def warm_up(self, config: SchedulerConfig, run: bool, progress: Progress | None = None) -> WarmUp:
         """As `gristmill.runtime.warm_up.warm_up`, on all ranks; then all ranks must have chosen the same kernels."""
-        report: WarmUp = self.call("warm_up", config, run, seconds=LOADING * self.ranks.timeout)[0]
-        self._compare(self.call("choices"))
-        return report
+        return self._warmed(progress, config, run)
 
     def explain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows of `LLM.explain` and of `LLM.explain_graphs`, of rank 0."""
         rows: tuple[list[dict[str, Any]], list[dict[str, Any]]] = self.call("explain")[0]
         return rows
 
-    def close(self) -> None:
-        """End the ranks. No step can run afterwards; a second call does nothing."""
-        self._closed = True
-        self._end()
-
-    # Messages --------------------------------------------------------------------------------------------------------
-
-    def call(self, name: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
-        """Call a method of every `Rank`; returns the results in the order of the ranks.
-
-        Args:
-            seconds: the deadline; None = that of a step.
-
-        Raises:
-            RankError: a rank died, failed, or did not answer within the deadline. All have ended.
-        """
-        self._send(name, *arguments)
-        return self._answers(name, self.ranks.timeout if seconds is None else seconds)
-
-    def _send(self, name: str, *arguments: Any) -> None:
-        if self._closed:
-            raise RankError("the ranks were closed")
-        self._number += 1
-        message = pickle.dumps((name, self._number, arguments), pickle.HIGHEST_PROTOCOL)  # once for all ranks
-        for process in self._processes:
-            with suppress(BrokenPipeError, ConnectionResetError):  # its end is noticed with the answers
-                process.connection.send_bytes(message)
-
-    def ensure_started(self) -> None:
-        """Start the ranks again after a failure, with an empty cache."""
-        if not self._processes and not self._closed:
-            self._start()
-
-    def _answers(self, name: str, seconds: float) -> list[Any]:
-        """The answers to the last message."""
-        deadline = time.monotonic() + seconds
-        results: dict[int, Any] = {}
-        waiting = {process.number: process for process in self._processes}
-        while waiting:
-            objects = [p.connection for p in waiting.values()] + [p.sentinel for p in self._processes]
-            ready = wait(objects, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self._fail(f"{self._late(waiting)} did not answer {name!r} within {seconds:g} s", waiting)
-            for process in [p for p in waiting.values() if p.connection in ready]:
-                answer = self._receive(process)
-                if answer is None:
-                    self._fail(f"{name!r} failed", waiting)
-                number, results[process.number] = answer
-                if number != self._number:
-                    self._fail(
-                        f"rank {process.number} answered message {number}, not {self._number}", waiting
-                    )
-                del waiting[process.number]
-            if any(p.sentinel in ready for p in self._processes):
-                self._fail(f"{name!r} failed", waiting)
-        return [results[rank] for rank in sorted(results)]
-
-    def _receive(self, process: ChildProcess) -> tuple[int, Any] | None:
-        """An answer; None if the rank failed, or died."""
-        try:
-            answer = process.connection.recv()
-        except (EOFError, ConnectionResetError):
-            return None
-        if isinstance(answer, Failure):
-            process.failure = answer
-            return None
-        number, result = answer
-        return number, result
-
-    # Start and end ---------------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        """Start the ranks, and load the model on them."""
-        ranks, world = self.ranks, self.ranks.world
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="gristmill-ranks-"))
-        (folder / "progress").write_bytes(bytes(PROGRESS.size * world))
-        self._finalizer = weakref.finalize(self, _end_all, self._processes, folder)
-        self._number = 0
+    def _reset(self) -> None:
+        self._with_grammars.clear()
         self.processors.reset()
-        questions = [Pipe() for _ in range(1, world)]
-        try:
-            for rank in range(world):
-                choices = [here for here, _ in questions] if rank == 0 else [questions[rank - 1][1]]
-                descriptors = tuple(connection.fileno() for connection in choices)
-                self._processes.append(spawn("gristmill.runtime.parallel.rank", rank, descriptors))
-                job = Job(
-                    rank,
-                    world,
-                    ranks.device,
-                    str(folder),
-                    LOADING * ranks.timeout,
-                    ranks.policy,
-                    ranks.loading,
-                    descriptors,
-                    ranks.context_parallel,
-                )
-                self._processes[-1].connection.send(job)
-        except BaseException:
-            self._end()
-            raise
-        finally:
-            for pair in questions:
-                for connection in pair:
-                    connection.close()
-        try:
-            self._load()
-        except BaseException:
-            self._end()
-            raise
 
-    def _load(self) -> None:
-        ranks, seconds = self.ranks, LOADING * self.ranks.timeout
-        sizes = ranks.memory, ranks.max_seqs, ranks.max_batch_tokens, ranks.limit
-        loaded: list[Loaded] = self.call("load", *sizes, seconds=seconds)
-        first = loaded[0]
-        for rank, other in enumerate(loaded):
-            if other.installation != first.installation:
-                raise RankError(
-                    f"rank {rank} is not like rank 0: {other.installation}, and rank 0 has {first.installation}"
-                )
-        self._compare([rank.choices for rank in loaded])
-        self.max_seqs, self.max_batch_tokens = first.max_seqs, first.max_batch_tokens
+    def _load(self, warm: bool) -> None:
+        ranks = self.ranks
+        loaded = self._loaded(ranks.memory, ranks.max_seqs, ranks.max_batch_tokens, ranks.limit, warm)
+        self.max_seqs, self.max_batch_tokens = loaded[0].max_seqs, loaded[0].max_batch_tokens
         if self.num_blocks is None:
             self.num_blocks = min(rank.num_blocks for rank in loaded)
-        self.weight_bytes = sum(rank.weight_bytes for rank in loaded)
         graphs = ranks.decode_graphs, ranks.prompt_graphs, ranks.graph_memory
-        self.cache_bytes = sum(
-            self.call("allocate", self.num_blocks, self.max_seqs, *graphs, seconds=seconds)
-        )
-
-    def _compare(self, choices: Sequence[dict[str, str]]) -> None:
-        for rank, other in enumerate(choices):
-            if different := difference(choices[0], other):
-                self._end()
-                raise RankError(f"rank {rank} has other kernels than rank 0 for {different}")
-
-    def _late(self, waiting: Mapping[int, ChildProcess]) -> str:
-        """The ranks that the others wait for: of those that have not answered, the ones that made the least progress."""
-        if self._folder is None:
-            return "the ranks"
-        data = (self._folder / "progress").read_bytes()
-        progress = {rank: PROGRESS.unpack_from(data, rank * PROGRESS.size) for rank in waiting}
-        least = min(progress.values())
-        late = [str(rank) for rank, place in progress.items() if place == least]
-        return f"rank{'s' if len(late) > 1 else ''} {' and '.join(late)}"
-
-    def _fail(self, reason: str, waiting: Mapping[int, ChildProcess]) -> NoReturn:
-        """End all ranks, and raise the error of the one that failed first."""
-        until = time.monotonic() + GRACE
-        open_pipes = {rank: p for rank, p in waiting.items() if p.failure is None}
-        while open_pipes and (left := until - time.monotonic()) > 0:
-            for connection in wait([p.connection for p in open_pipes.values()], left):
-                process = next(p for p in open_pipes.values() if p.connection is connection)
-                while (answer := self._receive(process)) is not None and process.connection.poll():
-                    pass
-                if answer is None:
-                    del open_pipes[process.number]
-        dead = [(p.number, p.process.poll()) for p in self._processes if p.failure is None]
-        killed = [f"rank {rank} died ({status(code)})" for rank, code in dead if code is not None]
-        failures = sorted(
-            ((p.failure.at, p.number, p.failure) for p in self._processes if p.failure is not None),
-            key=lambda item: item[:2],
-        )
-        self._end()
-        if killed:
-            raise RankError(f"{' and '.join(killed)}: {reason}, all ranks were ended")
-        if not failures:
-            raise RankError(f"{reason}; all ranks were ended")
-        _, rank, failure = failures[0]
-        if isinstance(failure.error, UsageError | PolicyError | NoKernelError):
-            raise failure.error
-        raise RankError(f"rank {rank}: {reason}, all ranks were ended\n{failure.text}") from failure.error
-
-    def _end(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._processes, self._folder = [], None
-
-
-def _end_all(processes: list[ChildProcess], folder: Path) -> None:
-    """Kill all ranks, also when the program ends or the runner is collected."""
-    end_all(processes)
-    processes.clear()
-    shutil.rmtree(folder, ignore_errors=True)
+        sizes = self.num_blocks, self.max_seqs
+        self.cache_bytes = sum(self.call("allocate", *sizes, *graphs, seconds=LOADING * ranks.timeout))

@@ -32,12 +32,13 @@ from typing import Any
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.engine_load import EngineLoad
 from gristmill.runtime.engine_thread import EngineDeadError, EngineThread
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.ownership import SERVED
 from gristmill.runtime.parallel.calls import Calls
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestOutput
-from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput
 
 COMPILERS = 2
 """Threads that compile grammars, while steps go on."""
@@ -52,8 +53,11 @@ class EngineHost:
         self._compilers: ThreadPoolExecutor | None = None
         self._compiling: set[str] = set()  # first ids of requests whose grammars are being compiled
         self._end: queue.SimpleQueue[EngineDeadError | None] = queue.SimpleQueue()
-        llm.engine.ownership.take(SERVED)
-        self._thread = EngineThread(llm.engine, self._on_step, self._end.put, watchdog_seconds, lambda: None)
+        engine = llm.pooling.engine if llm.pools else llm.engine
+        engine.ownership.take(SERVED)
+        self._thread: EngineThread[Any] = EngineThread(
+            engine, self._on_step, self._end.put, watchdog_seconds, lambda: None
+        )
         self._calls = Calls(llm, self._thread)
         self._handlers: dict[str, Callable[..., None]] = {
             "add": self._on_add,
@@ -176,6 +180,8 @@ class EngineHost:
 
     def _on_step(self, outputs: list[RequestOutput]) -> None:
         engine = self._thread.engine
+        if not isinstance(engine, Engine):
+            return  # the results of pooling are those of calls
         step = engine.last_step
         admitted: list[tuple[str, int]] = []
         preempted: Sequence[str] = ()

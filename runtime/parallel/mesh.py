@@ -54,17 +54,26 @@ def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     """
     if mesh.world == 1:
         return config
-    heads, kv_heads, world = config.num_heads, config.num_kv_heads, mesh.world
-    shared = mesh.context_parallel
+    heads, world, shared = config.num_heads, mesh.world, mesh.context_parallel
+    counts = sorted({config.num_kv_heads, *(layer.kv_heads for layer in config.layer_attention)})
 
     def fits(ranks: int) -> bool:
-        return heads % ranks == 0 and (shared or kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        return heads % ranks == 0 and (shared or all(n % ranks == 0 or ranks % n == 0 for n in counts))
+
+    def own(kv_heads: int) -> int:
+        return kv_heads if shared else max(1, kv_heads // world)
 
     if not fits(world):
         good = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
         raise UsageError(
-            f"tensor_parallel={world}: {heads} query heads and {kv_heads} KV heads of {config.architecture} cannot be shared by "
-            f"{world} ranks; these numbers of ranks can: {good}"
+            f"tensor_parallel={world}: {heads} query heads and {' and '.join(map(str, counts))} KV heads of {config.architecture} cannot be "
+            f"shared by {world} ranks; these numbers of ranks can: {good}"
         )
-    own = kv_heads if shared else max(1, kv_heads // world)
-    return replace(config, num_heads=heads // world, num_kv_heads=own)
+    return replace(
+        config,
+        num_heads=heads // world,
+        num_kv_heads=own(config.num_kv_heads),
+        layer_attention=tuple(
+            replace(layer, kv_heads=own(layer.kv_heads)) for layer in config.layer_attention
+        ),
+    )

@@ -1,84 +1,85 @@
 """One rank of a model: a process that loads its share of the weights and runs the steps that the driver sends.
 
-Started by the driver as ``python -m gristmill.runtime.parallel.rank``, with the descriptors of its pipes. It decides nothing: requests,
-blocks and sizes come with each step, kernels from rank 0. It ends when the driver does.
+Started by the driver as ``python -m gristmill.runtime.parallel.rank``. Requests, blocks and sizes come with each step.
 """
 
 from __future__ import annotations
 
-import mmap
-import tempfile
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from gristmill import ops
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.collective import symmetric
-from gristmill.kernels.collective.groups import rendezvous
+from gristmill.quant.checkpoints.weights import Weights
+from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.explain import explain_plans
+from gristmill.runtime.kv_cache.paged import token_bytes
 from gristmill.runtime.kv_cache.size import cache_blocks, make_cache, step_limits
 from gristmill.runtime.kv_transfer.remote_blocks import copy_shared
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.logprobs import PromptPart
 from gristmill.runtime.parallel import child_process
-from gristmill.runtime.parallel.choices import Asking, answer_in_thread, digests, installation
-from gristmill.runtime.parallel.mesh import Mesh
-from gristmill.runtime.parallel.wire import GROUP, PROGRESS, Job, Loaded, Mirror, Step
+from gristmill.runtime.parallel.choices import answer_in_threads, digests, installation
+from gristmill.runtime.parallel.rank_base import RankBase, serve_rank
+from gristmill.runtime.parallel.wire import GROUP, Job, Loaded, Mirror, Step
 from gristmill.runtime.residency import Residency
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.scheduler import SchedulerConfig
 from gristmill.runtime.step_details import StepResult
 from gristmill.runtime.steps_in_flight import LaunchedStep
+from gristmill.runtime.verify_ahead import VerifiedAhead
 from gristmill.runtime.warm_up import WarmUp, warm_up
 
-UNANSWERED = ("launch", "drop")
-"""Messages that the driver does not wait for."""
 
+class Rank(RankBase):
+    """A rank: its model, cache and runner."""
 
-class Rank:
-    """A rank: its model, cache and runner. Its methods without an underscore are the messages of the driver."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self._entered = 1  # the rendezvous
-        self._message = 0
+    def __init__(self, job: Job, connection: Connection) -> None:
+        self._ahead: VerifiedAhead | None = None
         self._steps: dict[int, LaunchedStep] = {}
-        tempfile.tempdir = job.folder  # which the driver removes, however this process ends
-        with open(Path(job.folder) / "progress", "r+b") as file:
-            self._progress = mmap.mmap(file.fileno(), 0)
-        self._note()
-        device = "cpu"
-        if job.device == "cuda":
-            device = f"cuda:{job.rank}"
-            torch.cuda.set_device(job.rank)  # before anything else touches a device
-        else:
-            torch.set_num_threads(max(1, torch.get_num_threads() // job.world))
-        resolver = ops.resolver(torch.device(device), job.policy)
-        connections = [Connection(descriptor) for descriptor in job.choices]
-        if job.rank == 0:
-            answer_in_thread(resolver, connections)
-        else:
-            resolver.chooser = Asking(connections[0])
-        meeting = str(Path(job.folder) / "rendezvous")
-        rendezvous(GROUP, job.rank, job.world, job.device, meeting, job.timeout, self._enter)
-        self._resolver = resolver
-        self._mesh = Mesh(job.rank, job.world, device, GROUP, job.context_parallel)
+        super().__init__(job, connection)
 
     def load(
-        self, memory: int | float | None, max_seqs: int | None, max_batch_tokens: int | None, length: int
+        self,
+        memory: int | float | None,
+        max_seqs: int | None,
+        max_batch_tokens: int | None,
+        length: int,
+        warm: bool,
     ) -> Loaded:
-        """Load the model for requests of up to `length` tokens; the other arguments are as in `Engine`."""
+        """Load the model for requests of up to `length` tokens; the other arguments are as in `Engine`.
+
+        Args:
+            warm: a warm-up follows, so rank 0 begins to verify kernels for all ranks.
+        """
         job = self.job
-        self._model = load_model(**job.loading, device=self._mesh.device, policy=job.policy, mesh=self._mesh)
+        if warm and job.rank == 0:
+            self._ahead = VerifiedAhead(max_seqs, max_batch_tokens)
+        if job.rank == 0:
+            answer_in_threads(self._resolver, self._choices, self._ahead)
+        self._model = load_model(
+            **job.loading,
+            device=self._mesh.device,
+            policy=job.policy,
+            mesh=self._mesh,
+            begin=self._verify_ahead if warm else None,
+            progress=partial(self._report, "weights"),
+        )
         plans = self._model.plans
+        if job.rank > 0:
+            plans.on_bind = None
         max_seqs, max_batch_tokens = step_limits(plans.device, max_seqs, max_batch_tokens)
         length = cdiv(length, job.world) if job.context_parallel else length
-        num_blocks = cache_blocks(self._model, plans.block_size, memory, max_seqs, length)
+        self._resolver.flush()  # the driver ends ranks by a signal
+        beside = 0 if self._ahead is None else self._ahead.held_bytes()
+        num_blocks = cache_blocks(self._model, plans.block_size, memory, max_seqs, length, beside=beside)
         return Loaded(
             num_blocks,
             max_seqs,
@@ -97,7 +98,11 @@ class Rank:
         graph_memory: int | float | None,
     ) -> int:
         """Allocate the cache, which has as many blocks on every rank; returns its bytes."""
-        cache = make_cache(self._model, num_blocks, self._model.plans.block_size)
+        plans = self._model.plans
+        if self._ahead is not None:
+            block = plans.block_size * token_bytes(self._model.config, plans.dtype, plans.cache_format)
+            self._ahead.make_room(num_blocks * block)
+        cache = make_cache(self._model, num_blocks, plans.block_size)
         if self.job.context_parallel:
             prompt_graphs = 0  # each token of a prompt is a sequence of its own
         self._runner = Runner(self._model, cache, decode_graphs, max_seqs, prompt_graphs, graph_memory)
@@ -108,6 +113,11 @@ class Rank:
     def launch(self, number: int, message: Step, prompts: Mapping[str, PromptPart]) -> None:
         """Launch a step. All ranks sample, with the same result, which the next step may read on the device."""
         self._steps[number] = self._runner.launch(*self._mirror.read(message), prompts)
+
+    def complete(self, number: int, masks: Mapping[str, NDArray[np.int32]]) -> None:
+        """The rows of a step that wait for their grammars can be sampled; `masks` as of `Sender.masks`."""
+        self._mirror.allow(masks)
+        self._runner.complete(self._steps[number])
 
     def collect(self, number: int) -> StepResult | None:
         """Wait for a step that was launched; its results, which only rank 0 sends."""
@@ -128,8 +138,16 @@ class Rank:
         return values
 
     def warm_up(self, config: SchedulerConfig, run: bool) -> WarmUp:
-        """As `gristmill.runtime.warm_up.warm_up`."""
-        return warm_up(self._runner, config, run=run)
+        """As `gristmill.runtime.warm_up.warm_up`; `verified` counts from the beginning of loading where that verified ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stop()
+        report = warm_up(self._runner, config, self._report, run=run)
+        if ahead is not None:
+            ahead.close()
+            report = replace(report, verified=ahead.verified)
+        self._resolver.flush()
+        return report
 
     def sleep(self, level: int) -> None:
         """As `Residency.sleep`."""
@@ -151,36 +169,17 @@ class Rank:
         """The digests of all plans as they are now."""
         return digests(self._model.plans)
 
-    def _enter(self) -> None:
-        """Note that a collective call begins."""
-        self._entered += 1
-        self._note()
-
-    def _begin(self, message: int) -> None:
-        self._message = message
-        self._note()
-
-    def _note(self) -> None:
-        PROGRESS.pack_into(self._progress, self.job.rank * PROGRESS.size, self._message, self._entered)
+    def _verify_ahead(self, plans: Plans, config: ModelConfig, weights: Weights) -> None:
+        """Rank 0 verifies beside loading what layers call; other ranks, whose parts of a weight may have other sizes, tell it of theirs."""
+        if self._ahead is not None:
+            self._ahead.start(plans, config, weights)
+        else:
+            plans.on_bind = self._asking.expect
 
 
 def serve(connection: Connection) -> None:
-    """Answer messages, (name, number, arguments), with (number, result), until the driver closes the pipe. Those in `UNANSWERED` are
-    not answered: an exception of theirs is the answer of the next one."""
-    job: Job = connection.recv()
-    if job.rank:
-        warnings.simplefilter("ignore")  # rank 0 prints them
-    rank = Rank(job)
-    while True:
-        try:
-            name, number, arguments = connection.recv()
-        except EOFError:
-            return
-        rank._begin(number)
-        method: Callable[..., Any] = getattr(rank, name)
-        answer = method(*arguments)
-        if name not in UNANSWERED:
-            connection.send((number, answer))
+    """Answer the driver until it closes the pipe."""
+    serve_rank(connection, Rank)
 
 
 if __name__ == "__main__":

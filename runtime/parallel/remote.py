@@ -13,8 +13,10 @@ from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.devices import parse_device
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
-from gristmill.runtime.parallel.driver import ParallelRunner, RanksConfig
+from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.parallel.mesh import Mesh, local_config
+from gristmill.runtime.parallel.rank_processes import RanksConfig
+from gristmill.runtime.progress import Progress
 from gristmill.runtime.residency import Part
 
 
@@ -26,12 +28,14 @@ def start_ranks(
     policy: Policy | None,
     max_model_len: int | None,
     loading: Mapping[str, Any],
+    progress: Progress | None = None,
     **sizes: Any,
 ) -> ParallelRunner:
     """The ranks of a model, with weights and cache.
 
     Args:
         loading: arguments of `load_model` other than path, device and policy.
+        progress: told how far rank 0 is.
         sizes: fields of `RanksConfig`, as the engine's caller gave them.
 
     Raises:
@@ -39,19 +43,35 @@ def start_ranks(
         RankError: a rank died, or did not load the model in time.
     """
     checkpoint = open_checkpoint(model)
-    config = parse_config(*checkpoint.config())
+    config = parse_config(*checkpoint.config()).for_length(max_model_len)
     spread = bool(sizes["context_parallel"])
     # Refuses heads before any process is started.
     local_config(config, Mesh(0, world, context_parallel=spread))
-    kind = parse_device(device, policy).type if str(device) == "auto" else str(device)
-    if kind not in ("cpu", "cuda"):
+    kind = device_of_ranks(world, timeout, device, policy)
+    if spread and any(config.chunks):
         raise UsageError(
-            f"tensor_parallel={world} takes device 'auto', 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
+            f"context_parallel spreads whole contexts over ranks; {config.architecture} has layers with chunks of {max(config.chunks)} tokens, "
+            "for which tensor_parallel alone is made"
         )
     if spread and any(config.windows):
         raise UsageError(
             "context_parallel spreads whole contexts over ranks; "
             f"{config.architecture} has layers that see a window of {max(config.windows)} tokens, for which tensor_parallel alone is made"
+        )
+    limit = min(max_model_len or config.max_position, config.max_position)
+    given = {"path": str(checkpoint.path), **loading}
+    policy = policy or Policy.current()
+    return ParallelRunner(
+        config, RanksConfig(world, kind, policy, given, limit, timeout=float(timeout), **sizes), progress
+    )
+
+
+def device_of_ranks(world: int, timeout: float, device: str | torch.device, policy: Policy | None) -> str:
+    """``cpu`` or ``cuda``, on which so many ranks can run; UsageError if there is none, or `timeout` is no number of seconds."""
+    kind = parse_device(device, policy).type if str(device) == "auto" else str(device)
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(
+            f"tensor_parallel={world} takes device 'auto', 'cpu' or 'cuda', of which rank r has cuda:r; got {kind!r}"
         )
     if kind == "cuda" and torch.cuda.device_count() < world:
         raise UsageError(
@@ -60,12 +80,7 @@ def start_ranks(
         )
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6:
         raise UsageError(f"rank_timeout must be seconds, more than 0, got {timeout!r}")
-    limit = min(max_model_len or config.max_position, config.max_position)
-    given = {"path": str(checkpoint.path), **loading}
-    policy = policy or Policy.current()
-    return ParallelRunner(
-        config, RanksConfig(world, kind, policy, given, limit, timeout=float(timeout), **sizes)
-    )
+    return kind
 
 
 class RemoteResidency:

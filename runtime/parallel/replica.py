@@ -9,13 +9,16 @@ import torch
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel import child_process
 from gristmill.runtime.parallel.engine_host import EngineHost
+from gristmill.runtime.parallel.reporter import Reporter
+from gristmill.runtime.progress import progress_to
 
 
 def serve(connection: Connection) -> None:
-    """Load the model, say so, and serve. The first message: arguments of `LLM`; how many replicas share the CPUs; seconds of a step."""
+    """Load the model, say how far it is, and serve. The first message: arguments of `LLM`; how many replicas share the CPUs; seconds of a step."""
     model, options, share, watchdog = connection.recv()
     torch.set_num_threads(max(1, torch.get_num_threads() // share))
-    llm = LLM(model, **options)
+    with progress_to(Reporter(lambda report: connection.send(("loading", *report)))):
+        llm = LLM(model, **options)
     connection.send(("loaded",))
     try:
         EngineHost(connection, llm, watchdog).serve()

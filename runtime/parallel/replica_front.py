@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,20 +13,25 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
 from gristmill.runtime.engine_load import EngineLoad
 from gristmill.runtime.engine_thread import LOG
 from gristmill.runtime.errors import ReplicaError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.parallel.child_process import ChildProcess, Failure, status
 from gristmill.runtime.parallel.engine_host import unpack
 from gristmill.runtime.parallel.queue_cap import QueueCap
+from gristmill.runtime.pooling.engine import PoolingInput
 from gristmill.runtime.request_front import RequestFront
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+    from torch import Tensor
 
 
 class ReplicaFront(RequestFront):
@@ -58,6 +65,7 @@ class ReplicaFront(RequestFront):
         self._lock = threading.Lock()  # of error, and of requests and calls that must not be added after it
         self._calls: dict[int, Future[Any]] = {}
         self._unique = itertools.count()
+        self._pooling = 0  # sequences that are computed
         self._handlers: dict[str, Callable[..., None]] = {
             "step": self._on_step,
             "refused": self._on_refused,
@@ -73,8 +81,25 @@ class ReplicaFront(RequestFront):
 
     @property
     def unfinished(self) -> int:
-        """Completions that have not ended."""
-        return len(self._requests)
+        """Completions, or sequences to pool, that have not ended."""
+        return len(self._requests) + self._pooling
+
+    async def pool(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
+        """The results of sequences, float32 [columns] each. Being cancelled drops what is in no batch yet.
+
+        Raises:
+            ReplicaError: it died. As `PoolingEngine.add`; what a batch failed with.
+        """
+        key = self._id("pool")
+        self._pooling += len(inputs)
+        try:
+            return [torch.from_numpy(row) for row in await self.call("pool", key=key, inputs=[*inputs])]
+        except asyncio.CancelledError:
+            with suppress(ReplicaError):
+                self.ask("cancel", key=key)
+            raise
+        finally:
+            self._pooling -= len(inputs)
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of a method of `Calls` in the process.
@@ -152,11 +177,16 @@ class ReplicaFront(RequestFront):
     def _hear(self) -> None:
         """Take messages until the process ends, or stops responding."""
         connection, number = self.child.connection, self.child.number
+        readable, half = (
+            select.poll(),
+            math.ceil(self._timeout * 500),
+        )  # Connection.poll makes a selector each time
+        readable.register(connection, select.POLLIN)
         try:
             while True:
-                if not connection.poll(self._timeout / 2):
+                if not readable.poll(half):
                     self._outgoing.put(("ping",))
-                    if not connection.poll(self._timeout / 2):
+                    if not readable.poll(half):
                         why = f"replica {number} sent nothing for {self._timeout:g} s and was ended"
                         break
                 message = connection.recv()

@@ -10,44 +10,43 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.checkpoints.checkpoint import NoTokenizerError
 from gristmill.runtime.async_engine import MAX_QUEUED
 from gristmill.runtime.async_request import AsyncPrompts
-from gristmill.runtime.completion import Chunk, Completion, GrowingCompletion
+from gristmill.runtime.completion import Chunk, Completion, GrowingChoices
 from gristmill.runtime.devices import parse_device
-from gristmill.runtime.engine import PauseMode
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.hub import local_model
 from gristmill.runtime.integers import plain
-from gristmill.runtime.llm import Prompt
+from gristmill.runtime.llm import NO_TEXT, Prompt
+from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.metrics import Metrics
-from gristmill.runtime.parallel.calls import set_log_level
-from gristmill.runtime.parallel.child_process import ChildProcess, Failure, end_all, spawn
-from gristmill.runtime.parallel.driver import LOADING
+from gristmill.runtime.parallel.child_process import ChildProcess, end_all, spawn
+from gristmill.runtime.parallel.loading import await_loaded, environments
 from gristmill.runtime.parallel.queue_cap import QueueCap
-from gristmill.runtime.parallel.replica_front import ReplicaFront, death
+from gristmill.runtime.parallel.rank_processes import LOADING
+from gristmill.runtime.parallel.replica_calls import ReplicaCalls
+from gristmill.runtime.parallel.replica_front import ReplicaFront
 from gristmill.runtime.parallel.restarts import Restarts
 from gristmill.runtime.parallel.route import Route, Router
-from gristmill.runtime.residency import Part
+from gristmill.runtime.pooling.async_pooling import AsyncPooling, PoolingMethods
+from gristmill.runtime.pooling.engine import PoolingInput
+from gristmill.runtime.pooling.open import describe_pooling
 from gristmill.runtime.sampling_params import SamplingParams, check_integers
-from gristmill.runtime.status import EngineStatus
 from gristmill.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+    from torch import Tensor
 
 
 LOG = logging.getLogger("gristmill")
@@ -56,7 +55,7 @@ TRIES = 3
 """How often a request is run that has got nothing: one that ends whatever engine gets it must not go on forever."""
 
 
-class Replicas:
+class Replicas(PoolingMethods, ReplicaCalls):
     """Copies of a model with one front end. Each decides for itself; they share nothing but, if asked for, a store of `kv_transfer`.
 
     Args:
@@ -74,6 +73,7 @@ class Replicas:
             callers have got nothing wait for it, if no other one lives.
         on_event: called in a thread with ``replica_died``, ``replica_restarted`` or ``replica_given_up``, and by name its number (``replica``),
             how many are ``alive``, whether any is still to be ``restarted``, and the ``error``.
+        on_progress: called while the model is loaded, in the thread that waits for it, with the number of a replica, and as a `Progress`.
 
     Raises:
         UsageError: as `LLM`; too few GPUs. ReplicaError: a replica died, or did not load the model in time.
@@ -94,8 +94,10 @@ class Replicas:
         tracer: Tracer | None = None,
         restarts: int = 0,
         on_event: Callable[..., None] | None = None,
+        on_progress: Callable[[int, str, int, int], None] | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         count, skip = plain(count), plain(skip)
         check_integers(count=count)
         if type(restarts) is not int or restarts < 0:
@@ -106,28 +108,29 @@ class Replicas:
         model = local_model(model)  # fetched once, not by each of them
         options["device"] = device_of(options)
         most, most_tokens = options.pop("max_queued", None), options.pop("max_queued_tokens", None)
-        self._kept: dict[str, dict[str, Any]] = {}  # calls that replicas which are started again get too
         self._cap = QueueCap(MAX_QUEUED * count if most is None else most, most_tokens)
-        self._metrics, self._tracer, self._on_event = metrics, tracer, on_event
+        self._metrics, self._tracer = metrics, tracer
+        self._on_event, self._on_progress = on_event, on_progress
         self._retry, self._timeout = retry, timeout
-        self._router, self._lock, self._numbers = Router(route), threading.Lock(), itertools.count()
+        self._router, self._numbers = Router(route), itertools.count()
         self._names: set[str] = set()  # those that callers gave to unfinished requests
         self._prompts = AsyncPrompts(tokenizer_of(model), None)
+        described = describe_pooling(open_checkpoint(model), EngineConfig.of(options))
+        if described is not None:
+            self._pooling = AsyncPooling(described.front, self._pool, None)
         self._restarts, self._closed = Restarts(restarts), threading.Event()
         self._coming = set(range(count)) if restarts else set()  # those that are started again if they die
         self._starting: dict[int, ChildProcess] = {}
         self._message = model, options, count, LOADING * timeout
-        self._environments = _environments(count, skip, options)
+        self._environments = environments(count, skip, options)
         children: list[ChildProcess] = []
         try:
             children += (self._spawn(number) for number in range(count))
-            deadline = time.monotonic() + LOADING * timeout
-            for child in children:
-                _await_loaded(child, deadline)
+            await_loaded(children, LOADING * timeout, on_progress)
         except BaseException:
             end_all(children)
             raise
-        self._replicas = [self._front(child) for child in children]
+        self._replicas += (self._front(child) for child in children)
         for replica in self._replicas:
             replica.start()
 
@@ -137,7 +140,7 @@ class Replicas:
     async def __aexit__(self, *exception: object) -> None:
         self.close()
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -147,6 +150,32 @@ class Replicas:
     ) -> AsyncGenerator[Chunk, None]:
         """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place. QueueFull: too
         many requests wait."""
+        return self._stream(prompt, params, priority, request_id, None)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> list[Completion]:
+        """As `AsyncEngine.generate`. What a replica that dies has computed is computed again by another one, unless `retry` is False."""
+        growing = GrowingChoices()
+        ids = await self._prompts.encode(prompt)
+        return await growing.of(self._stream(ids, params, priority, request_id, growing.clear), ids)
+
+    async def _stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        request_id: str | None,
+        again: Callable[[], None] | None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a request. `again` is called before it is run anew, and takes back what was yielded; None = nobody can."""
+        if self._pooling is not None:
+            raise UsageError(f"the model {NO_TEXT}")
         ids = await self._prompts.encode(prompt)
         name = f"request-{next(self._numbers)}" if request_id is None else request_id
         with self._name(request_id):
@@ -160,33 +189,24 @@ class Replicas:
                             yield chunk
                     return
                 except ReplicaError:
-                    if begun or not self._retry or not tries_left or not await self._any_alive():
+                    lost = begun and again is None
+                    if lost or not self._retry or not tries_left or not await self._any_alive():
                         raise
+                    if again is not None:
+                        again()
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        request_id: str | None = None,
-    ) -> list[Completion]:
-        """As `AsyncEngine.generate`. What a replica that dies has computed is computed again by another one, unless `retry` is False."""
-        given = await self._prompts.encode(prompt)
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        with self._name(request_id):
-            for tries_left in reversed(range(TRIES)):
-                growing = defaultdict[int, GrowingCompletion](GrowingCompletion)
-                stream = self._choose(given).stream(given, params, priority=priority, request_id=name)
-                try:
-                    async with aclosing(stream):
-                        async for chunk in stream:
-                            growing[chunk.choice].add(chunk)
-                    return [growing[choice].completion(given) for choice in sorted(growing)]
-                except ReplicaError:
-                    if not self._retry or not tries_left or not await self._any_alive():
-                        raise
-        raise RuntimeError("the last try returns or raises")
+    async def _pool(self, inputs: list[PoolingInput]) -> list[Tensor]:
+        """The results of sequences by one of the replicas; by another one if it dies. For the caps of the queue they are one request."""
+        name = f"pool-{next(self._numbers)}"
+        self._cap.enter(name, [name], sum(len(one.ids) for one in inputs))
+        try:
+            for _ in range(TRIES - 1 if self._retry else 0):
+                with suppress(ReplicaError):
+                    return await self._choose(inputs[0].ids).pool(inputs)
+                await self._any_alive()
+            return await self._choose(inputs[0].ids).pool(inputs)
+        finally:
+            self._cap.leave([name])
 
     async def save(self, prompt: Prompt, seconds: float) -> bool:
         """Compute a prompt, and wait up to `seconds` for its blocks to be in the stores of `kv_transfer`; whether they are."""
@@ -194,67 +214,6 @@ class Replicas:
         replica = self._choose(ids)
         await replica.generate(ids, SamplingParams(max_tokens=1))
         return bool(await replica.call("flush_kv_transfer", seconds=seconds))
-
-    async def status(self) -> list[EngineStatus | BaseException]:
-        """For each replica its status, or the ReplicaError that says why it serves no more."""
-        return await self._call_all("status")
-
-    async def pause(self, mode: PauseMode = "wait") -> list[None | BaseException]:
-        """As `AsyncEngine.pause`, for each replica; what one raises stands in its place, here and below."""
-        return await self._keep("pause", mode=mode)
-
-    async def resume(self) -> list[None | BaseException]:
-        """As `AsyncEngine.resume`, for each replica."""
-        self._forget("pause")
-        return await self._call_all("resume")
-
-    async def drain(self, timeout: float | None = None) -> list[None | BaseException]:
-        """As `AsyncEngine.drain`, for each replica."""
-        return await self._keep("drain", timeout=timeout)
-
-    async def sleep(self, level: int = 1) -> list[None | BaseException]:
-        """As `Engine.sleep`, for each replica."""
-        return await self._keep("sleep", level=level)
-
-    async def wake_up(self, parts: Collection[Part] = ("weights", "kv_cache")) -> list[None | BaseException]:
-        """As `Engine.wake_up`, for each replica."""
-        self._forget("sleep")
-        return await self._call_all("wake_up", parts=tuple(parts))
-
-    async def update_weights(self, path: str | Path) -> list[None | BaseException]:
-        """As `Engine.update_weights`, from a directory, for each replica."""
-        return await self._keep("update_weights", path=str(path))
-
-    async def reset_prefix_cache(self) -> list[None | BaseException]:
-        """As `Engine.reset_prefix_cache`, for each replica."""
-        return await self._call_all("reset_prefix_cache")
-
-    async def explain(self) -> list[list[dict[str, Any]] | BaseException]:
-        """For each replica the rows of `LLM.explain`."""
-        return await self._call_all("explain")
-
-    async def dump(self) -> list[str | BaseException]:
-        """For each replica the state of its engine as text, also while a step hangs."""
-        return await self._call_all("dump")
-
-    async def set_log_level(self, level: str) -> list[None | BaseException]:
-        """Set that of the logger ``gristmill``, in this process and in each replica: ``debug``, ``info``, ``warning`` or ``error``."""
-        set_log_level(level)
-        return await self._keep("set_log_level", level=level)
-
-    async def profile(self, steps: int, path: str | Path) -> list[str | BaseException]:
-        """Write a trace of the next `steps` steps of each replica, for chrome://tracing or Perfetto. Returns the files: `path`, and with several
-        replicas their numbers before its suffix. UsageError: another profile is being taken."""
-        path = Path(path).absolute()
-        paths = [path]
-        if len(self._replicas) > 1:
-            paths = [path.with_stem(f"{path.stem}-{number}") for number in range(len(self._replicas))]
-        calls = (
-            replica.call("profile", steps=steps, path=str(one))
-            for replica, one in zip(self._replicas, paths, strict=True)
-        )
-        files: list[str | BaseException] = await asyncio.gather(*calls, return_exceptions=True)
-        return files
 
     def close(self) -> None:
         """End the processes; unfinished requests end with ReplicaError."""
@@ -301,7 +260,7 @@ class Replicas:
         try:
             if self._closed.is_set():
                 raise ReplicaError("the replicas were closed")
-            _await_loaded(child, time.monotonic() + LOADING * self._timeout)
+            await_loaded([child], LOADING * self._timeout, self._on_progress)
         except BaseException:
             child.end()
             raise
@@ -362,23 +321,6 @@ class Replicas:
             with self._lock:
                 self._names.discard(name)
 
-    async def _keep(self, name: str, **arguments: Any) -> list[Any]:
-        """Call all; a replica that is started again is called likewise, in the order of the calls."""
-        answers = await self._call_all(name, **arguments)
-        if not all(isinstance(answer, BaseException) for answer in answers):  # which nobody has done
-            with self._lock:
-                self._kept.pop(name, None)
-                self._kept[name] = arguments
-        return answers
-
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            self._kept.pop(name, None)
-
-    async def _call_all(self, name: str, **arguments: Any) -> list[Any]:
-        calls = (replica.call(name, **arguments) for replica in self._replicas)
-        return await asyncio.gather(*calls, return_exceptions=True)
-
     def _choose(self, prompt: Sequence[int]) -> ReplicaFront:
         """The replica for a prompt."""
         with self._lock:
@@ -393,18 +335,6 @@ class Replicas:
             for number, replica in enumerate(self._replicas)
             if replica.error is None
         }
-
-
-def _await_loaded(child: ChildProcess, deadline: float) -> None:
-    if not child.connection.poll(max(0.0, deadline - time.monotonic())):
-        raise ReplicaError(f"replica {child.number} did not load the model in time")
-    try:
-        answer = child.connection.recv()
-    except (EOFError, OSError):
-        raise ReplicaError(death(child, "while it loaded the model")) from None
-    if isinstance(answer, Failure):
-        failed = ReplicaError(f"replica {child.number} failed to load the model\n{answer.text}")
-        raise answer.error if isinstance(answer.error, ValueError | RuntimeError) else failed
 
 
 def tokenizer_of(model: str | Path) -> Callable[[], Tokenizer]:
@@ -427,17 +357,3 @@ def device_of(options: Mapping[str, Any]) -> str:
     if device != "auto":
         return device
     return parse_device(device, Policy.load(policy) if isinstance(policy, str | Path) else policy).type
-
-
-def _environments(count: int, skip: int, options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What distinguishes the environments of the replicas: the GPUs that they see."""
-    if options["device"] != "cuda":
-        return [{}] * count
-    each, visible = options.get("tensor_parallel", 1), os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    groups = [devices[first : first + each] for first in range(skip, skip + each * count, each)]
-    if len(devices) < skip + each * count:
-        raise UsageError(
-            f"{count} replicas need {each} GPUs each, {len(devices) - skip} are free; device='cpu' has them all on the CPU"
-        )
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]

@@ -9,6 +9,7 @@ scheduled no further. What a request held can be given away when it ends, becaus
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from gristmill.runtime.errors import INVALID_LOGITS
@@ -136,6 +137,18 @@ class Scheduler(SchedulerState):
         """From now on schedule only the work that `pause` allows; None: everything. A step that is already scheduled is unchanged."""
         self.paused = pause
 
+    def lend(self, blocks: Sequence[int]) -> None:
+        """References to blocks, which the caller has taken in the pool, are nobody's request; requests may have to wait for `give_back`."""
+        self.lent.update(blocks)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Release references that were lent."""
+        for block, count in Counter(blocks).items():
+            self.lent[block] -= count
+            if self.lent[block] <= 0:
+                del self.lent[block]
+        self.pool.release(blocks)
+
     # A step --------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
@@ -144,8 +157,8 @@ class Scheduler(SchedulerState):
         A step is empty if there is nothing to do, and while a step is in flight also if its results are needed first: to
         preempt a request, or to know which of its drafts were accepted.
 
-        Raises SchedulerStuck if the step would be empty although a request is unfinished, not held and not paused, and no step
-        is in flight.
+        Raises SchedulerStuck if the step would be empty although a request is unfinished, not held and not paused, no step
+        is in flight, and no blocks are lent.
         """
         if len(self.in_flight) == IN_FLIGHT:
             raise RuntimeError(f"{IN_FLIGHT} committed steps are in flight: call update or discard first")
@@ -156,7 +169,7 @@ class Scheduler(SchedulerState):
             waiting = [request for request in waiting if request.started]
         step = self._builder().run(self.running, waiting)
         if (
-            not step.entries and not self.in_flight and (self.running or waiting)
+            not step.entries and not self.in_flight and not self.lent and (self.running or waiting)
         ):  # held requests have no blocks, so they are no reason for an empty step
             raise SchedulerStuck("an empty step with unfinished requests\n" + self.dump())
         return step

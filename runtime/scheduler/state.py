@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum
 
 from gristmill.runtime.kv_cache import BlockPool, PoolError, PrefixCache
@@ -31,6 +32,9 @@ class SchedulerState:
         self.waiting: list[Request] = []  # always sorted by queue_key
         self.held: dict[str, Request] = {}
         self.queued_tokens = 0  # prompt tokens of waiting and held requests
+        self.lent: Counter[int] = (
+            Counter()
+        )  # references to blocks that somebody reads or writes who is no request
         self.paused: Pause | None = None
         self.in_flight: list[ScheduledStep] = []  # committed, waiting for results; oldest first
         self.free_rows = list(range(config.max_seqs - 1, -1, -1))  # the lowest one is taken first
@@ -49,7 +53,7 @@ class SchedulerState:
         self.pool.check()
         if self.cache is not None:
             self.cache.check()
-        owners = [0] * self.config.num_blocks
+        owners = [self.lent[block] for block in range(self.config.num_blocks)]
         rows = list(self.free_rows)
         for request in self.requests.values():
             for block in request.block_ids:
@@ -115,7 +119,7 @@ class SchedulerState:
             repr(self.config),
             self.pool.dump(),
             f"paused: {None if self.paused is None else self.paused.value}",
-            f"steps in flight: {len(self.in_flight)}",
+            f"steps in flight: {len(self.in_flight)}, blocks lent: {len(self.lent)}",
         ]
         for step in self.in_flight:
             entries = ((entry.id, entry.start, entry.count) for entry in step.entries)

@@ -58,15 +58,18 @@ def check_draft_model(target: str | Path | Checkpoint, draft: str | Path) -> Che
 
 
 def open_draft_model(target: Checkpoint, draft: str | Path | None) -> LoadDraft:
-    """The loader of a draft model: on the target's device, in its dtype, as stored, with cache blocks of the same size; its KV cache is
-    not quantized. Raises as `check_draft_model`."""
+    """The loader of a draft model: on the target's device, in its dtype, as stored, with cache blocks of the same size, for sequences of the
+    same length; its KV cache is not quantized. Raises as `check_draft_model`."""
     if draft is None:
         raise UsageError("speculation by a draft model needs its directory: draft:DIR")
     checkpoint = check_draft_model(target, draft)
 
     def load(model: Model, policy: Policy | None, quant: str | QuantScheme | torch.dtype | None) -> Model:
         plans = model.plans
-        return load_model(checkpoint, plans.dtype, None, plans.device, policy, plans.block_size)
+        longest = model.config.max_position
+        return load_model(
+            checkpoint, plans.dtype, None, plans.device, policy, plans.block_size, max_model_len=longest
+        )
 
     return load
 

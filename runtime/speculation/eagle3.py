@@ -10,6 +10,7 @@ the logits head of one that has none.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class EagleHead(HiddenStateModel):
             RMSNorm(plans, weights.tensor(name), c.rms_eps)
             for name in ("token_norm", "hidden_norm", "mlp_norm", "norm")
         )
-        self.attention = Attention(c, plans, weights, "layer", Rope(plans, c))
+        self.attention = Attention(c, plans, weights, "layer", Rope(plans, c, c.rope))
         self.mlp = MLP(plans, weights, "layer")
         self.head: LogitsHead = target.head
         if "lm_head.weight" in weights.checkpoint:
@@ -105,7 +106,8 @@ def open_head(target: Checkpoint, model: str | Path | None) -> LoadDraft:
     def load(of: Model, policy: Policy | None, quant: str | QuantScheme | torch.dtype | None) -> Model:
         plans = Plans(of.plans.device, of.plans.dtype, policy, of.plans.block_size)
         weights = Weights(head, weights_of, plans.dtype, plans.device)
-        made = EagleHead(c, weights, plans, of, None if places is None else places.to(plans.device))
+        reached = replace(c, max_position=of.config.max_position)
+        made = EagleHead(reached, weights, plans, of, None if places is None else places.to(plans.device))
         weights.finish()
         return made
 

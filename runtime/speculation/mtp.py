@@ -27,7 +27,7 @@ from gristmill.runtime.layers.embedding import Embedding, LogitsHead
 from gristmill.runtime.layers.linear import load_linear
 from gristmill.runtime.layers.norm import RMSNorm
 from gristmill.runtime.layers.plans import Plans
-from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.layers.rope import Ropes
 from gristmill.runtime.loader.config import parse_config
 from gristmill.runtime.loader.load import parse_scheme
 from gristmill.runtime.models import Model, families
@@ -47,7 +47,7 @@ class PredictionLayer(HiddenStateModel):
             RMSNorm(plans, weights.tensor(name), c.rms_eps) for name in ("token_norm", "hidden_norm", "norm")
         )
         self.join = load_linear(plans, weights, "join")
-        self.layer = target.make_layer(c, weights, plans, c.num_layers, Rope(plans, c))
+        self.layer = target.make_layer(c, weights, plans, c.num_layers, Ropes(plans, c)[c.num_layers])
 
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
         """The layer's states [tokens, hidden], before its last norm. `batch.tokens` follow the positions of the states."""
