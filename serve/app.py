@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from gristmill.serve.keys import KeyFile, key_of
 from gristmill.serve.service import Service
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
     from starlette.types import Receive, Scope, Send
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -110,12 +109,10 @@ class Application:
         self.service.active.add(exchange)
         exchange.task = asyncio.current_task()
         try:
-            if not endpoint.open and self._keys is not None:
-                self._check_key(exchange)
-            if endpoint.logged and self.service.tracer is not None:
-                await self._traced(endpoint, exchange, self.service.tracer)
+            if not endpoint.open and (refusal := self._refusal(exchange)) is not None:
+                await self._fail(exchange, refusal)
             else:
-                await endpoint.handler(exchange)
+                await self._handle(endpoint, exchange)
         except ClientGone:
             exchange.gone = True
         except asyncio.CancelledError:
@@ -125,8 +122,6 @@ class Application:
                 await self._fail(exchange, late)
             elif not exchange.gone:
                 raise
-        except Exception as error:
-            await self._fail(exchange, error)
         finally:
             exchange.stop_watching()
             self.service.active.discard(exchange)
@@ -135,27 +130,36 @@ class Application:
             if endpoint.logged:
                 self._log(exchange, begin)
 
-    async def _traced(self, endpoint: Endpoint, exchange: Exchange, tracer: Tracer) -> None:
-        from gristmill.serve.tracing import route_span
+    async def _handle(self, endpoint: Endpoint, exchange: Exchange) -> None:
+        """Answer, or say why not, in a span if requests are traced."""
+        span: AbstractContextManager[object] = nullcontext()
+        if endpoint.logged and self.service.tracer is not None:
+            from gristmill.serve.tracing import route_span
 
-        with route_span(tracer, exchange):
+            span = route_span(self.service.tracer, exchange)
+        with span:
             try:
                 await endpoint.handler(exchange)
+            except ClientGone:
+                exchange.gone = True
             except Exception as error:
-                if not isinstance(error, ClientGone):
-                    await self._fail(exchange, error)
+                await self._fail(exchange, error)
 
-    def _check_key(self, exchange: Exchange) -> None:
+    def _refusal(self, exchange: Exchange) -> ApiError | None:
+        """Why a client without a valid key may not use the API."""
+        if self._keys is None:
+            return None
         headers = exchange.headers
         key = key_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
-        if self._keys is not None and not self._keys.allows(key):
-            raise ApiError(
-                401,
-                "a key is needed: Authorization: Bearer KEY" if not key else "the key is not known here",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+        if self._keys.allows(key):
+            return None
+        return ApiError(
+            401,
+            "a key is needed: Authorization: Bearer KEY" if not key else "the key is not known here",
+            type="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
     async def _fail(self, exchange: Exchange, error: Exception) -> None:
         shown = api_error(error)

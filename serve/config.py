@@ -27,6 +27,7 @@ class ServeConfig:
         root_path: the path prefix under which a reverse proxy offers the server.
         served_model_name: names of the model in the API; the first is used in answers. Default: the name it was given by.
         replicas: engine processes that share the requests, each with the model.
+        restarts: deaths of an engine process within ten minutes after which it is started again; one more, and it is given up.
         route: how they share them. ``prefix``: to the one that has computed the longest part of the prompt; ``round_robin``: in turn.
         chat_template: a Jinja template, or the path of one, instead of the model's.
         chat_format: the format of tool calls and reasoning in the model's output; None = found by the template.
@@ -60,6 +61,7 @@ class ServeConfig:
     root_path: str | None = None
     served_model_name: Sequence[str] = ()
     replicas: int = 1
+    restarts: int = 5
     route: Route = "prefix"
     chat_template: str | None = None
     chat_format: str | None = None
@@ -86,10 +88,10 @@ class ServeConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
-        if type(self.store_responses) is not int or self.store_responses < 0:
-            raise UsageError(
-                f"store_responses must be an integer of at least 0, got {self.store_responses!r}"
-            )
+        for name in ("restarts", "store_responses"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise UsageError(f"{name} must be an integer of at least 0, got {value!r}")
         for name in ("drain_seconds", "slow_reader_seconds", "stream_interval_ms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:

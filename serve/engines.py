@@ -11,9 +11,6 @@ from gristmill.runtime.metrics import Metrics
 from gristmill.runtime.parallel.replicas import Replicas
 from gristmill.serve.service import Service
 
-RESTARTS = 5
-"""Deaths of an engine within ten minutes that are made good."""
-
 
 def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Service], Replicas]:
     """What makes the engines of a service; it blocks until the model is loaded. The service gets the registry of their metrics,
@@ -33,10 +30,14 @@ def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Ser
             metrics = Metrics(service.name, registry, config.metrics_prefix)
 
         def on_event(event: str, **values: Any) -> None:
-            service.log.write(event, **values)
+            service.loading.pop(values["replica"], None)
             service.problem = str(values["error"])
             service.restarting = not values["alive"]
             service.failed = service.restarting and not values["restarted"]
+            service.log.write(event, **values)
+
+        def on_progress(number: int, *progress: Any) -> None:
+            service.loading[number] = progress
 
         engines = Replicas(
             model,
@@ -44,8 +45,9 @@ def open_engines(model: str | Path, options: Mapping[str, Any]) -> Callable[[Ser
             route=config.route,
             metrics=metrics,
             tracer=service.tracer,
-            restarts=RESTARTS,
+            restarts=config.restarts,
             on_event=on_event,
+            on_progress=on_progress,
             **options,
         )
         service.registry = registry

@@ -135,12 +135,12 @@ def continued(
     interval_ms: float | None,
 ) -> Generation:
     """The continuation of a conversation, whose token ids are given. Arguments as of `Generation`; `params` without what the format needs."""
-    chat = exchange.service.chat
+    params, parser = exchange.service.chat.reply(params, options, ids)
     return Generation(
         exchange,
         ids,
-        chat.params(params, options, ids),
-        lambda: chat.parser(options, ids),
+        params,
+        parser,
         priority=priority or 0,
         interval_ms=interval_ms,
     )

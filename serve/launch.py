@@ -15,6 +15,7 @@ from gristmill.runtime.chat.chat import Chat
 from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.loader.config import open_checkpoint, parse_config
+from gristmill.runtime.pooling.open import describe_pooling
 from gristmill.runtime.sampling_params import recommended_sampling
 from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.serve.config import ServeConfig
@@ -40,11 +41,16 @@ def make_service(
         UsageError: no such model, no tokenizer, a template or a format that there is not.
     """
     checkpoint = open_checkpoint(model)
+    pooling = describe_pooling(checkpoint, engine)
+    if pooling is not None:
+        checkpoint = pooling.checkpoint
     data, generation, origin = checkpoint.config()
-    parsed = parse_config(data, generation, origin)
+    parsed = parse_config(data, generation, origin).for_length(engine.max_model_len)
     tokenizer = Tokenizer(checkpoint)
     chat = Chat(checkpoint, tokenizer, template=config.chat_template, output_format=config.chat_format)
     limit = min(engine.max_model_len or parsed.max_position, parsed.max_position)
+    if pooling is not None:
+        limit = pooling.front.shape.max_length
     defaults = recommended_sampling(generation) if config.generation_config == "model" else {}
     tracer = None
     if config.otlp_endpoint is not None:
@@ -61,6 +67,7 @@ def make_service(
         defaults,
         RequestLog(config.log_file),
         tracer=tracer,
+        pools=pooling is not None,
     )
 
 
@@ -132,6 +139,7 @@ class Server:
             return
         engine = await asyncio.to_thread(self._load, service)
         service.engine = engine
+        service.loading.clear()
         settle()
         service.log.write("ready", model=service.name)
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gristmill import __version__
 from gristmill.runtime.completion import Chunk
+from gristmill.runtime.progress import PHASES
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.serve.config import ServeConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from gristmill.runtime.chat.chat import Chat
+    from gristmill.runtime.pooling.async_pooling import PoolingMethods
     from gristmill.runtime.status import EngineStatus
 
 
@@ -73,10 +75,12 @@ class Service:
         on_drain: begins to drain the server.
         draining: new requests are refused.
         problem: why there is no engine.
+        loading: how far each replica is that loads: its phase, what is done of it, and what there is in all.
         restarting: no engine lives.
         failed: there will be none.
         active: the exchanges that are being answered.
         in_engine: the names of the engine's requests.
+        pools: whether the model makes embeddings or scores, and generates nothing.
     """
 
     config: ServeConfig
@@ -93,11 +97,13 @@ class Service:
     on_drain: Callable[[float | None], None] = lambda seconds: None
     draining: bool = False
     problem: str = "the model is loading"
+    loading: dict[int, Any] = field(default_factory=dict)
     restarting: bool = False
     failed: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     active: set[Any] = field(default_factory=set)
     in_engine: set[str] = field(default_factory=set)
+    pools: bool = False
 
     @property
     def name(self) -> str:
@@ -127,6 +133,27 @@ class Service:
         return None if path is None else KeyFile(path)
 
     def require_engine(self) -> Engine:
+        """The engine that generates text. ApiError 503 if requests cannot be served now, 400 if the model does not."""
+        if self.pools:
+            raise ApiError(
+                400,
+                f"{self.name} is for embeddings or scores, and generates no text: use /v1/embeddings, /v1/rerank, "
+                "/v1/score or /v1/classify",
+                code="model_not_supported",
+            )
+        return self.require_ready()
+
+    def require_pooling(self) -> PoolingMethods:
+        """The engine that makes embeddings and scores. ApiError as of `require_engine`."""
+        if not self.pools:
+            raise ApiError(
+                400,
+                f"{self.name} generates text: a server with --task embed or score makes embeddings or scores of a decoder",
+                code="model_not_supported",
+            )
+        return cast("PoolingMethods", self.require_ready())
+
+    def require_ready(self) -> Engine:
         """The engine. ApiError 503 if requests cannot be served now."""
         if self.draining:
             raise unavailable("the server is draining: it takes no new requests", "draining")
@@ -139,6 +166,18 @@ class Service:
         if self.restarting:
             raise unavailable(f"the engine is started again: {self.problem}", "restarting")
         return self.engine
+
+    @property
+    def progress(self) -> dict[str, Any] | None:
+        """The ``phase`` of the replica with the longest way to go, and the ``fraction`` of it that is done (None = not known), while no engine
+        serves; None = one does, or none will."""
+        if self.config.render_only or self.failed or (self.engine is not None and not self.restarting):
+            return None
+        rows = [
+            (phase, done / total if total else None) for phase, done, total in self.loading.copy().values()
+        ]
+        first = min(rows, key=lambda row: (PHASES.index(row[0]), row[1] or 0.0), default=("starting", None))
+        return dict(zip(("phase", "fraction"), first, strict=True))
 
     async def engine_states(self) -> list[dict[str, Any]]:
         """The status of each engine as JSON has it, or the ``error`` that it ended with; [] while there is none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from gristmill.serve.encoding import encode
 from gristmill.serve.generation import Generation
@@ -20,6 +21,21 @@ def usage(*generations: Generation) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in generations)},
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in generations)},
     }
+
+
+class Pooled(Protocol):
+    """A result of a model for embeddings or scores."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its texts."""
+        ...
+
+
+def pooling_usage(results: Iterable[Pooled]) -> dict[str, int]:
+    """The tokens of texts that nothing was generated for."""
+    tokens = sum(one.prompt_tokens for one in results)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def end_of_stream(before: bytes, options: StreamOptions | None, *generations: Generation) -> bytes:

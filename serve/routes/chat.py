@@ -11,7 +11,7 @@ from gristmill.serve.app import Endpoint
 from gristmill.serve.encoding import encode
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
-from gristmill.serve.generation import Answer, Generation, Part, answers, beside, room
+from gristmill.serve.generation import Answer, Generation, Part, answers, beside, continued, room
 from gristmill.serve.logprobs import chat_logprobs, prompt_logprobs
 from gristmill.serve.openai_messages import GivenMessage, GivenTool, chat_options, conversation
 from gristmill.serve.sampling import SamplingFields, sampling_params
@@ -42,7 +42,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 async def prepared(
     service: Service, request: ChatRequest
 ) -> tuple[list[Message], ChatOptions, list[int], SamplingParams]:
-    """(conversation, how it is continued, token ids, sampling)."""
+    """(conversation, how it is continued, token ids, sampling without what the model's format needs)."""
     messages = conversation(request.messages)
     arguments = dict(request.chat_template_kwargs or {})
     thinking = arguments.pop("enable_thinking", None)
@@ -75,7 +75,7 @@ async def prepared(
     params = sampling_params(
         service, request, max_tokens=room(service.max_model_len, len(ids), wanted), logprobs=logprobs
     )
-    return messages, options, ids, service.chat.params(params, options, ids)
+    return messages, options, ids, params
 
 
 async def chat(exchange: Exchange) -> None:
@@ -86,13 +86,8 @@ async def chat(exchange: Exchange) -> None:
     model = service.require_model(request.model)
     _, options, ids, params = await prepared(service, request)
     exchange.watch()
-    generation = Generation(
-        exchange,
-        ids,
-        params,
-        lambda: service.chat.parser(options, ids),
-        priority=request.priority or 0,
-        interval_ms=request.stream_interval_ms,
+    generation = continued(
+        exchange, options, ids, params, priority=request.priority, interval_ms=request.stream_interval_ms
     )
     head = {
         "id": f"chatcmpl-{exchange.request_id}",

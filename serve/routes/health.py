@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gristmill import __version__
 from gristmill.serve.app import Endpoint
-from gristmill.serve.errors import unavailable
+from gristmill.serve.errors import ApiError, openai_shape, unavailable
 from gristmill.serve.exchange import Exchange
 
 
@@ -17,10 +17,18 @@ async def health(exchange: Exchange) -> None:
 
 
 async def ready(exchange: Exchange) -> None:
-    """200 while requests are served; 503 while the model loads, the server drains, or no engine is alive."""
+    """200 while requests are served; 503 while the server drains, no engine is alive, or the model loads: then it says how far that is."""
     service = exchange.service
     if not service.config.render_only:
-        service.require_engine()
+        try:
+            service.require_ready()
+        except ApiError as error:
+            loading = service.progress
+            if loading is None or service.draining:
+                raise
+            body = {"status": "loading", "model": service.name, **loading, **openai_shape.body(error, "")}
+            await exchange.respond(body, error.status, headers=error.headers)
+            return
     elif service.draining:
         raise unavailable("the server is draining", "draining")
     await exchange.respond({"status": "ready", "model": service.name})

@@ -1,4 +1,5 @@
-"""POST /generative_scoring, as vLLM's server, and /v1/score, as SGLang's: how likely given tokens come next after each of some prompts.
+"""POST /generative_scoring, as vLLM's server, and /v1/score, as SGLang's: how likely given tokens come next after each of some prompts. A model
+that scores pairs of texts answers /v1/score as vLLM's server does (`reranking`).
 
 The probabilities are exact, and of any token. A request for each prompt has the CANDIDATES most likely tokens; for each label that is not
 among them, a request that allows this label alone has its log-probability, which is of the model's own logits. It finds the prompt in the
@@ -20,6 +21,7 @@ from gristmill.serve.app import Endpoint
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Generation, beside, room
+from gristmill.serve.routes.reranking import score_pairs
 from gristmill.serve.service import Service
 
 CANDIDATES = 256
@@ -74,7 +76,10 @@ async def generative_scoring(exchange: Exchange) -> None:
 
 
 async def score(exchange: Exchange) -> None:
-    """For each item the probabilities of all labels."""
+    """For each item the probabilities of all labels; of a model that scores pairs of texts, their scores."""
+    if exchange.service.pools:
+        await score_pairs(exchange)
+        return
     request = await exchange.json(Score)
     scorer = _Scorer(exchange, request)
     prompts = await scorer.prompts(joined=True)

@@ -83,6 +83,7 @@ async def render_chat(exchange: Exchange) -> None:
     request, service = await exchange.json(ChatRequest), exchange.service
     model = service.require_model(request.model)
     messages, options, ids, params = await prepared(service, request)
+    params, _ = service.chat.reply(params, options, ids)
     await exchange.respond(
         {
             "model": model,

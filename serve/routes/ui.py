@@ -48,6 +48,10 @@ def state_of(service: Service) -> str:
         return "draining"
     if service.config.render_only:
         return "rendering only"
+    if service.failed:
+        return f"failed: {service.problem}"
+    if service.restarting:
+        return "starting the engine again"
     return "ready" if service.engine is not None else service.problem
 
 
@@ -58,6 +62,8 @@ async def state(exchange: Exchange) -> None:
         {
             "model": service.name,
             "state": state_of(service),
+            "pools": service.pools,
+            "loading": service.progress,
             "time": time.monotonic(),
             "uptime": time.time() - service.created,
             "active": len(service.active),

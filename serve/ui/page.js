@@ -195,7 +195,8 @@ const past = [];
 function show(state) {
   $("model").textContent = model = state.model;
   document.title = "gristmill: " + state.model;
-  $("state").textContent = state.state + (state.uptime === undefined ? "" : `, up ${Math.round(state.uptime)} s`);
+  const loading = state.loading, done = loading && loading.fraction !== null ? ` ${Math.floor(100 * loading.fraction)} %` : "";
+  $("state").textContent = state.state + (loading ? ` (${loading.phase}${done})` : "") + (state.uptime === undefined ? "" : `, up ${Math.round(state.uptime)} s`);
   past.push(state);
   while (past.length > KEPT) past.shift();
   const engines = state.engines.filter(one => !one.error);
@@ -240,7 +241,12 @@ $("refresh").addEventListener("click", showKernels);
 
 async function poll() {
   clearTimeout(last);
-  try { show(await (await call("ui/state")).json()); }
+  try {
+    const state = await (await call("ui/state")).json();
+    $("no-chat").hidden = !state.pools;
+    $("ask").hidden = state.pools;
+    show(state);
+  }
   catch (error) { $("state").textContent = error.message; }
   last = setTimeout(poll, document.hidden ? 10000 : 1000);
 }

@@ -141,6 +141,35 @@ BODIES = {
     "/detokenize": DETOKENIZE,
     "/v1/chat/completions/render": CHAT,
 }
+POOLING_BODIES: dict[str, Any] = {
+    "/v1/embeddings": {
+        "model": "m",
+        "input": ["a text", "another one", [1, 2, 3]],
+        "encoding_format": "base64",
+        "dimensions": 8,
+        "normalize": True,
+        "truncate_prompt_tokens": -1,
+    },
+    "/v1/rerank": {
+        "model": "m",
+        "query": "a text",
+        "documents": ["another one", {"text": "a third"}],
+        "top_n": 1,
+        "return_documents": True,
+        "truncate": True,
+    },
+    "/v1/score": {"model": "m", "text_1": "a text", "text_2": ["another one", "a third"]},
+}
+"""Of a model for embeddings and scores."""
+CLASSIFYING_BODIES: dict[str, Any] = {
+    "/v1/classify": {
+        "model": "m",
+        "input": ["a text", ["one", "another"], [1, 2, 3]],
+        "use_activation": True,
+        "truncate_prompt_tokens": -1,
+    },
+}
+"""Of a classifier with several labels."""
 ODD: list[Any] = [
     None,
     True,

@@ -38,7 +38,8 @@ class LocalEngine(AsyncEngine):
 
     async def explain(self) -> list[Any]:
         """Which kernels ran."""
-        return [explain_plans(self._thread.engine.runner.model.plans)]
+        engine = self._thread.engine
+        return [explain_plans(engine.model.plans if self._pooling else engine.runner.model.plans)]
 
 
 @contextmanager
@@ -102,4 +103,5 @@ def service_of(llm: LLM, **options: Any) -> Service:
         llm.config.vocab_size,
         {},
         RequestLog(config.log_file),
+        pools=llm.pools,
     )

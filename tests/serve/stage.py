@@ -175,15 +175,11 @@ class ScriptedChat:
         self.seen.append((list(messages), options or ChatOptions()))
         return self._tokenizer.encode(self.render(messages))
 
-    def params(
-        self, params: SamplingParams, options: ChatOptions, prompt: Sequence[int] = ()
-    ) -> SamplingParams:
-        """Unchanged."""
-        return params
-
-    def parser(self, options: ChatOptions, ids: Sequence[int]) -> ScriptedParser:
-        """A new one."""
-        return ScriptedParser()
+    def reply(
+        self, params: SamplingParams, options: ChatOptions, prompt: Sequence[int]
+    ) -> tuple[SamplingParams, Callable[[], ScriptedParser]]:
+        """Sampling unchanged."""
+        return params, ScriptedParser
 
 
 @dataclass

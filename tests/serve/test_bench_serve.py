@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -60,7 +61,19 @@ def check_times(found: dict[str, Any]) -> None:
         assert milliseconds[name]["p99"] <= milliseconds[name]["max"]
 
 
+def again_if_late(check: Callable[[], None], attempts: int = 4) -> None:
+    """Runs a check of times; where it fails, again: other processes may have had the core for a while, and not each time."""
+    for _ in range(attempts - 1):
+        with suppress(AssertionError):
+            return check()
+    check()
+
+
 def test_known_delays_are_measured() -> None:
+    again_if_late(check_known_delays)
+
+
+def check_known_delays() -> None:
     with serving(partial(tokens, first=FIRST, gap=GAP, count=COUNT)) as server:
         found = measure(server.url, "--num-prompts", "12", "--max-concurrency", "4", "--output-tokens", "6")
         assert server.most == 4 and len(server.bodies) == 13  # with the warm-up
@@ -125,6 +138,10 @@ def test_percentiles() -> None:
 
 
 def test_a_server_that_cannot_keep_up_shows_at_a_rate() -> None:
+    again_if_late(check_a_server_that_cannot_keep_up)
+
+
+def check_a_server_that_cannot_keep_up() -> None:
     """One request at a time, 20 ms each, at 100 per second: the last of 30 waits about 300 ms, however few are sent at a time."""
 
     async def one_by_one(server: Paced, body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -155,6 +172,10 @@ def test_arrivals(burstiness: float) -> None:
 
 
 def test_seconds_end_the_sending_and_not_the_requests() -> None:
+    again_if_late(check_seconds_end_the_sending)
+
+
+def check_seconds_end_the_sending() -> None:
     with serving(partial(tokens, first=0.05, gap=0.0, count=1)) as server:
         found = measure(server.url, "--seconds", "0.2", "--max-concurrency", "2", "--warmup", "0")
         assert found["requests"]["failed"] == 0 and 6 <= found["requests"]["complete"] <= 8

@@ -39,6 +39,7 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path, policy_file) 
         assert httpx.get(f"{url}/health").status_code == 200
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "restarting"
+        assert int(refused.headers["retry-after"]) > 0
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 60)
         again = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
         assert again.status_code == 200 and children(process.pid) != [engine]
@@ -46,3 +47,28 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path, policy_file) 
         assert process.wait(20) == 0
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert events.index("replica_died") < events.index("replica_restarted")
+
+
+def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path, policy_file) -> None:
+    """The first death is made good; after the second, /health and /ready say 503, requests too, and nothing is started again."""
+    policy_file()
+    log = tmp_path / "log"
+    options = ("--device", "cpu", "--dtype", "fp32", "--warm", "off", "--restarts", "1")
+    with command(log, str(MODEL), *options) as (url, process):
+        for deaths in range(2):
+            wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
+            assert httpx.get(f"{url}/health").status_code == 200
+            [engine] = children(process.pid)
+            os.kill(engine, signal.SIGKILL)
+            event = ("replica_died", "replica_given_up")[deaths]
+            wait_for(lambda event=event: event in log.read_text(), 20)  # type: ignore[misc]
+        for path in ("health", "ready"):
+            answer = httpx.get(f"{url}/{path}")
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_failed"
+            assert "SIGKILL" in answer.json()["error"]["message"]
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_failed"
+        assert children(process.pid) == []
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

@@ -151,3 +151,88 @@ def test_a_call_goes_back_as_it_came(scripted: Stage) -> None:
     assert scripted.engine.seen[-1][0] == first
     text = scripted.service.tokenizer.decode(first, False)
     assert TEXT in text and text.count("<tool_call>") == 2 and text.count("sun") == 2
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"said": {"type": "string"}},
+    "required": ["said"],
+    "additionalProperties": False,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": HELLO,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}},
+    },
+    "responses": {
+        "input": "Hello",
+        "tools": [{"type": "function", "name": "look", "parameters": SCHEMA}],
+        "text": {"format": {"type": "json_schema", "name": "answer", "schema": ANSWER}},
+    },
+    "messages": {
+        "messages": HELLO,
+        "max_tokens": 400,
+        "tools": [{"name": "look", "input_schema": SCHEMA}],
+        "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
+    },
+}
+"""Tools beside a format of the answer, by every API."""
+
+
+@pytest.mark.parametrize("path", WAYS)
+def test_calls_or_an_answer_in_its_format(scripted: Stage, path: str) -> None:
+    """The engine gets a grammar of both; an answer that quotes a call's tag is text, and calls are calls."""
+    for text, called in ((json.dumps({"said": f"<think> {CALLS}"}), False), (CALLS, True)):
+        scripted.plays(text)
+        answer = HTTP.post(f"{scripted.url}/v1/{path}", json=WAYS[path])
+        assert answer.status_code == 200, answer.text
+        structure = scripted.engine.seen[-1][1].structured_output
+        assert structure is not None
+        assert structure.grammar is not None
+        assert '"said"' in structure.grammar
+        assert '"town"' in structure.grammar
+        kinds, content = _message(path, answer.json())
+        assert content == ("" if called else text)
+        assert kinds == ["look", "look"] * called
+
+
+def _message(path: str, answer: dict[str, Any]) -> tuple[list[str], str]:
+    """(names of the calls, text) of an answer by any of the APIs."""
+    if path == "messages":
+        blocks = answer["content"]
+        return [one["name"] for one in blocks if one["type"] == "tool_use"], "".join(
+            one["text"] for one in blocks if one["type"] == "text"
+        )
+    if path == "responses":
+        items = answer["output"]
+        texts = [part["text"] for one in items if one["type"] == "message" for part in one["content"]]
+        return [one["name"] for one in items if one["type"] == "function_call"], "".join(texts)
+    message = answer["choices"][0]["message"]
+    return [one["function"]["name"] for one in message.get("tool_calls", ())], message["content"] or ""
+
+
+@pytest.mark.parametrize("path", WAYS)
+@pytest.mark.parametrize("name", ["think", "glm"])
+def test_tools_that_a_format_cannot_bind(name: str, path: str) -> None:
+    """400 in the shape of the API, naming the tool or the format, before anything reaches the engine; not strict, they are served."""
+    schema = {"type": "object", "properties": {"town": {"type": "string", "pattern": "^[A-Z]"}}}
+    with stage(lambda tokenizer: Chat(MODEL, tokenizer, template=TEMPLATE, output_format=name)) as one:
+        for strict in (True, False):
+            body = {
+                key: value for key, value in WAYS[path].items() if key in ("messages", "input", "max_tokens")
+            }
+            tool: dict[str, Any] = {"name": "look", "strict": strict}
+            tool |= {"input_schema" if path == "messages" else "parameters": schema}
+            if path == "responses":
+                tool["type"] = "function"
+            body["tools"] = [{"type": "function", "function": tool} if path == "chat/completions" else tool]
+            one.plays("Hi")
+            answer = HTTP.post(f"{one.url}/v1/{path}", json=body)
+            assert answer.status_code == (400 if strict else 200), answer.text
+            assert len(one.engine.seen) == (0 if strict else 1)
+            if strict:
+                error = answer.json()["error"]
+                assert error["type"] == "invalid_request_error"
+                assert "strict" in error["message"]
+                assert ("'look'" if name == "glm" else "think") in error["message"]

@@ -14,9 +14,10 @@ import pytest
 
 from gristmill import LLM
 from gristmill.serve.service import Service
+from tests.runtime.pooling.encoder_cases import build, write_tokenizer
 from tests.serve import mutations
 from tests.serve.scripted import ScriptedEngine
-from tests.serve.server import service_of, serving
+from tests.serve.server import LocalEngine, service_of, serving, until_ready
 
 COUNT = int(os.environ.get("GRISTMILL_MUTATED_REQUESTS", "2000"))
 AT_ONCE = 16
@@ -72,7 +73,30 @@ def faults(number: int, sent: bytes, framed: bool, status: int, body: bytes) -> 
 
 def test_mutated_requests(server: tuple[str, Path, Service]) -> None:
     """None of them hurts the server."""
-    address, log, service = server
+    check(*server, COUNT)
+
+
+@pytest.mark.parametrize(
+    ("case", "bodies"),
+    [("bert", mutations.POOLING_BODIES), ("bert classifier", mutations.CLASSIFYING_BODIES)],
+    ids=["embeddings", "classes"],
+)
+def test_mutated_requests_for_encoders(
+    case: str, bodies: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a server of an encoder."""
+    build(case, tmp_path)
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr(mutations, "BODIES", bodies)
+    llm, log = LLM(tmp_path, dtype="fp32", device="cpu"), tmp_path / "log"
+    service = service_of(llm, served_model_name=["m"], log_file=str(log), max_body_bytes=1 << 20)
+    with serving(service, lambda service: LocalEngine(llm)) as address:
+        until_ready(service)
+        check(address, log, service, COUNT // 4)
+
+
+def check(address: str, log: Path, service: Service, count: int) -> None:
+    """Send so many requests."""
     port = int(address.rpartition(":")[2])
     statuses: Counter[int] = Counter()
     wrong: list[str] = []
@@ -89,15 +113,15 @@ def test_mutated_requests(server: tuple[str, Path, Service]) -> None:
             wrong.extend(faults(number, sent, framed, status, body))
 
     async def main() -> None:
-        numbers = iter(range(COUNT))
+        numbers = iter(range(count))
         await asyncio.gather(*(work(numbers) for _ in range(AT_ONCE)))
 
     asyncio.run(main())
     lines = [line for line in log.read_text().splitlines() if '"event":"error"' in line]
-    assert not wrong, f"{len(wrong)} of {COUNT}: {wrong[:10]}; {lines[:3]}"
+    assert not wrong, f"{len(wrong)} of {count}: {wrong[:10]}; {lines[:3]}"
     assert not lines
-    assert statuses[200] > COUNT / 20
-    assert statuses[400] > COUNT / 10
+    assert statuses[200] > count / 20
+    assert statuses[400] > count / 10
     assert not service.active
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import time
 
+import httpx
 import openai
 import pytest
 
@@ -62,6 +66,46 @@ def test_chat(client: openai.OpenAI) -> None:
     assert logprobs is not None and logprobs.content is not None
     assert "".join(one.token for one in logprobs.content) == text
     assert all(len(one.top_logprobs) == 2 for one in logprobs.content)
+
+
+def test_parts_have_their_least_interval(client: openai.OpenAI) -> None:
+    """A request's `stream_interval_ms`: what comes meanwhile is one part, by every route, and nothing is lost."""
+    body = {"model": "docs-llama", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+    for path, more in (
+        ("completions", {"prompt": PROMPT}),
+        ("chat/completions", {"messages": HELLO}),
+        ("responses", {"input": "Hello", "max_output_tokens": 60}),
+        ("messages", {"messages": HELLO}),
+    ):
+        texts, counts, times = [], [], []
+        for interval in (0, 200):
+            events: list[float] = []
+            texts.append("")
+            asked = body | more | {"stream_interval_ms": interval}
+            with httpx.stream("POST", f"{client.base_url}{path}", json=asked, timeout=60) as response:
+                for line in response.iter_lines():
+                    if text := _added(line):
+                        events.append(time.monotonic())
+                        texts[-1] += text
+            counts.append(len(events))
+            times.append(min((b - a for a, b in itertools.pairwise(events[:-1])), default=1.0))
+        assert texts[0] == texts[1]
+        assert counts[0] > 20
+        assert counts[1] < counts[0] / 2
+        assert times[1] > 0.15 > times[0]
+
+
+def _added(line: str) -> str:
+    """The text that an event of any of the APIs adds."""
+    if not line.startswith("data: {"):
+        return ""
+    data = json.loads(line[6:])
+    if "choices" in data:
+        [choice] = data["choices"]
+        return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
+    if data["type"] == "content_block_delta":
+        return str(data["delta"].get("text", ""))
+    return str(data["delta"]) if data["type"] == "response.output_text.delta" else ""
 
 
 def test_async_client_and_cancellation(url: str) -> None:

@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from gristmill import LLM
+from tests.runtime.pooling.encoder_cases import build, write_tokenizer
 from tests.serve.scripted import ScriptedEngine
-from tests.serve.server import CHATML, MODEL, ROOT, service_of, serving
+from tests.serve.server import CHATML, MODEL, ROOT, LocalEngine, service_of, serving
 from tests.serve.test_command import command
 from tests.serve.test_rules import ASK, wait_for
 
@@ -114,21 +115,30 @@ def test_two_sigterms(tmp_path: Path, policy_file) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_commands_of_the_page(llm: LLM) -> None:
+def test_the_commands_of_the_page(llm: LLM, tmp_path: Path) -> None:
     """Every curl command of docs/serve.md and the README gets an answer of its API."""
     commands = []
     for page in ("docs/serve.md", "README.md"):
         for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S):
             commands += re.findall(r"^curl (?:.*\\\n)*.*$", block, re.M)
-    assert len(commands) >= 2
-    with serving(service_of(llm, chat_template=CHATML), lambda service: ScriptedEngine()) as url:
-        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+    assert len(commands) >= 4
+    build("bert", tmp_path)
+    write_tokenizer(tmp_path)
+    encoder = LLM(tmp_path, dtype="fp32", device="cpu")
+    with (
+        serving(service_of(llm, chat_template=CHATML), lambda service: ScriptedEngine()) as url,
+        serving(service_of(encoder), lambda service: LocalEngine(encoder)) as other,
+    ):
+        for one in (url, other):
+            wait_for(lambda one=one: httpx.get(f"{one}/ready").status_code == 200)
         for line in commands:
+            for port, address in ((8000, url), (8001, other), (8002, other)):
+                line = line.replace(f"http://127.0.0.1:{port}", address)
             done = subprocess.run(
                 [
                     "bash",
                     "-c",
-                    line.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS --fail ", 1),
+                    line.replace("curl ", "curl -sS --fail ", 1),
                 ],
                 capture_output=True,
                 text=True,

@@ -17,6 +17,7 @@ import pytest
 from gristmill import LLM
 from gristmill.runtime.errors import UsageError
 from gristmill.serve import app, exchange
+from gristmill.serve.engines import open_engines
 from gristmill.serve.launch import bind
 from tests.serve.scripted import ScriptedEngine
 from tests.serve.server import service_of, serving
@@ -213,6 +214,44 @@ def test_the_log_has_no_text(llm: LLM, tmp_path: Path) -> None:
     assert line["prompt_tokens"] >= 1
     assert line["finish"] == ["length"]
     assert "secret" not in log.read_text()
+
+
+def test_the_log_has_the_time_of_the_first_token(llm: LLM, tmp_path: Path) -> None:
+    """And not that of another one."""
+    log = tmp_path / "log"
+    service = service_of(llm, log_file=str(log))
+    with serving(service, lambda service: ScriptedEngine(seconds=0.1)) as url:
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        httpx.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 5})
+        wait_for(lambda: not service.in_engine)  # its name is free again
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    [line] = [one for one in lines if one["event"] == "request" and one["path"] == "/v1/completions"]
+    assert 0.1 <= line["first_token_seconds"] <= line["seconds"] - 0.3
+
+
+def test_what_happens_to_engines_is_known(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has died is not loading any more; whether another one lives, and whether it is started again, says what the service is."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "gristmill.serve.engines.Replicas", lambda model, count, **options: given.update(options)
+    )
+    service = service_of(llm, restarts=7)
+    open_engines("model", {"max_seqs": 3})(service)
+    assert (given["restarts"], given["max_seqs"]) == (7, 3)
+    given["on_progress"](0, "weights", 1, 2)
+    given["on_progress"](1, "verification", 1, 4)
+    assert service.progress == {"phase": "weights", "fraction": 0.5}
+    given["on_event"]("replica", replica=0, error="it died", alive=1, restarted=True)
+    assert service.progress == {"phase": "verification", "fraction": 0.25}
+    assert (service.restarting, service.failed) == (False, False)
+    for alive, restarted, state in (
+        (0, True, (True, False)),
+        (0, False, (True, True)),
+        (1, False, (False, False)),
+    ):
+        given["on_event"]("replica", replica=1, error="it died", alive=alive, restarted=restarted)
+        assert (service.restarting, service.failed) == state
+    assert service.problem == "it died"
 
 
 def test_an_address_that_is_taken(tmp_path: Path) -> None:
