@@ -1,27 +1,39 @@
 """Programs in processes of their own that need not import torch: each is a fork of one process that has.
 
-`run` is for what a program prints, writes and returns. What a program imports, how fast it starts, or how its
-interpreter is started is asked of `subprocess.run`.
+`run` is for what a program prints, writes and returns; within `forked_children`, children of the runtime (ranks and replicas) are such
+forks too. What a program imports, how fast it starts, or how its interpreter is started is asked of `subprocess.run`.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
+import math
 import os
 import runpy
+import select
+import selectors
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
+FREE = 1000
+"""Descriptors from here on are in nobody's way while a fork arranges its own."""
 
 
 def run(
@@ -34,56 +46,152 @@ def run(
 
     env: its environment, that of this process by default. path: folders to import from first, also for its children.
     """
-    folders = [*map(str, path), *filter(None, sys.path)]
+    folders = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
+    environment = {**(os.environ if env is None else env), "PYTHONPATH": folders}
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
-        request = {
-            "command": command,
-            "env": {**(os.environ if env is None else env), "PYTHONPATH": os.pathsep.join(folders)},
-            "cwd": str(cwd or Path.cwd()),
-            "path": folders,
-            "out": str(out),
-            "err": str(err),
-        }
-        server = _server()
-        assert server.stdin is not None and server.stdout is not None
+        with out.open("wb") as to, err.open("wb") as errors:
+            process = Process(command, {1: to.fileno(), 2: errors.fileno()}, environment, cwd)
         try:
-            server.stdin.write(json.dumps(request) + "\n")
-            server.stdin.flush()
-            status = int(server.stdout.readline())
-        except BaseException:  # such as a test's time-out: a late answer must not be that of the next program
-            server.kill()
-            _server.cache_clear()
+            status = process.wait()
+        except BaseException:  # such as a test's time-out
+            process.kill()
+            process.wait()
             raise
         return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
 
 
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """Children of the runtime (`child_process.spawn`) are forks within this context."""
+    from gristmill.runtime.parallel import child_process
+
+    with patch.object(child_process, "subprocess", SimpleNamespace(Popen=_child, DEVNULL=subprocess.DEVNULL)):
+        yield
+
+
+def _child(
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stdout: int,
+    pass_fds: Sequence[int],
+    env: Mapping[str, str],
+    process_group: int,
+) -> Process:
+    """What `child_process` asks of `subprocess.Popen`."""
+    assert (command[0], stdin, process_group) == (sys.executable, subprocess.DEVNULL, 0)
+    descriptors = {1: stdout, 2: 2} | {one: one for one in pass_fds}
+    return Process(command[1:], descriptors, env, own_group=True)
+
+
+class Process:
+    """``python COMMAND`` as a fork, with the interface of `subprocess.Popen`.
+
+    descriptors: its descriptors, each with the one of this process that it is; its standard input is empty. env: its environment, whose
+    PYTHONPATH is all that it imports from. own_group: it is in a process group of its own.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        descriptors: Mapping[int, int],
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        own_group: bool = False,
+    ) -> None:
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._status, theirs = socket.socketpair()
+        request = {
+            "command": command,
+            "numbers": [*descriptors],
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "own_group": own_group,
+        }
+        text, server = json.dumps(request).encode(), _server()
+        socket.send_fds(server, [len(text).to_bytes(4, "little")], [theirs.fileno(), *descriptors.values()])
+        server.sendall(text)
+        theirs.close()
+        self.pid = int.from_bytes(_exactly(self._status, 4), "little")
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+                self.returncode = int.from_bytes(_exactly(self._status, 4), "little", signed=True)
+                self._status.shutdown(socket.SHUT_WR)
+                self._status.recv(1)  # until the server has forgotten the process
+                self._status.close()
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
 @cache
-def _server() -> subprocess.Popen[str]:
-    """The process that forks."""
+def _server() -> socket.socket:
+    """The process that forks; it ends with this end of its socket."""
+    ours, theirs = socket.socketpair()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        process_group=0,
     )
-    atexit.register(server.communicate)
-    return server
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours
 
 
-def _become(request: dict[str, Any]) -> None:
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError("the process that forks has ended")
+        data += part
+    return data
+
+
+def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     """Turns this fork into the program, and ends with it."""
-    for descriptor, name in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
-        file = os.open(name, os.O_RDWR | os.O_CREAT)
-        os.dup2(file, descriptor)
-        os.close(file)
+    if request["own_group"]:
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    aside = [fcntl.fcntl(one, fcntl.F_DUPFD, FREE) for one in descriptors]
+    null = fcntl.fcntl(os.open(os.devnull, os.O_RDONLY), fcntl.F_DUPFD, FREE)
+    os.closerange(0, FREE)
+    for one, number in zip((null, *aside), (0, *request["numbers"]), strict=True):
+        os.dup2(one, number)
+        os.close(one)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.path[:] = request["path"]
+    sys.path[:] = request["env"]["PYTHONPATH"].split(os.pathsep)
     status = 0
     try:
         _execute(*request["command"])
@@ -114,16 +222,71 @@ def _execute(kind: str, *rest: str) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def _serve(requests: socket.socket) -> None:
+    """Forks for each request, and tells its status connection the id of the process and then how it ended.
+
+    A process is a zombie until nobody holds the other end of its connection, as one of `subprocess.Popen` is until it is waited for.
+    """
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    processes: dict[socket.socket, int] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is requests:
+                head, descriptors, _, _ = socket.recv_fds(requests, 4, 64)
+                if not head:
+                    for pid in processes.values():
+                        _reap(pid)
+                    return
+                request = json.loads(_exactly(requests, int.from_bytes(head, "little")))
+                status = socket.socket(fileno=descriptors[0])
+                pid = os.fork()
+                if pid == 0:
+                    _become(request, descriptors[1:])
+                _close(descriptors[1:])
+                processes[status] = pid
+                selector.register(status, selectors.EVENT_READ)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, status)
+                status.sendall(pid.to_bytes(4, "little"))
+            elif isinstance(key.fileobj, socket.socket):  # nobody asks for this process any more
+                selector.unregister(key.fileobj)
+                _reap(processes.pop(key.fileobj))
+                key.fileobj.close()
+            else:
+                status = key.data
+                selector.unregister(key.fileobj)
+                _close([key.fd])
+                if status in processes:
+                    with suppress(BrokenPipeError):  # the event of its end follows
+                        status.sendall(_exit_code(processes[status]).to_bytes(4, "little", signed=True))
+
+
+def _exit_code(pid: int) -> int:
+    """The exit code of a zombie, which stays one."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _reap(pid: int) -> None:
+    """Forgets a process; one that nobody can end any more is killed."""
+    if os.waitpid(pid, os.WNOHANG)[0] == 0:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for one in descriptors:
+        os.close(one)
+
+
 def main() -> None:
-    """Answers every line of standard input, a request, with the exit status of its program."""
-    import torch  # noqa: F401
+    import torch
+    import torch.distributed  # noqa: F401
 
     gc.freeze()
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _become(json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their processes
+    _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

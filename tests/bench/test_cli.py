@@ -124,7 +124,7 @@ def test_explain_without_the_dynamic_size_prints_a_plan() -> None:
 
 def test_axes_are_listed() -> None:
     output = answer("explain", "rms_norm", "--axes")
-    assert [row["axis"] for row in output["axes"]] == ["m", "n", "x"]
+    assert [row["axis"] for row in output["axes"]] == ["m", "n", "x", "w"]
 
 
 def test_verify_and_bench_rows() -> None:

@@ -78,7 +78,7 @@ def test_rows_and_result_file(tiny: str, tmp_path: Path, policy_file: Any) -> No
         for row in rows
     )
     (graph,) = [g for g in rows[1]["graphs"] if g["seqs"]]
-    assert (graph["seqs"], graph["captured"]) == (4, False) and graph["steps"] >= 9
+    assert (graph["seqs"], graph["captured"]) == (4, True) and graph["steps"] >= 9
     stored = json.loads(out.read_text())
     assert [len(row["step_samples_ms"]) for row in stored["rows"]] == [5] * 4 and stored["environment"][
         "target"

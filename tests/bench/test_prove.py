@@ -82,7 +82,7 @@ def test_a_report_has_device_versions_and_the_hash_of_what_ran(proven: dict[str,
 
 def test_a_report_proves_the_present_code(tmp_path: Path, proven: dict[str, Any]) -> None:
     path = changed(tmp_path / "p.json", proven, lambda report: None)
-    assert str(finding(path)) == "proven: 7 examples"
+    assert str(finding(path)) == "proven: 9 examples"
     (row,) = json.loads(run("--check", path, "--json"))
     assert row["state"] == "proven" and row["kernel"] == KERNEL and row["target"] == "cpu:avx2"
 
@@ -98,7 +98,7 @@ JUDGED: dict[str, tuple[Change, str, str]] = {
     "old code": (lambda r: first(r).update(code="0" * 16), "outdated", "code 0000000000000000 ran"),
     "old code that was wrong": (lambda r: first(r).update(code="0" * 16, **WRONG), "outdated", "code 0000"),
     "wrong": (lambda r: first(r).update(WRONG), "failed", "m=0,n=64,x=fp32: error 1 is over"),
-    "a row less": (lambda r: r["rows"].pop(), "incomplete", "without m=2,n=16387"),
+    "a row less": (lambda r: r["rows"].pop(), "incomplete", "without m=33,n=768,x=fp16,w=fp32"),
     "another problem": (
         lambda r: first(r).update(problem="m=3,n=9"),
         "incomplete",
@@ -201,13 +201,13 @@ def test_reports_become_grades_of_their_code(
     kernel, avx2 = default_registry().kernel("rms_norm", KERNEL), Target.parse("cpu:avx2")
     good, other = tmp_path / "a.json", tmp_path / "b.json"
     changed(good, proven, lambda report: None)
-    assert records()["elsewhere"][str(good)] == {KERNEL: {"cpu:avx2": kernel.code_hash()}}
+    assert records()["elsewhere"][str(good)] == {KERNEL: {"code": kernel.code_hash(), "on": ["cpu:avx2"]}}
     best = registered.best(kernel, avx2)
     assert best is not None and (best.grade, best.record) == ("elsewhere", str(good))
     changed(other, proven, JUDGED["old code that was wrong"][0])
     assert str(other) not in {path for of in records().values() for path in of}
     changed(other, proven, JUDGED["wrong"][0])
-    assert records()["failed"] == {str(other): {KERNEL: {"cpu:avx2": kernel.code_hash()}}}
+    assert records()["failed"] == {str(other): {KERNEL: {"code": kernel.code_hash(), "on": ["cpu:avx2"]}}}
     assert [p.grade for p in registered.proofs(kernel, avx2)] == ["failed"]
     changed(other, proven, JUDGED["a row less"][0])
     assert str(other) not in records()["elsewhere"]

@@ -48,12 +48,18 @@ def test_build_seconds_count_each_command_once() -> None:
 
 def test_the_seconds_of_a_child_count_before_and_after_it_ends() -> None:
     begin = budget.cpu_seconds()
-    code = "import sys; sum(range(10_000_000)); print(flush=True); sys.stdin.read()"
+    code = "import sys; sum(range(50_000_000)); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as child:
         assert child.stdout is not None and child.stdout.readline()
         alive = budget.cpu_seconds()
         child.communicate()
     assert alive - begin > 0.1 and budget.cpu_seconds() - alive < 0.1
+
+
+def test_a_slower_processor_has_more_seconds_and_a_faster_one_not_fewer() -> None:
+    assert budget.pace([2 * budget.REFERENCE, 9.0, 1e-6]) == 2.0
+    assert budget.pace([budget.REFERENCE / 2]) == budget.pace([]) == 1.0
+    assert 0 < budget.timed_work() < 1
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0, 1), (1000, 0)])

@@ -11,6 +11,7 @@ import pytest
 
 from gristmill.kernel_registry import grades as registered
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
@@ -33,47 +34,44 @@ def _cells() -> dict[tuple[str, str], list[str]]:
     }
 
 
-def test_every_letter_has_its_evidence() -> None:
-    """Read from the files themselves: a bold letter ran (a report, a device test, or here), any other is in
-    the compile matrix."""
-    registry, checked = default_registry(), 0
-    baseline = json.loads((ROOT / "ci" / "compile_baseline.json").read_text(encoding="utf-8"))
-    built = {(key.partition("/")[0], key.partition("@")[2]) for key in baseline}
-    ran = set()
-    for path in (ROOT / "bench" / "results").glob("*/operations/*.json"):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        ran |= {(row["kernel"], report["environment"]["target"]) for row in report["rows"] if row["us"]}
-    ran |= {(kernel, where.partition(":")[0]) for kernel, of in grades.proved().items() for where, _ in of}
+def test_every_letter_has_its_record_and_shows_spills() -> None:
+    """Read from the records and the baseline: a bold letter is of code that ran on this very level, any other of code that was
+    compiled for it; one of which a case spills there is marked."""
+    registry, checked, marked = default_registry(), 0, 0
+    table = json.loads(registered.RECORDS.read_text(encoding="utf-8"))
+    codes = {kernel.name: kernel.code_hash() for kernel in registry.all_kernels()}
+    recorded: dict[tuple[str, str], set[str]] = {}
+    for grade in ("elsewhere", "compiled"):
+        for kernels in table[grade].values():
+            for name, entry in kernels.items():
+                if entry["code"] == codes[name]:
+                    for level in entry["on"]:
+                        recorded.setdefault((name, level), set()).add(grade)
+    baseline = json.loads(grades.BASELINE.read_text(encoding="utf-8"))
+    spilling = {
+        (k.partition("/")[0], k.partition("@")[2]) for k, entry in baseline.items() if entry["spills"]
+    }
+    spilling |= {(name, arch) for name, entry in grades.ptx().items() for arch in entry.get("spills", ())}
+    levels = dict(tables.COLUMNS)
     for (op, heading), marks in _cells().items():
         for mark in marks:
-            kernels = [
-                k for k in registry.kernels_of(op) if tables.letter(k).strip("()") == mark.strip("*()")
-            ]
-            if not mark.startswith("**"):
-                parts = [grades.CHAINS.get(k.name, (k.name,)) for k in kernels]
-                hip = any(
-                    k.language == "hip" and heading in k.requires.brings for k in kernels
-                )  # test_hip_isa
-                assert hip or any(all((part, heading) in built for part in names) for names in parts), (
-                    op,
-                    heading,
-                    mark,
-                )
-            elif heading == "x86-64":
-                assert any(k.language == "cpp" or k.provider == "torch" for k in kernels), (op, mark)
-            else:
-                assert any((k.name, heading) in ran or k.proven.startswith(f"{heading}:") for k in kernels), (
-                    op,
-                    mark,
-                )
-            checked += 1
-    assert checked > 150
+            kernels = [k.name for k in registry.kernels_of(op) if tables.letter(k).strip("()") in mark]
+            grade = "elsewhere" if mark.startswith("**") else "compiled"
+            assert any(grade in recorded.get((name, levels[heading]), ()) for name in kernels), (
+                op,
+                heading,
+                mark,
+            )
+            spills = any((part, heading) in spilling for name in kernels for part in grades.parts(name))
+            assert mark.endswith(tables.SPILLS) == spills, (op, heading, mark)
+            checked, marked = checked + 1, marked + spills
+    assert checked > 150 and marked > 10
 
 
 def test_columns_are_the_compile_matrix_and_the_cpu_of_the_tests() -> None:
-    """Nothing was compiled for or run on sm_75, XPU or arm64, so the table has no such columns."""
+    """Nothing was compiled for or run on XPU or arm64, so the table has no such columns."""
     assert tuple(heading for heading, _ in tables.COLUMNS) == (*compile_matrix.TARGETS, "x86-64")
-    for heading in ("sm_75", "xpu", "arm64", "gfx1030"):
+    for heading in ("xpu", "arm64", "gfx1030"):
         assert heading not in tables.ops_table(default_registry())
 
 
@@ -92,22 +90,20 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch, recorded) -> None:
-    """Planted fault: a target leaves the baseline, a case of a kernel stops compiling, and reports and device
-    tests are gone."""
+    """Planted fault: a target leaves the baseline, a case of a kernel stops compiling, and reports are gone."""
     registry = default_registry()
     mark = registry.kernel("rms_norm", "rms_norm_triton")
-    proofs = {(grade, arch) for grade, _, arch in grades.evidence(mark)}
+    proofs = {(one.grade, level) for one in grades.evidence(mark) for level in one.levels}
     assert {("compiled", "sm_80"), ("interpreted", "sm_80"), ("elsewhere", "sm_90")} <= proofs
-    assert not {arch for _, arch in proofs} & {"sm_75", "x86-64"}
-    for name in ("linear_aiter", "linear_deepgemm"):
-        assert not list(grades.evidence(registry.kernel("linear", name))), name
+    assert not {level for _, level in proofs} & {"sm_70", "cpu:avx2"}
+    for name in ("linear_aiter", "linear_deepgemm", "linear_humming"):
+        assert not any(one.levels for one in grades.evidence(registry.kernel("linear", name))), name
     remaining = dict(grades.compiled())
     remaining["rms_norm_triton"] -= {"sm_80"}
     for chain in ("moe_chain", "moe_chain_w", "moe_chain_invariant", "moe_chain_w_invariant"):
         remaining[f"{chain}_triton"] -= {"gfx942"}
     monkeypatch.setattr(grades, "compiled", lambda: remaining)
-    for module in (tables, grades):
-        monkeypatch.setattr(module, "reported", dict)
+    monkeypatch.setattr(grades, "_judged", tuple)
     recorded()
     table = tables.ops_table(registry)
     rows = {
@@ -123,15 +119,54 @@ def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch, re
     assert rows["moe"][headings.index("gfx950")].strip() == "T"
 
 
+def test_ptx_that_ran_on_a_newer_gpu_counts_for_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel that is this PTX alone: not of one that launches Triton's too, nor of a cubin, nor of Triton's own code."""
+    registry, hopper = default_registry(), Target.parse("h100")
+    decode, gguf = (registry.kernel("linear", f"linear_{name}_decode_sm80") for name in ("w4a16", "gguf"))
+    others = [
+        registry.kernel(op, name)
+        for op, name in (
+            ("moe", "moe_sm80"),
+            ("linear", "linear_w4a16_decode_sm90"),
+            ("rms_norm", "rms_norm_triton"),
+        )
+    ]
+    found = [grades.Judged("proven", k.name, hopper, "NVIDIA H100", "proof.json") for k in (decode, *others)]
+    found.append(grades.Judged("outdated", gguf.name, hopper, "NVIDIA H100", "proof.json"))
+    monkeypatch.setattr(grades, "_judged", lambda: tuple(found))
+    table = json.loads(grades.records(registry))
+    assert table["newer"]["proof.json"] == {
+        decode.name: {
+            "code": decode.code_hash(),
+            "on": ["sm_80", "sm_86", "sm_87", "sm_89"],  # not sm_75, which it does not run on, nor sm_100
+            "ran": "compute_80 on sm_90",
+        }
+    }
+    assert table["elsewhere"]["proof.json"].keys() == {decode.name, *(kernel.name for kernel in others)}
+
+
 def test_a_pair_that_cannot_compile_is_no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     baseline = tmp_path / "baseline.json"
     entries = {"a/one@sm_80": {"registers": 9}, "a/two@sm_80": {"cannot": "no such instruction"}}
     chain = {f"{part}/one@sm_80": {"registers": 9} for part in grades.CHAINS["moe_chain_triton"][1:]}
     baseline.write_text(json.dumps(entries | {"b/one@sm_80": {"registers": 9}} | chain))
     monkeypatch.setattr(grades, "BASELINE", baseline)
+    monkeypatch.setattr(grades, "baseline", grades.baseline.__wrapped__)
     compiled = grades.compiled.__wrapped__()
     assert compiled["a"] == frozenset() and compiled["b"] == {"sm_80"}
     assert compiled["moe_chain_triton"] == frozenset()  # one of its parts is missing
+
+
+def test_the_worst_case_of_a_kernel_and_of_the_parts_of_a_chain_counts_as_spilling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = tmp_path / "baseline.json"
+    sizes = {"a/one": 0, "a/two": 64, "a/three": 8, "permute_triton/one": 0, "combine_triton/one": 24}
+    baseline.write_text(json.dumps({f"{case}@sm_80": {"spills": size} for case, size in sizes.items()}))
+    monkeypatch.setattr(grades, "BASELINE", baseline)
+    monkeypatch.setattr(grades, "baseline", grades.baseline.__wrapped__)
+    assert grades.spilled("a", "sm_80") == 64 and grades.spilled("a", "sm_90") == 0
+    assert grades.spilled("moe_chain_triton", "sm_80") == 24
 
 
 def test_the_files_of_the_records_exist() -> None:
@@ -145,11 +180,11 @@ def test_chains_are_the_kernels_without_code_of_their_own() -> None:
     registry = default_registry()
     kernels = {kernel.name: kernel for kernel in registry.all_kernels()}
     bare = {k.name for k in kernels.values() if k.language == "triton" and k.aot is None}
-    assert bare == grades.CHAINS.keys()
+    assert bare == {name for name in grades.CHAINS if kernels[name].language == "triton"}
     for chain, parts in grades.CHAINS.items():
         source = inspect.getsource(kernels[chain].load())
-        for part in parts:
-            assert kernels[part].aot is not None
+        for part in (part for part in parts if part != chain):
+            assert kernels[part].aot is not None or part in grades.ptx()
             assert kernels[part].target.partition(":")[0].rpartition(".")[2] in source, (chain, part)
 
 

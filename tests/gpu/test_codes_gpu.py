@@ -70,7 +70,9 @@ def test_experts_are_those_of_x(scheme: str, m: int) -> None:
     for given in ((None, None), (codes, laid_out), (codes, by_row)):
         out = torch.full_like(x, float("nan"))
         source = x if given[0] is None else torch.full_like(x, float("nan"))
-        load(kernel)(config, op.Call(source, weights, ids, *packed, inner, *rest[:-2], *given, out))
+        load(kernel)(
+            config, op.Call(source, weights, ids, *packed, inner, *rest[:-4], *given, *rest[-2:], out)
+        )
         outs.append(out)
     assert outs[0].isfinite().all() and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 

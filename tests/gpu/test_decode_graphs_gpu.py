@@ -149,9 +149,9 @@ def test_a_capture_without_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert through.generate(prompts(), params) == expected
     assert torch.cuda.memory_reserved() <= before + (1 << 26)
     monkeypatch.setattr(DecodeGraphs, "compute", compute)
-    params = [SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.2)] * 7
-    assert through.generate(prompts(), params) == without.generate(prompts(), params)
-    assert any(row["captured"] and row["seqs"] == 8 for row in through.explain_graphs())
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.2)] * 14
+    assert through.generate(prompts() * 2, params) == without.generate(prompts() * 2, params)
+    assert any(row["captured"] and row["seqs"] == 16 for row in through.explain_graphs())
 
 
 def test_memory_of_graphs_is_bounded(caplog: pytest.LogCaptureFixture) -> None:

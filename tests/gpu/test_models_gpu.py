@@ -10,12 +10,14 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.evaluate import evaluate
 from tests.runtime import oracle
-from tests.runtime.oracle import MODELS, NAMES, Comparison, answer
+from tests.runtime.oracle import ARCHITECTURES, MODELS, NAMES, Comparison, answer
+from tests.runtime.proofs import proves
 
 pytestmark = pytest.mark.gpu
 TRITON = Policy(pins={"*": ("*_triton", "*_triton_split", "moe_chain*")}, strict=True, origin="strict Triton")
 
 
+@proves("logits and ids", "a GPU", ARCHITECTURES, record="bench/results/h200/pytest_gpu.json")
 @pytest.mark.parametrize("policy", [None, TRITON], ids=["default", "strict Triton"])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_ids(name: str, policy: Policy | None) -> None:

@@ -14,7 +14,7 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernels.moe.moe import epilogue_sm90 as moe_epilogue_sm90
 from gristmill.kernels.moe.moe import op as moe
 from tests.calls import make_call
-from tests.gpu.test_moe_sm90 import DEVICE, HOPPER, ROUTINGS, layer, packed, routing
+from tests.gpu.test_moe_sm90 import DEFAULTS, DEVICE, HOPPER, ROUTINGS, layer, packed, routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
 EPILOGUE = "w13_bias+w2_bias+clamp"
@@ -77,7 +77,7 @@ def test_against_the_reference(kind: str, tokens: int) -> None:
     ):
         problem, arguments = call_of(kind, tokens, scheme, inner, epilogue)
         out = run(problem, arguments, space_of(problem))
-        error = moe.error(problem, arguments, [out], [moe.reference(*arguments)])
+        error = moe.error(problem, [*arguments, *DEFAULTS], [out], [moe.reference(*arguments)])
         assert error <= moe.OP.tolerance(problem).limit, (scheme, epilogue)
 
 
@@ -92,7 +92,7 @@ def test_faults_are_seen(place: int, value: Any) -> None:
     if isinstance(value, str):
         value = arguments[place].roll(1, 0) if value == "rolled" else torch.zeros_like(arguments[place])
     wrong[place] = value
-    error = moe.error(problem, arguments, [run(problem, wrong)], [moe.reference(*arguments)])
+    error = moe.error(problem, [*arguments, *DEFAULTS], [run(problem, wrong)], [moe.reference(*arguments)])
     assert error > 1.5 * moe.OP.tolerance(problem).limit
 
 

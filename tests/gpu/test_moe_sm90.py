@@ -139,12 +139,15 @@ def test_rows_per_expert(counts: list[int]) -> None:
     n, k, rows = 256, 512, sum(counts)
     for scheme in ("int4_g128", "mxfp4"):
         q = weights(scheme, len(counts), n, k, seed=rows)
-        tensors, x = packed(q), torch.randn(rows + 3, k, device=DEVICE).bfloat16()
-        ref, _ = reference(x, q, counts, True)
+        generator = torch.Generator(DEVICE).manual_seed(rows)
+        tensors, x = packed(q), torch.randn(rows + 3, k, device=DEVICE, generator=generator).bfloat16()
+        ref, size = reference(x, q, counts, True)
         for shape in shapes.shapes_for(k, True):
             config = config_of(scheme, shape)
             y = run(config, x, tensors, offsets_of(counts), None, 1, True, rows + 3, n // 2)
-            assert float((y[:rows].double() - ref).norm()) <= 4e-3 * float(ref.norm()), (counts, config)
+            # Over all numbers, of which two rows have enough: a column of theirs would be two numbers.
+            error = (y[:rows].double() - ref) / size
+            assert not rows or float(error.square().mean() ** 0.5) < LIMIT[torch.bfloat16], (counts, config)
             assert not y[rows:].any()
 
 
@@ -224,6 +227,7 @@ def test_permute_and_combine(tokens: int, top_k: int, experts: int) -> None:
             torch.testing.assert_close(out, expected, rtol=limit, atol=limit)
 
 
+DEFAULTS = (None, None, "silu", True)  # of codes, scales, activation, gated
 ROUTINGS = ("skewed", "all to one", "foreign", "repeated")
 
 
@@ -262,7 +266,9 @@ def test_moe_against_the_reference(kind: str, tokens: int) -> None:
         arguments = [x, scores, ids, first, second, inner, None, *SILU]
         out = moe(arguments, problem, None)
         ref = moe_op.reference(x, scores, ids, first, second)
-        assert moe_op.error(problem, arguments, [out], [ref]) <= moe_op.tolerance(problem).limit, (
+        assert (
+            moe_op.error(problem, [*arguments, *DEFAULTS], [out], [ref]) <= moe_op.tolerance(problem).limit
+        ), (
             scheme,
             kind,
         )
@@ -311,7 +317,7 @@ def test_faults_are_seen(fault: str) -> None:
         given[0], given[1] = scores[1], scores[0]
     wrong = QuantTensor(first.codes, scales, first.shape, first.scheme)
     out = moe([x, given, ids, wrong, second, 256, None], problem, None)
-    error = moe_op.error(problem, [x, scores, ids, first, second, 256, None, *SILU], [out], [ref])
+    error = moe_op.error(problem, [x, scores, ids, first, second, 256, None, *SILU, *DEFAULTS], [out], [ref])
     assert error > moe_op.tolerance(problem).limit
 
 

@@ -21,7 +21,7 @@ from gristmill.kernels.moe.permute.op import reference as permute
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.calls import make_call
-from tests.gpu.test_moe_sm90 import DEVICE, HOPPER, ROUTINGS, SILU, offsets_of, routing
+from tests.gpu.test_moe_sm90 import DEFAULTS, DEVICE, HOPPER, ROUTINGS, SILU, offsets_of, routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3}
@@ -215,7 +215,9 @@ def test_against_the_reference(kind: str, tokens: int) -> None:
         arguments = [x, scores, ids, first, second, 208, None, *SILU]
         out = moe(arguments, problem)
         ref = moe_op.reference(x, scores, ids, first, second)
-        assert moe_op.error(problem, arguments, [out], [ref]) <= moe_op.tolerance(problem).limit, scheme
+        assert (
+            moe_op.error(problem, [*arguments, *DEFAULTS], [out], [ref]) <= moe_op.tolerance(problem).limit
+        ), scheme
         if kind == "foreign":
             assert bool((out[ids[:, 1] < 0] == 0).all())
 
@@ -250,7 +252,7 @@ def test_faults_are_seen(fault: str) -> None:
     wrong = first.with_tensors({**first.tensors(), "codes": codes, "scales": scales}, first.shape)
     other = second.with_tensors({**second.tensors(), "scales": down}, second.shape)
     out = moe([x, given, ids, wrong, other, 384, None], problem)
-    error = moe_op.error(problem, [x, scores, ids, first, second, 384, None, *SILU], [out], [ref])
+    error = moe_op.error(problem, [x, scores, ids, first, second, 384, None, *SILU, *DEFAULTS], [out], [ref])
     assert error > moe_op.tolerance(problem).limit
 
 

@@ -18,8 +18,8 @@ def test_all_cases_move_the_bytes() -> None:
 def test_one_wrong_byte_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kv_peer.ipc_reader
 
-    def planted(told: dict[str, object], into: torch.Tensor, file: str):  # type: ignore[no-untyped-def]
-        read = real(told, into, file)
+    def planted(told: dict[str, object], into: torch.Tensor):  # type: ignore[no-untyped-def]
+        read = real(told, into)
 
         def wrong() -> None:
             read()

@@ -23,7 +23,8 @@ def test_every_way_is_reached(scheme: str, monkeypatch: pytest.MonkeyPatch) -> N
         for kernel in kernels
         for config in program.configs(kernel, scheme, *(int(part) for part in text.split("x")))
     ]
-    decode, gemm = [c for c in configurations if "nt" in c], [c for c in configurations if "mt" in c]
+    decode, gemm = [c for c in configurations if "nt" in c], [c for c in configurations if "even" in c]
+    stream_k = [c for c in configurations if "share" in c]
     assert (
         {c["nt"] for c in decode} == {1, 2}
         and {c["split"] for c in decode} >= {1, 2}
@@ -34,5 +35,6 @@ def test_every_way_is_reached(scheme: str, monkeypatch: pytest.MonkeyPatch) -> N
         and {c["split"] for c in gemm} >= {1, 2}
         and {c["even"] for c in gemm} >= {0, 1}
     )
+    assert {c["mt"] for c in stream_k} == {32, 64, 128} and {c["share"] for c in stream_k} == {0, 1}
     if scheme != "int4_g32_zp":  # has no slices
         assert {c["slices"] for c in gemm} > {1}

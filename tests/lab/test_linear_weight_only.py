@@ -7,6 +7,7 @@ import json
 import sys
 import weakref
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from gristmill.kernel_registry.store import Store
 from gristmill.quant.packed import LayoutError
 from lab import gpu_graphs, kernel_timing
 from lab import linear_weight_only as program
+from lab.marlin import MARLIN
 
 
 def samples(**us: float) -> dict[str, list[float]]:
@@ -136,6 +138,72 @@ def test_a_whole_run_with_the_kernels_of_a_cpu(
     )
     with pytest.raises(RuntimeError, match="no registered kernel runs"):
         program.main()
+
+
+def vllm_modules(monkeypatch: pytest.MonkeyPatch, wrong: float = 1.0) -> None:
+    """Stands in for vLLM: its Marlin, in plain torch, over words that are not repacked."""
+
+    def gptq_marlin_repack(
+        words: torch.Tensor, perm: torch.Tensor, k: int, n: int, bits: int
+    ) -> torch.Tensor:
+        assert words.shape == (k // 8, n) and words.dtype == torch.int32 and not perm.numel() and bits == 4
+        return words
+
+    def marlin_permute_scales(scales: torch.Tensor, k: int, n: int, group: int) -> torch.Tensor:
+        assert scales.shape == (k // group, n)
+        return scales
+
+    def marlin_gemm(
+        x: torch.Tensor,
+        out: torch.Tensor,
+        words: torch.Tensor,
+        bias: None,
+        scales: torch.Tensor,
+        *rest: Any,
+    ) -> torch.Tensor:
+        assert rest[:5] == (None,) * 5 and rest[6:] == ("uint4b8", *x.shape[:1], out.shape[1], x.shape[1]) + (
+            True,
+            False,
+            True,
+            False,
+        )
+        codes = torch.stack([words >> 4 * i & 15 for i in range(8)], 1).reshape(-1, words.shape[1]) - 8
+        w = codes * scales.float().repeat_interleave(x.shape[1] // scales.shape[0], 0)
+        return out.copy_(x.float() @ w * wrong)
+
+    utilities = "vllm.model_executor.layers.quantization.utils.marlin_utils"
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {
+            "_custom_ops": SimpleNamespace(gptq_marlin_repack=gptq_marlin_repack, marlin_gemm=marlin_gemm)
+        },
+        "vllm.scalar_type": {"scalar_types": SimpleNamespace(uint4b8="uint4b8")},
+        utilities: {"marlin_permute_scales": marlin_permute_scales},
+    }
+    parts = utilities.split(".")
+    for name in (*(".".join(parts[:i]) for i in range(1, len(parts))), *contents):
+        module = ModuleType(name)
+        module.__dict__.update(contents.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.1])
+def test_beside_marlin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: float) -> None:
+    for module in (program, gpu_graphs):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_graphs, "COLD", 1 << 18)
+    monkeypatch.setattr(program, "Graphs", Calls)
+    monkeypatch.setattr(kernel_timing, "environment", dict)
+    vllm_modules(monkeypatch, wrong)
+    out = tmp_path / "found.json"
+    text = f"--schemes int4_g128,int4_g64_zp --shapes 96x256 --m 17 --rounds 3 --kernels linear_cpu --alone --marlin --out {out}"
+    monkeypatch.setattr(sys, "argv", ["linear_weight_only", *text.split()])
+    assert program.main() == 0
+    written = json.loads(out.read_text())
+    names = [[candidate[0] for candidate in row["candidates"]] for row in written["rows"]]
+    assert names == [[MARLIN, "linear_cpu"] if wrong == 1.0 else ["linear_cpu"], ["linear_cpu"]]
+    if wrong == 1.0:
+        assert written["rows"][0]["peer"] == MARLIN
+    assert "symmetric" in written["refused"][MARLIN] or "wrong" in written["refused"][MARLIN]
 
 
 def test_a_kernel_whose_layouts_do_not_take_the_scheme_is_refused_by_name() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from gristmill.kernel_registry.target import Target
 from lab import (
+    context_parallel,
     first_token,
     gguf_model,
     gpu_graphs,
@@ -100,8 +101,16 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None: ...
 MODEL, TOKENS = ROOT / "examples" / "models" / "docs-llama", ROOT / "examples" / "models" / "eval_tokens.u16"
 FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "attention_cpu": (as_it_is, "--cases smallest --rounds 1 --out OUT"),
+    "context_parallel": (
+        as_it_is,
+        f"--model {MODEL} --device cpu --contexts 40 --batch 2 --tokens 2 --rounds 1 --out OUT",
+    ),
     "cpu": (as_it_is, "--case rms_norm --rounds 3 --out OUT"),
     "cpu_models": (small_file, "--kinds Q8_0 --layers 1 --prompt 16 --rounds 1 --out OUT"),
+    "embeddings": (
+        as_it_is,
+        "--sizes 300,64,1,2,96 --tokens 8,20 --texts 3 --batch 2 --rounds 1 --spread 0.5 --threads 1 --out OUT",
+    ),
     "engine": (
         as_it_is,
         f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
@@ -114,6 +123,10 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "--max-model-len 512 --out OUT",
     ),
     "first_token": (small_file, "--rounds 1 --quant-head int8 --out OUT"),
+    "kv_caches": (
+        as_it_is,
+        "--device cpu --layers 1 --model qwen3-8b --tokens 32 --rounds 1 --out OUT",
+    ),
     "kv_peer": (as_it_is, "--device cpu --tokens 3 --rounds 1 --out OUT"),
     "first_token_trees": (
         as_it_is,
@@ -177,7 +190,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 """Per program, replacements for what a test cannot have, and its command line; OUT is a result file, MODEL_FILE a small GGUF file, FILE
 any other that the program writes."""
 
-SLOW = ("cpu_models", "engine", "engine_turns", "first_token", "first_token_trees")
+SLOW = ("context_parallel", "cpu_models", "engine", "engine_turns", "first_token", "first_token_trees")
 """Programs whose smallest form starts many processes: `make test-full` runs them."""
 
 
@@ -222,6 +235,21 @@ def test_program_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             data.get("about", {}).get("command") or data.get("command", "") or data["runs"][0]["command"]
         )
         assert f"lab.{name}" in command
+
+
+def test_a_program_for_ranks_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_file
+) -> None:
+    """`context_parallel` without processes of ranks, which take most of its time."""
+    policy_file()
+    monkeypatch.setattr(context_parallel, "LAYOUTS", {"one": {}})
+    line = FORMS["context_parallel"][1].replace("OUT", str(tmp_path / "out.json"))
+    monkeypatch.setattr(sys, "argv", ["context_parallel", *line.split()])
+    with pytest.raises(SystemExit) as end:
+        context_parallel.main()
+    assert not end.value.code
+    [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["layout"] == "one" and row["context"] == 40 and row["step_s"] > 0
 
 
 def test_programs_start_from_the_checkout() -> None:

@@ -83,7 +83,12 @@ def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
     process = configure(tmp_path, "-DGRISTMILL_RARE=off")
     assert "without 12 rare source(s) (GRISTMILL_RARE=off)" in status_line(process)
     manifest = json.loads((tmp_path / "manifest_base.json").read_text())
-    assert len(manifest["left_out"]) == 12 and "linear_int4_g64_gemm_ws_sm90" in manifest["left_out"]
+    older = [name for name in manifest["left_out"] if name.endswith("_sm80")]
+    assert (
+        len(manifest["left_out"]) == 12 + len(older)
+        and "linear_int4_g64_gemm_ws_sm90" in manifest["left_out"]
+    )
+    assert len(older) == 20 and "_grouped_linear_nvfp4_rare_sm80" in older
     assert "linear_int4_g64_gemm_ws_sm90" not in (tmp_path / "compiled.cmake").read_text()
     assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))
     assert json.loads((tmp_path / "manifest_base.json").read_text())["left_out"] == []

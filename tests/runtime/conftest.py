@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,22 @@ import pytest
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel import child_process
+from tests.forked import forked_children
 from tests.runtime import kernel_sets
 from tests.runtime.oracle import MODELS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    with forked_children():
+        yield
+
+
+@pytest.fixture
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of the runtime are processes that begin with their own interpreter, as they are for users."""
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +52,12 @@ def make(policy: Policy) -> Callable[..., LLM]:
         return LLM(folder, **{**defaults, **options})
 
     return build
+
+
+@pytest.fixture(scope="session")
+def make_plain(make: Callable[..., LLM]) -> Callable[..., LLM]:
+    """Like `make`, kernel by kernel: what a test plants in Python is not called by the record of a step, which a CPU has by default."""
+    return partial(make, decode_graphs=False)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, ScheduledStep, SchedulerConfig
 from gristmill.runtime.speculation.config import Speculation
 from gristmill.runtime.step_details import StepResult
+from tests.runtime.processed import cpu_plans
 from tests.runtime.scheduler.harness import VOCAB, FakeModel
 
 
@@ -47,7 +48,7 @@ class FakeRunner:
         self.cache = SimpleNamespace(
             num_blocks=config.num_blocks, block_size=config.block_size, windows=config.windows
         )
-        self.processors = LogitsProcessors(VOCAB, torch.device("cpu"))
+        self.processors = LogitsProcessors(VOCAB, cpu_plans())
         self.fake = FakeModel(config)
         self.max_seqs = config.max_seqs
         self.device = torch.device("cpu")

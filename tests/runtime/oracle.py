@@ -14,6 +14,7 @@ import torch
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA, DEEPSEEK = "docs-llama", "docs-deepseek"
 NAMES = (LLAMA, DEEPSEEK)
+ARCHITECTURES = {LLAMA: "LlamaForCausalLM", DEEPSEEK: "DeepseekV3ForCausalLM"}
 LOGIT_GAP, ROUTER_GAP = 1e-4, 1e-5
 
 

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.scheduler import ScheduledRequest
+
+
+def cpu_plans() -> Plans:
+    """Plans of a model in float32 on the CPU."""
+    return Plans(torch.device("cpu"), torch.float32)
 
 
 def entry(
@@ -33,5 +39,7 @@ def apply(
         fed = torch.zeros(len(logits), dtype=torch.int64)
     parts = [part for part in (now, None if later is None else later.ready()) if part is not None]
     for rows in parts:
-        processed[rows.places] = rows.process(logits, fed)
+        values, places = rows.process(logits, fed)
+        assert places.tolist() == rows.places
+        processed[places] = values
     return processed if parts else logits

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.runtime.gguf_files import finish, new_writer
 from tests.runtime.oracle import MODELS
 
 LINEAR = re.compile(r"(model\.layers\.\d+\..*(?:proj|proj_with_mqa))\.weight")
@@ -258,18 +259,9 @@ def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, 
 
     config = json.loads((MODELS / name / "config.json").read_text())
     path, plain = folder / "made.gguf", folder / "plain"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer, table = new_writer(path, "llama", config)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_eos_token_id(config["eos_token_id"])
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     values = {}
     with safe_open(MODELS / name / "model.safetensors", "pt") as source:
@@ -299,10 +291,7 @@ def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, 
                     .reshape(read.shape)
                 )
             values[key] = torch.from_numpy(np.ascontiguousarray(read))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     plain.mkdir()
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
     (plain / "config.json").write_text(json.dumps(config))

@@ -23,6 +23,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import kernel_sets, oracle
 from tests.runtime.oracle import Comparison
+from tests.runtime.proofs import GREEDY, proves
 
 LIMIT = 2e-4
 LENGTH = 96
@@ -139,6 +140,9 @@ def largest_error(llm: LLM, prompt: list[int], expected: torch.Tensor) -> float:
     return float((window_logits(llm.engine, prompt) - expected).abs().max())
 
 
+@proves(
+    "logits and ids", GREEDY, {"llama": "LlamaForCausalLM", "deepseek": "DeepseekV3ForCausalLM"}, by="family"
+)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     plain, changes = (LLAMA, LLAMAS[name]) if family == "llama" else (DEEPSEEK, DEEPSEEKS[name])

@@ -195,7 +195,7 @@ def test_a_graph_without_memory_is_left_out(
     prompts = wide({})["prompts"][:4]
     params = [SamplingParams(max_tokens=8 * (1 + i), ignore_eos=True) for i in range(4)]
     results = llm.generate(prompts, params)
-    assert results == make(LLAMA).generate(prompts, params)
+    assert results == make(LLAMA, decode_graphs=False).generate(prompts, params)
     rows = {row["seqs"]: row for row in llm.explain_graphs() if row["seqs"]}
     assert {seqs: row["captured"] for seqs, row in rows.items()} == {1: False, 2: True, 4: False}
     assert rows[1]["reason"] == rows[4]["reason"] == "there was no memory to capture it"

@@ -24,6 +24,7 @@ from gristmill.runtime.speculation import eagle3
 from gristmill.runtime.speculation.config import Speculation
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
+from tests.runtime.proofs import proves
 from tests.runtime.test_mtp import GREEDY, normed, proposer_of, record, worst
 from tests.runtime.test_speculation import PARAMS, PROMPTS, STATES, content
 
@@ -236,6 +237,7 @@ def test_faults_show(
         assert (difference > 1e-3) == (fault is not None), fault
 
 
+@proves("drafts", "eagle3", "LlamaForCausalLM")
 @pytest.mark.parametrize("state", ["plain", pytest.param("preemption", marks=pytest.mark.slow)])
 def test_same_ids(make: Callable[..., LLM], shared: Callable[..., LLM], folder: Path, state: str) -> None:
     llm = make(LLAMA, speculate=drafted(folder), **STATES[state])
@@ -244,6 +246,18 @@ def test_same_ids(make: Callable[..., LLM], shared: Callable[..., LLM], folder: 
     status = llm.engine.status().speculation
     assert status is not None and status.accepted_tokens > 3
     assert not proposer._requests and len(proposer._free) == llm.engine.runner.max_seqs
+
+
+def test_up_to_the_limit(make: Callable[..., LLM], shared: Callable[..., LLM], folder: Path) -> None:
+    """The head has positions for the sequences of the engine, and is not asked for more."""
+    llm, params = make(LLAMA, max_model_len=64, speculate=drafted(folder, 8)), SamplingParams(max_tokens=64)
+    prompts = [prompt[:20] for prompt in PROMPTS]
+    done, whole = llm.generate(prompts, params), shared(LLAMA).generate(prompts, params)
+    assert [each.token_ids for each in done] == [
+        each.token_ids[: 64 - len(prompt)] for each, prompt in zip(whole, prompts, strict=True)
+    ]
+    head: Any = proposer_of(llm)._model
+    assert len(head.attention.rope.table) == 64
 
 
 @pytest.mark.parametrize("covered", [True, False])

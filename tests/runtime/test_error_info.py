@@ -13,9 +13,10 @@ from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.completion import Chunk, Completion
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import ErrorCode, ErrorInfo, RankError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.structured_output import Grammar, StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput
 from tests.runtime.oracle import LLAMA
 
 TEXT = "The CREATE INDEX statement"
@@ -56,10 +57,10 @@ def failed(completion: Completion | Chunk, code: str, message: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"allowed_token_ids": range(100)}], ids=str)
 def test_logits_that_are_not_finite(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, value: float, more: dict[str, Any]
+    make_plain: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, value: float, more: dict[str, Any]
 ) -> None:
     """Also where the host processes or reads them, which is another path."""
-    llm = make(LLAMA)
+    llm = make_plain(LLAMA)
     poison(llm, monkeypatch, value, after=1)
     params = [
         SamplingParams(max_tokens=4, ignore_eos=True, **more),
@@ -71,8 +72,8 @@ def test_logits_that_are_not_finite(
     assert second.finish_reason == "length" and second.error is None
 
 
-def test_drafts_change_no_cause(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make(LLAMA, speculate="ngram:3")
+def test_drafts_change_no_cause(make_plain: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_plain(LLAMA, speculate="ngram:3")
     poison(llm, monkeypatch, float("nan"), after=4)
     [completion] = llm.generate(["a b a b a b a b"], SamplingParams(max_tokens=40, ignore_eos=True))
     failed(completion, "invalid_logits", "NaN or infinite")
@@ -135,8 +136,8 @@ def test_parameters_that_overflow(shared: Callable[..., LLM]) -> None:
     failed(completion, "invalid_logits", "the model's logits were finite, but not what penalties")
 
 
-def test_chunks_of_an_async_engine(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make(LLAMA)
+def test_chunks_of_an_async_engine(make_plain: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_plain(LLAMA)
     poison(llm, monkeypatch, float("nan"), after=2)
 
     async def run() -> list[Chunk]:
@@ -161,9 +162,9 @@ def test_chunks_of_an_async_engine(make: Callable[..., LLM], monkeypatch: pytest
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_an_engine_that_dies(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+    make_plain: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
-    llm = make(LLAMA)
+    llm = make_plain(LLAMA)
 
     def step() -> None:
         raise error

@@ -18,7 +18,8 @@ from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.llm import LLM
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle, producers
-from tests.runtime.oracle import DEEPSEEK, LLAMA
+from tests.runtime.oracle import ARCHITECTURES, DEEPSEEK, LLAMA
+from tests.runtime.proofs import proves
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": False}
 INT3 = {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": True}
@@ -60,6 +61,16 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
+@proves("quantized", "awq", "LlamaForCausalLM")
+@proves("quantized", "gptq", "LlamaForCausalLM")
+@proves("quantized", "modelopt", "LlamaForCausalLM")
+@proves("quantized", "fp8", "DeepseekV3ForCausalLM")
+@proves(
+    "quantized",
+    "compressed-tensors",
+    {case: ARCHITECTURES[name] for case, (name, _) in CASES.items() if "compressed" in case},
+    by="case",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_values(case: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     name, producer = CASES[case]
@@ -284,6 +295,7 @@ def test_a_quantized_embedding_is_dequantized(make: Callable[..., LLM], tmp_path
     assert torch.equal(embedding(torch.arange(q.n)), q.dequantize())
 
 
+@proves("GGUF", "llama", "LlamaForCausalLM")
 def test_a_gguf_file(make: Callable[..., LLM], tmp_path: Path) -> None:
     """q and k have one type, v another, the embedding a third, as in the mixtures of llama.cpp."""
     pytest.importorskip("gguf")

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from gristmill.quant.checkpoints.gguf import GgufCheckpoint
-from gristmill.quant.checkpoints.gguf_tokenizer import SPACE, gguf_tokenizer
+from gristmill.quant.checkpoints.gguf_tokenizer import PRE, SPACE, gguf_tokenizer
 from gristmill.quant.formats.gguf_header import GgufHeader
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.llm import LLM
@@ -26,7 +26,10 @@ from gristmill.runtime.tokenizer import Tokenizer
 from gristmill.tools.cli import cli
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
+from tests.runtime.gguf_files import finish, new_writer
 from tests.runtime.oracle import LLAMA, MODELS
+from tests.runtime.proofs import proves
+from tests.runtime.test_tekken import PATTERN
 
 gguf = pytest.importorskip("gguf")
 COMMON = {
@@ -76,15 +79,8 @@ def converted(
     beside it."""
     config = json.loads((folder / "config.json").read_text())
     architecture = "qwen3moe" if family == "qwen3moe" else "llama"
-    writer, raw = gguf.GGUFWriter(path, architecture), gguf.GGMLQuantizationType[kind]
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer, table = new_writer(path, architecture, config)
+    raw, heads = gguf.GGMLQuantizationType[kind], {}
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     if family != "llama":
         writer.add_expert_count(4)
@@ -93,8 +89,6 @@ def converted(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     for key, value in keys.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    table, heads = gguf.get_tensor_name_map(arch, config["num_hidden_layers"]), {}
     if architecture == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     experts: dict[str, dict[int, np.ndarray]] = {}
@@ -129,10 +123,7 @@ def converted(
         }
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(factors, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     plain = path.with_suffix("")
     plain.mkdir()
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
@@ -147,6 +138,8 @@ def error(llm: LLM, folder: Path) -> float:
     return float((window_logits(llm.engine, ids) - expected).abs().max() / expected.abs().max())
 
 
+@proves("GGUF", "llama with experts", "MixtralForCausalLM")
+@proves("GGUF", "qwen3moe with experts", "Qwen3MoeForCausalLM")
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3moe"])
 def test_experts(family: str, kind: str, make: Callable[..., LLM], tmp_path: Path) -> None:
@@ -322,6 +315,12 @@ def test_byte_level_ids_are_those_of_tokenizer_json() -> None:
         ("smollm", ["It", "'s", "Ġ", *"12345", "ĠWE", "'", "LL", "Ġ:=", "ĊĠĠ", "Ġx"]),
         ("llama-bpe", ["It", "'s", "Ġ", "123", "45", "ĠWE", "'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
         ("qwen2", ["It", "'s", "Ġ", *"12345", "ĠWE", "'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
+        ("glm4", ["It", "'s", "Ġ", "123", "45", "ĠWE", "'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
+        ("chatglm-bpe", ["It", "'s", "Ġ", "123", "45", "ĠWE", "'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
+        ("tekken", ["It", "'s", "Ġ", *"12345", "ĠWE", "'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
+        ("gpt-4o", ["It's", "Ġ", "123", "45", "ĠWE'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
+        ("minimax-m2", ["It's", "Ġ", "123", "45", "ĠWE'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
+        ("llama4", ["It's", "Ġ", "123", "45", "ĠWE'LL", "Ġ:=Ċ", "ĠĠ", "Ġx"]),
     ],
 )
 def test_how_text_is_cut(pre: str, parts: list[str]) -> None:
@@ -330,6 +329,15 @@ def test_how_text_is_cut(pre: str, parts: list[str]) -> None:
         "It's 12345 WE'LL :=\n   x"
     )
     assert [part for part, _ in cut] == parts
+
+
+def test_how_words_of_two_cases_are_cut() -> None:
+    """Mistral's expression, as its files have it."""
+    assert PRE["tekken"] == PATTERN
+    cut = gguf_tokenizer(fields(tokenizer__ggml__pre="tekken"), "m.gguf").pre_tokenizer
+    given = "camelCase HTTPServer/path ÉTÉ中文x\r\n// Ǆungla"
+    parts = ["camel", "Case", " HTTPServer", "/path", " ÉTÉ中文x", "\r\n", "//", " Ǆungla"]
+    assert [given[begin:end] for _, (begin, end) in cut.pre_tokenize_str(given)] == parts
 
 
 def pieces() -> tuple[list[str], list[float], list[int]]:

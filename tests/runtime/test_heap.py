@@ -24,7 +24,8 @@ def no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py had
 
 
 def test_an_engine_goes_with_its_last_reference() -> None:
@@ -42,6 +43,14 @@ def test_a_warm_up_freezes_the_heap_until_the_engine_is_gone() -> None:
     model = weakref.ref(llm.model)
     del llm
     assert model() is None and gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    frozen, owner = gc.get_freeze_count(), Owner()
+    freeze_heap(owner)
+    del owner
+    assert gc.get_freeze_count() >= frozen > 0
 
 
 def test_garbage_is_collected_before_and_an_owner_in_a_cycle_stays() -> None:

@@ -46,6 +46,7 @@ SHARDED: dict[str, bytes | Path] = {
     "tokenizer_config.json": b'{"of": "tokenizer_config.json"}',
     "chat_template.jinja": b"{{ messages }}",
     "1_Pooling/config.json": b'{"of": "1_Pooling/config.json"}',
+    "artifact.metadata": b'{"of": "artifact.metadata"}',
     "onnx/model.onnx": b"onnx",
     "quantize_config.json": b'{"of": "quantize_config.json"}',
 }
@@ -57,6 +58,7 @@ FETCHED = {
     "tokenizer_config.json",
     "chat_template.jinja",
     "1_Pooling/config.json",
+    "artifact.metadata",
     "quantize_config.json",
 }
 GGUFS: dict[str, bytes | Path] = {
@@ -281,6 +283,15 @@ def test_names_that_leave_the_folder_are_no_files() -> None:
     assert model_files("org/name", "", sizes, list).gguf == "in/side.gguf"
     with pytest.raises(ConfigError, match="has no GGUF file '../up.gguf'"):
         model_files("org/name", "../up.gguf", sizes, list)
+
+
+def test_a_repository_in_the_layout_of_its_own_code() -> None:
+    """Where the layout of Hugging Face is there too, that one is fetched."""
+    sizes = dict.fromkeys(("params.json", "consolidated.safetensors", "tekken.json", "README.md"), None)
+    own = model_files("org/name", "", sizes, list)
+    assert own.names == ("tekken.json", "params.json", "consolidated.safetensors")
+    both = model_files("org/name", "", sizes | {"config.json": None, "model.safetensors": None}, list)
+    assert both.names == ("tekken.json", "config.json", "model.safetensors")
 
 
 def test_an_index_may_not_name_other_files(hub: Hub) -> None:

@@ -20,6 +20,7 @@ from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import SchedulerConfig
 from tests.runtime.late_runner import LateRunner
+from tests.runtime.poison import poison
 from tests.runtime.test_models import build
 
 WINDOW = 16
@@ -59,20 +60,6 @@ def one_group(make: Callable[..., LLM], folder: Path) -> list[list[int]]:
 
 def ids(llm: LLM) -> list[list[int]]:
     return [list(done.token_ids) for done in llm.generate(PROMPTS, PARAMS)]
-
-
-def poison(llm: LLM) -> None:
-    """From now on, before each step, blocks that nobody owns and no prefix names hold NaN."""
-    engine, runner = llm.engine, llm.engine.runner
-    launch = runner.launch
-
-    def poisoned(*args: Any) -> Any:
-        pool = engine.scheduler.pool
-        free = [b for b in range(pool.num_blocks) if not pool.refs[b] and pool.content[b] is None]
-        runner.cache.storage[:, :, free] = torch.nan
-        return launch(*args)
-
-    runner.launch = poisoned  # type: ignore[method-assign, union-attr]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

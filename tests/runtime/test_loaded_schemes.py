@@ -55,8 +55,13 @@ def weight_of(scheme: str, n: int = 96, k: int = 256) -> QuantTensor:
     ("target", "scheme", "loaded"),
     [
         ("h200", "int4_g32", "int4_g32"),  # Q4_0
-        ("h200", "int4_g32_min", "bf16"),  # Q4_1, Q4_K
-        ("h200", "int6_g16", "bf16"),  # Q6_K
+        ("h200", "int4_g32_min", "int4_g32_min"),  # Q4_1, Q4_K
+        ("h200", "int6_g16", "int6_g16"),  # Q6_K
+        ("h200", "int2_g16_min", "bf16"),  # Q2_K
+        ("sm_80", "int5_g32", "int5_g32"),  # Q5_0
+        ("sm_120", "int5_g32_min.int8_g32", "int5_g32_min"),  # Q5_1, Q5_K as the file declares them
+        ("sm_75", "int4_g32_min", "bf16"),
+        ("gfx942", "int6_g16", "bf16"),
         ("h200", "int8_g32", "int8_g32"),  # Q8_0
         ("sm_86", "int8_g32", "int8_g32"),
         ("gfx942", "int8_g64", "int8_g64"),
@@ -67,7 +72,7 @@ def weight_of(scheme: str, n: int = 96, k: int = 256) -> QuantTensor:
         ("sm_86", "int8_ch.int8_token", "int8_ch"),
         ("sm_86", "fp8_block.fp8_g128", "fp8_block"),
         ("h200", "int4_g128.int8_g128", "int4_g128"),
-        ("sm_86", "int6_g16.int8_g32", "bf16"),
+        ("sm_86", "int6_g16.int8_g32", "int6_g16"),
         ("sm_86", "bf16", "bf16"),
         ("cpu:avx2", "int4_g32_min", "int4_g32_min"),
         ("cpu:avx2", "int3_g64", "int3_g64"),
@@ -93,16 +98,16 @@ def test_the_scheme_that_a_device_has_a_kernel_for(
 
 
 def test_what_does_not_fit_stays_as_it_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    weight = weight_of("int4_g32_min")
+    weight = weight_of("int2_g16_min")
     growth = 2 * weight.n * weight.k - weight.nbytes
     plans = plans_of("h200", monkeypatch, tmp_path, room=2 * growth + 1)
-    assert [str(plans.loaded(weight).scheme) for _ in range(3)] == ["bf16", "bf16", "int4_g32_min"]
+    assert [str(plans.loaded(weight).scheme) for _ in range(3)] == ["bf16", "bf16", "int2_g16_min"]
     assert plans.schemes.grown == 2 * growth
 
 
 def test_a_policy_that_pins_a_kernel_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plans = plans_of("h200", monkeypatch, tmp_path, pins={"linear": ("linear_dequant_torch",)})
-    assert str(plans.loaded(weight_of("int4_g32_min")).scheme) == "int4_g32_min"
+    assert str(plans.loaded(weight_of("int2_g16_min")).scheme) == "int2_g16_min"
 
 
 def test_act_order_and_the_dtype_of_x(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,7 +123,7 @@ def test_act_order_and_the_dtype_of_x(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_parts_that_become_dense_are_one_matrix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plans = plans_of("h200", monkeypatch, tmp_path)
-    parts = [Part(weight_of("int4_g32_min")), Part(weight_of("int6_g16", 32), None, "int8_g32")]
+    parts = [Part(weight_of("int2_g16_min")), Part(weight_of("int3_g16", 32), None, "int8_g32")]
     (joined,) = linear._loaded(plans, parts)
     assert joined.weight.shape == (128, 256)
     assert torch.equal(joined.weight.dense(), torch.cat([p.weight.dequantize("bf16") for p in parts]))

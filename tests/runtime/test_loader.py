@@ -191,7 +191,7 @@ def edited(**changes: Any) -> dict[str, Any]:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; known: DeepseekV3ForCausalLM, .*LlamaForCausalLM, ",
+            "GPT2LMHeadModel is not supported; known: .*DeepseekV3ForCausalLM, .*LlamaForCausalLM, ",
         ),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),

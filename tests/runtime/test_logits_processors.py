@@ -19,14 +19,13 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.logits_processors import FIRST_SLOTS, ROWS, LogitsProcessors
+from gristmill.runtime.logits_processors import FIRST_SLOTS, IN_PROMPT, LogitsProcessors
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
-from tests.runtime.processed import apply, entry
+from tests.runtime.processed import apply, cpu_plans, entry
 
 VOCAB = 257
-CPU = torch.device("cpu")
 TEXT = "The CREATE INDEX statement"
 
 
@@ -91,7 +90,7 @@ def compare(params: Sequence[SamplingParams], seed: int = 0, steps: int = 6) -> 
     """Returns the largest difference from transformers over some steps while requests join one by one; every
     row is compared."""
     rng = torch.Generator().manual_seed(seed)
-    ours = LogitsProcessors(VOCAB, CPU)
+    ours = LogitsProcessors(VOCAB, cpu_plans())
     tokens: list[list[int]] = []
     prompts: list[int] = []
     worst = 0.0
@@ -133,8 +132,8 @@ def test_together_like_transformers(seed: int) -> None:
 
 
 def test_more_rows_than_are_processed_at_a_time() -> None:
-    rows = ROWS + 3
-    processors = LogitsProcessors(VOCAB, CPU)
+    rows = 67
+    processors = LogitsProcessors(VOCAB, cpu_plans())
     for i in range(rows):
         processors.add(str(i), SamplingParams(logit_bias={i: 1.0 + i}), [1], 1, [])
     processed = apply(processors, torch.zeros(rows, VOCAB), [str(i) for i in range(rows)])
@@ -145,7 +144,7 @@ def test_more_rows_than_are_processed_at_a_time() -> None:
     ("fault", "changed"),
     [
         ("_count", lambda self, known: None),
-        ("_in_prompt", None),
+        ("edit", None),
     ],
 )
 def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: Any) -> None:
@@ -154,9 +153,8 @@ def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: An
     else:  # only output tokens count as repeated
         edit = LogitsProcessors.edit
 
-        def forgetful(self: LogitsProcessors, *arguments: Any) -> torch.Tensor:
-            if self._in_prompt is not None:
-                self._in_prompt.zero_()
+        def forgetful(self: LogitsProcessors, *arguments: Any) -> Any:
+            self._seen &= ~IN_PROMPT
             return edit(self, *arguments)
 
         monkeypatch.setattr(LogitsProcessors, "edit", forgetful)
@@ -164,7 +162,7 @@ def test_planted_faults(monkeypatch: pytest.MonkeyPatch, fault: str, changed: An
 
 
 def test_slots_are_given_back_and_written_anew() -> None:
-    processors = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, cpu_plans())
     for i in range(5 * FIRST_SLOTS):
         processors.add("r", SamplingParams(logit_bias={i: -3.0}, repetition_penalty=2.0), [i, i], 1, [])
         processed = apply(processors, torch.ones(1, VOCAB), ["r"])
@@ -177,7 +175,7 @@ def test_slots_are_given_back_and_written_anew() -> None:
 
 
 def test_rows_without_wishes_are_the_same_tensor() -> None:
-    processors = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, cpu_plans())
     processors.add("r", SamplingParams(min_tokens=1), [1], 1, [2])
     logits = torch.randn(3, VOCAB)
     assert apply(processors, logits, ["a", "b", "c"]) is logits
@@ -196,14 +194,14 @@ def test_steps_without_wishes_do_not_meet_the_processors(
 
 
 def test_bf16_logits_are_processed_in_float32() -> None:
-    processors = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, cpu_plans())
     processors.add("r", SamplingParams(logit_bias={1: 0.001}), [1], 1, [])
     processed = apply(processors, torch.full((1, VOCAB), 100.0, dtype=torch.bfloat16), ["r"])
     assert processed.dtype is torch.float32 and float(processed[0, 1]) == pytest.approx(100.001)
 
 
 def test_a_step_that_failed_counts_nothing_twice() -> None:
-    processors = LogitsProcessors(VOCAB, CPU)
+    processors = LogitsProcessors(VOCAB, cpu_plans())
     tokens = [5, 6]
     processors.add("r", SamplingParams(frequency_penalty=1.0), tokens, 1, [])
     for _ in range(3):  # the same step, tried again
@@ -223,7 +221,7 @@ def test_drafts_are_processed_as_if_they_were_known(
     """
     rng = torch.Generator().manual_seed(3)
     prompt, drafts = [1, 2, 5], [[2, 2, 1, 4], [1, 2, 2]]
-    ours, known = LogitsProcessors(VOCAB, CPU), LogitsProcessors(VOCAB, CPU)
+    ours, known = LogitsProcessors(VOCAB, cpu_plans()), LogitsProcessors(VOCAB, cpu_plans())
     drafted = [some[:count] for some in drafts for count in range(len(some) + 1)]
     for tokens in ([*prompt], [*prompt, 1], [*prompt, 1, 2]):
         for name in "ab":
@@ -255,7 +253,7 @@ def test_a_token_on_the_device_is_processed_as_if_it_were_known(params: Sampling
     """
     rng = torch.Generator().manual_seed(5)
     prompt, output = [1, 2, 5], [1, 2, 2, 1, 2, 3, 1, 2]
-    ours, known = LogitsProcessors(VOCAB, CPU), LogitsProcessors(VOCAB, CPU)
+    ours, known = LogitsProcessors(VOCAB, cpu_plans()), LogitsProcessors(VOCAB, cpu_plans())
     late = [*prompt]
     ours.add("a", params, late, len(prompt), STOP_IDS)
     same = True

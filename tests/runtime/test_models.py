@@ -15,6 +15,8 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader.config import parse_config
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
+from tests.runtime.gguf_files import finish, new_writer
+from tests.runtime.proofs import GREEDY, proves
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,
@@ -78,6 +80,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
+ARCHITECTURES = {name: f"{family}ForCausalLM" for name, (family, _) in MODELS.items()}
+
 
 def build(name: str, folder: Path, **more: Any) -> Any:
     """Saves a random model of transformers with biases and norms that differ from their initial values."""
@@ -100,6 +104,7 @@ def build(name: str, folder: Path, **more: Any) -> Any:
 IDS = [(7 * i * i + 3) % 300 for i in range(40)]
 
 
+@proves("logits and ids", GREEDY, ARCHITECTURES)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_ids(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     model = build(name, tmp_path)
@@ -116,6 +121,8 @@ def test_logits_and_greedy_ids(name: str, make: Callable[..., LLM], tmp_path: Pa
     assert list(ids) == [i for i in answer.tolist() if i != 1][: len(ids)]
 
 
+@proves("quantized", "compressed-tensors", ARCHITECTURES)
+@proves("quantized", "int4 at load", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe", "mixtral"])
 def test_a_quantized_directory(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     from gristmill.kernel_registry.scheme import QuantScheme
@@ -132,6 +139,7 @@ def test_a_quantized_directory(name: str, make: Callable[..., LLM], tmp_path: Pa
     assert torch.equal(window_logits(stored.engine, IDS), window_logits(rounded.engine, IDS))
 
 
+@proves("quantized", "mxfp4", "GptOssForCausalLM")
 def test_gpt_oss_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
     """Experts as OpenAI stores them: blocks and scales, gate and up rows interleaved; expected values by
     transformers."""
@@ -165,25 +173,15 @@ def test_gpt_oss_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
         assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
+@proves("GGUF", "qwen2", "Qwen2ForCausalLM")
+@proves("GGUF", "qwen3", "Qwen3ForCausalLM")
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_a_gguf_file(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     model = build(name, tmp_path / "plain")
     config, path = model.config, tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if name == "qwen3":
-        writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer, table = new_writer(path, name, config.to_dict())
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    table = gguf.get_tensor_name_map(
-        {n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers
-    )
     raw = gguf.GGMLQuantizationType.Q8_0
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -195,10 +193,7 @@ def test_a_gguf_file(name: str, make: Callable[..., LLM], tmp_path: Path) -> Non
                 tensor.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, raw)))
             else:
                 writer.add_tensor(tensor_name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     expected = oracle.logits(model, IDS)
     assert (
         float(

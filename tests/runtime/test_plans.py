@@ -64,7 +64,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_calls_of_a_layer(tokens: int, shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two norms, four products, one attention and one call between projection and attention; torch copies nothing."""
-    llm = shared(LLAMA)
+    llm = shared(LLAMA, decode_graphs=False)
     model, launched, layers = llm.model, Counter[str](), Calls()
     call, first = BoundPlan.__call__, model.layers[0]
 

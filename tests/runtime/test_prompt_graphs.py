@@ -62,27 +62,27 @@ def test_the_largest_step_is_bounded_by_its_arithmetic(shared: Callable[..., LLM
     [{}, {"num_blocks": 14, "max_seqs": 3}, {"max_chunk": 8, "decode_graphs": True}],
     ids=["plain", "preemption", "chunks"],
 )
-def test_same_ids(make: Callable[..., LLM], options: dict[str, Any]) -> None:
-    through = make(LLAMA, prompt_graphs=48, **options)
-    assert through.generate(prompts(), params()) == make(LLAMA, **options).generate(prompts(), params())
+def test_same_ids(make_plain: Callable[..., LLM], options: dict[str, Any]) -> None:
+    through = make_plain(LLAMA, prompt_graphs=48, **options)
+    assert through.generate(prompts(), params()) == make_plain(LLAMA, **options).generate(prompts(), params())
     rows = [row for row in through.explain_graphs() if "in pieces" in row["reason"]]
     assert sum(row["steps"] for row in rows) >= 4 and {row["captured"] for row in rows} == {False}
 
 
-def test_after_sleep_and_for_no_other_attention(make: Callable[..., LLM]) -> None:
-    through = make(LLAMA, prompt_graphs=64)
+def test_after_sleep_and_for_no_other_attention(make_plain: Callable[..., LLM]) -> None:
+    through = make_plain(LLAMA, prompt_graphs=64)
     expected = through.generate(prompts(), params())
     through.engine.sleep()
     assert through.engine.runner.prompts is None  # type: ignore[union-attr]
     through.engine.wake_up()
     assert through.generate(prompts(), params()) == expected and prompts_of(through).graphs
-    assert make(DEEPSEEK, prompt_graphs=64).engine.runner.prompts is None  # type: ignore[union-attr]
+    assert make_plain(DEEPSEEK, prompt_graphs=64).engine.runner.prompts is None  # type: ignore[union-attr]
     for wrong in (-1, True, 2.5):
         with pytest.raises(UsageError, match="prompt_graphs must be an integer"):
-            make(LLAMA, prompt_graphs=wrong)
+            make_plain(LLAMA, prompt_graphs=wrong)
 
 
-def test_padding_that_writes_shows(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_that_writes_shows(make_plain: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: padding writes where the first token does."""
     write = PromptGraphs._write
 
@@ -90,9 +90,9 @@ def test_padding_that_writes_shows(make: Callable[..., LLM], monkeypatch: pytest
         write(self, batch, size)
         self._inputs[2:, len(batch.tokens) : size] = self._inputs[2:, :1]
 
-    expected = make(LLAMA).generate(prompts(), params())
+    expected = make_plain(LLAMA).generate(prompts(), params())
     monkeypatch.setattr(PromptGraphs, "_write", careless)
-    assert make(LLAMA, prompt_graphs=256).generate(prompts(), params()) != expected
+    assert make_plain(LLAMA, prompt_graphs=256).generate(prompts(), params()) != expected
 
 
 class FakeGraph(TorchDispatchMode):
@@ -153,7 +153,7 @@ class FakeCuda:
     ("errors", "bound"), [(0, None), (1, None), (0, 4)], ids=["all", "no memory", "bounded"]
 )
 def test_pieces_are_replayed_around_attention(
-    make: Callable[..., LLM],
+    make_plain: Callable[..., LLM],
     make_strict: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -161,7 +161,7 @@ def test_pieces_are_replayed_around_attention(
     bound: int | None,
 ) -> None:
     """What a replay computes follows from its inputs alone; a step without memory for its capture, or over the bound, runs kernel by kernel."""
-    expected = make(LLAMA).generate(prompts(), params())
+    expected = make_plain(LLAMA).generate(prompts(), params())
     through = make_strict(LLAMA, "torch", prompt_graphs=96, graph_memory=bound)
     cuda, free = FakeCuda(monkeypatch, errors), count(0, -4)  # each capture takes 4 bytes
     monkeypatch.setattr(graph_memory, "free_bytes", lambda _: next(free))
@@ -184,9 +184,9 @@ def test_pieces_are_replayed_around_attention(
     assert ("no memory to capture steps" in caplog.text) == bool(errors)
 
 
-def test_warm_up_runs_every_size(make: Callable[..., LLM]) -> None:
+def test_warm_up_runs_every_size(make_plain: Callable[..., LLM]) -> None:
     """The largest first, and no size that no step can have; a request then needs no other."""
-    through = make(LLAMA, prompt_graphs=96, max_batch_tokens=70, max_seqs=4)
+    through = make_plain(LLAMA, prompt_graphs=96, max_batch_tokens=70, max_seqs=4)
     through.engine.warm_up()
     assert [*prompts_of(through).graphs] == [80, 64, 48, 32, 16]
     through.generate(prompts(), PARAMS[0])

@@ -23,7 +23,8 @@ from gristmill.runtime.loader.config import load_config
 from gristmill.runtime.models import model_table
 from gristmill.tools.evaluate import evaluate, window_logits, window_losses
 from tests.runtime import kernel_sets, oracle
-from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS, NAMES
+from tests.runtime.oracle import ARCHITECTURES, DEEPSEEK, LLAMA, MODELS, NAMES
+from tests.runtime.proofs import proves
 from tests.runtime.test_logits import LIMIT
 
 SCHEMES = [name for name in ALL_WEIGHT_SCHEMES if not QuantScheme.parse(name).is_dense]
@@ -98,6 +99,7 @@ def test_loss_is_that_of_the_dequantized_weights(
     )
 
 
+@proves("quantized", "every scheme at load", ARCHITECTURES)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NAMES)

@@ -67,7 +67,7 @@ def test_level_1_keeps_the_weights(make: Callable[..., LLM]) -> None:
 
 def test_weights_in_host_memory(make: Callable[..., LLM]) -> None:
     """What a GPU does at level 1, on a CPU: every tensor returns with its values, views of one storage included."""
-    llm = make(DEEPSEEK, quant="int4_g128")
+    llm = make(DEEPSEEK, quant="int4_g128", decode_graphs=False)
     expected, before = answer(llm), [tensor.clone() for tensor in model_tensors(llm.model)]
     shared = len({tensor.untyped_storage().data_ptr() for tensor in model_tensors(llm.model)})
     llm.engine.residency._release_weights(keep=True)
@@ -83,7 +83,7 @@ def test_weights_in_host_memory(make: Callable[..., LLM]) -> None:
 def test_waking_without_memory_can_be_repeated(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make(LLAMA)
+    llm = make(LLAMA, decode_graphs=False)
     expected, empty, calls = answer(llm), residency.memory.empty, []
 
     def short(*arguments: object) -> torch.Tensor:

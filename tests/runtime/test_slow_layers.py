@@ -45,7 +45,7 @@ def test_other_models_say_nothing(make: Callable[..., LLM]) -> None:
 
 def test_explain_says_what_is_slow_on_a_device() -> None:
     for problem, target, ways in (
-        ("n=4096,k=4096,w=int4_g32_min", "h200", "quant='bf16' or weights in int4_g128"),
+        ("n=4096,k=4096,w=int2_g16_min", "h200", "quant='bf16' or weights in int4_g128"),
         ("n=4096,k=576,w=int6_g16", "gfx942", "quant='bf16' or weights in int4_g64"),
         ("m=1,n=4096,k=4096,w=int8_ch.int8_token", "sm_86", "quant='bf16' or weights in int4_g128"),
         ("n=64,k=64,x=fp32,w=int2_g16_min", "cpu:avx2", "quant='fp32' or weights in int4_g64"),
@@ -54,7 +54,12 @@ def test_explain_says_what_is_slow_on_a_device() -> None:
         slow = f"linear_dequant_torch dequantizes the whole weight in each call; faster: {ways}"
         assert explanation.slow == slow == json.loads(json.dumps(explanation.as_dict()))["slow"]
         assert f"Slow with few rows: {slow}" in str(explanation)
-    for problem in ("n=4096,k=4096,w=int4_g128", "n=4096,k=4096,w=int8_ch.int8_token", "n=64,k=64"):
+    for problem in (
+        "n=4096,k=4096,w=int4_g128",
+        "n=4096,k=4096,w=int4_g32_min",
+        "n=4096,k=4096,w=int8_ch.int8_token",
+        "n=64,k=64",
+    ):
         explanation = gristmill.explain("linear", problem, "h200")
         assert (
             explanation.slow == ""
@@ -73,7 +78,7 @@ def test_kernels_that_dequantize_declare_it() -> None:
 
 
 def test_a_kernel_over_tiles_takes_only_what_the_tiles_hold() -> None:
-    """int4_g32_min has the bits of int4_g32, and no layout of the tiles stores minimums."""
+    """int4_g32_min has the bits of int4_g32, and none of the layouts that it dequantizes stores minimums."""
     kernel, op = default_registry().kernel("linear", "linear_dequant_frag16"), default_registry().op("linear")
     for scheme in ("int4_g32", "int8_ch", "mxfp4", "fp8_block"):
         assert kernel.accepts(op.problem(f"m=1,n=64,k=128,w={scheme}")) is None

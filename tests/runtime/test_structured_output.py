@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from gristmill.runtime import logits_processors
+from gristmill.runtime import grammars, logits_processors
 from gristmill.runtime.async_engine import AsyncEngine
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.grammars import Grammar, GrammarCompiler
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.structured_output import Grammar, GrammarCompiler, StructuredOutput
+from gristmill.runtime.structured_output import StructuredOutput
 from tests.runtime import oracle
 from tests.runtime.oracle import LLAMA
 
@@ -109,6 +110,19 @@ def test_the_mask_goes_to_the_rows_it_belongs_to(
         logits_processors, "next_tokens", lambda *rows, **pinned: original(*rows, **pinned).flip(0)
     )
     assert [one.text for one in llm.generate([[5], [6]], wishes)] != ["aaaa", "bbbb"]
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_threads_help_with_masks_that_take_long_only(
+    shared: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, helped: bool
+) -> None:
+    threads = grammars._threads()
+    asked: list[int] = []
+    monkeypatch.setattr(grammars, "_threads", lambda: (asked.append(1), threads)[1])
+    monkeypatch.setattr(grammars, "ALONE_S", 0.0 if helped else 60.0)
+    wishes = [params(StructuredOutput(choice=[text])) for text in ("aaaa", "bbbb", "cccc")]
+    assert [one.text for one in shared(LLAMA).generate([[5], [6], [7]], wishes)] == ["aaaa", "bbbb", "cccc"]
+    assert bool(asked) is helped
 
 
 def test_with_penalties_stop_strings_and_several_completions(shared: Callable[..., LLM]) -> None:

@@ -20,13 +20,14 @@ from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.loader.config import parse_config
 from gristmill.tools.cli import cli
 from tests.registry.test_plugins import install
+from tests.runtime import proofs
 
 ROOT = Path(__file__).parents[2]
 FAMILY = """
 from gristmill.runtime.models import Family
-from gristmill.runtime.models.llama import Llama, table
+from gristmill.runtime.models.llama import Llama, decoder_table
 
-FAMILY = Family("Grain", {"GrainForCausalLM": "grain"}, table, Llama)
+FAMILY = Family("Grain", {"GrainForCausalLM": "grain"}, decoder_table, Llama)
 """
 FORMAT = """
 from gristmill.quant.formats import FormatSpec
@@ -75,7 +76,7 @@ def supported() -> Any:
 def test_plugins_are_found_like_our_own(plugins: Callable[..., None]) -> None:
     plain = supported()
     assert "hermes" in {one["name"] for one in plain["chat_formats"]}
-    assert plain["plugins_left_out"] == [] and len(plain["families"]) == 5 and len(plain["formats"]) == 8
+    assert plain["plugins_left_out"] == [] and len(plain["families"]) > 9 and len(plain["formats"]) == 8
     plugins(grain=("gristmill.models", FAMILY), grist=("gristmill.formats", FORMAT))
     listing = supported()
     assert {"name": "Grain", "architectures": ["GrainForCausalLM"], "gguf": []} in listing["families"]
@@ -166,3 +167,69 @@ def test_nobody_else_names_a_family_or_a_format() -> None:
         and not re.fullmatch(r" *from gristmill\.runtime\.models\.llama import (\w+) as \1", line)
     ]
     assert match == []
+
+
+def test_what_was_proven() -> None:
+    """Every architecture stands in the table, with the greedy ids of a test; every GGUF architecture with a file of a test."""
+    listed = {one["name"]: one["proven"] for one in supported()["architectures"]}
+    assert [*listed] == [*models.families(), *models.text_parts()] and listed == json.loads(
+        json.dumps(proofs.facts())
+    )
+    assert listed["LlamaForCausalLM"]["logits and ids"] == [
+        "CPU",
+        "H200 (bench/results/h200/pytest_gpu.json)",
+    ]
+    lacking = [name for name, proven in listed.items() if "CPU" not in proven["logits and ids"]]
+    assert lacking == [], "tests compare none of these with transformers"
+    written = {(gguf.model, str(gguf)) for family in models.families().values() for gguf in family.gguf}
+    assert written <= {(name, gguf) for name, proven in listed.items() for gguf in proven["GGUF"]}
+
+
+def test_a_claim_needs_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that no test proves is out of date, and a GPU without a run is refused."""
+    page = tmp_path / "supported.md"
+    page.write_text(
+        proofs.PAGE.read_text(encoding="utf-8").replace("| awq, comp", "| awq, exl2, comp"), encoding="utf-8"
+    )
+    monkeypatch.setattr(proofs, "PAGE", page)
+    assert "exl2" in page.read_text(encoding="utf-8") and proofs.page() != page.read_text(encoding="utf-8")
+
+    @proofs.proves("ranks", "2", {"a": "A", "c": "C"})
+    @pytest.mark.parametrize(("name", "x"), [("a", 1), pytest.param("b", 2, marks=pytest.mark.slow)])
+    def function(name: str, x: int) -> None:
+        pass
+
+    assert proofs.values(function, "name") == ["a", "b"] and function.proofs[0].what == "2"
+    with pytest.raises(ValueError, match="no parameter 'family'"):
+        proofs.values(function, "family")
+    with pytest.raises(ValueError, match="has no run in which"):
+        proofs.recorded(Path(__file__), function, "bench/results/h200/pytest_gpu.json")
+    with pytest.raises(ValueError, match="one of the columns"):
+        proofs.proves("speed", "high", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCasualLM"]}, "supported; nearest: LlamaForCausalLM; known: "),
+        ({"architectures": ["OPTForCausalLM"]}, "supported; known: "),
+        (
+            {"hidden_act": "relu2", "layer_types": ["full_attention", "linear_attention"], "rope_theta": 5.0},
+            "nearest: Qwen3ForCausalLM; of its configuration, no layer knows hidden_act='relu2', layer_types linear_attention; known: ",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic"}, "linear_num_value_heads": 32, "use_conv_bias": False},
+            "no layer knows rope_type='dynamic', linear_num_value_heads=32; known: ",
+        ),
+        (
+            {f"ssm_{i}": "x" * 40 for i in range(10)},
+            r"ssm_7='xxxxxxxxxxxxxxxxxxxxxxxxxx\.\.\. and 2 more; known",
+        ),
+    ],
+)
+def test_an_unknown_architecture(changes: dict[str, Any], message: str) -> None:
+    """The nearest known one, and what its configuration has that no layer computes; nothing about what every family reads."""
+    with pytest.raises(ConfigError, match=message):
+        parse_config(
+            {**CONFIG, "architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.1, **changes}
+        )

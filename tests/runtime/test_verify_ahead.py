@@ -51,7 +51,7 @@ def test_most_is_verified_while_weights_are_read(
     """The last layer waits for it here, as a slow disk would."""
     if planted:
         monkeypatch.setattr(VerifiedAhead, "start", lambda *arguments: None)
-    made, weights_read = llama.RMSNorm, list[int]()
+    made, weights_read = llama.load_norm, list[int]()
 
     def slow(plans: Any, weight: Any, *more: Any) -> Any:
         if plans.on_bind is not None and len(plans.owned) > 40:
@@ -61,7 +61,7 @@ def test_most_is_verified_while_weights_are_read(
             weights_read[:] = [len(tried)]
         return made(plans, weight, *more)
 
-    monkeypatch.setattr(llama, "RMSNorm", slow)
+    monkeypatch.setattr(llama, "load_norm", slow)
     own = replace(policy, cache=str(tmp_path), weight_memory=1.07)
     engine = make(LLAMA, warm="auto", policy=own, **LIMITS).engine
     report = engine.warmed
@@ -70,7 +70,7 @@ def test_most_is_verified_while_weights_are_read(
     assert early > 0.7 * len(tried) if not planted else early == 0
     names = {op for op, _ in tried[:early]}
     assert planted or {"linear", "sample", "paged_attention", "qk_norm_rope_cache"} <= names
-    assert engine.runner.model.plans.resolver.workers._limit == 1  # type: ignore[union-attr]
+    assert engine.runner.model.plans.resolver.workers.limit == 1  # type: ignore[union-attr]
 
 
 def test_the_pool_ends_with_a_load_that_fails(

@@ -20,6 +20,7 @@ from lm_eval.tasks import TaskManager
 
 from gristmill.autotune.resolve import Resolver
 from gristmill.integrations.lm_eval import GristmillLM, model, register
+from gristmill.runtime.decode_graphs import DecodeGraphs
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.scheduler import FinishReason
 from tests.runtime.oracle import LLAMA, MODELS, eval_tokens
@@ -34,7 +35,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Our CPU kernels alone, which are taken as verified."""
     folder = tmp_path_factory.mktemp("gristmill")
     (folder / "policy.toml").write_text(
-        f'cache = "{folder}"\nstrict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", "moe_chain_torch"]\n'
+        f'cache = "{folder}"\nstrict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", '
+        '"moe_chain_torch", "process_logits_torch"]\n'
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRISTMILL_POLICY", str(folder / "policy.toml"))
@@ -158,6 +160,7 @@ def test_logits_that_are_not_numbers(
     ours: GristmillLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = ours.llm.model.logits
+    monkeypatch.setattr(DecodeGraphs, "why_not", lambda *_: "this model changes")
     monkeypatch.setattr(ours.llm.model, "logits", lambda *step: head(*step) * float("nan"), raising=False)
     [(value, greedy)] = ours.loglikelihood(requests("loglikelihood", ("The", " a")), disable_tqdm=True)
     assert math.isnan(value) and not greedy and "invalid_logits" in caplog.text

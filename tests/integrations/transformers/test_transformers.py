@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, masking_utils
 from transformers.modeling_utils import AttentionInterface
 
 import gristmill.integrations.transformers as host
@@ -37,7 +38,7 @@ GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
 def enabled(policy_file, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Switched on with our CPU kernels alone, which are taken as verified; off again afterwards."""
     policy_file(
-        'strict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", "moe_chain_torch"]\n'
+        'strict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", "moe_chain_torch", "process_logits_torch"]\n'
     )
     monkeypatch.setattr(Resolver, "resolve", Resolver.select)
     enable()
@@ -60,8 +61,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def tiny(kind: str, **values: Any) -> Any:
     """A random model of two layers."""
-    import transformers
-
     common = {
         "vocab_size": 97,
         "hidden_size": 64,
@@ -140,6 +139,35 @@ def test_windows_sinks_soft_caps_and_padding(kind: str, left: bool) -> None:
         torch.testing.assert_close(found[kept], expected[kept], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("kind", ["Bert", "ModernBert"])
+@torch.no_grad()
+def test_encoders_in_both_directions(kind: str, calls: list[int]) -> None:
+    """Whole and padded batches; ModernBERT has layers with a window of 3 tokens on each side."""
+    special = {"ModernBert": {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        **special.get(kind, {}),
+    )
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    ids, mask = torch.randint(1, 97, (3, 21)), torch.ones(3, 21, dtype=torch.int64)
+    for row, pad in enumerate((0, 5, 12)):
+        mask[row, 21 - pad :] = 0
+    for given in (torch.ones_like(mask), mask, mask.flip(1)):
+        model.set_attn_implementation("eager")
+        expected = model(ids, attention_mask=given).last_hidden_state[given.bool()]
+        before = len(calls)
+        model.set_attn_implementation("gristmill")
+        found = model(ids, attention_mask=given).last_hidden_state[given.bool()]
+        assert len(calls) == before + 3
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
 def test_experts_of_another_form_run_their_own_code() -> None:
     model = tiny("GptOss", num_local_experts=4, experts_implementation="gristmill")
     model.set_experts_implementation("gristmill")
@@ -181,16 +209,40 @@ def test_what_is_not_computed_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     q = torch.zeros(1, 8, 4, 32)
     for wrong, message in (
         ({"dropout": 0.1}, "no dropout: call model.eval"),
-        ({"is_causal": False}, "LlamaAttention is not: use attn_implementation='sdpa'"),
+        (
+            {"is_causal": False, "softcap": 2.0},
+            "no cross-attention, sinks or soft caps; LlamaAttention has 4 .* a soft cap",
+        ),
     ):
         with pytest.raises(NotImplementedError, match=message):
             attention.attention(layer, q, q, q, None, **wrong)
     with pytest.raises(NotImplementedError, match=r"a mask \[batch, keys\] = \[1, 4\] of padding"):
         attention.attention(layer, q, q, q, torch.zeros(1, 1, 4, 4))
+    both = attention.mask(1, 4, 4, mask_function=masking_utils.bidirectional_mask_function)
+    with pytest.raises(
+        NotImplementedError, match="LlamaAttention is causal and its mask is of both directions"
+    ):
+        attention.attention(layer, q, q, q, both)
+    padding = torch.ones(1, 4, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="LlamaAttention is not causal and its mask is of a causal"):
+        attention.attention(layer, q, q, q, padding, is_causal=False)
+    with pytest.raises(NotImplementedError, match="LlamaAttention has 2 queries and 4 keys"):
+        attention.attention(layer, q[:, :, :2], q, q, None, is_causal=False)
     with pytest.raises(ValueError, match="for continuous batching; use attn_implementation='gristmill'"):
         attention.paged(layer, q, q, q)
     with pytest.raises(NotImplementedError, match="asks for another mask"):
         attention.mask(1, 4, 4, mask_function=lambda *_: True)
+    chunks = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
+    assert attention.mask(1, 8, 8, mask_function=chunks, local_size=8) is None
+    with pytest.raises(
+        NotImplementedError, match="another mask .of chunks of 8 tokens, of which 9 tokens are more"
+    ):
+        attention.mask(1, 9, 9, mask_function=chunks, local_size=8)
+    window = masking_utils.sliding_window_causal_mask_function(8)
+    packed = masking_utils.packed_sequence_mask_function(torch.zeros(1, 9, dtype=torch.int64))
+    assert attention.mask(1, 9, 9, mask_function=window, local_size=8) is None
+    with pytest.raises(NotImplementedError, match="asks for another mask: use"):
+        attention.mask(1, 9, 9, mask_function=masking_utils.and_masks(window, packed), local_size=8)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,7 @@ from gristmill.integrations.vllm.cache import BlockTables
 from gristmill.integrations.vllm.requests import Requests
 from gristmill.integrations.vllm.sampling import SERVED_BY_RUNTIME, SERVED_BY_VLLM, check, translate, unserved
 from gristmill.runtime.logits_processors import LogitsProcessors
+from tests.runtime.processed import cpu_plans
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
 
@@ -36,7 +37,7 @@ def config_of(*groups: tuple[Any, list[int]]) -> Any:
 
 def requests_of() -> Requests:
     tables = BlockTables(config_of((FullAttentionSpec(**SHAPE), [0])))
-    return Requests(0, LogitsProcessors(100, torch.device("cpu")), tables, 4)
+    return Requests(0, LogitsProcessors(100, cpu_plans()), tables, 4)
 
 
 def new(name: str, prompt: list[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewRequestData:

@@ -4,6 +4,7 @@ the store is refused."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,3 +135,25 @@ def test_engines_find_each_others_blocks(make: Callable[..., LLM], tmp_path: Pat
     first.close()
     second.engine.reset_prefix_cache()
     assert second.generate(prompt, params)[0].token_ids == expected
+
+
+@needs_nixl
+def test_caches_of_two_engines(make: Callable[..., LLM]) -> None:
+    name = f"test-nixl-{os.getpid()}"
+    params, prompt = SamplingParams(max_tokens=8, ignore_eos=True), [oracle.window(0)[:100]]
+    try:
+        first, second = (make(LLAMA, kv_transfer=f"device:{name}:nixl,save_after=1") for _ in range(2))
+        expected = first.generate(prompt, params)[0].token_ids
+        assert first.engine.flush_kv_transfer(10)
+        assert second.generate(prompt, params)[0].token_ids == expected
+        status = second.engine.status().kv_transfer
+        assert status is not None and status.loaded_tokens == 96 and not status.failures
+        mapped = make(LLAMA, kv_transfer=f"device:{name}")
+        assert mapped.generate(prompt, params)[0].token_ids == expected
+        assert mapped.engine.status().kv_transfer.loaded_tokens == 0, "both sides need the same transport"
+        first.close()
+        second.engine.reset_prefix_cache()
+        assert second.generate(prompt, params)[0].token_ids == expected
+        assert second.engine.status().kv_transfer.loaded_tokens == 96
+    finally:
+        shutil.rmtree(Path("/dev/shm") / f"gristmill-{name}", ignore_errors=True)

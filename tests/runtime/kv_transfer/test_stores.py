@@ -176,7 +176,7 @@ def test_large_files_are_sampled_to_their_end(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KVTransfer.parse("tape:1GiB"), "unknown KV store 'tape:1GiB'; known: file, host"),
+        (lambda: KVTransfer.parse("tape:1GiB"), "unknown KV store 'tape:1GiB'; known: device, file, host"),
         (lambda: KVTransfer.parse("host"), r"host:SIZE': expected bytes, such as 4GiB or 512MiB, got ''"),
         (lambda: KVTransfer.parse("host:0"), "expected bytes"),
         (lambda: KVTransfer.parse("file:"), r"file:FOLDER\[:SIZE\]': the name is missing"),

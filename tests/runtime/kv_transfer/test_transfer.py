@@ -21,7 +21,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_cache.external import ExternalCache
 from gristmill.runtime.kv_cache.size import make_cache
 from gristmill.runtime.kv_transfer import blocks as blocks_module
-from gristmill.runtime.kv_transfer import store_work
+from gristmill.runtime.kv_transfer import record_carrier
 from gristmill.runtime.kv_transfer.config import KVTransfer
 from gristmill.runtime.kv_transfer.statistics import TransferStatus
 from gristmill.runtime.kv_transfer.transfer import EVICTED, LATE, NO_MEMORY, NO_ROOM, RAISED, TOO_MUCH
@@ -146,7 +146,9 @@ def test_a_damaged_record_is_computed_and_replaced(
     files[0].write_bytes(whole[files[0]][:-100])
     assert again(llm) == expected
     found = status(llm)
-    assert found.loaded_tokens == 0 and found.failures[store_work.DAMAGED] == 3, "one each: the first block"
+    assert found.loaded_tokens == 0 and found.failures[record_carrier.DAMAGED] == 3, (
+        "one each: the first block"
+    )
     for _ in range(7):  # each finds the next damaged block of a prompt
         assert again(llm) == expected
     before = status(llm).loaded_tokens
@@ -154,7 +156,7 @@ def test_a_damaged_record_is_computed_and_replaced(
 
     for file in tmp_path.iterdir():
         file.write_bytes(bytes(file.stat().st_size))
-    monkeypatch.setattr(store_work, "check", lambda *_: None)
+    monkeypatch.setattr(record_carrier, "check", lambda *_: None)
     assert again(llm) != expected, "without the check wrong blocks are used"
 
 
@@ -167,14 +169,14 @@ def test_a_store_that_fails_costs_a_computation(
     expected: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_work, "THREADS", threads)
-    monkeypatch.setattr(store_work, "LEAST", 1)
+    monkeypatch.setattr(record_carrier, "THREADS", threads)
+    monkeypatch.setattr(record_carrier, "LEAST", 1)
     llm, store = faulty()
     ids(llm)
     store.fault = fault
     assert again(llm) == expected and store.faults
     found = status(llm)
-    reason = {"raise": RAISED, "forget": store_work.GONE}.get(fault, store_work.DAMAGED)
+    reason = {"raise": RAISED, "forget": record_carrier.GONE}.get(fault, record_carrier.DAMAGED)
     assert found.failures.keys() == {reason} and found.loaded_tokens == 0
     store.fault = ""
     assert again(llm) == expected and again(llm) == expected
@@ -280,7 +282,7 @@ def test_any_requests_with_any_faults_give_the_same_ids(
             engine.reset_prefix_cache()
     assert [tuple(one) for one in answers.values()] == expected
     assert status(llm).loaded_tokens and store.faults
-    known = {LATE, RAISED, NO_ROOM, EVICTED, TOO_MUCH, store_work.DAMAGED, store_work.GONE}
+    known = {LATE, RAISED, NO_ROOM, EVICTED, TOO_MUCH, record_carrier.DAMAGED, record_carrier.GONE}
     assert set(status(llm).failures) <= known
 
 
@@ -320,12 +322,12 @@ def test_a_device_without_memory_for_a_copy_costs_a_computation(
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._blocks, "read", fails)
+        patch.setattr(transfer._carrier._blocks, "read", fails)
         assert again(llm) == expected
     assert status(llm).failures.keys() == {NO_MEMORY} and status(llm).saved_blocks == 0
     assert again(llm) == expected and status(llm).saved_blocks
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._blocks, "write", fails)
+        patch.setattr(transfer._carrier._blocks, "write", fails)
         assert again(llm) == expected
     assert status(llm).failures[NO_MEMORY] == 6 and status(llm).loaded_tokens == 0
     assert again(llm) == expected and status(llm).loaded_tokens == WHOLE

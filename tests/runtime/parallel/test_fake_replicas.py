@@ -55,24 +55,39 @@ def pid(front: FakeReplicas, number: int = 0) -> int:
 
 async def echoes(front: FakeReplicas, count: int, tokens: int = 4, at_once: int = 10_000) -> int:
     """How many of `count` requests got a token that is not theirs; every third caller leaves early."""
-    wrong, gate = 0, asyncio.Semaphore(at_once)
+    wrong, numbers = 0, iter(range(count))
 
     async def one(number: int) -> None:
         nonlocal wrong
         prompt = [1000 + number % 60, 1000 + number // 60 % 1000, 1000 + number // 60_000]
-        async with gate:
-            stream = front.stream(prompt, SamplingParams(max_tokens=tokens), request_id=f"r{number % 20_000}")
-            got: list[int] = []
-            async for chunk in stream:
-                got += chunk.token_ids
-                if number % 3 == 0:
-                    break
-            await stream.aclose()
+        stream = front.stream(prompt, SamplingParams(max_tokens=tokens), request_id=f"r{number % 20_000}")
+        got: list[int] = []
+        async for chunk in stream:
+            got += chunk.token_ids
+            if number % 3 == 0:
+                break
+        await stream.aclose()
         wrong += got != [prompt[place % 3] for place in range(len(got))] or not got
         wrong += number % 3 != 0 and len(got) != tokens
 
-    await asyncio.gather(*(one(number) for number in range(count)))
+    async def several() -> None:
+        for number in numbers:
+            await one(number)
+
+    await asyncio.gather(*(several() for _ in range(at_once)))
     return wrong
+
+
+def test_loading_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each replica, and again when one is started again."""
+    monkeypatch.setenv("FAKE_WEIGHTS", "3")
+    told: list[tuple[int, str, int, int]] = []
+    front = make(2, restarts=1, on_progress=lambda *progress: told.append(progress))
+    rows = [("weights", done, 3) for done in range(3)]
+    for number in range(2):
+        assert [one[1:] for one in told if one[0] == number] == rows
+    os.kill(pid(front, 1), signal.SIGKILL)
+    until(lambda: [one[1:] for one in told if one[0] == 1] == 2 * rows)
 
 
 def test_nobody_gets_the_tokens_of_another_one(make: Make) -> None:
@@ -194,6 +209,36 @@ def test_a_replica_that_is_started_again_is_as_it_was(make: Make) -> None:
     ]
 
 
+def visible(front: FakeReplicas) -> list[str]:
+    """The GPUs that each replica sees."""
+    texts = [Path(f"/proc/{pid(front, number)}/environ").read_bytes() for number in range(2)]
+    return [text.split(b"CUDA_VISIBLE_DEVICES=")[1].split(b"\0")[0].decode() for text in texts]
+
+
+@pytest.mark.usefixtures("own_processes")  # whose environment the system shows
+@pytest.mark.parametrize(
+    ("given", "skip", "expected"), [("", 0, ["0", "1"]), ("5,3,GPU-ab", 1, ["3", "GPU-ab"])]
+)
+def test_replicas_have_gpus_of_their_own_also_when_started_again(
+    given: str, skip: int, expected: list[str], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    front = make(2, device="cuda", skip=skip, restarts=9, route="round_robin")
+    assert visible(front) == expected
+    first = pid(front, 1)
+
+    async def main() -> None:
+        os.kill(first, signal.SIGKILL)
+        while len(front._loads()) < 2 or pid(front, 1) == first:
+            assert (await front.generate([1000], SamplingParams(max_tokens=1)))[0].token_ids == (1000,)
+            await asyncio.sleep(0.01)
+        assert await echoes(front, 20) == 0
+
+    run(main())
+    assert visible(front) == expected
+
+
 def test_a_message_that_cannot_be_handled_ends_the_replica(make: Make) -> None:
     """Whoever waits gets an error, and it is started again; also when on_event fails."""
 
@@ -291,7 +336,7 @@ def test_nothing_is_left_of_very_many(make: Make) -> None:
 
 
 def leaks(make: Make, count: int) -> None:
-    run(echoes(make(), 2000, 2, 100))
+    run(echoes(make(), 10_000, 2, 100))
     before = leftovers()
     front = make()
     assert run(echoes(front, count, 2, 100), 600) == 0
@@ -303,4 +348,4 @@ def leaks(make: Make, count: int) -> None:
         assert time.monotonic() < deadline, (before, after)
         time.sleep(0.01)
     assert is_gone(process)
-    assert after[2] - before[2] < 40_000 + count // 5, "kilobytes"
+    assert after[2] - before[2] < 8_000, "kilobytes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,13 +20,16 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import RankError, UsageError
+from gristmill.runtime.grammars import Grammar
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel.choices import difference
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.structured_output import StructuredOutput
 from gristmill.tools.evaluate import window_logits
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
+from tests.runtime.proofs import proves
 
 PARAMS = [
     SamplingParams(max_tokens=24),
@@ -69,6 +73,7 @@ def llama(make: Callable[..., LLM]) -> Iterator[LLM]:
     llm.close()
 
 
+@proves("ranks", "2", "LlamaForCausalLM")
 def test_two_ranks_generate_the_ids_of_one(llama: LLM, make: Callable[..., LLM]) -> None:
     """Prompts of several lengths, greedy and sampled, with logits that are processed or read; twice, from the prefix cache too."""
     alone = make(LLAMA, quant="int4_g128", quant_head="int8")
@@ -91,6 +96,43 @@ def test_two_ranks_generate_the_ids_of_one(llama: LLM, make: Callable[..., LLM])
     assert {"all_reduce", "all_gather"} <= {row["op"] for row in llama.explain()}
 
 
+def test_structured_output_on_two_ranks(llama: LLM, make: Callable[..., LLM]) -> None:
+    """The ids of one process, beside requests without a grammar, with penalties, and after a request that was aborted."""
+    alone = make(LLAMA, quant="int4_g128", quant_head="int8")
+    shapes = [
+        StructuredOutput(regex=r"[a-f]{3}-[0-9]{2}(, [a-f]{3}-[0-9]{2}){2}"),
+        StructuredOutput(choice=["the first of them", "the second"]),
+        StructuredOutput(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}),
+        None,
+    ]
+    params = [
+        SamplingParams(max_tokens=20, structured_output=shape, repetition_penalty=1.0 + 0.1 * (i == 0))
+        for i, shape in enumerate(shapes)
+    ]
+    prompts = oracle.prompts()[3:15:4] + [oracle.prompts()[18]]
+    expected = alone.generate(prompts, params)
+    stream = llama.stream(prompts[:2], params[:2])
+    next(stream)
+    stream.close()
+    actual = llama.generate(prompts, params)
+    assert [a.token_ids for a in actual] == [e.token_ids for e in expected]
+    assert actual[1].text in ("the first of them", "the second")
+    assert re.fullmatch(r"[a-f]{3}-[0-9]{2}(, [a-f]{3}-[0-9]{2}){2}", actual[0].text)
+
+
+def test_a_grammar_that_cannot_go_on_is_named_by_the_driver(
+    llama: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks only know that no token is allowed."""
+    monkeypatch.setattr(
+        Grammar, "consume", lambda self, tokens: self.matcher.consume_tokens([5] * len(tokens))
+    )
+    params = SamplingParams(max_tokens=8, structured_output=StructuredOutput(regex="[a-c]{8}"))
+    first, second = llama.generate([oracle.prompts()[5]] * 2, [params, PARAMS[0]])
+    assert first.error is not None and first.error.code == "grammar_failed" and second.error is None
+
+
+@proves("ranks", "2", "DeepseekV3ForCausalLM")
 def test_experts_and_latent_attention_on_two_ranks(make: Callable[..., LLM]) -> None:
     limits = {"max_batch_tokens": 128, "max_seqs": 8}
     alone, ranks = make(DEEPSEEK), make(DEEPSEEK, tensor_parallel=2, rank_timeout=60, warm="auto", **limits)
@@ -151,19 +193,19 @@ def test_plans_that_differ_are_found() -> None:
 def test_a_rank_that_fails_while_it_loads(
     sent: signal.Signals, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gristmill.runtime.parallel import driver
+    from gristmill.runtime.parallel import rank_processes
 
     started: list[int] = []
-    spawn = driver.spawn
+    spawn = rank_processes.spawn
 
-    def spawn_and_hit(module: str, rank: int, choices: list[int]) -> driver.ChildProcess:
+    def spawn_and_hit(module: str, rank: int, choices: list[int]) -> rank_processes.ChildProcess:
         made = spawn(module, rank, choices)
         started.append(made.process.pid)
         if rank == 1:
             threading.Timer(0.5, os.kill, (made.process.pid, sent)).start()
         return made
 
-    monkeypatch.setattr(driver, "spawn", spawn_and_hit)
+    monkeypatch.setattr(rank_processes, "spawn", spawn_and_hit)
     begin = time.monotonic()
     with pytest.raises(RankError, match="rank 1 (died|did not answer 'load')"):
         make(LLAMA, tensor_parallel=2, rank_timeout=3)

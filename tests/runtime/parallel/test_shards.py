@@ -25,7 +25,7 @@ from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.linear import Linear
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.loader.config import load_config, open_checkpoint
-from gristmill.runtime.models import model_table
+from gristmill.runtime.models import families, model_table
 from gristmill.runtime.parallel.mesh import ALONE, Mesh, local_config
 from tests.runtime import producers
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
@@ -62,8 +62,8 @@ def weights_of(folder: Path, mesh: Mesh, quant: str | None = None, head: str | N
     config = load_config(folder)
     stored = None if config.quantization is None else open_format(config.quantization)
     scheme, head_scheme = (None if name is None else QuantScheme.parse(name) for name in (quant, head))
-    table = model_table(config)
     source, place = open_checkpoint(folder), (mesh.rank, mesh.world)
+    table = model_table(config).within(families()[config.architecture].base, source)
     return Weights(source, table, torch.float32, CPU, scheme, stored, head_scheme, *place)
 
 
@@ -107,6 +107,17 @@ def test_shares_of_latent_attention_and_experts(quant: str | None) -> None:
 @pytest.mark.parametrize("name", [LLAMA, DEEPSEEK])
 def test_every_tensor_belongs_to_a_rank(name: str) -> None:
     compare(MODELS / name, (2,))
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "modernbert with biases", "distilbert", "mpnet", "modernbert classifier"]
+)
+def test_shares_of_encoders(name: str, tmp_path: Path) -> None:
+    from tests.runtime.pooling.encoder_cases import build
+
+    build(name, tmp_path)
+    compare(tmp_path, (2,))
+    compare(tmp_path, (2,), "int8_ch")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,13 +15,14 @@ from gristmill.autotune.packing import plan_layouts
 from gristmill.autotune.resolve import Resolver
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.select import NoKernelError
+from gristmill.runtime.errors import RankError
 from gristmill.runtime.logits_processors import LogitsProcessors
-from gristmill.runtime.parallel.choices import Asking, answer_in_thread
+from gristmill.runtime.parallel.choices import Asking, answer_in_threads
 from gristmill.runtime.parallel.wire import Mirror, Sender, Step
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
-from tests.runtime.processed import apply
+from tests.runtime.processed import apply, cpu_plans
 
 GREEDY, WARM = SamplingParams(), SamplingParams(temperature=1.0)
 
@@ -30,7 +32,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.sender = Sender()
-        self.processors = LogitsProcessors(64, torch.device("cpu"))
+        self.processors = LogitsProcessors(64, cpu_plans())
         self.mirror = Mirror(self.processors)
 
     def send(self, entries: list[ScheduledRequest], rows: list[SamplingRow]) -> Step:
@@ -87,7 +89,7 @@ def test_new_ranks_are_told_everything() -> None:
     pair.sender.add("a", WARM, tokens, 2, [])
     pair.send([entry("a", 0, [1, 2], table)], [SamplingRow(WARM, 0, 0)])
     pair.sender.reset()
-    pair.mirror = Mirror(LogitsProcessors(64, torch.device("cpu")))
+    pair.mirror = Mirror(LogitsProcessors(64, cpu_plans()))
     again = pair.send([entry("a", 0, [1, 2], table)], [SamplingRow(WARM, 0, 0)])
     assert again.entries[0][-2] == table and again.rows[0][0] == WARM and "a" in again.processed
 
@@ -96,7 +98,7 @@ def test_rank_0_chooses_for_the_others(policy: Policy, tmp_path: Path) -> None:
     policy = replace(policy, cache=str(tmp_path))  # where nothing is verified yet
     here, there = Pipe()
     first, other = Resolver("cpu", policy), Resolver("cpu", policy)
-    answer_in_thread(first, [here])
+    answer_in_threads(first, [here])
     other.chooser = Asking(there)
     op = first.registry.op("rms_norm")
     problem = op.problem("m=4,n=64,x=fp32")
@@ -108,9 +110,23 @@ def test_rank_0_chooses_for_the_others(policy: Policy, tmp_path: Path) -> None:
     assert other.plan(linear, static, (1,)).digest() == first.plan(linear, static, (1,)).digest()
     assert plan_layouts(other, static) == plan_layouts(first, static)
     assert not other.store.verifications
+    both = op, first.registry.op("silu_and_mul")
+    tasks = [(each, each.problem(f"m={m},n=64,x=fp32"), None) for m in (1, 2, 8) for each in both]
+    other.resolve_all(tasks, 2)
+    assert {(task[0].name, str(task[1])) for task in tasks} <= {
+        (record.op, record.problem) for record in first.store.verifications.values()
+    }
+    with ThreadPoolExecutor(6) as pool:  # whose answers do not get mixed up
+        answers = list(pool.map(lambda task: other.resolve(*task).require(), tasks * 20))
+    assert answers == [other.resolve(*task).require() for task in tasks] * 20
     nothing = Policy(cache=policy.cache, exclude=("*",))
     refusing, asker = Pipe()
-    answer_in_thread(Resolver("cpu", nothing), [refusing])
+    answer_in_threads(Resolver("cpu", nothing), [refusing])
     other.chooser = Asking(asker)
     with pytest.raises(NoKernelError, match="no kernel for rms_norm"):
+        other.resolve(op, problem)
+    gone, asker = Pipe()
+    gone.close()
+    other.chooser = Asking(asker)
+    with pytest.raises(RankError, match="rank 0 ended before it chose a kernel"):
         other.resolve(op, problem)
