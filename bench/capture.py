@@ -23,12 +23,13 @@ def capturing() -> Iterator[Counter[tuple[str, str]]]:
     """Count the problems that bound plans are called with, by (operation, problem), while the block runs.
 
     Operations with packed weights are counted at the size of their plan's axis; the others are described exactly. Calls
-    inside a CUDA graph's replay are not seen: run without graphs.
+    inside a CUDA graph's replay are not seen: run without graphs. On a CPU no steps are recorded meanwhile.
     """
     from gristmill.autotune.bound import BoundPlan
+    from gristmill.runtime.decode_graphs import DecodeGraphs
 
     counts: Counter[tuple[str, str]] = Counter()
-    plain = BoundPlan.run
+    plain, record = BoundPlan.run, DecodeGraphs.record
 
     def run(plan: Any, call: Any) -> None:
         op = plan.op
@@ -41,10 +42,11 @@ def capturing() -> Iterator[Counter[tuple[str, str]]]:
         plain(plan, call)
 
     BoundPlan.run = run  # type: ignore[method-assign, assignment]
+    DecodeGraphs.record = DecodeGraphs.compute  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        BoundPlan.run = plain  # type: ignore[method-assign]
+        BoundPlan.run, DecodeGraphs.record = plain, record  # type: ignore[method-assign]
 
 
 def write(path: Path, counts: Counter[tuple[str, str]], command: str) -> None:

@@ -87,7 +87,7 @@ def _run(
     from gristmill import ops
     from gristmill.bench.decode import measure_decode
     from gristmill.kernels.collective.groups import rendezvous
-    from gristmill.runtime.parallel.choices import Asking, answer_in_thread
+    from gristmill.runtime.parallel.choices import Asking, answer_in_threads
     from gristmill.runtime.parallel.mesh import Mesh
     from gristmill.runtime.parallel.wire import GROUP
 
@@ -99,7 +99,7 @@ def _run(
             torch.cuda.set_device(rank)
         resolver = ops.resolver(torch.device(device), policy)
         if rank == 0:
-            answer_in_thread(resolver, choices)
+            answer_in_threads(resolver, choices)
         else:
             resolver.chooser = Asking(choices[0])
         rendezvous(GROUP, rank, ranks, kind, file, SECONDS)

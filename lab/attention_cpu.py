@@ -52,6 +52,13 @@ def prefill(tokens: int) -> str:
     return f"q_tokens={tokens},seqs=1,max_q={tokens},max_ctx={tokens},total_ctx={tokens}"
 
 
+def encoder(batch: int, tokens: int, window: int = -1) -> str:
+    lengths = (
+        f"q_tokens={batch * tokens},seqs={batch},max_q={tokens},max_ctx={tokens},total_ctx={batch * tokens}"
+    )
+    return f"{lengths},heads=12,kv_heads=12,qk_dim=64,v_dim=64,window_left={window},window_right={window}"
+
+
 CASES = {
     "decode_b1": ("paged_attention", f"{decode(1, 4096)},{GQA}"),
     "decode_b8": ("paged_attention", f"{decode(8, 4096)},{GQA}"),
@@ -65,6 +72,9 @@ CASES = {
     "prefill_middle_2k": ("paged_attention", f"{prefill(2048)},{MIDDLE}"),
     "mla_decode": ("mla_attention", f"{decode(1, 4096)},heads=16"),
     "mla_prefill": ("varlen_attention", f"{prefill(512)},heads=16,kv_heads=16"),
+    "encoder_32": ("varlen_attention", encoder(32, 32)),
+    "encoder_512": ("varlen_attention", encoder(8, 512)),
+    "encoder_512_window": ("varlen_attention", encoder(8, 512, 64)),
     "smallest": ("paged_attention", f"{decode(1, 64)},heads=2,kv_heads=1,head_dim=16"),
 }
 
@@ -89,20 +99,27 @@ def made(name: str, target: Target) -> Case:
         if problem.text("kv") != "fp8":
             calls["sdpa"] = sdpa(problem, torch.bfloat16)
         calls["sdpa_fp32"] = sdpa(problem, torch.float32)
+    elif problem["qk_dim"] == problem["v_dim"]:
+        calls["sdpa"], calls["sdpa_fp32"] = sdpa(problem, torch.bfloat16), sdpa(problem, torch.float32)
     return Case(name, op_name, problem, calls)
 
 
 def sdpa(problem: Problem, dtype: torch.dtype) -> Callable[[], object]:
-    """torch's attention, causal where there is more than one query."""
+    """torch's attention: causal where there is more than one query, of encoders in both directions, by a mask where there is a window."""
     batch, context, queries = problem.integers("seqs", "max_ctx", "max_q")
-    heads, kv_heads, dim = problem.integers("heads", "kv_heads", "head_dim")
+    encodes = problem.op == "varlen_attention"
+    heads, kv_heads, dim = problem.integers("heads", "kv_heads", "qk_dim" if encodes else "head_dim")
+    window = problem.integer("window_right") if encodes else -1
+    place = torch.arange(context)
+    mask = (place[:, None] - place).abs() <= window if window >= 0 else None
     cache = torch.randn(2, batch, kv_heads, context, dim).to(dtype)
     copies = cycle([cache.clone() for _ in range(max(1, COLD_BYTES // (cache.numel() * cache.itemsize)))])
     q = torch.randn(batch, heads, queries, dim).to(dtype)
 
     def call() -> object:
         k, v = next(copies)
-        return scaled_dot_product_attention(q, k, v, is_causal=queries > 1, enable_gqa=True)
+        causal = queries > 1 and not encodes
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=heads > kv_heads)
 
     return call
 

@@ -88,6 +88,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
     },
+    "deepseek-mla": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 8,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 4096,
+        "vocab_size": 32000,
+        "max_position_embeddings": 1 << 18,
+    },
 }
 """Entries of config.json by name."""
 

@@ -5,16 +5,14 @@
 A child process has the blocks on the first GPU, as a prefill engine does; this process reads them to the second one. ``plain`` is `Tensor.copy_`
 between two GPUs of this process, ``ipc`` one copy from the memory of the child that the driver has mapped, ``nixl`` one READ of NIXL's agent. Rows
 are gathered already: neither gathering, digests nor the cache are measured. In each round every case runs once, in turn, and after it all bytes are
-compared. On a CPU the memory is a file that both map, and ``ipc`` a copy from it. Bytes are those of Llama-3-8B's cache: 128 KiB per token.
+compared. On a CPU both map the memory, and ``ipc`` is a copy from it. Bytes are those of Llama-3-8B's cache: 128 KiB per token.
 """
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,45 +28,16 @@ from torch import Tensor
 from gristmill import console
 from gristmill.autotune.environment import environment
 from gristmill.autotune.place import place
+from gristmill.runtime.kv_cache import host_memory
+from gristmill.runtime.kv_transfer.nixl import state_at_end
+from gristmill.runtime.kv_transfer.peer_memory import PeerMemory, call_driver
+from gristmill.runtime.kv_transfer.peer_memory import export as export_memory
 from lab.result import write_result
 
 TOKEN = 2 * 32 * 8 * 128 * 2
 """Bytes of a token: keys and values, layers, heads, head size, bf16."""
 SECONDS = 30.0
 """Longest time of one answer of the child or of one transfer."""
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_char * 64),)
-
-
-def _driver(name: str, *arguments: Any) -> None:
-    """Call the CUDA driver. RuntimeError: it failed, with the function and the code."""
-    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
-        raise RuntimeError(f"{name} failed with CUresult {code}")
-
-
-def export_handle(memory: Tensor) -> tuple[bytes, int]:
-    """The CUDA IPC handle of the allocation that a tensor is in, and the tensor's place there in bytes."""
-    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    _driver(
-        "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(memory.data_ptr())
-    )
-    _driver("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return bytes(memoryview(handle)), memory.data_ptr() - int(base.value)
-
-
-def open_handle(exported: bytes) -> int:
-    """The address at which this process sees an allocation of another one, from the current device."""
-    address = ctypes.c_uint64()
-    lazily_enable_peers = ctypes.c_uint(1)
-    _driver(
-        "cuIpcOpenMemHandle_v2",
-        ctypes.byref(address),
-        _Handle.from_buffer_copy(exported),
-        lazily_enable_peers,
-    )
-    return int(address.value)
 
 
 def _agent(name: str) -> Any:
@@ -83,17 +52,17 @@ def contents(nbytes: int, device: torch.device) -> Tensor:
     return values.mul_(0x5851F42D4C957F2D).view(torch.uint8)
 
 
-def export(connection: Connection, device_name: str, nbytes: int, file: str) -> None:
+def export(connection: Connection, device_name: str, nbytes: int) -> None:
     """The child: fill memory, say how it is reached, and keep it until the parent closes the connection."""
     device, told = torch.device(device_name), dict[str, Any]()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         memory = contents(nbytes, device)
         torch.cuda.synchronize()
-        told["ipc"] = export_handle(memory)
     else:
-        memory = torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8)
+        memory = host_memory.zeros(nbytes)
         memory.copy_(contents(nbytes, device))
+    told["ipc"] = export_memory(memory)
     if find_spec("nixl") is not None:
         agent = _agent("prefill")
         registered = agent.register_memory(memory)
@@ -105,18 +74,16 @@ def export(connection: Connection, device_name: str, nbytes: int, file: str) -> 
         agent.deregister_memory(registered)
 
 
-def ipc_reader(told: dict[str, Any], into: Tensor, file: str) -> Callable[[], object]:
+def ipc_reader(told: dict[str, Any], into: Tensor) -> Callable[[], object]:
     """What copies the child's memory to `into`."""
+    there, nbytes = PeerMemory(told["ipc"], into.device), into.numel()
     if into.device.type == "cpu":
-        there = torch.from_file(file, shared=True, size=into.numel(), dtype=torch.uint8)
-        return lambda: into.copy_(there)
-    handle, offset = told["ipc"]
-    source = ctypes.c_uint64(open_handle(handle) + offset)
-    target, size = ctypes.c_uint64(into.data_ptr()), ctypes.c_size_t(into.numel())
+        return lambda: ctypes.memmove(into.data_ptr(), there.address, nbytes)
+    source, target = ctypes.c_uint64(there.address), ctypes.c_uint64(into.data_ptr())
 
     def read() -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _driver("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+        call_driver("cuMemcpyDtoDAsync_v2", target, source, ctypes.c_size_t(nbytes), stream)
 
     return read
 
@@ -134,9 +101,8 @@ def nixl_reader(told: dict[str, Any], into: Tensor) -> Callable[[], None]:
     handle = agent.initialize_xfer("READ", here, there, name)
 
     def read() -> None:
-        until, state = time.monotonic() + SECONDS, agent.transfer(handle)
-        while state == "PROC" and time.monotonic() < until:
-            state = agent.check_xfer_state(handle)
+        agent.transfer(handle)
+        state = state_at_end(agent, handle, SECONDS)
         if state != "DONE":
             raise RuntimeError(f"NIXL's transfer is {state} after at most {SECONDS:g} s")
 
@@ -151,35 +117,31 @@ def measure(device_name: str, nbytes: int, rounds: int) -> list[dict[str, Any]]:
         torch.cuda.set_device(second)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
-        os.truncate(file.name, nbytes)
-        child = context.Process(target=export, args=(theirs, str(first), nbytes, file.name), daemon=True)
-        child.start()
-        theirs.close()
+    child = context.Process(target=export, args=(theirs, str(first), nbytes), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(4 * SECONDS):
+            raise RuntimeError(f"the child did not export its memory within {4 * SECONDS:g} s")
         try:
-            if not ours.poll(4 * SECONDS):
-                raise RuntimeError(f"the child did not export its memory within {4 * SECONDS:g} s")
-            try:
-                told = ours.recv()
-            except EOFError:
-                raise RuntimeError(
-                    "the child ended before it exported its memory; its error is above"
-                ) from None
-            return _rounds(told, first, second, nbytes, rounds, file.name)
-        finally:
-            ours.close()
-            child.join(SECONDS)
-            if child.is_alive():
-                child.kill()
+            told = ours.recv()
+        except EOFError:
+            raise RuntimeError("the child ended before it exported its memory; its error is above") from None
+        return _rounds(told, first, second, nbytes, rounds)
+    finally:
+        ours.close()
+        child.join(SECONDS)
+        if child.is_alive():
+            child.kill()
 
 
 def _rounds(
-    told: dict[str, Any], first: torch.device, second: torch.device, nbytes: int, rounds: int, file: str
+    told: dict[str, Any], first: torch.device, second: torch.device, nbytes: int, rounds: int
 ) -> list[dict[str, Any]]:
     source, expected = contents(nbytes, first), contents(nbytes, second)
     into = torch.zeros(nbytes, dtype=torch.uint8, device=second)
     cases: dict[str, Callable[[], Any]] = {"plain": lambda: into.copy_(source, non_blocking=True)}
-    cases["ipc"] = ipc_reader(told, into, file)
+    cases["ipc"] = ipc_reader(told, into)
     if "nixl" in told:
         cases["nixl"] = nixl_reader(told, into)
     samples: dict[str, list[float]] = {name: [] for name in cases}

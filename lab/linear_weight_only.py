@@ -42,6 +42,7 @@ from lab.gpu_graphs import (
 )
 from lab.humming_choices import humming_choices
 from lab.kernel_timing import Run, linear_options
+from lab.marlin import MARLIN, marlin_call, marlin_refusal, marlin_weights
 from lab.result import fastest_per_kernel
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
@@ -97,6 +98,7 @@ class Shape:
         self.floor, self.how = (0.0, "not measured") if options.alone else floor_us(self.q.nbytes)
         self.packed: dict[str, list[list[torch.Tensor]]] = {}
         self.dense: list[torch.Tensor] = []
+        self.marlin: dict[torch.dtype, list[list[torch.Tensor]]] = {}
 
     def weights(self, kernel: Kernel) -> list[list[torch.Tensor]]:
         """Cold copies in a layout of the kernel. LayoutError if none of its layouts takes this weight."""
@@ -120,6 +122,8 @@ class Shape:
                 lambda i: torch.mm(candidates.x, self.dense[i % len(self.dense)].T, out=candidates.out),
                 len(self.dense),
             )
+        if self.options.marlin:
+            candidates.marlin()
         for kernel in self.kernels:
             candidates.kernel(kernel)
         result = candidates.timed()
@@ -162,6 +166,18 @@ class Row:
         if self.shape.options.isolated:
             self.apart.add(name, links(self.x, self.out, calls))
         return True
+
+    def marlin(self) -> None:
+        """vLLM's Marlin, where it takes the weight."""
+        shape, dtype = self.shape, self.x.dtype
+        if reason := marlin_refusal(shape.q):
+            self.refused[MARLIN] = reason
+            return
+        if dtype not in shape.marlin:
+            shape.marlin[dtype] = marlin_weights(shape.q, dtype)
+        packed = shape.marlin[dtype]
+        call = marlin_call(packed, self.x, self.out, shape.target.multiprocessors or 132)
+        self.add(MARLIN, call, len(packed))
 
     def kernel(self, kernel: Kernel) -> None:
         """A registered kernel at its default configuration, or at the fastest few."""
@@ -323,6 +339,9 @@ def arguments() -> argparse.ArgumentParser:
         help="with --tuned: the maximum number of configurations, in the order of the kernel's space",
     )
     parser.add_argument("--isolated", action="store_true", help="also time isolated calls")
+    parser.add_argument(
+        "--marlin", action="store_true", help="beside vLLM's Marlin, which has to be installed"
+    )
     parser.add_argument("--alone", action="store_true", help="without cuBLAS and the floor")
     return parser
 

@@ -101,7 +101,7 @@ class Inputs:
             kv = randn(rows, case.heads, KEY + VALUE)
             self.sets.append((randn(tokens, case.heads, KEY), kv[..., :KEY], kv[..., KEY:]))
         self.begin, self.rows = starts(case.queries), starts(case.contexts)
-        self.bounds = (max(case.queries), max(case.contexts), KEY**-0.5, None)
+        self.bounds = (max(case.queries), max(case.contexts), KEY**-0.5, None, -1, 0)
         self.out = torch.empty(tokens, case.heads, VALUE, dtype=torch.bfloat16, device=DEVICE)
         axes = f"q_tokens={tokens},seqs={len(case.queries)},max_q={self.bounds[0]},max_ctx={self.bounds[1]}"
         self.axes = f"{axes},total_ctx={rows},heads={case.heads}"
@@ -165,7 +165,7 @@ class Layer:
         self.launch = Launch(registry.kernel(OP.name, expanded), inputs.problem, {}, DEVICE)
 
     def absorbed_attention(self, cache: torch.Tensor) -> None:
-        max_q, max_ctx, scale, _ = self.inputs.bounds
+        max_q, max_ctx, scale, *_ = self.inputs.bounds
         lengths = (self.table, self.inputs.begin, self.lengths, max_q, max_ctx)
         workspace = self.absorbed_launch.workspace
         self.absorbed_launch.call(self.query, cache, *lengths, scale, LATENT, None, workspace, self.sums)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ import click
 from gristmill import console
 from gristmill.autotune.place import place
 from gristmill.bench import options
-from gristmill.kernel_registry.grades import best
+from gristmill.kernel_registry.grades import Proof, best
 from gristmill.kernel_registry.registry import default_registry
 
 
@@ -23,7 +24,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
     A kernel is available when the hardware has what it needs and this installation can compile or load its code. Only
     specs are read: no kernel code is imported and no device is used. Its proof is the best grade on the target, with the file behind it,
     before anything is verified here: elsewhere, emulated, newer, interpreted, compiled; "failed" instead if it was wrong on a device of
-    this kind. A plugin that failed to load is a row without
+    this kind; and how much it spills there. A plugin that failed to load is a row without
     operation and kernel, with any --op, because its kernels are not known.
     """
     registry = default_registry()
@@ -43,7 +44,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
                     "language": kernel.language,
                     "available": not reasons,
                     "reasons": reasons,
-                    "proof": None if proof is None else {"grade": proof.grade, "record": proof.record},
+                    "proof": None if proof is None else asdict(proof),
                 }
             )
     rows += [
@@ -71,7 +72,7 @@ def list_kernels(op_name: str | None, target: str | None, as_json: bool) -> None
                 r["provider"],
                 r["language"] or "-",
                 "yes" if r["available"] else "no",
-                "{grade} ({record})".format(**r["proof"]) if r["proof"] else "-",
+                str(Proof(**r["proof"])) if r["proof"] else "-",
                 "; ".join(r["reasons"]),
             ]
             for r in rows
