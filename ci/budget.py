@@ -4,16 +4,21 @@
     pytest -p ci.budget ...                     compare the suites (folders of tests/) with theirs
 
 Suites are counted in CPU seconds, children included, so that a busy machine does not fail them; the build in the
-seconds of its compiler jobs, which is twice the time of a build with two jobs.
+seconds of its compiler jobs, which is twice the time of a build with two jobs. A second is one of a processor that
+does `work` in `REFERENCE`: a fixed amount of work is timed all through the run, and slower processors have
+proportionally more seconds.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Generator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +27,35 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
 BUILD = "native build"
+REFERENCE = 0.0040
+"""Seconds of `work` on the processor of the table: an AMD EPYC 9005 whose other cores are busy."""
+PERIOD = 100
+"""Tests between two timings of `work`."""
 
 _spent: defaultdict[str, float] = defaultdict(float)
+_times: list[float] = []
+_tests = count()
+
+
+def work() -> int:
+    """What most tests do, in little: objects, dictionaries, strings and calls of Python."""
+    rows = {str(number): [number, number + 1] for number in range(4000)}
+    return sum(len(name) + row[1] for name, row in sorted(rows.items()))
+
+
+def timed_work() -> float:
+    """CPU seconds of `work`: the least of five, since the first ones fill caches."""
+    times = []
+    for _ in range(5):
+        begin = time.thread_time()
+        work()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+def pace(times: list[float]) -> float:
+    """How many seconds of this machine are one of the reference; 1 if it is faster, or if nothing was timed."""
+    return max(1.0, statistics.median(times) / REFERENCE) if times else 1.0
 
 
 def budgets(page: str) -> dict[str, int]:
@@ -92,13 +124,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         _spent[suite_of(item)] += cpu_seconds() - begin
+        if next(_tests) % PERIOD == 0:
+            _times.append(timed_work())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add the seconds that a worker of pytest-xdist counted."""
-    for suite, seconds in getattr(node, "workeroutput", {}).get("cpu_seconds", {}).items():
+    output = getattr(node, "workeroutput", {})
+    for suite, seconds in output.get("cpu_seconds", {}).items():
         _spent[suite] += seconds
+    _times.extend(output.get("times_of_work", ()))
+
+
+def _in_reference_seconds() -> dict[str, float]:
+    slower = pace(_times)
+    return {suite: seconds / slower for suite, seconds in _spent.items()}
 
 
 @pytest.hookimpl(trylast=True)
@@ -106,16 +147,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["cpu_seconds"] = dict(_spent)
-    elif overruns(_spent, budgets(PAGE.read_text(encoding="utf-8"))) and session.exitstatus == 0:
+        output["times_of_work"] = _times
+    elif (
+        overruns(_in_reference_seconds(), budgets(PAGE.read_text(encoding="utf-8")))
+        and session.exitstatus == 0
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     allowed = budgets(PAGE.read_text(encoding="utf-8"))
-    terminalreporter.section("CPU seconds by suite")
-    for suite, seconds in sorted(_spent.items()):
+    spent = _in_reference_seconds()
+    terminalreporter.section(
+        f"CPU seconds by suite ({pace(_times):.2f} of this machine are one of the reference)"
+    )
+    for suite, seconds in sorted(spent.items()):
         terminalreporter.line(f"{seconds:6.0f} of {allowed.get(suite, 0):4} s  {suite}")
-    for line in overruns(_spent, allowed):
+    for line in overruns(spent, allowed):
         terminalreporter.line(f"over budget: {line}", red=True)
 
 

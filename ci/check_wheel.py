@@ -16,7 +16,8 @@ import repository
 RUN = (".py", ".css", ".js", ".c")
 """What Python runs, what its report page is made of, what it compiles on the spot."""
 MODEL_FILES = (".safetensors", ".u16")
-SIZE_LIMIT = 8 << 20  # bytes; a dist over this has swallowed something
+SIZE_LIMIT = 16 << 20
+"""Bytes; a dist over this has swallowed something. A wheel with both CUDA libraries, rare sources included, has 14 MiB."""
 
 
 def tracked() -> list[str]:

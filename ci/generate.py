@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gristmill.kernel_registry import grades as registered
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.runtime.models import proven
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT)]
@@ -21,6 +22,7 @@ import api  # noqa: E402
 import calls  # noqa: E402
 import grades  # noqa: E402
 import tables  # noqa: E402
+from tests.runtime import proofs  # noqa: E402
 
 from lab import quality_table  # noqa: E402
 
@@ -39,6 +41,7 @@ FILES: dict[Path, Callable[[], str]] = {
     registered.RECORDS: lambda: grades.records(default_registry()),
     tables.PAGE: lambda: tables.page(default_registry()),
     QUANTIZATION: quantization,
+    proven.PAGE: proofs.page,
     api.PAGE: api.page,
     api.STUB: api.stub,
     LINEAR_INT4["FIGURE"]: LINEAR_INT4["figure"],

@@ -41,10 +41,32 @@ ACCEPTED = {
     ): (
         "the parameters of a gather: in a common header they would change the code that the records of sm_90 name"
     ),
+    ("kernels/linear/frag16_sm80/operands.cuh", "kernels/linear/frag16_sm90/decoders_wgmma.cuh"): (
+        "multiplications that sm_80 lacks, replaced: as parameters there they would change the code that the records of sm_90 name"
+    ),
     ("kernels/linear/frag16_sm80/args.py", "kernels/linear/frag16_sm90/args.py"): (
         "the fields of a weight's view and of a gather: each header is generated from one declaration"
     ),
+    (
+        "kernels/moe/grouped_linear/frag16_sm80/args.py",
+        "kernels/moe/grouped_linear/frag16_sm90/args.py",
+    ): "the fields of a product of experts: each header is generated from one declaration",
+    (
+        "kernels/attention/paged_attention/sm80/params.h",
+        "kernels/attention/paged_attention/sm90/_paged_decode_sm90.cu",
+    ): "the parameters of decode: in a common header they would change the code that the records of sm_90 name",
+    (
+        "kernels/attention/paged_attention/sm80/entry.h",
+        "kernels/attention/paged_attention/sm90/_paged_decode_sm90.cu",
+    ): "the checks of a decode: in a common header they would change the code that the records of sm_90 name",
+    (
+        "kernels/attention/paged_attention/sm80/shape.cuh",
+        "kernels/attention/paged_attention/sm90/_paged_decode_copy_sm90.cuh",
+    ): "the address of a row of queries: in a function of its own it would change the code that the records of sm_90 name",
     ("quant/formats/contract.py", "quant/formats/gguf.py"): "the parameters of Source.read",
+    ("runtime/llm.py", "runtime/pooling/async_pooling.py"): (
+        "the parameters of embed, score, rerank and classify, which help and type checkers show at both"
+    ),
     ("integrations/sglang/quantization.py", "integrations/vllm/quantization.py"): (
         "what both hosts prescribe; neither host can import the other's classes"
     ),

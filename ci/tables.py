@@ -40,6 +40,9 @@ LETTERS = {
 }
 """Language of our own kernels, or provider of others -> its letter in the table and its name in the legend."""
 
+SPILLS = "ˢ"
+"""Follows a letter in the table if a kernel behind it spills registers on the target."""
+
 
 def letter(kernel: Kernel) -> str:
     """The letter of a kernel in the table."""
@@ -63,28 +66,31 @@ def serves(kernel: Kernel, target: Target) -> bool:
 
 
 def runs(kernel: Kernel) -> list[str]:
-    """Where the kernel has run and matched the reference, each as "target: evidence".
+    """Where the kernel has run and matched the reference, each as "target: evidence", with this or earlier code.
 
-    Reports under bench/results; without a report of a GPU, `Kernel.proven` (device tests); for C++ and torch kernels the tests, which
-    run all of them on an x86-64 CPU (tests/kernels/test_registry_kernels.py).
+    Reports under bench/results; without a report of a GPU, `Kernel.proven` (device tests); for C++ and torch kernels the tests
+    (tests/kernels/test_registry_kernels.py).
     """
     places = sorted(reported().get(kernel.name, ())) or ([kernel.proven] if kernel.proven else [])
-    places += sorted({where for where, _ in proved().get(kernel.name, ())} - {*places})
-    if tested(kernel) and serves(kernel, Target.parse("cpu:avx2")):
-        places.append("x86-64: tests")
+    places += sorted({*proved().get(kernel.name, ())} - {*places})
+    places += [f"{', '.join(levels)}: tests"] if (levels := tested(kernel)) else []
     return places
 
 
 def cell(kernels: Iterable[Kernel], target: Target) -> str:
-    """The letters of the kernels that claim a target and have evidence for it; bold those that ran on a device of it."""
-    marks: dict[str, bool] = {}
+    """The letters of the kernels that claim a target and have evidence for it; bold those that ran on a device of it, marked those that spill."""
+    ran: dict[str, bool] = {}
+    spill: set[str] = set()
     for kernel in kernels:
         proof = best(kernel, target) if serves(kernel, target) else None
         if proof is not None and proof.grade != FAILED:
-            marks[letter(kernel)] = marks.get(letter(kernel), False) or proof.grade == "elsewhere"
+            ran[letter(kernel)] = ran.get(letter(kernel), False) or proof.grade == "elsewhere"
+            spill |= {letter(kernel)} if proof.spills else set()
     order = [mark for letter, _ in LETTERS.values() for mark in (f"({letter})", letter)]
-    shown = [mark for mark in order if mark in marks and (mark[0] != "(" or mark[1] not in marks)]
-    return " ".join(f"**{mark}**" if marks[mark] else mark for mark in shown) or "-"
+    shown = [mark for mark in order if mark in ran and (mark[0] != "(" or mark[1] not in ran)]
+    return (
+        " ".join((f"**{mark}**" if ran[mark] else mark) + SPILLS * (mark in spill) for mark in shown) or "-"
+    )
 
 
 def ops_table(registry: Registry) -> str:
@@ -105,9 +111,10 @@ def legend(rows: Iterable[str]) -> str:
     used = {mark for row in rows for mark in re.findall(r"[A-Za-z]", row.partition("` |")[2])}
     names = [f"`{mark}` {name}" for mark, name in LETTERS.values() if mark in used]
     return (
-        f"{', '.join(names)}. **Bold**: ran on a device of that target and matched the reference (on x86-64: in the tests). "
-        "Not bold: compiled for the target, and its source executed on a CPU; not run there. In brackets: only when a policy pins it. "
-        "Kernels of libraries (FlashInfer, humming) need the library installed. No letter, no evidence; targets without a column "
+        f"{', '.join(names)}. **Bold**: the present code ran on a device of that target and matched the reference (on x86-64: in the tests). "
+        f"Not bold: compiled for the target, not run there; what else was done is its grade. `{SPILLS}`: of its cases in the compile matrix, "
+        "some keep registers in memory on that target. In brackets: only when a policy pins it. "
+        "Kernels of libraries need the library installed. No letter, no record of the present code; targets without a column "
         "have none. What each kernel needs, promises, and where it has run: below."
     )
 
@@ -155,7 +162,7 @@ def op_section(registry: Registry, op: Op) -> str:
     lines += [f"`{op.name}({op.schema}) -> {', '.join(op.outputs) or 'in place'}`", ""]
     lines += [f"Problem: {axes}; for example `{op.bench[0]}`.", ""]
     lines += [
-        "| kernel | by | language | how | needs | layouts | promises | rank | proven on |",
+        "| kernel | by | language | how | needs | layouts | promises | rank | has run on |",
         "|---" * 9 + "|",
     ]
     for k in registry.kernels_of(op.name):
@@ -179,12 +186,12 @@ def page(registry: Registry) -> str:
     head = (
         "# Operations and kernels\n\n"
         "Written by `python ci/generate.py` from the registry; do not edit. *Rank* counts before anything was measured: then\n"
-        "measured time decides, among kernels that have matched the reference on the device at hand. *Proven on* names devices\n"
-        "with reports (`bench/results/*/operations/*.json`, `bench/results/proofs/*.json`), or whose device tests passed.\n"
-        "The tests run every C++ kernel at\n"
-        "each level of an x86-64 CPU, every torch kernel there, and every Triton kernel in the interpreter; the compile matrix\n"
-        "(`ci/compile_baseline.json`) compiles every Triton kernel for nine targets. `kernelbench list --target T` names the grade\n"
-        "of proof of each kernel on a target, and the file behind it.\n"
+        "measured time decides, among kernels that have matched the reference on the device at hand. *Has run on* names devices\n"
+        "with reports (`bench/results/*/operations/*.json`, `bench/results/proofs/*.json`), or whose device tests passed, with the\n"
+        "code of that day. The tests run every C++ kernel at each level of an x86-64 CPU, every torch kernel there, and every Triton\n"
+        f"kernel in the interpreter; the compile matrix (`ci/compile_baseline.json`) compiles every Triton kernel for {len(TARGETS)} targets.\n"
+        "The letters, and `kernelbench list --target T`, go by [grades of proof](selection.md#grades-of-proof), which need a record of\n"
+        "the present code on that very architecture or CPU level.\n"
     )
     return "\n".join(
         [head, ops_table(registry), *(op_section(registry, registry.op(n)) for n in sorted(registry.ops))]
