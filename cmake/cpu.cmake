@@ -94,7 +94,7 @@ endif()
 add_library(gm_torch_stub SHARED kernels/_native/torch_stub.cpp)
 set_target_properties(gm_torch_stub PROPERTIES OUTPUT_NAME torch_cpu LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/stub")
 
-add_library(gristmill_cpu SHARED kernels/_native/threads.cpp ${GM_CPU_OBJECTS})
+add_library(gristmill_cpu SHARED kernels/_native/threads.cpp kernels/_native/call_list.cpp ${GM_CPU_OBJECTS})
 target_include_directories(gristmill_cpu PRIVATE kernels/_native kernels)
 target_compile_options(gristmill_cpu PRIVATE ${GM_CXX_FLAGS})
 target_link_libraries(gristmill_cpu PRIVATE gm_torch_stub)

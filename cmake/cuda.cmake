@@ -3,8 +3,8 @@
 # there, on requires nvcc, off skips it.
 #
 # GRISTMILL_RARE=off leaves out what is marked rare, which `make test` does to save compile time: sources whose name ends in
-# _rare_sm90.cu and weight formats of linear with "rare": true. The manifest lists these sources as left_out, and selection
-# refuses the kernels that run them ("not in this build").
+# _rare_sm90.cu or _rare_sm80.cu, and weight formats of linear with "rare": true. The manifest lists these sources as left_out,
+# and selection refuses the kernels that run them ("not in this build").
 set(_default auto)
 if(DEFINED ENV{GRISTMILL_CUDA})
   set(_default "$ENV{GRISTMILL_CUDA}")
@@ -31,18 +31,23 @@ if(NOT _rare MATCHES "^(on|off)$")
   message(FATAL_ERROR "GRISTMILL_RARE=${GRISTMILL_RARE}: expected on or off")
 endif()
 
+# Takes the sources whose name ends in _rare_sm<NN>.cu out of a list, and notes them as left out.
+macro(gm_leave_out_rare list)
+  foreach(source IN LISTS ${list})
+    if(source MATCHES "_rare_sm[0-9]+\\.cu$")
+      list(REMOVE_ITEM ${list} "${source}")
+      get_filename_component(stem "${source}" NAME_WE)
+      list(APPEND GM_LEFT_OUT ${stem})
+    endif()
+  endforeach()
+endmacro()
+
 set(GM_CUDA_MANIFEST "")
 set(GM_LEFT_OUT "")
 include(cmake/frag16_sm90.cmake)
 file(GLOB_RECURSE GM_SM90_SOURCES CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu")
 if(_rare STREQUAL "off")
-  foreach(source IN LISTS GM_SM90_SOURCES)
-    if(source MATCHES "_rare_sm90\\.cu$")
-      list(REMOVE_ITEM GM_SM90_SOURCES "${source}")
-      get_filename_component(stem "${source}" NAME_WE)
-      list(APPEND GM_LEFT_OUT ${stem})
-    endif()
-  endforeach()
+  gm_leave_out_rare(GM_SM90_SOURCES)
 endif()
 gm_frag16_sources(_generated ${_rare} GM_LEFT_OUT)
 list(APPEND GM_SM90_SOURCES ${_generated})

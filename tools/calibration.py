@@ -28,7 +28,7 @@ from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.layers.linear import Linear, PartialSum, SplitLinear
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import BLOCK_SIZE, Plans
-from gristmill.runtime.layers.rope import Rope
+from gristmill.runtime.layers.rope import Ropes
 from gristmill.runtime.loader.config import load_config, open_checkpoint
 from gristmill.runtime.models import make_layer, model_table
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -79,9 +79,14 @@ class LayerStream:
             raise UsageError(
                 f"{self.config.architecture} has its experts in one tensor, which is not calibrated"
             )
+        if self.config.layer_attention:
+            raise UsageError(
+                f"{self.config.architecture} has layers that read the keys and values of others, or have heads of their own, which are not "
+                "calibrated"
+            )
         self.directory = directory
         self.plans = _Passing(parse_device(device, policy), torch.float32, policy)
-        self.rope = Rope(self.plans, self.config)
+        self.ropes = Ropes(self.plans, self.config.for_length(window))
         at_once, each = (
             windows_at_once(self.plans.device, window, windows, windows),
             blocks_needed(window, BLOCK_SIZE),
@@ -140,7 +145,7 @@ class LayerStream:
             dense,
             stored,
         )
-        return make_layer(self.config, weights, self.plans, index, self.rope)
+        return make_layer(self.config, weights, self.plans, index, self.ropes[index])
 
     def _embedded(self, tokens: Sequence[int], length: int, steps: int) -> list[tuple[Tensor, Tensor]]:
         (entry,) = (weight for weight in self.table.weights if weight.target == "embedding")

@@ -333,9 +333,11 @@ def quantize(
     With --json, one object: {"out", "format", "scheme", "method", "tensors" (quantized ones), "bytes_before", "bytes_after",
     "resumed" (layers that existed), "notes" (weights treated differently, and why), "seconds"}
     """
+    from gristmill.quant.checkpoints.native import NativeCheckpoint
+    from gristmill.quant.checkpoints.text_part import TextPartCheckpoint
     from gristmill.quant.writing.checkpoint import write_quantized
     from gristmill.runtime.hub import local_model
-    from gristmill.runtime.loader.config import load_config
+    from gristmill.runtime.loader.config import load_config, open_checkpoint
     from gristmill.runtime.loader.load import parse_scheme
     from gristmill.runtime.models import model_table
     from gristmill.runtime.progress import no_bar
@@ -353,6 +355,10 @@ def quantize(
     tokens = None if calibration is None else read_tokens(calibration)[first:]
     with no_bar() if as_json else nullcontext():
         directory = local_model(model)
+    if isinstance(open_checkpoint(directory), NativeCheckpoint | TextPartCheckpoint):
+        raise click.UsageError(
+            f"{directory} is not in the layout of a text model of Hugging Face, which is what is written: load it with --quant instead"
+        )
     chosen = make_method(
         method, directory, tokens, window=window, windows=windows, device=device, act_order=act_order
     )
@@ -416,14 +422,17 @@ def supported(as_json: bool) -> None:
     those of plugins.
 
     \b
-    With --json, one object: {"families" ({"name", "architectures", "gguf"}), "formats" ({"name", "written"}), "proposers"
-    (methods of --speculate: {"name", "summary"}), "kv_stores" (of --kv-transfer: {"name", "summary"}), "chat_formats"
+    With --json, one object: {"families" ({"name", "architectures", "gguf"}), "architectures" ({"name", "proven": what tests proved of it,
+    by "logits and ids", "quantized", "GGUF", "ranks", "drafts", as runtime/models/supported.md explains}), "formats"
+    ({"name", "written"}), "proposers" (methods of --speculate: {"name", "summary"}), "kv_stores" (of --kv-transfer: {"name", "summary"}),
+    "chat_formats"
     (of --chat-format: {"name", "summary"}), "plugins_left_out" (each plugin of gristmill.models, gristmill.formats, gristmill.proposers,
     gristmill.kv_stores or gristmill.chat_formats that is not used, with its reason)}
     """
     from gristmill.quant import formats
     from gristmill.runtime import kv_transfer, models, speculation
     from gristmill.runtime.chat import formats as chat_formats
+    from gristmill.runtime.models.proven import COLUMNS, proven
 
     families = {id(family): family for family in models.families().values()}.values()
     left_out = (
@@ -442,6 +451,10 @@ def supported(as_json: bool) -> None:
             }
             for family in families
         ],
+        "architectures": [
+            {"name": name, "proven": proven().get(name, dict.fromkeys(COLUMNS, ()))}
+            for name in (*models.families(), *models.text_parts())
+        ],
         "formats": [
             {"name": name, "written": spec.write is not None}
             for name, spec in formats.checkpoint_formats().items()
@@ -459,9 +472,16 @@ def supported(as_json: bool) -> None:
         console.emit(supported)
         return
     console.table(
-        "Models",
-        ["family", "architectures", "in GGUF files"],
-        [[f["name"], ", ".join(f["architectures"]), ", ".join(f["gguf"])] for f in supported["families"]],
+        "Models, and what tests proved of them",
+        ["architecture", *COLUMNS],
+        [
+            # The result files of GPUs are in the JSON.
+            [
+                a["name"],
+                *(", ".join(what.split(" (")[0] for what in a["proven"][column]) for column in COLUMNS),
+            ]
+            for a in supported["architectures"]
+        ],
     )
     console.table(
         "Checkpoint formats",

@@ -34,6 +34,14 @@ def folds(config: ModelConfig, index: int, weights: tuple[Weight, ...]) -> list[
         raise UsageError(
             f"{config.architecture} has its experts in one tensor: no rule says where to fold their scales (AWQ)"
         )
+    if not {"attention_norm", "mlp_norm"} <= table.keys():
+        raise UsageError(
+            f"{config.architecture} has no norms before attention and feed-forward block: no rule says where to fold scales (AWQ)"
+        )
+    if config.norm_offset:
+        raise UsageError(
+            f"{config.architecture} stores the weights of norms less {config.norm_offset}: no rule says how to fold scales into them (AWQ)"
+        )
     parts = {"qkv": 3, "gate_up": 2, "experts.gate_up": 2, "shared.gate_up": 2}
     for name, count in parts.items():
         if name in table and len(table[name].sources) != count:

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.masking_utils import causal_mask_function, flash_attention_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    flash_attention_mask,
+)
 
 from gristmill import ops
 from gristmill.integrations.transformers.plans import plan_of
@@ -28,16 +32,25 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None, or bool [batch, keys] where the batch is padded: causality and windows are the kernel's.
+    """None, or bool [batch, keys] where the batch is padded: causality and windows are the kernel's. For attention in both directions never
+    None, and with the attribute `both_directions`, so that `attention` can tell it from the mask of a causal model.
 
     Raises:
-        NotImplementedError: a mask of another pattern (bidirectional, packed sequences, prefixes), or a static cache.
+        NotImplementedError: a mask of another pattern (packed sequences, prefixes, chunks that end), or a static cache.
     """
-    windowed = kwargs.get("local_size") is not None
-    if not windowed and mask_function is not causal_mask_function:
+    pattern = pattern_of(mask_function)
+    size = kwargs.get("local_size")
+    if pattern == "chunks" and size is not None and kv_length + kv_offset <= size:
+        pattern = "causal"  # within the first chunk
+    if pattern not in ("causal", "both directions"):
         raise NotImplementedError(
-            "gristmill's attention is causal, with a window where the model has one; this model asks for another mask: "
-            "use attn_implementation='sdpa'"
+            "gristmill's attention is causal or sees both directions, with a window where the model has one; this model asks for another mask"
+            + (
+                f" (of chunks of {size} tokens, of which {kv_length + kv_offset} tokens are more)"
+                if pattern == "chunks"
+                else ""
+            )
+            + ": use attn_implementation='sdpa'"
         )
     if isinstance(q_offset, int) and kv_length + kv_offset > q_offset + q_length:
         raise NotImplementedError(
@@ -47,7 +60,30 @@ def mask(
     found: Tensor | None = flash_attention_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
     )
+    if pattern == "both directions":
+        padded = found is not None
+        found = torch.ones(batch_size, kv_length, dtype=torch.bool) if found is None else found.bool()
+        found.both_directions, found.padded = True, padded  # type: ignore[attr-defined]
     return found
+
+
+def pattern_of(mask_function: Any) -> str | None:
+    """What a mask function of transformers lets a token see: "causal" or "both directions", each also within a window, "chunks", or None for
+    any other. transformers builds windows and chunks as the intersection of an overlay with one of the first two, which its closure holds."""
+    overlays: tuple[Any, ...] = ()
+    if getattr(mask_function, "__qualname__", "") == "and_masks.<locals>.and_mask":
+        *overlays, mask_function = mask_function.__closure__[0].cell_contents
+    names = [
+        getattr(overlay, "__qualname__", "").removesuffix(".<locals>.inner_mask") for overlay in overlays
+    ]
+    if mask_function is causal_mask_function and names in ([], ["sliding_window_overlay"]):
+        return "causal"
+    if mask_function is bidirectional_mask_function and names in (
+        [],
+        ["sliding_window_bidirectional_overlay"],
+    ):
+        return "both directions"
+    return "chunks" if mask_function is causal_mask_function and names == ["chunked_overlay"] else None
 
 
 def attention(
@@ -68,31 +104,42 @@ def attention(
 
     Args:
         attention_mask: the result of `mask`; on the left of S' or on its right, padding is left out.
+        sliding_window: keys up to a token's own that it sees; in both directions, also from its own onwards.
         s_aux: sinks [H].
         softcap: soft cap of the scores (Gemma 2).
 
     Raises:
         NotImplementedError: what gristmill's attention does not compute; nothing is left out silently.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    refuse(module, causal=causal, dropout=dropout)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    refuse(dropout)
     batch, heads, steps, dim = query.shape
     keys = key.shape[2]
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] != keys):
+        raise NotImplementedError(
+            f"gristmill's attention takes a mask [batch, keys] = [{batch}, {keys}] of padding, got {list(attention_mask.shape)}"
+        )
+    if causal == getattr(attention_mask, "both_directions", not causal and attention_mask is None):
+        raise NotImplementedError(
+            f"{type(module).__name__} is {'' if causal else 'not '}causal and its mask is of {'both directions' if causal else 'a causal model'}: "
+            "use attn_implementation='sdpa'"
+        )
+    if not causal and (steps != keys or s_aux is not None or softcap):
+        raise NotImplementedError(
+            f"gristmill's attention in both directions has no cross-attention, sinks or soft caps; {type(module).__name__} has {steps} queries "
+            f"and {keys} keys{', sinks' * (s_aux is not None)}{', a soft cap' * bool(softcap)}: use attn_implementation='sdpa'"
+        )
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     scale = dim**-0.5 if scaling is None else float(scaling)
-    if attention_mask is None:
+    if attention_mask is None or not getattr(attention_mask, "padded", True):
         q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
         first_q, first_k = (
             torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (steps, keys)
         )
         out = attend(
-            q, k, v, first_q, first_k, steps, keys, scale, sliding_window or 0, s_aux, softcap or 0.0
+            q, k, v, first_q, first_k, steps, keys, scale, sliding_window or 0, s_aux, softcap or 0.0, causal
         )
         return out.view(batch, steps, heads, -1), None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
-        raise NotImplementedError(
-            f"gristmill's attention takes a mask [batch, keys] = [{batch}, {keys}] of padding, got {list(attention_mask.shape)}"
-        )
     kept_keys = attention_mask.bool()
     kept = kept_keys[:, -steps:]
     found = attend(
@@ -107,6 +154,7 @@ def attention(
         sliding_window or 0,
         s_aux,
         softcap or 0.0,
+        causal,
     )
     out = q.new_zeros(batch, steps, heads, found.shape[-1])
     out[kept] = found
@@ -133,7 +181,7 @@ def paged(
     cache = kwargs.get("cache")
     if cache is None:
         raise ValueError("paged|gristmill is for continuous batching; use attn_implementation='gristmill'")
-    refuse(module, causal=True, dropout=dropout)
+    refuse(dropout)
     window = int(getattr(module, "sliding_window", 0) or 0)
     window = window if window > 1 else 0
     if UPDATES_ARGUMENTS:
@@ -178,12 +226,20 @@ def attend(
     window: int,
     sinks: Tensor | None,
     softcap: float,
+    causal: bool = True,
 ) -> Tensor:
-    """q [tokens, H, D], k [ctx, Hkv, D], v [ctx, Hkv, Dv], starts int32 [sequences + 1] -> [tokens, H, Dv], causal from the end.
+    """q [tokens, H, D], k [ctx, Hkv, D], v [ctx, Hkv, Dv], starts int32 [sequences + 1] -> [tokens, H, Dv], causal from the end, or in both
+    directions, without sinks and soft caps.
 
     With a window that matters, sinks, or a soft cap, keys are taken as a cache of blocks of one token.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if not causal:
+        reach = window - 1 if window else -1
+        windowed = (q, k, v, query_start, key_start, max_q, max_keys, scale, None, reach, reach)
+        return ops.varlen_attention(
+            *windowed, plan=plan_of("varlen_attention", (q, k, v), (reach,), windowed)
+        )
     if sinks is None and not softcap and not 0 < window < max_keys:
         given = (q, k, v, query_start, key_start, max_q, max_keys, scale)
         return ops.varlen_attention(*given, plan=plan_of("varlen_attention", (q, k, v), (), given))
@@ -198,12 +254,8 @@ def attend(
     return ops.paged_attention(*paged, *options, plan=plan)
 
 
-def refuse(module: torch.nn.Module, *, causal: bool, dropout: float) -> None:
+def refuse(dropout: float) -> None:
     """NotImplementedError for what our attention does not compute."""
-    if not causal:
-        raise NotImplementedError(
-            f"gristmill's attention is causal; {type(module).__name__} is not: use attn_implementation='sdpa'"
-        )
     if dropout:
         raise NotImplementedError("gristmill's attention has no dropout: call model.eval()")
 

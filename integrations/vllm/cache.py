@@ -26,6 +26,10 @@ LAYER = "layers."
 def layer_specs(model: Model) -> dict[str, KVCacheSpec]:
     """What a block holds in each layer. Layers with a sliding window say so if others have full attention: vLLM gives them groups of their own."""
     config, plans = model.config, model.plans
+    if config.layer_attention:
+        raise UsageError(
+            f"{config.architecture}: layers with heads of several sizes, or with the keys and values of others, are not served by vLLM's worker"
+        )
     if config.mla is not None:
         latent = MLAAttentionSpec(
             block_size=plans.block_size,

@@ -12,12 +12,12 @@ from torch import Tensor
 from gristmill.integrations.vllm.cache import BlockTables
 from gristmill.integrations.vllm.sampling import seed_of, translate
 from gristmill.runtime.errors import UsageError
+from gristmill.runtime.grammars import HostGrammar
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import PromptLogprobs
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledRequest
-from gristmill.runtime.structured_output import HostGrammar
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernels.collective import symmetric
 from gristmill.kernels.collective.groups import join
 from gristmill.runtime.errors import UsageError
-from gristmill.runtime.parallel.choices import Asking, answer_in_thread, installation
+from gristmill.runtime.parallel.choices import Asking, answer_in_threads, installation
 from gristmill.runtime.parallel.mesh import ALONE, Mesh
 
 GROUP = "vllm"
@@ -65,7 +65,7 @@ def join_ranks(worker: Any, policy: Policy | None) -> Mesh:
     resolver = ops.resolver(device, policy)
     connections = _connect(group.cpu_group, rank, world)
     if rank == 0:
-        answer_in_thread(resolver, connections)
+        answer_in_threads(resolver, connections)
     else:
         resolver.chooser = Asking(connections[0])
     found: list[Any] = [None] * world

@@ -80,16 +80,26 @@ class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is read without types
         path, options = self._path(), self.options
         dtype, policy = self.model_config.dtype, self.policy
         block_size = self.cache_config.block_size
+        longest = self.model_config.max_model_len
         if load_dummy_weights or self.load_config.load_format == "dummy":
-            config = parse_config(*open_checkpoint(path).config())
+            config = parse_config(*open_checkpoint(path).config()).for_length(longest)
             model = random_model(
                 config, dtype, options.quant, self.device, policy, block_size=block_size, mesh=self.mesh
             )
         else:
-            model = load_model(path, dtype, options.quant, self.device, policy, block_size, mesh=self.mesh)
-        if self.model_config.max_model_len > model.config.max_position:
+            model = load_model(
+                path,
+                dtype,
+                options.quant,
+                self.device,
+                policy,
+                block_size,
+                mesh=self.mesh,
+                max_model_len=longest,
+            )
+        if longest > model.config.max_position:
             raise UsageError(
-                f"--max-model-len {self.model_config.max_model_len} is more than the {model.config.max_position} positions of {path}"
+                f"--max-model-len {longest} is more than the {model.config.max_position} positions of {path}"
             )
         self.model = model
 

@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     from gristmill.runtime.llm import LLM as LLM
     from gristmill.runtime.metrics import Metrics as Metrics
     from gristmill.runtime.parallel.replicas import Replicas as Replicas
+    from gristmill.runtime.pooling.classes import Classification as Classification
+    from gristmill.runtime.pooling.front import Embedding as Embedding
+    from gristmill.runtime.pooling.scoring import Ranked as Ranked
+    from gristmill.runtime.pooling.scoring import Score as Score
     from gristmill.runtime.sampling_params import SamplingParams as SamplingParams
     from gristmill.runtime.scheduler import FinishReason as FinishReason
     from gristmill.runtime.scheduler import QueueFull as QueueFull

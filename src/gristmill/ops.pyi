@@ -87,6 +87,35 @@ def seal(
     none the call raises UnpreparedError. ``seal(False)`` lifts it. It does not hold for plans that are bound later.
     """
 
+def activation(
+    x: Tensor,
+    function: str,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Gelu, silu, relu or relu² of every value.
+
+    x [..., N] -> f(x) [..., N] in x's dtype, computed in float64, as gelu cancels for negative values, and rounded once.
+
+    gelu(x) = x · Φ(x), Φ being the distribution function of the normal distribution (Hendrycks and Gimpel, 2016; BERT); gelu_tanh is
+    x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) (Gemma); silu(x) = x / (1 + e^-x); relu2(x) = max(x, 0)² (So et al., 2021: Primer).
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: length of a row; an integer of at least 1
+        x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+        function: the activation; one of gelu, gelu_tanh, silu, relu, relu2
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def all_gather(
     x: Tensor,
     group: str,
@@ -245,6 +274,42 @@ def combine(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def copy_blocks(
+    source: Tensor,
+    cache: Tensor,
+    source_blocks: Tensor,
+    cache_blocks: Tensor,
+    factors: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Blocks of another cache into a paged cache, with their hashes.
+
+    source int32 [rows, source blocks, words]; cache int32 [rows, blocks, words], written in place; factors int64 [words].
+
+    Block source_blocks[i] (int64 [T]) goes to block cache_blocks[i] in every row. No block of the cache is named twice. Returns the sums over
+    the words of source · factors, modulo 2^64: int64 [rows, T].
+
+    A block that is not there is an error: on a CPU it raises; a device kernel, which cannot raise without synchronising, reads and writes
+    nothing.
+
+    Written in place: cache.
+
+    Axes of its problems:
+        t: blocks; an integer of at least 0
+        rows: parts of a block; an integer of at least 1
+        words: words of 4 bytes of a part; an integer of at least 1
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def fused_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -256,7 +321,7 @@ def fused_add_rms_norm(
 ) -> Tensor:
     """Residual += x in place, then RMSNorm of the stored sum.
 
-    x [..., N], residual [..., N] (becomes x + residual, rounded to its dtype), weight [N] -> normed [..., N].
+    x [..., N], residual [..., N] (becomes x + residual, rounded to its dtype), weight [N] in x's dtype or float32 -> normed [..., N].
 
     The norm is computed in float32 from the stored sum and rounded once. The output may be x itself.
 
@@ -265,7 +330,38 @@ def fused_add_rms_norm(
     Axes of its problems:
         m: rows (tokens); an integer of at least 0
         n: row length (hidden size); an integer of at least 1
-        x: dtype of x, residual, weight and the output; a dtype, one of fp32, fp16, bf16
+        x: dtype of x, residual and the output; a dtype, one of fp32, fp16, bf16
+        w: dtype of the weight; x: that of x; a dtype, one of x, fp32
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def gelu_and_mul(
+    x: Tensor,
+    approximate: str = "none",
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Gelu(gate) · up of the two halves of each row.
+
+    x [..., 2N], gate first -> gelu(x[..., :N]) · x[..., N:], [..., N] in x's dtype.
+
+    gelu(g) = g · Φ(g), Φ being the distribution function of the normal distribution; with approximate = tanh it is
+    g / 2 · (1 + tanh(√(2/π) · (g + 0.044715 g³))) (Hendrycks and Gimpel, 2016; Gemma). Computed in float64, as both sums cancel for negative
+    gates, and rounded once.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: length of gate, of up, and of an output row; an integer of at least 1
+        x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+        approximate: formula of gelu; one of none, tanh
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -360,6 +456,41 @@ def grouped_topk(
         scoring: score of a logit; one of sigmoid, softmax
         bias: a bias for the choice alone; true or false
         renormalize: weights of a token sum to scale; true or false
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+    residual: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """LayerNorm over the last dimension, of x or of residual += x.
+
+    x [..., N], weight [N], bias [N] or None, residual [..., N] (becomes x + residual, rounded to its dtype) or None
+    -> [..., N] in x's dtype; computed in float32 and rounded once. The output may be x itself, or the residual.
+
+    The variance is the mean of the squares of x − mean(x), not the difference of two sums, which would cancel.
+
+    Written in place: residual.
+
+    Axes of its problems:
+        m: rows (tokens); an integer of at least 0
+        n: row length (hidden size); an integer of at least 1
+        x: dtype of x, weight, bias and the output; a dtype, one of fp32, fp16, bf16
+        bias: whether a bias is added; true or false
+        residual: whether x is added to a residual first; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -514,11 +645,13 @@ def moe(
     limit: float = 7.0,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Routed experts of each token: gate and up, silu, down, weighted sum.
+    """Routed experts of each token: gate and up, activation, down, weighted sum.
 
     x [T, H], weights float32 [T, K], ids int32 [T, K], w13 QuantTensor [E, 2 I, H], w2 [E, H, I] -> [T, H] in x's dtype.
 
@@ -528,6 +661,9 @@ def moe(
     u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
     an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
     the host.
+
+    activation: another function than silu, as of `activation`. gated: False = h = f(W13[e] · x[t] + b13[e]), with w13 [E, I, H] and w13_bias
+    [E, I] (Nemotron's relu²).
 
     codes [T, H], scales float32 [T, groups]: x as quantized in that format (as of `linear`); the values of x are not read then.
 
@@ -542,9 +678,11 @@ def moe(
         i: intermediate size of an expert; an integer of at least 1
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
         w: how both weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
-        epilogue: what follows the products beside silu(gate) · up; none or a +-joined subset of w13_bias, w2_bias, clamp
+        epilogue: what follows the products beside the activation; none or a +-joined subset of w13_bias, w2_bias, clamp
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
         codes: x is given as codes and scales; true or false
+        activation: the function between the products; one of silu, gelu, gelu_tanh, relu, relu2
+        gated: whether w13 has gate and up, not up alone; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -649,6 +787,58 @@ def permute(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def process_logits(
+    logits: Tensor,
+    places: Tensor,
+    fed: Tensor,
+    slots: Tensor,
+    penalties: Tensor,
+    seen: Tensor,
+    bias: Tensor,
+    counted: Tensor,
+    barred: Tensor,
+    mask: Tensor,
+    mask_rows: Tensor,
+    *,
+    plan: BoundPlan | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Biases, penalties, bans and grammars of chosen rows of logits.
+
+    logits [rows, V], of which the rows places int64 [M] are processed -> float32 [M, V], and the largest of each `PART` columns.
+
+    For each row, in this order:
+
+    1. bias float32 [slots, V] (or [0, V]: none) of its slot, slots int32 [M], is added; -1 = it has no slot.
+    2. penalties float32 [3, M], repetition r, frequency f and presence p, by seen int32 [slots, V] (or [0, V]: none), which is
+       twice the number of times that a token is in the output, plus 1 if it is in the prompt. Tokens counted int32 [M, C] count once more, for
+       this row alone: ids, -1 for none, and -2 for the one that the row is fed, fed int64 [fed rows] at its place. A token of the prompt or
+       the output has its logit divided by r if it is positive, else multiplied by r; then f times its count is subtracted, and p if it
+       is in the output.
+    3. barred int32 [M, B, 2]: pairs (after, token); the token becomes -inf, if `after` is -1 or the token that the row is fed. Token -1 = no
+    pair.
+    4. mask int32 [masks, (V + 31) / 32], bit i of word w for token 32 w + i, of the row mask_rows int32 [M], -1 = none: tokens without a
+       bit become -inf.
+
+    largest float32 [2, M, parts]: of the logits as they came, and of the result, where NaN counts as +inf.
+
+    A place, slot, token or mask that is not there is an error: on a CPU it raises; a device kernel, which cannot raise without
+    synchronising, reads nothing for it.
+
+    Axes of its problems:
+        m: processed rows; an integer of at least 0
+        v: vocabulary; an integer of at least 1
+        x: dtype of the logits; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def qk_norm_rope_cache(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -670,10 +860,10 @@ def qk_norm_rope_cache(
 
     qkv [T, Hq + 2 Hk, D], the heads of q, then of k, then of v, of each token -> q [T, Hq, D], normalized and rotated.
 
-    q_weight, k_weight: [D], RMSNorm of each head with eps; None: no norm. positions int64 [T] and cos_sin float32 [P, rot]: the
-    first rot elements of a head are rotated, as in `rotary_embedding`. Keys and values of token t go to slot slot_mapping[t] of
-    key_cache and value_cache [blocks, block_size, Hk, D], as in `reshape_and_cache`; −1 = not written. k_scale, v_scale: of
-    caches of e4m3 codes, per tensor, per head, or per token and head (written).
+    q_weight, k_weight: [D] in x's dtype or float32, RMSNorm of each head with eps; None: no norm. positions int64 [T] and
+    cos_sin float32 [P, rot]: the first rot elements of a head are rotated, as in `rotary_embedding`. Keys and values of token t go
+    to slot slot_mapping[t] of key_cache and value_cache [blocks, block_size, Hk, D], as in `reshape_and_cache`; −1 = not written.
+    k_scale, v_scale: of caches of e4m3 codes, per tensor, per head, or per token and head (written).
 
     Written in place: key_cache, value_cache, k_scale, v_scale.
 
@@ -686,7 +876,8 @@ def qk_norm_rope_cache(
         style: pairs: halves (neox) or neighbours (gptj); one of neox, gptj
         norm: whether heads of q and k are normalized; true or false
         block_size: tokens of a block; an integer of at least 1
-        x: dtype of the projection, the norms and q; a dtype, one of fp32, fp16, bf16
+        x: dtype of the projection and q; a dtype, one of fp32, fp16, bf16
+        w: dtype of the weights of norms; x: that of x; a dtype, one of x, fp32
         kv: dtype of the caches; x: the other tensors' dtype; a dtype, one of x, fp8
         kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
 
@@ -781,12 +972,15 @@ def rms_norm(
 ) -> Tensor:
     """RMSNorm over the last dimension.
 
-    x [..., N], weight [N] -> [..., N] in x's dtype; computed in float32 and rounded once.
+    x [..., N], weight [N] in x's dtype or float32 -> [..., N] in x's dtype; computed in float32 and rounded once.
+
+    A float32 weight is for models whose norms multiply by 1 + w (Gemma), which 16 bits do not hold.
 
     Axes of its problems:
         m: rows (tokens); an integer of at least 0
         n: row length (hidden size); an integer of at least 1
-        x: dtype of x, weight and the output; a dtype, one of fp32, fp16, bf16
+        x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
+        w: dtype of the weight; x: that of x; a dtype, one of x, fp32
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
@@ -983,17 +1177,20 @@ def varlen_attention(
     max_ctx: int,
     scale: float,
     lse: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = 0,
     *,
     plan: BoundPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over dense sequences of different lengths (un-absorbed MLA prefill).
+    """Attention over dense sequences of different lengths: causal (un-absorbed MLA prefill), bidirectional (encoders), windowed.
 
     q [tokens, heads, Dk], k [ctx, kv_heads, Dk], v [ctx, kv_heads, Dv], query_start and context_start int32 [seqs + 1]
     -> out [tokens, heads, Dv] in q's dtype, float32 inside.
 
-    scale multiplies the scores. lse float32 [tokens, heads]: written in place, natural logarithm. max_q, max_ctx: host-known
-    bounds. Rows of q past query_start[-1] belong to no sequence: what out and lse hold there is unspecified.
+    scale multiplies the scores. lse float32 [tokens, heads]: written in place, natural logarithm. max_q, max_ctx: host-known bounds.
+    window_left, window_right: keys before and after its own that a query sees, -1 = all. Rows of q past query_start[-1] belong to no sequence:
+    what out and lse hold there is unspecified.
 
     Written in place: lse.
 
@@ -1009,6 +1206,8 @@ def varlen_attention(
         v_dim: elements of a value head; an integer of at least 1
         x: dtype of q, k, v and the output; a dtype, one of fp32, fp16, bf16
         lse: the log-sum-exp is written too; true or false
+        window_left: keys before its own that a query sees; -1 = all; an integer of at least -1
+        window_right: keys after its own that a query sees; -1 = all; an integer of at least -1
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
     out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.

@@ -134,8 +134,8 @@ class Session:
         begin = time.perf_counter()
         ids = self._chat.encode([*system, *messages], self.options)
         answer.prompt_tokens = len(ids)
-        params = self._chat.params(self._params(len(ids)), self.options, ids)
-        parser = self._chat.parser(self.options, ids)
+        params, make = self._chat.reply(self._params(len(ids)), self.options, ids)
+        parser = make()
         with closing(cast("Generator[Chunk]", self.llm.stream([ids], params))) as chunks:
             for chunk in chunks:
                 answer.seconds = time.perf_counter() - begin
