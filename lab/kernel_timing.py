@@ -155,7 +155,7 @@ def compare(
 
     Args:
         calls_of: the calls of a kernel with changes to its configuration, which write `out`.
-        peers: calls that are timed beside them.
+        peers: calls that are timed beside them; compared too where they write `out`.
     """
     graphs, outputs = Graphs(), {}
     candidates: dict[str, tuple[str, dict[str, int]]] = {kernel: (kernel, {}) for kernel in kernels}
@@ -169,6 +169,10 @@ def compare(
         outputs[label] = out.float().cpu()
         graphs.add(label, calls)
     for label, calls in (peers or {}).items():
+        out.fill_(float("nan") if out.is_floating_point() else -1)
+        calls[0]()
+        if not (out.isnan() if out.is_floating_point() else out == -1).any():  # it wrote there
+            outputs[label] = out.float().cpu()
         graphs.add(label, calls)
     graphs.settle(seconds)
     samples = graphs.samples(rounds)

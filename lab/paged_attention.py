@@ -1,4 +1,5 @@
-"""Paged attention of given lengths on one GPU: registered kernels and torch's cuDNN attention, which has no pages, side by side.
+"""Paged attention of given lengths on one GPU: registered kernels, torch's cuDNN attention, which has no pages, and FlashAttention-2 where vLLM
+is installed with it, side by side.
 
     python -m lab.paged_attention --out result.json
     python -m lab.paged_attention --cases prefill_2k,mixed_2k_31 --set reading=2,4,8
@@ -16,6 +17,7 @@ import torch
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.paged_attention.op import OP
+from lab.flash_attention_2 import FLASH_ATTENTION_2, PAGE, flash_attention_2_call, flash_attention_2_is_here
 from lab.gpu_graphs import DEVICE, cold_count
 from lab.kernel_timing import Calls, Launch, Sweep, block_table, compare, program, rates
 
@@ -246,12 +248,26 @@ def cudnn_calls(case: Case) -> Calls | None:
     return [partial(call, *arguments) for arguments in sets]
 
 
+def flash_attention_2_calls(case: Case, inputs: Inputs) -> Calls | None:
+    """Calls of FlashAttention-2 with the same tensors, if it takes them."""
+    if case.kv_scale != "none" or case.page % PAGE or not flash_attention_2_is_here():
+        return None
+    longest, scale = (max(case.queries), max(case.contexts)), case.heads[2] ** -0.5
+    call = flash_attention_2_call(
+        inputs.begin, inputs.contexts, longest, scale, case.window, case.softcap, inputs.out
+    )
+    return [partial(call, *arguments) for arguments, _ in inputs.sets]
+
+
 def timed(name: str, kernels: list[str], sweep: Sweep | None, rounds: int, seconds: float) -> dict[str, Any]:
     """The row of a case: samples and medians in microseconds, TFLOP/s, and the ratio of each kernel to the first one."""
     case = CASES[name]
     inputs = Inputs(case)
-    peer = cudnn_calls(case)
-    peers = {} if peer is None else {"cudnn_contiguous": peer}
+    found_peers = {
+        "cudnn_contiguous": cudnn_calls(case),
+        FLASH_ATTENTION_2: flash_attention_2_calls(case, inputs),
+    }
+    peers = {peer: calls for peer, calls in found_peers.items() if calls is not None}
     found = compare(kernels, sweep, partial(calls_of, inputs), inputs.out, rounds, seconds, peers)
     return {
         "case": name,

@@ -135,7 +135,7 @@ def test_a_doubled_scale_of_one_expert_shows(scheme: str) -> None:
     n, k, counts = 160, 512, [64, 64, 64]
     q = experts(scheme, 3, n, k, torch.bfloat16)
     x = torch.randn(192, k, device=DEVICE).bfloat16()
-    one = doubled(q.experts()[1], 1 if scheme == "fp8_block" else n - 1, 2)
+    one = doubled(list(q.experts())[1], 1 if scheme == "fp8_block" else n - 1, 2)
     assert q.scales is not None and one.scales is not None
     scales = q.scales.clone()
     scales[1] = one.scales

@@ -150,13 +150,15 @@ def cost(problem: Problem) -> Cost:
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Rounding of the output, and room for providers that round weights to bf16; more over few rows, as for linear.
+    """Rounding of the output, and room for providers that round weights to the dtype of x; more over few rows.
 
-    Places that gather the same row of x have the same rounding of weights in their sums: only rows of x count.
+    Few rows, of few experts, leave the RMS of the worst column far from the mean: exact sums of rounded weights reach 1.6 times the
+    base over 129 rows, 2.5 times over 40, 3.1 times over 17 and 6.6 times in one. Places that gather the same row of x have
+    the same rounding of weights in their sums: only rows of x count.
     """
     base = {"fp32": 3e-6, "fp16": 2.5e-4, "bf16": 2e-3}[problem.text("x")]
     rows = cdiv(problem.integer("m"), problem.integer("gather") or 1)
-    return Tolerance("columns", base * (1 + 4 / max(1, rows) ** 0.5))
+    return Tolerance("columns", base * (1 + 10 / max(1, rows) ** 0.5))
 
 
 def shrink(problem: Problem) -> Problem:

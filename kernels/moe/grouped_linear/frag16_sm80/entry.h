@@ -21,7 +21,7 @@
   K(16, 4, 3, 2, 3, __VA_ARGS__) \
   K(32, 4, 3, 2, 2, __VA_ARGS__) \
   K(64, 4, 3, 2, 2, __VA_ARGS__) \
-  K(96, 4, 3, 2, 1, __VA_ARGS__)
+  K(80, 4, 3, 2, 1, __VA_ARGS__)
 #endif
 
 #ifdef __CUDACC__

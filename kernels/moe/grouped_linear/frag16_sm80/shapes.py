@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "small": (Shape(16, 4, 5, 3, 3), Shape(32, 4, 5, 3, 3), Shape(64, 4, 5, 3, 2), Shape(128, 8, 3, 2, 1)),
-    "large": (Shape(16, 4, 3, 2, 3), Shape(32, 4, 3, 2, 2), Shape(64, 4, 3, 2, 2), Shape(96, 4, 3, 2, 1)),
+    "large": (Shape(16, 4, 3, 2, 3), Shape(32, 4, 3, 2, 2), Shape(64, 4, 3, 2, 2), Shape(80, 4, 3, 2, 1)),
 }
 """By size of the tiles; entry.h has the same."""
 
