@@ -1,10 +1,12 @@
-"""Time per token of a GGUF file as it is loaded by default, beside the same model in bf16, with one request at a time.
+"""Time of a decode step of a GGUF file as it is loaded by default, beside the same model in bf16.
 
     python -m lab.gguf_decode --model SmolLM2-135M-Instruct.Q4_1.gguf --check --out gguf_decode.json
+    python -m lab.gguf_decode --model Q4_K.gguf --plain BF16.gguf --beside int4_g32 --batch 1,16 --out gguf_decode.json
 
-The two engines take turns. A sample is the time from the first token to the last, divided by the tokens between them. ``ratio`` is the
-median time as loaded over that in bf16. --check compares greedy ids in float32 with those of transformers, which reads the file itself where
-the package gguf is installed (``reads: "transformers"``), and else has the values that our loader reads (``reads: "gristmill"``).
+The engines take turns. A sample is the time from the first token to the last, divided by the steps between them. --plain is a file of the
+same shape without quantization, whose weights go into the formats of --beside as it is loaded. ``ratio`` is the median time as loaded over
+that of each other engine, by the number of requests. --check compares greedy ids in float32 with those of transformers, which reads the
+file itself where the package gguf is installed (``reads: "transformers"``), and else has the values that our loader reads (``reads: "gristmill"``).
 """
 
 from __future__ import annotations
@@ -41,8 +43,6 @@ PROMPTS = (
     "Water boils at a temperature of",
     "Once upon a time there was",
 )
-ENGINES: dict[str, str | None] = {"as_loaded": None, "bf16": "bf16"}
-"""Name -> the `quant` of the engine."""
 
 
 def load(
@@ -52,8 +52,9 @@ def load(
     quant: str | None = None,
     dtype: str = "bf16",
     activations: str | None = None,
+    batch: int = 1,
 ) -> tuple[LLM, list[str]]:
-    """An engine for one request, and what was said when it was loaded; `activations` as in a policy."""
+    """An engine for `batch` requests, and what was said when it was loaded; `activations` as in a policy."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -69,42 +70,61 @@ def load(
             quant=quant,
             device=device,
             policy=policy,
-            num_blocks=(tokens + 256) // 4,
-            max_seqs=4,
+            num_blocks=(tokens + 256) // 16 * max(4, batch),
+            max_seqs=max(4, batch),
         )
     log.removeHandler(handler)
     log.setLevel(level)
     return llm, said + [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
 
 
-def sample(llm: LLM, prompt: list[int], tokens: int) -> float:
-    """Milliseconds per token after the first one."""
-    stream = llm.stream([prompt], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
+def sample(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
+    """Milliseconds of a step after the first token of each."""
+    stream = llm.stream(prompts, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
     times = [time.perf_counter() for chunk in stream if chunk.token_ids]
-    return (times[-1] - times[0]) * 1e3 / (tokens - 1)
+    return (times[-1] - times[len(prompts) - 1]) * 1e3 / (tokens - 1)
 
 
-def time_engines(model: Path, device: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """A row per engine; the engines take turns."""
-    loaded = {name: load(model, device, tokens, quant) for name, quant in ENGINES.items()}
-    samples: dict[str, list[float]] = {name: [] for name in ENGINES}
+def time_engines(
+    files: dict[str, tuple[Path, str | None]], device: str, tokens: int, rounds: int, batches: list[int]
+) -> list[dict[str, Any]]:
+    """A row per engine and number of requests; the engines take turns. files: of each engine, and its `quant`."""
+    loaded = {
+        name: load(file, device, tokens, quant, batch=max(batches)) for name, (file, quant) in files.items()
+    }
     for llm, _ in loaded.values():
         llm.engine.warm_up()
-        sample(llm, prompt_of(llm, 0), tokens)
-    for turn in range(rounds):
-        for name, (llm, _) in loaded.items():
-            samples[name].append(sample(llm, prompt_of(llm, turn), tokens))
-    return [
-        {
-            "engine": name,
-            "ms_per_token": statistics.median(samples[name]),
-            "samples": samples[name],
-            "weight_bytes": llm.weight_bytes,
-            "said": said,
-            "kernels": [row for row in summarize(llm.explain()) if row["op"] in ("linear", "moe")],
-        }
-        for name, (llm, said) in loaded.items()
-    ]
+    rows = []
+    for batch in batches:
+        samples: dict[str, list[float]] = {name: [] for name in files}
+        for turn in range(-1, rounds):
+            for name, (llm, _) in loaded.items():
+                taken = sample(llm, [prompt_of(llm, turn + i) for i in range(batch)], tokens)
+                if turn >= 0:
+                    samples[name].append(taken)
+        rows += [
+            {
+                "engine": name,
+                "batch": batch,
+                "ms_per_step": statistics.median(samples[name]),
+                "samples": samples[name],
+                "weight_bytes": llm.weight_bytes,
+                "said": said,
+                "kernels": [row for row in summarize(llm.explain()) if row["op"] in ("linear", "moe")],
+            }
+            for name, (llm, said) in loaded.items()
+        ]
+    return rows
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By the number of requests and the engine: the time as loaded over that of the engine."""
+    times = {(row["batch"], row["engine"]): row["ms_per_step"] for row in rows}
+    found: dict[str, dict[str, float]] = {}
+    for (batch, engine), taken in times.items():
+        if engine != "as_loaded":
+            found.setdefault(str(batch), {})[engine] = times[batch, "as_loaded"] / taken
+    return found
 
 
 def prompt_of(llm: LLM, turn: int) -> list[int]:
@@ -123,7 +143,7 @@ def oracle(path: Path) -> tuple[Any, str]:
         return model.eval(), "transformers"
     checkpoint = GgufCheckpoint(path, gguf_architectures())
     fields = {**checkpoint.config()[0]}
-    form = open_format(fields.pop("quantization_config"))
+    form = open_format(fields.pop("quantization_config", {"quant_method": "gguf"}))
     kind = getattr(transformers, fields.pop("architectures")[0])
     fields.pop("dtype")
     model = kind(kind.config_class(**fields))
@@ -184,15 +204,26 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--plain", type=Path, help="GGUF file without quantization")
+    parser.add_argument("--beside", default="", help="formats of the weights of --plain, by commas")
+    parser.add_argument("--batch", default="1", help="requests at a time, by commas")
     parser.add_argument("--check", action="store_true", help="compare ids in float32 with transformers'")
     parser.add_argument("--out", type=Path, help="JSON result file; the same is printed")
     options = parser.parse_args()
-    rows = time_engines(options.model, options.device, options.tokens, options.rounds)
-    by_engine = {row["engine"]: row["ms_per_token"] for row in rows}
+    files: dict[str, tuple[Path, str | None]] = {
+        "as_loaded": (options.model, None),
+        "bf16": (options.model, "bf16"),
+    }
+    if options.beside:
+        if options.plain is None:
+            parser.error("--beside puts the weights of --plain into other formats: give --plain FILE")
+        files |= {scheme: (options.plain, scheme) for scheme in options.beside.split(",")}
+    batches = [int(text) for text in options.batch.split(",")]
+    rows = time_engines(files, options.device, options.tokens, options.rounds, batches)
     command = shlex.join(["python", "-m", "lab.gguf_decode", *sys.argv[1:]])
     where = None if options.device == "auto" else options.device
     compared = check(options.model, options.device, options.tokens) if options.check else None
-    result = {"rows": rows, "ratio": by_engine["as_loaded"] / by_engine["bf16"], "check": compared}
+    result = {"rows": rows, "ratio": ratios(rows), "check": compared}
     print(json.dumps(result, indent=1))
     if options.out is not None:
         about = environment(place(where).target, command) | {"settings": {"model": options.model.name}}

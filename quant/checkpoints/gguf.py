@@ -15,7 +15,7 @@ from gristmill.quant.checkpoints.checkpoint import NoTokenizerError, read_tokeni
 from gristmill.quant.checkpoints.gguf_tokenizer import gguf_tokenizer
 from gristmill.quant.errors import CheckpointError, ConfigError
 from gristmill.quant.formats import FormatError
-from gristmill.quant.formats.gguf import GgufArchitecture, GgufFile
+from gristmill.quant.formats.gguf import DENSE, GgufArchitecture, GgufFile
 
 
 class GgufCheckpoint(GgufFile):
@@ -107,8 +107,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "dtype": "bfloat16",
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        "quantization_config": {"quant_method": "gguf"},
     }
+    if any(kind not in DENSE for kind in file.kinds.values()):
+        data["quantization_config"] = {"quant_method": "gguf"}
     attention, rope = "model.layers.0.self_attn", _rope(path, values, file)
     values["fused_qkv"] = f"{attention}.qkv_proj.weight" in file
     values["q_bias"] = any(f"{attention}.{part}_proj.bias" in file for part in ("q", "qkv"))

@@ -150,6 +150,18 @@ def test_experts(family: str, kind: str, make: Callable[..., LLM], tmp_path: Pat
     assert error(llm, tmp_path / "m") < 2e-4
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_file_of_floats_is_quantized_on_request(
+    family: str, make: Callable[..., LLM], tmp_path: Path
+) -> None:
+    random_model(tmp_path / "hf", family)
+    path = converted(tmp_path / "hf", tmp_path / "m.gguf", family, "BF16")
+    plain, rounded = (make(path, num_blocks=32, quant=quant) for quant in (None, "int8_ch"))
+    assert rounded.weight_bytes < 0.8 * plain.weight_bytes
+    if family == "llama":  # of Mixtral's tokens some go to other experts
+        assert error(rounded, tmp_path / "m") < 0.05
+
+
 def test_factors_of_frequencies(make: Callable[..., LLM], tmp_path: Path) -> None:
     """The factors that converters make of Llama 3.1's scaling. Planted fault: without them, the logits
     differ."""
