@@ -200,7 +200,7 @@ class Engine(EngineMemory):
         if async_steps not in (True, False, None):
             raise UsageError(f"async_steps must be True, False or None, got {async_steps!r}")
         if async_steps is None:
-            async_steps = isinstance(runner, Runner) and runner.device.type == "cuda"
+            async_steps = runner.model.plans.device.type == "cuda"
         if (start := as_integer(seed)) is None:
             raise UsageError(f"seed must be an integer, got {seed!r}")
         self.runner = runner

@@ -59,7 +59,7 @@ class EngineConfig:
             model likewise. Graphs that go over it are left out, with a warning: small steps are captured first. None = 5 % of the device's
             memory.
         async_steps: launch each step before the ids of the one before it are on the host, so that the device does not wait for the host;
-            outputs are the same. None = on a GPU, without tensor_parallel; on a CPU nothing overlaps.
+            outputs are the same. None = on GPUs; on a CPU nothing overlaps.
         queue_order: ``fcfs``: requests are admitted in the order they come; ``priority``: lower priority values first.
         priority_span: under ``priority``, younger requests that may pass a request for each level they are ahead of it, so that
             no request starves; None = any number.

@@ -63,15 +63,14 @@ def prompt_parts(
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def row_norms(x: Tensor) -> Tensor:
-    """log(sum(exp(x))) of each row of float32 [rows, vocab] -> [rows, 1].
+def log_sums(x: Tensor, peak: Tensor) -> Tensor:
+    """log(sum(exp(x - peak))) of each row of float32 [rows, vocab], whose largest number is peak [rows, 1] -> float64 [rows, 1].
 
     Weights are added as integers: the order in which a reduction adds depends on its number of rows, and the same logits have the same
     log-probabilities in every batch.
     """
-    peak = x.amax(1, keepdim=True)
     weights = (x - peak).exp_().mul_(ONE).to(torch.int64)
-    return peak + (weights.sum(1, keepdim=True).double() / ONE).log().float()
+    return weights.sum(1, keepdim=True).double().div_(ONE).log_()
 
 
 def logprob_rows(logits: Tensor, ids: Tensor, most: int) -> Tensor:
@@ -82,15 +81,19 @@ def logprob_rows(logits: Tensor, ids: Tensor, most: int) -> Tensor:
         most: the number of most likely tokens that are read with it; those past the vocabulary are not.
 
     Returns:
-        float64 [rows, 2 + 2 * most]: log-probability and rank of the token, then the log-probabilities and ids of the most likely ones.
-        float64 represents ranks and ids exactly, and one tensor is one copy to the host.
+        float64 [rows, 2 + 2 * most]: how many tokens are likelier, the log-probability, then those of the most likely tokens, and their ids.
+        float64 represents counts and ids exactly, and one tensor is one copy to the host.
     """
     x = logits.float()
     chosen = x.gather(1, ids[:, None])
-    norm = row_norms(x)
-    rank = 1 + (x > chosen).sum(1, keepdim=True)
     values, places = x.topk(min(most, x.shape[1]), 1)
-    return torch.cat([part.double() for part in (chosen - norm, rank, values - norm, places)], 1)
+    peak = values[:, :1] if most else x.amax(1, keepdim=True)
+    read = x.new_empty(len(x), 2 + 2 * places.shape[1], dtype=torch.float64)
+    likelier, logprobs, tokens = read.split((1, 1 + places.shape[1], places.shape[1]), 1)
+    torch.sum(x > chosen, 1, keepdim=True, dtype=torch.float64, out=likelier)
+    torch.sub(torch.cat((chosen, values), 1).sub_(peak), log_sums(x, peak), out=logprobs)
+    tokens.copy_(places)
+    return read
 
 
 def read_rows(parts: Sequence[Tensor], ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -100,5 +103,7 @@ def read_rows(parts: Sequence[Tensor], ids: Sequence[int], tops: Sequence[int]) 
     for token, top, row in zip(ids, tops, rows, strict=True):
         most = len(row) // 2 - 1
         likeliest = zip(row[2 + most : 2 + most + top], row[2 : 2 + top], strict=True)
-        logprobs.append(TokenLogprobs(token, row[0], int(row[1]), tuple((int(i), p) for i, p in likeliest)))
+        logprobs.append(
+            TokenLogprobs(token, row[1], 1 + int(row[0]), tuple((int(i), p) for i, p in likeliest))
+        )
     return logprobs

@@ -1,8 +1,8 @@
 """The steps of an engine in flight: each is scheduled and launched before the results of the one before it are there, as far as it can be.
 
-On a GPU the host schedules and launches step t + 1 while step t runs, and then takes the results of t. On a CPU, where nothing overlaps, over
-several GPUs, and with ``async_steps=False``, it takes the results of each step before it schedules the next. Ids are the same. The device computes
-everything in the order of launches, on one stream, so what is left is bookkeeping:
+On GPUs the host schedules and launches step t + 1 while step t runs, and then takes the results of t. On a CPU, where nothing overlaps, and with
+``async_steps=False``, it takes the results of each step before it schedules the next. Ids are the same. The device computes everything in the
+order of launches, on one stream, so what is left is bookkeeping:
 
 - Two committed steps may be in flight. ``Request.pending`` counts the tokens that they sample and the host has not seen; a step is scheduled
   over known + pending tokens. ``Request.tokens`` holds real ids only.

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.sampling_params import SamplingParams
-from gristmill.runtime.scheduler import FinishReason, ScheduledRequest
+from gristmill.runtime.scheduler import FinishReason, ScheduledRequest, SchedulerConfig
 from gristmill.runtime.steps_in_flight import LaunchedStep, SampledTokens, StepRing
 from gristmill.runtime.structured_output import StructuredOutput
 from tests.runtime import oracle
-from tests.runtime.fake_runner import fake_engine
+from tests.runtime.fake_runner import FakeRunner, fake_engine
 from tests.runtime.late_runner import LateRunner
 from tests.runtime.oracle import DEEPSEEK, LLAMA
 from tests.runtime.scheduler.harness import expected_ids
@@ -386,6 +387,16 @@ def test_a_step_returns_the_outputs_of_one_step() -> None:
     synchronous.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
     synchronous.step()
     assert runner.steps == runner.most_in_flight == 1
+
+
+@pytest.mark.parametrize(("device", "depth"), [("cuda", 2), ("cpu", 1)])
+def test_they_are_the_default_on_gpus(device: str, depth: int) -> None:
+    """Whichever process launches the steps: the driver of ranks knows the type of their devices."""
+    config = SchedulerConfig(num_blocks=64, block_size=4, max_batch_tokens=64, max_seqs=8)
+    runner = FakeRunner(config)
+    runner.model = SimpleNamespace(plans=SimpleNamespace(device=torch.device(device)))  # type: ignore[attr-defined]
+    engine = Engine.from_parts(runner, config)  # type: ignore[arg-type]
+    assert engine._pipeline.depth == depth
 
 
 def test_nothing_is_waited_for_when_all_have_ended() -> None:
