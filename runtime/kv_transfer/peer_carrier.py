@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from numpy.typing import NDArray
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.kv_cache.paged import PagedCache
-from gristmill.runtime.kv_transfer.carrier import Found, Received, longest, needed, wanted_places
+from gristmill.runtime.kv_transfer.carrier import Found, Received, longest, needed
 from gristmill.runtime.kv_transfer.digests import BlockDigests
+from gristmill.runtime.kv_transfer.identity import group_key
 from gristmill.runtime.kv_transfer.layout import Layout, cache_tensors
 from gristmill.runtime.kv_transfer.peer_memory import PeerMemoryError
 from gristmill.runtime.kv_transfer.scattered import ScatteredBlocks
@@ -118,8 +120,8 @@ class PeerCarrier:
         """As `Carrier.find`."""
         found = Found(first, first)
         self._look(found)
-        wanted = wanted_places(keys, first, len(windows))
-        places, names = list(wanted), list(wanted.values())
+        size, groups = self._cache.block_size, len(windows)
+        names = [group_key(key, group) for key in keys[first:] for group in range(groups)]
         where = _Where([], *(np.full(len(names), -1, np.int64) for _ in range(3)))
         for peer in self._peers.values():
             if peer.fits:
@@ -128,13 +130,18 @@ class PeerCarrier:
                 where.which[new], where.blocks[new] = len(where.peers), blocks[new]
                 where.digests[new] = peer.table.digests(blocks[new])
                 where.peers.append(peer)
-        has = dict(zip(places, (where.which >= 0).tolist(), strict=True))
-        size = self._cache.block_size
-        found.length = longest(has, first, len(keys), windows, size)
+        there = where.which >= 0
+        found.length = len(keys)
+        if not there.all():
+            places = product(range(first, len(keys)), range(groups))
+            found.length = longest(
+                dict(zip(places, there.tolist(), strict=True)), first, len(keys), windows, size
+            )
+            found.missing = [names[place] for place in (~there).nonzero()[0]]
         found.places = needed(first, found.length, windows, size)
-        found.missing = [name for name, there in zip(names, has.values(), strict=True) if not there]
-        if found.places:
-            groups = len(windows)
+        if len(found.places) == len(names):  # in the same order
+            found.content = where if names else None
+        elif found.places:
             found.content = where[[(index - first) * groups + group for index, group in found.places]]
         return found
 
