@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 
 from gristmill.autotune.errors import UnverifiableError
 from gristmill.autotune.resolve import Resolver
@@ -88,7 +89,7 @@ def _lasting(resolver: Resolver, problem: Problem, without: frozenset[str], laye
 
 def _fastest(resolver: Resolver, op: Op, problem: Problem, without: frozenset[str]) -> frozenset[str]:
     """The layouts of the fastest kernels for a few sizes."""
-    scheme, kernels = problem.text("w"), resolver.registry.kernels_of(op.name)
+    scheme, kernels = problem.text("w"), resolver.fitting(op).kernels
     layouts = readable(kernels, resolver.registry.layouts, resolver.target, resolver.build, without)
     held = [name for name, layout in layouts.items() if layout.accepts(scheme)]
     if not held:
@@ -105,7 +106,8 @@ def _fastest(resolver: Resolver, op: Op, problem: Problem, without: frozenset[st
 def _gap(resolver: Resolver, op: Op, problem: Problem, layouts: frozenset[str]) -> Selection | None:
     """The first bucket that kernels over the layouts do not serve; None if they serve all."""
     failed = {r.kernel for r in list(resolver.store.verifications.values()) if r.op == op.name and not r.ok}
-    readers = [kernel for kernel in resolver.registry.kernels_of(op.name) if layouts & {*kernel.layouts}]
+    fitting = resolver.fitting(op)
+    readers = replace(fitting, kernels=tuple(k for k in fitting.kernels if layouts & {*k.layouts}))
     for size in bucket_sizes():
         at = op.at_bucket(problem, size)
         candidates = able(op, at, readers, resolver.target, resolver.build, resolver.policy, layouts)

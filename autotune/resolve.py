@@ -28,7 +28,7 @@ from gristmill.kernel_registry.plan import Plan, bucket_sizes, make_plan, readab
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import Registry, default_registry
-from gristmill.kernel_registry.select import Candidate, Selection, select
+from gristmill.kernel_registry.select import Candidate, Fitting, Selection, select
 from gristmill.kernel_registry.store import Store, StoreError, Verification, config_key, target_key
 from gristmill.kernel_registry.target import Target
 
@@ -80,6 +80,7 @@ class Resolver:
         self.chosen_layouts: dict[tuple[Problem, frozenset[str]], frozenset[str]] = {}
         self.tried = 0
         """Candidates that were verified for this resolver."""
+        self._fitting: dict[str, tuple[tuple[Kernel, ...], Fitting]] = {}
         self._recording = True
         self._seen = _state(self.policy.store_path)
         self.store = self._read()
@@ -94,13 +95,21 @@ class Resolver:
         return select(
             op,
             problem,
-            self.registry.kernels_of(op.name),
+            self.fitting(op),
             self.target,
             self.build,
             self.store,
             self.policy,
             layouts=layouts,
         )
+
+    def fitting(self, op: Op) -> Fitting:
+        """What is left of the operation's kernels on this device with this installation, as the registry stands."""
+        kernels = self.registry.kernels_of(op.name)
+        known = self._fitting.get(op.name)
+        if known is None or known[0] != kernels:
+            known = self._fitting[op.name] = kernels, Fitting.of(op, kernels, self.target, self.build)
+        return known[1]
 
     def resolve(self, op: Op, problem: Problem, layouts: frozenset[str] | None = None) -> Selection:
         """A selection whose best has matched the reference here; failures on the way are quarantined, with warning."""
@@ -252,10 +261,11 @@ class Resolver:
             if not self._recording or state == self._seen:
                 return None
             self._seen = state
+            known = self.store.verifications
             new = {
                 key: record
-                for key, record in self._read().verifications.items()
-                if key not in self.store.verifications
+                for key, record in self._read(Store.read).verifications.items()
+                if key not in known
             }
             for record in new.values():
                 self.store.add(record)
@@ -271,9 +281,7 @@ class Resolver:
         """The plan of a layer, every bucket resolved; layouts in `without` cannot hold its weight."""
         if self.chooser is not None:
             return self.chooser.plan(op, static, sizes, without)
-        layouts = readable(
-            self.registry.kernels_of(op.name), self.registry.layouts, self.target, self.build, without
-        )
+        layouts = readable(self.fitting(op).kernels, self.registry.layouts, self.target, self.build, without)
         return make_plan(
             op,
             static,
@@ -288,9 +296,10 @@ class Resolver:
         """A kernel of this resolver's registry."""
         return self.registry.kernel(op.name, name)
 
-    def _read(self) -> Store:
+    def _read(self, read: Callable[[Path], Store] = Store.read_over_shipped) -> Store:
+        """The store, as `read` reads its file; an empty one, with a warning, if that is damaged."""
         try:
-            return Store.read_over_shipped(self.policy.store_path)
+            return read(self.policy.store_path)
         except StoreError as error:
             warnings.warn(
                 f"{error}; going on with an empty store, nothing will be recorded",

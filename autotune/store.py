@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from gristmill.kernel_registry.store import SCHEMA, Store, Timing, Verification
@@ -45,7 +44,7 @@ def update(path: Path, change: Callable[[Store], Store]) -> Store:
 def dump(store: Store) -> str:
     """A store as JSON: one record a line, sorted, so that files diff well."""
     lines = {
-        "verified": sorted(json.dumps(asdict(v), sort_keys=True) for v in store.verifications.values()),
+        "verified": sorted(json.dumps(vars(v), sort_keys=True) for v in store.verifications.values()),
         "timed": sorted(json.dumps(_fields(t), sort_keys=True) for t in store.timings),
     }
     parts = [f'"{name}": [\n' + ",\n".join(rows) + "\n]" for name, rows in lines.items()]
@@ -54,7 +53,7 @@ def dump(store: Store) -> str:
 
 def _fields(timing: Timing) -> dict[str, object]:
     """What is written of a time; few have an origin."""
-    fields = asdict(timing)
+    fields = vars(timing)
     return fields if timing.origin else {name: value for name, value in fields.items() if name != "origin"}
 
 

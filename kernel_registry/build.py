@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,11 @@ class Build:
 
     def version(self, package: str) -> str | None:
         """The installed version of a distribution, or None."""
-        return dict(self.packages).get(normal_name(package))
+        return self._versions.get(normal_name(package))
+
+    @cached_property
+    def _versions(self) -> dict[str, str]:
+        return dict(self.packages)
 
     @property
     def torch(self) -> str | None:

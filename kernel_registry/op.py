@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.problem import Axis, AxisError, Problem, make_problem, parse_problem
@@ -235,7 +235,7 @@ class Op:
     def problem(self, source: str | Problem | Mapping[str, object]) -> Problem:
         """A problem of this operation from its text, its axis values or another Problem; AxisError says what is wrong with it."""
         if isinstance(source, str):
-            parsed = parse_problem(self.name, self.axes, source)
+            parsed = self._parse(source)
         elif isinstance(source, Problem):
             if source.op != self.name:
                 raise AxisError(f"{self.name}: got a problem of {source.op}: {source}")
@@ -246,6 +246,11 @@ class Op:
         if wrong is not None:
             raise AxisError(f"{self.name}: {wrong}")
         return parsed
+
+    @cached_property
+    def _parse(self) -> Callable[[str], Problem]:
+        """`parse_problem`, which remembers the texts of the last problems: stores repeat them."""
+        return lru_cache(maxsize=4096)(partial(parse_problem, self.name, self.axes))
 
     def static(self, problem: Problem) -> Problem:
         """`problem` with its dynamic axes open: what a plan is made for."""

@@ -79,10 +79,40 @@ class Selection:
         )
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """The kernels of one operation after the checks of hardware and build, which are the same for all problems.
+
+    Attributes:
+        kernels: those that the device and the installation can run.
+        refused: the others, with the reasons.
+        compiled: the device as configurations of C++ kernels see it: a CPU of the best level that was compiled for it.
+    """
+
+    kernels: tuple[Kernel, ...]
+    refused: tuple[Candidate, ...]
+    compiled: Target
+
+    @staticmethod
+    def of(op: Op, kernels: Sequence[Kernel], target: Target, build: Build) -> Fitting:
+        """The checks of the kernels of `op`; others are left out."""
+        fit, refused = [], []
+        for kernel in kernels:
+            if kernel.op != op.name:
+                continue
+            if reasons := kernel.requires.check_hardware(target, build):
+                refused.append(Candidate(kernel, "hardware", tuple(reasons)))
+            elif reasons := kernel.requires.check_build(target, build):
+                refused.append(Candidate(kernel, "build", tuple(reasons)))
+            else:
+                fit.append(kernel)
+        return Fitting(tuple(fit), tuple(refused), _compiled(target, build))
+
+
 def select(
     op: Op,
     problem: Problem,
-    kernels: Sequence[Kernel],
+    kernels: Sequence[Kernel] | Fitting,
     target: Target,
     build: Build,
     store: Store,
@@ -96,11 +126,13 @@ def select(
     The best may be ``unverified``: then the caller verifies it, records the outcome, and selects again.
 
     Args:
+        kernels: those of `op`, or what is left of them on `target` with `build`, for callers that select often.
         layouts: only kernels that read one of these weight layouts (None = any).
         foreign: `target` is not a device here, so nothing can be verified and survivors stay ``unverified``.
     """
-    case = _Case(op, problem, target, build, store, policy, layouts)
-    judged = [_judge(case, kernel) for kernel in kernels if kernel.op == op.name]
+    fitting = kernels if isinstance(kernels, Fitting) else Fitting.of(op, kernels, target, build)
+    case = _Case(op, problem, target, fitting.compiled, build, store, policy, layouts)
+    judged = [*fitting.refused, *(_judge(case, kernel) for kernel in fitting.kernels)]
     alive = [c for c in judged if c.verdict in ("eligible", "unverified")]
     losers = [c for c in judged if c.verdict not in ("eligible", "unverified")]
     if policy.strict and policy.pinned(op.name):
@@ -127,6 +159,7 @@ class _Case:
     op: Op
     problem: Problem
     target: Target
+    compiled: Target
     build: Build
     store: Store
     policy: Policy
@@ -159,30 +192,25 @@ class _Case:
 def able(
     op: Op,
     problem: Problem,
-    kernels: Sequence[Kernel],
+    kernels: Sequence[Kernel] | Fitting,
     target: Target,
     build: Build,
     policy: Policy,
     layouts: frozenset[str] | None,
 ) -> list[Kernel]:
     """The kernels that `select` would rank if nothing had been verified or measured, in no order. A fraction of its time."""
-    case = _Case(op, problem, target, build, Store(), policy, layouts)
+    fitting = kernels if isinstance(kernels, Fitting) else Fitting.of(op, kernels, target, build)
+    case = _Case(op, problem, target, fitting.compiled, build, Store(), policy, layouts)
     pinned = policy.strict and policy.pinned(op.name)
     return [
         kernel
-        for kernel in kernels
-        if kernel.op == op.name
-        and (not pinned or policy.rank(op.name, kernel.name) is not None)
-        and _refused(case, kernel) is None
+        for kernel in fitting.kernels
+        if (not pinned or policy.rank(op.name, kernel.name) is not None) and _refused(case, kernel) is None
     ]
 
 
 def _refused(case: _Case, kernel: Kernel) -> Candidate | None:
-    """The checks of hardware, build and problem, and the constraints of the policy; None = passed."""
-    if reasons := kernel.requires.check_hardware(case.target, case.build):
-        return Candidate(kernel, "hardware", tuple(reasons))
-    if reasons := kernel.requires.check_build(case.target, case.build):
-        return Candidate(kernel, "build", tuple(reasons))
+    """The checks of the problem and of the native sources that it needs, and the constraints of the policy; None = passed."""
     if reason := kernel.accepts(case.problem):
         return Candidate(kernel, "problem", (reason,))
     if reason := case.build.why_not_sources(kernel.sources(case.problem)):
@@ -201,7 +229,7 @@ def _refused(case: _Case, kernel: Kernel) -> Candidate | None:
 
 
 def _judge(case: _Case, kernel: Kernel) -> Candidate:
-    """The four checks, hardware, build, problem and verified, and the constraints of the policy."""
+    """The checks of a kernel that fits: problem and verified, and the constraints of the policy."""
     if (refused := _refused(case, kernel)) is not None:
         return refused
     failed: dict[str, str] = {}
@@ -262,14 +290,17 @@ def _allowed(case: _Case, kernel: Kernel) -> Proof | None:
 
 
 def _code_target(case: _Case, kernel: Kernel) -> Target:
-    """The target as a kernel's configuration sees it: for C++, a CPU of the best level that was compiled for it."""
-    if kernel.language != "cpp" or case.target.vendor != "cpu":
-        return case.target
-    level = case.build.cpu_level(case.target)
-    if level is None or level == case.target.name:
-        return case.target
+    """The target as a kernel's configuration sees it."""
+    return case.compiled if kernel.language == "cpp" else case.target
+
+
+def _compiled(target: Target, build: Build) -> Target:
+    """A CPU at the best level that was compiled for it; other devices as they are."""
+    level = build.cpu_level(target) if target.vendor == "cpu" else None
+    if level is None or level == target.name:
+        return target
     lower = Target.parse(level)
-    return replace(case.target, name=lower.name, arch=lower.arch, features=lower.features)
+    return replace(target, name=lower.name, arch=lower.arch, features=lower.features)
 
 
 def _unwanted(op: Op, kernel: Kernel, target: Target, policy: Policy) -> str | None:

@@ -28,7 +28,7 @@ class StoreError(ValueError):
 
 def config_key(config: Config) -> str:
     """A configuration as one canonical text."""
-    return ",".join(f"{name}={config[name]}" for name in sorted(config))
+    return ",".join([f"{name}={config[name]}" for name in sorted(config)])
 
 
 def config_of(key: str) -> dict[str, str]:
@@ -184,9 +184,10 @@ class Store:
     @staticmethod
     def read_over_shipped(path: Path) -> Store:
         """The store in `path` on top of the times that come with gristmill; what is in `path` replaces what was shipped."""
-        store = Store()
-        for timing in shipped_times():
-            store.add(timing)
+        shipped = _shipped_store()
+        store = Store(
+            _timings=dict(shipped._timings), _by_place={k: dict(v) for k, v in shipped._by_place.items()}
+        )
         own = Store.read(path)
         for timing in own.timings:
             store.add(timing)
@@ -214,6 +215,15 @@ class Store:
 def shipped_times() -> tuple[Timing, ...]:
     """Every measured time under `SHIPPED`. Their ``code`` is empty: they apply to a kernel's present code."""
     return tuple(timing for path in sorted(SHIPPED.glob("*.json")) for timing in Store.read(path).timings)
+
+
+@cache
+def _shipped_store() -> Store:
+    """`shipped_times`, indexed; nobody adds to it."""
+    store = Store()
+    for timing in shipped_times():
+        store.add(timing)
+    return store
 
 
 def _record(kind: type[Verification] | type[Timing], entry: Any) -> Verification | Timing:

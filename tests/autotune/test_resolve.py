@@ -105,6 +105,18 @@ def test_a_verified_kernel_is_not_verified_again(tmp_path: Path) -> None:
     )
 
 
+def test_a_kernel_registered_later_is_selected(tmp_path: Path) -> None:
+    """The checks of hardware and build are remembered for the kernels that there are."""
+    registry = default_registry().copy()
+    resolver = Resolver("cpu", Policy(cache=str(tmp_path)), registry)
+    assert "rms_norm_late" not in {c.kernel.name for c in resolver.select(OP, PROBLEM).candidates}
+    registry.add(
+        dataclasses.replace(registry.kernel("rms_norm", "rms_norm_torch"), name="rms_norm_late", priority=999)
+    )
+    best = resolver.select(OP, PROBLEM).best
+    assert best is not None and best.kernel.name == "rms_norm_late"
+
+
 def test_a_damaged_store_is_left_alone_with_one_warning(tmp_path: Path) -> None:
     policy = Policy(cache=str(tmp_path))
     policy.store_path.write_text('{"schema": 1,\n"verified": [{}\n')

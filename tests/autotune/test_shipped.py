@@ -157,3 +157,7 @@ def test_what_a_user_measured_replaces_what_was_shipped(tmp_path: Path) -> None:
     assert [t.us for t in same] == [0.125]
     assert len(merged.timings) == len(shipped_times())
     assert len(Store.read(path).timings) == 1, "what is shipped is never written to the user's store"
+    elsewhere = Store.read_over_shipped(tmp_path / "none.json")
+    assert shipped in elsewhere.times(shipped.op, shipped.target), (
+        "a store over what is shipped changes no other"
+    )
