@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel import child_process
 from tests.forked import forked_children
 from tests.runtime import kernel_sets
-from tests.runtime.oracle import MODELS
+from tests.runtime.engines import maker, run_policy
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,24 +32,14 @@ def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    """The default policy, with a cache for this run, which workers of pytest-xdist share: one verifies, the others read."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return Policy(cache=str(folder / "gristmill"))
+    """The default policy, with the cache of this run."""
+    return run_policy(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def make(policy: Policy) -> Callable[..., LLM]:
-    """Returns an LLM of an example model or of any directory, with a small cache and, by default, in float32."""
-
-    def build(name: str | Path, *, activations: str | None = None, **options: Any) -> LLM:
-        folder = name if isinstance(name, Path) else MODELS / name
-        mine = replace(policy, activations=activations)
-        defaults = {"dtype": "fp32", "device": "cpu", "policy": mine, "num_blocks": 256, "warm": "off"}
-        return LLM(folder, **{**defaults, **options})
-
-    return build
+    """Makes an LLM of an example model or of any directory on the CPU, as `maker` says."""
+    return maker(policy, "cpu")
 
 
 @pytest.fixture(scope="session")

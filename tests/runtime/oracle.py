@@ -53,8 +53,19 @@ def oracle(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Returns float32 logits [len(ids), vocab]."""
-    return model(torch.tensor([list(ids)])).logits[0].float()
+    """Returns float32 logits [len(ids), vocab] on the CPU, computed where the model is and in its dtype."""
+    return model(torch.tensor([list(ids)], device=model.device)).logits[0].float().cpu()
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest difference, relative to the largest of the expected values, which are on the CPU."""
+    return float((actual.cpu() - expected).abs().max() / expected.abs().max())
+
+
+def excess(actual: torch.Tensor, theirs: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the mean square of an error as a multiple of that of transformers' result in the same dtype."""
+    own = (actual.float().cpu() - expected).square().mean()
+    return float(own / (theirs.float().cpu() - expected).square().mean())
 
 
 @cache

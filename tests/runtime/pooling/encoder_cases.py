@@ -118,10 +118,11 @@ def ids(length: int, start: int = 0) -> list[int]:
 
 @torch.no_grad()
 def hidden_states(model: Any, tokens: Sequence[int], types: Sequence[int] | None = None) -> Tensor:
-    """transformers' hidden states [tokens, hidden] of one sequence, computed alone."""
-    more = {} if types is None else {"token_type_ids": torch.tensor([list(types)])}
-    states: Tensor = model.base_model(torch.tensor([list(tokens)]), **more).last_hidden_state[0]
-    return states
+    """transformers' hidden states [tokens, hidden] of one sequence, computed alone where the model is; they are on the CPU."""
+    more = {} if types is None else {"token_type_ids": torch.tensor([list(types)], device=model.device)}
+    given = torch.tensor([list(tokens)], device=model.device)
+    states: Tensor = model.base_model(given, **more).last_hidden_state[0]
+    return states.cpu()
 
 
 def write_modules(

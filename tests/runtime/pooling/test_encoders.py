@@ -18,6 +18,7 @@ from gristmill.runtime.loader import load
 from gristmill.runtime.loader.load import load_model
 from gristmill.runtime.models import Encoder
 from gristmill.runtime.sequences import Sequences
+from tests.runtime.oracle import error, excess
 from tests.runtime.pooling.encoder_cases import ARCHITECTURES, CASES, LENGTHS, build, hidden_states, ids
 from tests.runtime.proofs import GREEDY, proves
 
@@ -45,13 +46,9 @@ def encoder(llm: LLM) -> Encoder:
 def encoded(
     model: Encoder, tokens: list[list[int]], types: list[list[int] | None] | None = None
 ) -> list[Tensor]:
-    """Hidden states of each sequence, computed in one batch."""
-    batch = Sequences.of(tokens, "cpu", types)
+    """Hidden states of each sequence, computed in one batch on the model's device."""
+    batch = Sequences.of(tokens, model.plans.device, types)
     return [*model.encode(batch).split(batch.lengths)]
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @proves("logits and ids", GREEDY, ARCHITECTURES)
@@ -71,7 +68,7 @@ def test_logits_of_classes(name: str, make: Callable[..., LLM], tmp_path: Path) 
     model = build(name, tmp_path)
     ours, tokens = encoder(make(tmp_path)), [ids(length, length) for length in LENGTHS]
     with torch.inference_mode():
-        batch = Sequences.of(tokens)
+        batch = Sequences.of(tokens, ours.plans.device)
         logits = ours.classify(ours.encode(batch), batch)
     assert logits.shape == (len(tokens), model.config.num_labels)
     with torch.no_grad():
@@ -165,9 +162,7 @@ def test_half_precision(dtype: str, make: Callable[..., LLM], tmp_path: Path) ->
     theirs = hidden_states(model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]), ids(50)).float()
     (states,) = encoded(encoder(make(tmp_path, dtype=dtype)), [ids(50)])
     assert states.dtype != torch.float32
-    assert float((states.float() - expected).square().mean()) < 1.5 * float(
-        (theirs - expected).square().mean()
-    )
+    assert excess(states, theirs, expected) < 1.5
 
 
 def test_quantized_at_load(make: Callable[..., LLM], tmp_path: Path) -> None:

@@ -37,18 +37,25 @@ def vectors(model: Any, weight: Tensor, tokens: list[int], seen: int | None = No
     return torch.nn.functional.normalize(states @ weight.T, dim=-1)
 
 
-@pytest.fixture(params=["bert", "modernbert"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any, Tensor]:
-    """A directory, transformers' model, and the weight of the projection. ModernBERT has windows shorter than its queries."""
-    changes = {"local_attention": 12} if request.param == "modernbert" else {}
-    model = build(request.param, tmp_path, **changes)
+ENCODERS = ("bert", "modernbert")
+
+
+def write(name: str, folder: Path) -> tuple[Path, Any, Tensor]:
+    """Writes a directory; returns it, transformers' model, and the weight of the projection. ModernBERT has windows shorter than its queries."""
+    changes = {"local_attention": 12} if name == "modernbert" else {}
+    model = build(name, folder, **changes)
     weight = torch.randn(16, 64)
-    write_tokenizer(tmp_path)
+    write_tokenizer(folder)
     dense = {"in_features": 64, "out_features": 16, "bias": False, "activation_function": "torch.nn.Identity"}
     write_modules(
-        tmp_path, None, [{**dense, "linear.weight": weight}], prompts=LATE, package="pylate.models.Dense"
+        folder, None, [{**dense, "linear.weight": weight}], prompts=LATE, package="pylate.models.Dense"
     )
-    return tmp_path, model, weight
+    return folder, model, weight
+
+
+@pytest.fixture(params=ENCODERS)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any, Tensor]:
+    return write(request.param, tmp_path)
 
 
 def expected_vectors(model: Any, weight: Tensor, length: int, query: bool, expand: bool = True) -> Tensor:

@@ -42,12 +42,16 @@ def set_config(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+def cross_encoder(make: Callable[..., LLM], folder: Path) -> tuple[LLM, Any]:
+    """One with one class, and transformers' model."""
+    model = build("bert classifier", folder, num_labels=1)
+    write_tokenizer(folder)
+    return make(folder), model
+
+
 @pytest.fixture
 def cross(make: Callable[..., LLM], tmp_path: Path) -> tuple[LLM, Any]:
-    """A cross-encoder with one class, and transformers' model."""
-    model = build("bert classifier", tmp_path, num_labels=1)
-    write_tokenizer(tmp_path)
-    return make(tmp_path), model
+    return cross_encoder(make, tmp_path)
 
 
 def test_cross_encoder(cross: tuple[LLM, Any]) -> None:
