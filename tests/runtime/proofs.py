@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Proof:
     Attributes:
         what: the entry of a column.
         of: an architecture, or the architecture of each value of the parameter `by`.
-        record: the result file of a run of the test on a GPU, relative to the repository.
+        record: the result files of runs of the test on a GPU, a pattern relative to the repository. While there is none, nothing is proven.
     """
 
     column: str
@@ -69,15 +69,30 @@ def values(function: Any, parameter: str) -> list[Any]:
     raise ValueError(f"{function.__name__} has no parameter {parameter!r} whose cases it could prove")
 
 
-def recorded(file: Path, function: Any, record: str) -> str:
-    """The device of a run that passed the test, as its result file says; ValueError if no run did."""
+def recorded(file: Path, function: Any, record: Path, cases: Iterable[str]) -> tuple[str, set[str]]:
+    """The device of the first run of the test that a result file has, and the cases that failed there; ValueError if it has no run in which
+    one passed. A failure is written with its case in brackets, else it is that of all cases."""
     place = file.relative_to(ROOT)
-    for run in json.loads((ROOT / record).read_text(encoding="utf-8"))["runs"]:
+    for run in json.loads(record.read_text(encoding="utf-8"))["runs"]:
         words = run["command"].split()
-        covered = str(place) in words or str(place.parent) in words
-        if covered and not any(function.__name__ in failed for failed in run["failed"]):
-            return str(run["device"]).removeprefix("NVIDIA ")
+        whole = "-k" not in words and "gpu and alone" not in run["command"]
+        if not whole or not (str(place) in words or str(place.parent) in words):
+            continue
+        failures = [failure for failure in run["failed"] if function.__name__ in failure]
+        failed = {case for case in cases if any("[" not in each or case in each for each in failures)}
+        if len(failed) < len(set(cases)):
+            return str(run["device"]).removeprefix("NVIDIA "), failed
     raise ValueError(f"{record} has no run in which {place}::{function.__name__} passed")
+
+
+def results(file: Path, function: Any, proof: Proof, cases: Iterable[str]) -> Iterator[tuple[str, set[str]]]:
+    """What is proven, and by which cases it is not."""
+    if proof.record is None:
+        yield proof.what, set()
+        return
+    for record in sorted(ROOT.glob(proof.record)):
+        device, failed = recorded(file, function, record, cases)
+        yield f"{device} ({record.relative_to(ROOT)})", failed
 
 
 def tests() -> Iterator[tuple[Path, Any]]:
@@ -97,19 +112,20 @@ def facts() -> dict[str, dict[str, list[str]]]:
     }
     for file, function in tests():
         for proof in function.proofs:
-            what = proof.what
-            if proof.record is not None:
-                what = f"{recorded(file, function, proof.record)} ({proof.record})"
-            cases = [proof.of]
-            if not isinstance(proof.of, str):
-                cases = [proof.of[value] for value in values(function, proof.by) if value in proof.of]
-            for architecture in dict.fromkeys(cases):
+            if isinstance(proof.of, str):
+                cases = {"": proof.of}  # any failure is one of this
+            else:
+                cases = {value: proof.of[value] for value in values(function, proof.by) if value in proof.of}
+            for architecture in cases.values():
                 if architecture not in found:
                     raise ValueError(
                         f"{function.__name__} is about {architecture!r}, which no family declares"
                     )
-                cell = found[architecture][proof.column]
-                cell += [what] if what not in cell else []
+            for what, failed in results(file, function, proof, cases):
+                lacking = {cases[case] for case in failed}
+                for architecture in dict.fromkeys(cases.values()):
+                    cell = found[architecture][proof.column]
+                    cell += [what] if what not in cell and architecture not in lacking else []
     for cells in found.values():
         for cell in cells.values():
             cell.sort()

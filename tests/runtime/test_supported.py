@@ -203,9 +203,46 @@ def test_a_claim_needs_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="no parameter 'family'"):
         proofs.values(function, "family")
     with pytest.raises(ValueError, match="has no run in which"):
-        proofs.recorded(Path(__file__), function, "bench/results/h200/pytest_gpu.json")
+        proofs.recorded(Path(__file__), function, proofs.ROOT / "bench/results/h200/pytest_gpu.json", [""])
     with pytest.raises(ValueError, match="one of the columns"):
         proofs.proves("speed", "high", "LlamaForCausalLM")
+
+
+def test_a_gpu_needs_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a result file nothing is proven; with one, what no case of an architecture has failed."""
+
+    @proofs.proves(
+        "ranks",
+        "a GPU",
+        {"a": "LlamaForCausalLM", "b": "LlamaForCausalLM", "c": "Qwen2ForCausalLM"},
+        record="*/runs.json",
+    )
+    @pytest.mark.parametrize("name", ["a", "b", "c"])
+    def test_it(name: str) -> None:
+        pass
+
+    folder = tmp_path / "h100"
+    folder.mkdir()
+    monkeypatch.setattr(proofs, "ROOT", tmp_path)
+    monkeypatch.setattr(proofs, "tests", lambda: iter([(tmp_path / "tests" / "test_x.py", test_it)]))
+
+    def proven(failed: list[str], command: str = "pytest -n 14 tests/test_x.py") -> dict[str, list[str]]:
+        run = {"command": command, "device": "NVIDIA H100", "failed": failed}
+        (folder / "runs.json").write_text(json.dumps({"runs": [run]}), encoding="utf-8")
+        return {name: found for name, cells in proofs.facts().items() if (found := cells["ranks"])}
+
+    assert not any(cells["ranks"] for cells in proofs.facts().values())
+    found = ["H100 (h100/runs.json)"]
+    assert proven([]) == {"LlamaForCausalLM": found, "Qwen2ForCausalLM": found}
+    assert proven(["test_it[b]", "test_other"]) == {"Qwen2ForCausalLM": found}
+    for failed, command in (
+        (["test_it (2 cases)"], "pytest tests/test_x.py"),
+        ([], "pytest tests/test_y.py"),
+        ([], "pytest tests/test_x.py -k a"),
+        ([], "pytest -m 'gpu and alone' tests"),
+    ):
+        with pytest.raises(ValueError, match="has no run in which"):
+            proven(failed, command)
 
 
 @pytest.mark.parametrize(
