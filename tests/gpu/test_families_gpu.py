@@ -18,8 +18,9 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.evaluate import window_logits
-from tests.runtime import family_cases, oracle
+from tests.runtime import family_cases, oracle, producers
 from tests.runtime.engines import maker, run_policy
 from tests.runtime.pooling import (
     encoder_cases,
@@ -119,6 +120,20 @@ def test_graphs_in_bfloat16(name: str, make: Callable[..., LLM], policy: Policy,
     for _ in range(2):  # the second round replays, and begins in the prefix cache
         assert [done.token_ids for done in through.generate(PROMPTS, PARAMS)] == expected
     assert captured(through) and not captured(without)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_ids_of_a_gguf_file(kind: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Those of transformers with the values in the file, in float32."""
+    path, plain = producers.gguf_file(oracle.LLAMA, tmp_path, {"_proj": kind, "embed_tokens": kind})
+    model, prompts = oracle.load(plain), oracle.prompts()[2:18:3]
+    answers = [oracle.answer_of(model, given, 32) for given in prompts]
+    for options in ({}, WITHOUT_GRAPHS):
+        compared = oracle.Comparison(kind)
+        llm = make(path, activations="float", **options)
+        for done, answer in zip(llm.generate(prompts, SamplingParams(max_tokens=32)), answers, strict=True):
+            compared.add(done.token_ids, answer)
+        compared.finish()
 
 
 @proves("logits and ids", "a GPU", encoder_cases.ARCHITECTURES, record=RECORD)

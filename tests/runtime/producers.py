@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.runtime.gguf_files import finish, new_writer
+from tests.runtime.gguf_files import finish, new_writer, quantize
 from tests.runtime.oracle import MODELS
 
 LINEAR = re.compile(r"(model\.layers\.\d+\..*(?:proj|proj_with_mqa))\.weight")
@@ -281,7 +281,7 @@ def gguf_file(name: str, folder: Path, kinds: Mapping[str, str]) -> tuple[Path, 
                 writer.add_tensor(f"{table.get_name(module)}.{suffix}", np.ascontiguousarray(data))
                 continue
             raw = gguf.GGMLQuantizationType[kind]
-            blocks = gguf.quants.quantize(np.ascontiguousarray(data), raw)
+            blocks = quantize(np.ascontiguousarray(data), kind)
             writer.add_tensor(f"{table.get_name(module)}.{suffix}", blocks, raw_dtype=raw)
             read = gguf.quants.dequantize(blocks, raw)
             if head_count:
