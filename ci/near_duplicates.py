@@ -44,6 +44,9 @@ ACCEPTED = {
     ("kernels/linear/frag16_sm80/operands.cuh", "kernels/linear/frag16_sm90/decoders_wgmma.cuh"): (
         "multiplications that sm_80 lacks, replaced: as parameters there they would change the code that the records of sm_90 name"
     ),
+    ("kernels/linear/frag16_sm80/gemm.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
+        "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
+    ),
     ("kernels/linear/frag16_sm80/args.py", "kernels/linear/frag16_sm90/args.py"): (
         "the fields of a weight's view and of a gather: each header is generated from one declaration"
     ),

@@ -33,7 +33,8 @@ def test_an_instance_is_assembled_with_the_spills_on_record(name: str, arch: str
     used, code = assembled(entry["source"], arch, entries(entry["source"])[:1])
     ((registers, stack),), (text,) = used.values(), code.values()
     assert registers <= 255 and stack <= entry.get("spills", {}).get(arch, 0), (registers, stack)
-    assert "HMMA.16816.F32" in text and "LDGSTS" in text, "tensor cores and cp.async"
+    products = "IMMA.16832.S8.S8" if "w8a8" in name else "HMMA.16816.F32"
+    assert products in text and "LDGSTS" in text, "tensor cores and cp.async"
 
 
 def test_every_kernel_of_ptx_is_in_the_baseline_for_targets_that_run_it() -> None:

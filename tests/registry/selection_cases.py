@@ -493,7 +493,23 @@ linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ampere | - | linear_w_triton
 moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_89 | ampere | - | moe_chain_w_triton
 # quantized activations are other products: weight-only tiles do not stand in for them
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_dequant_torch
-linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_g128.int8_g128 | sm_80 | ptx80 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_75 | ptx80 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ampere | - | linear_dequant_torch
+linear | m=16,n=4096,k=4100,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,x=fp32,w=int8_ch.int8_token | sm_86 | ptx80 | - | linear_dequant_torch
+# int8 products of both operands, by PTX on every GPU from sm_80 on, also of given codes; Hopper has its own, but for given codes
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_w8a8_sm80
+linear | m=1,n=4096,k=4096,w=int8_ch.int8_token | sm_86 | ptx80 | - | linear_w8a8_sm80
+linear | m=4096,n=14336,k=4096,x=fp16,w=int8_ch.int8_token,epilogue=bias+silu_mul | sm_89 | ptx80 | - | linear_w8a8_sm80
+linear | m=257,n=4097,k=1008,w=int8_ch.int8_token,epilogue=bias+residual | sm_120 | ptx80 | - | linear_w8a8_sm80
+linear | m=8,n=4096,k=4096,w=int8_ch.int8_token,codes=true | sm_121 | ptx80 | - | linear_w8a8_sm80
+linear | m=64,n=4096,k=4096,w=int8_ch.int8_token | sm_100 | ptx80 | - | linear_w8a8_sm80
+linear | m=64,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | invariant | linear_w8a8_sm80
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | ptx80 | - | linear_w8a8_sm90
+linear | m=4096,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | ptx80 | - | linear_w8a8_sm90
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token,codes=true | sm_90 | ptx80 | - | linear_w8a8_sm80
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | ptx | - | linear_w8a8_sm80
 # other families have Triton alone before Hopper
 mla_attention | ~mla | sm_80 | ptx80 | - | mla_attention_triton_split
 mla_attention | ~mla,x=fp16 | sm_75 | ptx80 | - | mla_attention_triton_split
@@ -515,6 +531,16 @@ moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128,x=fp32 | sm_86 | ptx80 | - | m
 moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_121 | ptx80 | - | moe_sm80 | problem | weight-only formats
 linear | m=1,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_w8a16_decode_sm80 | problem | weight-only
 linear | m=16,n=4096,k=4096 | sm_86 | ptx80 | - | linear_w8a16_gemm_sm80 | problem | not bf16
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_75 | ptx80 | - | linear_w8a8_sm80 | hardware | sm_75 lacks cp_async
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | gfx942 | ptx80 | - | linear_w8a8_sm80 | hardware | runs on nvidia
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ampere | - | linear_w8a8_sm80 | build | no code for compute_80; it has sm_80
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_89 | sm90a | - | linear_w8a8_sm80 | build | no code for compute_80
+linear | m=16,n=4096,k=4096,w=int8_ch | sm_80 | ptx80 | - | linear_w8a8_sm80 | problem | not int8_ch
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_w8a8_sm80 | problem | not fp8_ch.fp8_token
+linear | m=16,n=4096,k=4096,w=int8_g128.int8_g128 | sm_120 | ptx80 | - | linear_w8a8_sm80 | problem | not int8_g128.int8_g128
+linear | m=16,n=4096,k=4100,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_w8a8_sm80 | problem | K a multiple of 16
+linear | m=16,n=4096,k=4096,x=fp32,w=int8_ch.int8_token | sm_86 | ptx80 | - | linear_w8a8_sm80 | problem | takes fp16 or bf16
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token,codes=true | sm_90 | ptx80 | - | linear_w8a8_sm90 | problem | needs the sums of int8 codes
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | invariant | linear_w4a16_decode_sm80 | policy | results depend on the batch
 paged_attention | ~paged,head_dim=112 | sm_89 | ptx80 | - | paged_attention_sm80_split | problem | not 112
 paged_attention | ~paged | gfx942 | ptx80 | - | paged_attention_sm80_split | hardware | runs on nvidia
