@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def make(policy: Policy) -> Callable[..., LLM]:
     """Makes an LLM of an example model or of any directory on the CPU, as `maker` says."""
     return maker(policy, "cpu")
+
+
+@pytest.fixture(scope="session")
+def make_apart(make: Callable[..., LLM], policy: Policy) -> Callable[..., LLM]:
+    """Like `make`; no other model has the plans of this one: for tests that count selections, or replace what they select."""
+
+    def build(name: str | Path, **options: Any) -> LLM:
+        return make(name, **{"policy": replace(policy), **options})
+
+    return build
 
 
 @pytest.fixture(scope="session")

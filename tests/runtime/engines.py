@@ -24,11 +24,15 @@ def run_policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def maker(policy: Policy, device: str) -> Callable[..., LLM]:
-    """Returns a function that makes an LLM of an example model or of any directory, with a small cache and, by default, in float32."""
+    """Returns a function that makes an LLM of an example model or of any directory, with a small cache and, by default, in float32.
+
+    As in a program with several models, their layers of one shape have the same plans: kernels are selected once for all tests.
+    """
+    policies: dict[str | None, Policy] = {}  # plans belong to a policy object
 
     def build(name: str | Path, *, activations: str | None = None, **options: Any) -> LLM:
         folder = name if isinstance(name, Path) else MODELS / name
-        mine = replace(policy, activations=activations)
+        mine = policies.setdefault(activations, replace(policy, activations=activations))
         defaults = {"dtype": "fp32", "device": device, "policy": mine, "num_blocks": 256, "warm": "off"}
         return LLM(folder, **{**defaults, **options})
 

@@ -85,8 +85,8 @@ def serve(engine: Engine, seed: int) -> dict[str, list[int]]:
         pytest.param(DEEPSEEK, True, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_selected_while_serving(model: str, graphs: bool, make: Callable[..., LLM]) -> None:
-    engine = make(model, decode_graphs=graphs, **LIMITS).engine
+def test_nothing_is_selected_while_serving(model: str, graphs: bool, make_apart: Callable[..., LLM]) -> None:
+    engine = make_apart(model, decode_graphs=graphs, **LIMITS).engine
     stages: list[tuple[str, int, int]] = []
     report = engine.warm_up(lambda *progress: stages.append(progress))
     assert list(report.seconds) == PHASES and report.kernels > 20 and report.ran
@@ -99,16 +99,16 @@ def test_nothing_is_selected_while_serving(model: str, graphs: bool, make: Calla
     # Steps with processed logits have graphs of their own, which end with the logits: captured when one is needed.
     assert [one for one in made if not one.endswith("False")] == []
     assert engine.status().late_kernels == 0
-    cold = make(model, decode_graphs=graphs, **LIMITS).engine
+    cold = make_apart(model, decode_graphs=graphs, **LIMITS).engine
     assert [serve(cold, seed) for seed in range(2)] == served
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("covered", [True, False], ids=["covered", "planted: no verified steps"])
-def test_verified_steps_are_covered(covered: bool, make: Callable[..., LLM]) -> None:
+def test_verified_steps_are_covered(covered: bool, make_apart: Callable[..., LLM]) -> None:
     """Also those of the draft model, and with fewer drafts than the most."""
     speculate = Speculation("draft", 3, MODELS / LLAMA, adaptive=False)
-    engine = make(LLAMA, decode_graphs=True, speculate=speculate, **LIMITS).engine
+    engine = make_apart(LLAMA, decode_graphs=True, speculate=speculate, **LIMITS).engine
     assert engine.speculator is not None and engine.speculator.proposer.runner is not None
     if covered:
         report = engine.warm_up()
@@ -119,14 +119,14 @@ def test_verified_steps_are_covered(covered: bool, make: Callable[..., LLM]) -> 
     with nothing_is_made() as made:
         served = serve(engine, 0)
     assert bool([one for one in made if not one.endswith("False")]) != covered
-    assert served == serve(make(LLAMA, **LIMITS).engine, 0)
+    assert served == serve(make_apart(LLAMA, **LIMITS).engine, 0)
     status = engine.status().speculation
     assert status is not None and status.accepted_tokens > 10
 
 
 @pytest.mark.parametrize("stage", ["prompts", "decode_steps", "samples"])
 def test_each_stage_is_needed(
-    stage: str, make: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
+    stage: str, make_apart: Callable[..., LLM], policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: a stage is left out, and what it covers is selected or captured while serving, with a warning for kernels."""
     from gristmill.runtime import warm_up
@@ -136,7 +136,7 @@ def test_each_stage_is_needed(
     limits = LIMITS | {
         "num_blocks": 80
     }  # contexts of two bounds: prompts of a few tokens need graphs of the shorter one, too
-    engine = make(LLAMA, dtype="bf16", decode_graphs=True, policy=own, **limits).engine
+    engine = make_apart(LLAMA, dtype="bf16", decode_graphs=True, policy=own, **limits).engine
     engine.warm_up()
     with nothing_is_made() as made, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -154,7 +154,7 @@ def test_each_stage_is_needed(
 def test_all_kernels_are_verified_before_a_step_runs(
     model: str,
     planted: bool,
-    make: Callable[..., LLM],
+    make_apart: Callable[..., LLM],
     policy: Policy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,9 @@ def test_all_kernels_are_verified_before_a_step_runs(
 
     if planted:
         monkeypatch.setattr(warm_up, "_recorded", lambda *arguments: [])
-    engine = make(model, decode_graphs=True, policy=replace(policy, cache=str(tmp_path)), **LIMITS).engine
+    engine = make_apart(
+        model, decode_graphs=True, policy=replace(policy, cache=str(tmp_path)), **LIMITS
+    ).engine
     stages, verified, operations = ["selection"], [], []
     verify = Worker.verify
 
@@ -182,7 +184,7 @@ def test_all_kernels_are_verified_before_a_step_runs(
 @pytest.mark.parametrize("planted", [False, True], ids=["all", "planted: no prompts"])
 def test_loading_warms_up(
     planted: bool,
-    make: Callable[..., LLM],
+    make_apart: Callable[..., LLM],
     policy: Policy,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -194,7 +196,7 @@ def test_loading_warms_up(
         monkeypatch.setattr(warm_up, "_prompts", lambda *arguments: iter(()))
     own = replace(policy, weight_memory=1.31 + planted)  # whose plans no other engine has used
     with caplog.at_level("INFO"):
-        engine = make(LLAMA, warm="auto", policy=own, **LIMITS).engine
+        engine = make_apart(LLAMA, warm="auto", policy=own, **LIMITS).engine
     report = engine.warmed
     assert report is not None and not report.ran and list(report.seconds) == ["weights", *PHASES[:-1]]
     assert f"{MODELS / LLAMA}: {report}" in caplog.messages
@@ -228,17 +230,17 @@ def test_what_triton_compiles_in_a_step_is_late(warmed: bool) -> None:
     assert not warmed or "Triton compiled or loaded a_kernel" in said[0]
 
 
-def test_warm_off_prepares_nothing(make: Callable[..., LLM], policy: Policy) -> None:
-    engine = make(LLAMA, policy=replace(policy, weight_memory=1.52), warm="off", **LIMITS).engine
+def test_warm_off_prepares_nothing(make_apart: Callable[..., LLM], policy: Policy) -> None:
+    engine = make_apart(LLAMA, policy=replace(policy, weight_memory=1.52), warm="off", **LIMITS).engine
     assert engine.warmed is None and not any(any(p.entries) for p in engine.runner.model.plans.bound.values())
     serve(engine, 0)
     assert engine.status().late_kernels == 0
     with pytest.raises(UsageError, match="warm must be 'auto' or 'off', got 'on'"):
-        make(LLAMA, warm="on")
+        make_apart(LLAMA, warm="on")
 
 
 def test_a_warm_up_that_fails_leaves_no_engine(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    make_apart: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[object] = []
 
@@ -248,13 +250,13 @@ def test_a_warm_up_that_fails_leaves_no_engine(
     monkeypatch.setattr("gristmill.runtime.warm_up._recorded", fail)
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
     with pytest.raises(NoKernelError, match="no kernel for a size"):
-        make(LLAMA, warm="auto", **LIMITS)
+        make_apart(LLAMA, warm="auto", **LIMITS)
     assert len(closed) == 1
 
 
-def test_another_thread_serves_while_calls_are_recorded(make: Callable[..., LLM]) -> None:
+def test_another_thread_serves_while_calls_are_recorded(make_apart: Callable[..., LLM]) -> None:
     """Models share plans: what one records, another still runs, prepared or not."""
-    llm = make(LLAMA)
+    llm = make_apart(LLAMA)
     expected, outputs = llm.generate([[7, 8, 9]])[0].token_ids, []
     plans = llm.engine.runner.model.plans
     with plans.recorded() as calls:
@@ -264,8 +266,8 @@ def test_another_thread_serves_while_calls_are_recorded(make: Callable[..., LLM]
     assert outputs[0].token_ids == expected and not calls
 
 
-def test_it_needs_an_idle_engine(make: Callable[..., LLM]) -> None:
-    engine = make(LLAMA, **LIMITS).engine
+def test_it_needs_an_idle_engine(make_apart: Callable[..., LLM]) -> None:
+    engine = make_apart(LLAMA, **LIMITS).engine
     engine.add_request("a", [7, 8, 9], SamplingParams(max_tokens=4))
     engine.step()
     with pytest.raises(UsageError, match="warm_up while requests have begun"):
@@ -285,8 +287,8 @@ def test_it_needs_an_idle_engine(make: Callable[..., LLM]) -> None:
     ],
     ids=["one token", "tiny cache", "chunks"],
 )
-def test_small_limits(limits: dict[str, int], make: Callable[..., LLM]) -> None:
-    llm = make(LLAMA, **limits)
+def test_small_limits(limits: dict[str, int], make_apart: Callable[..., LLM]) -> None:
+    llm = make_apart(LLAMA, **limits)
     assert llm.engine.warm_up().kernels > 0
     llm.engine.scheduler.check()
     assert len(llm.generate([[7]], SamplingParams(max_tokens=1))[0].token_ids) == 1

@@ -13,13 +13,13 @@ from tests.runtime.pooling.encoder_cases import build, ids, write_modules
 
 
 @pytest.mark.parametrize("name", ["modernbert", "mpnet", "bert classifier"])
-def test_every_batch_is_prepared(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+def test_every_batch_is_prepared(name: str, make_apart: Callable[..., LLM], tmp_path: Path) -> None:
     """Also those of many short sequences, which a head has as rows."""
     build(name, tmp_path)
     classifies = "classifier" in name
     if not classifies:
         write_modules(tmp_path, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True})
-    llm = make(tmp_path, warm="auto", max_batch_tokens=100)
+    llm = make_apart(tmp_path, warm="auto", max_batch_tokens=100)
     engine = llm.pooling.engine
     assert engine.status().late_kernels == 0
     with warnings.catch_warnings():
@@ -28,6 +28,6 @@ def test_every_batch_is_prepared(name: str, make: Callable[..., LLM], tmp_path: 
             texts = [ids(length) for length in lengths]
             assert len(llm.classify(texts) if classifies else llm.embed(texts)) == len(texts)
     assert engine.status().late_kernels == 0
-    cold = make(tmp_path, warm="off")
+    cold = make_apart(tmp_path, warm="off")
     entries = [entry for plan in cold.pooling.engine.model.plans.bound.values() for entry in plan.entries]
     assert not any(entries)
