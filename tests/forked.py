@@ -1,7 +1,8 @@
 """Programs in processes of their own that need not import torch: each is a fork of one process that has.
 
 `run` is for what a program prints, writes and returns; within `forked_children`, children of the runtime (ranks and replicas) are such
-forks too. What a program imports, how fast it starts, or how its interpreter is started is asked of `subprocess.run`.
+forks too, of a process that has imported the runtime. What a program imports, how fast it starts, or how its interpreter is started is
+asked of `subprocess.run`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
+import importlib
 import json
 import math
 import os
@@ -34,6 +36,9 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 FREE = 1000
 """Descriptors from here on are in nobody's way while a fork arranges its own."""
+RUNTIME = "gristmill.runtime.llm"
+"""What ranks and replicas import before anything else. It starts no thread and does not import Triton, whose interpreter the environment
+of a fork chooses."""
 
 
 def run(
@@ -82,14 +87,14 @@ def _child(
     """What `child_process` asks of `subprocess.Popen`."""
     assert (command[0], stdin, process_group) == (sys.executable, subprocess.DEVNULL, 0)
     descriptors = {1: stdout, 2: 2} | {one: one for one in pass_fds}
-    return Process(command[1:], descriptors, env, own_group=True)
+    return Process(command[1:], descriptors, env, own_group=True, imported=RUNTIME)
 
 
 class Process:
     """``python COMMAND`` as a fork, with the interface of `subprocess.Popen`.
 
     descriptors: its descriptors, each with the one of this process that it is; its standard input is empty. env: its environment, whose
-    PYTHONPATH is all that it imports from. own_group: it is in a process group of its own.
+    PYTHONPATH is all that it imports from. own_group: it is in a process group of its own. imported: a module that the forked process has.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Process:
         env: Mapping[str, str],
         cwd: Path | None = None,
         own_group: bool = False,
+        imported: str = "torch.distributed",
     ) -> None:
         self.returncode: int | None = None
         self._lock = threading.Lock()
@@ -110,7 +116,7 @@ class Process:
             "cwd": str(cwd or Path.cwd()),
             "own_group": own_group,
         }
-        text, server = json.dumps(request).encode(), _server()
+        text, server = json.dumps(request).encode(), _server(imported)
         socket.send_fds(server, [len(text).to_bytes(4, "little")], [theirs.fileno(), *descriptors.values()])
         server.sendall(text)
         theirs.close()
@@ -145,12 +151,12 @@ class Process:
 
 
 @cache
-def _server() -> socket.socket:
-    """The process that forks; it ends with this end of its socket."""
+def _server(imported: str) -> socket.socket:
+    """The process that forks and has imported a module; it ends with this end of its socket."""
     ours, theirs = socket.socketpair()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
+        [sys.executable, "-m", "tests.forked", str(theirs.fileno()), imported],
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         cwd=ROOT,
@@ -281,9 +287,8 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def main() -> None:
-    import torch
-    import torch.distributed  # noqa: F401
-
+    importlib.import_module("torch.distributed")
+    importlib.import_module(sys.argv[2])
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their processes
     _serve(socket.socket(fileno=int(sys.argv[1])))
