@@ -11,7 +11,10 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
+
+Untyped: TypeAlias = Any
+"""A value of Triton's interpreter, whose code has no types."""
 
 
 def install() -> None:
@@ -38,16 +41,16 @@ def install() -> None:
     _replace(semantic, "computation_type_impl", _computed_once)
 
 
-def _replace(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
+def _replace(owner: Untyped, name: str, replacement: Callable[[Untyped], Untyped]) -> None:
     """Replace an attribute by `replacement(attribute)`."""
     setattr(owner, name, replacement(getattr(owner, name)))
 
 
-def _cached_dtype(original: Any) -> Any:
+def _cached_dtype(original: Untyped) -> Untyped:
     """`_get_np_dtype`: numpy's dtype for a Triton dtype."""
-    cache: dict[str, Any] = {}
+    cache: dict[str, Untyped] = {}
 
-    def numpy_dtype(dtype: Any) -> Any:
+    def numpy_dtype(dtype: Untyped) -> Untyped:
         name = dtype.scalar.name
         if name not in cache:
             cache[name] = original(dtype)
@@ -56,7 +59,7 @@ def _cached_dtype(original: Any) -> Any:
     return numpy_dtype
 
 
-def _patched_once(original: Any) -> Any:
+def _patched_once(original: Untyped) -> Untyped:
     """`InterpretedFunction.__call__`: a kernel calls a device function.
 
     The launch has patched `triton.language`. The first call permanently patches the other imports of the function's module.
@@ -65,7 +68,7 @@ def _patched_once(original: Any) -> Any:
 
     called = set()
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Untyped, *args: Untyped, **kwargs: Untyped) -> Untyped:
         if self.fn not in called:
             called.add(self.fn)
             return original(self, *args, **kwargs)
@@ -77,18 +80,18 @@ def _patched_once(original: Any) -> Any:
     return call
 
 
-def _direct_calls(original: Any) -> Any:
+def _direct_calls(original: Untyped) -> Untyped:
     """`_patch_attr`: in place of a function of `triton.language`, one that adds the interpreter's semantics to the arguments."""
     from triton.language.core import builtin
     from triton.runtime.interpreter import interpreter_semantic
 
     checks = builtin(lambda: None).__code__  # of the wrapper that refuses calls without semantics
 
-    def patch(owner: Any, name: str, member: Any, *rest: Any) -> None:
+    def patch(owner: Untyped, name: str, member: Untyped, *rest: Untyped) -> None:
         original(owner, name, member, *rest)
         function = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Untyped, **kwargs: Untyped) -> Untyped:
             kwargs["_semantic"] = interpreter_semantic
             return function(*args, **kwargs)
 
@@ -97,11 +100,11 @@ def _direct_calls(original: Any) -> Any:
     return patch
 
 
-def _checked_once(original: Any) -> Any:
+def _checked_once(original: Untyped) -> Untyped:
     """`TensorHandle.__post_init__`: whether numpy's elements fit the dtype."""
     fitting = set()
 
-    def check(self: Any) -> None:
+    def check(self: Untyped) -> None:
         pair = self.data.itemsize, self.dtype.name
         if pair not in fitting:
             original(self)
@@ -110,14 +113,14 @@ def _checked_once(original: Any) -> Any:
     return check
 
 
-def _shared_shapes(original: Any) -> Any:
+def _shared_shapes(original: Untyped) -> Untyped:
     """`tensor.__init__`: tensors of one shape share the objects that describe it."""
-    shared: dict[tuple[int, ...], dict[str, Any]] = {}
+    shared: dict[tuple[int, ...], dict[str, Untyped]] = {}
     known: dict[
-        int, tuple[Any, dict[str, Any]]
+        int, tuple[Untyped, dict[str, Untyped]]
     ] = {}  # by the id of a type's shape, which is kept so that the id stays its own
 
-    def init(self: Any, handle: Any, type: Any) -> None:
+    def init(self: Untyped, handle: Untyped, type: Untyped) -> None:
         is_block = type.is_block()
         found = known.get(id(type.shape) if is_block else 0)
         if found is None:
@@ -132,13 +135,13 @@ def _shared_shapes(original: Any) -> Any:
     return init
 
 
-def _shared_types(original: Any) -> Any:
+def _shared_types(original: Untyped) -> Untyped:
     """`block_type.__init__`: types of one shape and element share their attributes, and types of one shape that."""
-    shared: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-    shapes: dict[tuple[int, ...], Any] = {}
-    known: dict[tuple[str, int], dict[str, Any]] = {}  # by the id of a shape in `shapes`
+    shared: dict[tuple[str, tuple[int, ...]], dict[str, Untyped]] = {}
+    shapes: dict[tuple[int, ...], Untyped] = {}
+    known: dict[tuple[str, int], dict[str, Untyped]] = {}  # by the id of a shape in `shapes`
 
-    def init(self: Any, element_ty: Any, shape: Any) -> None:
+    def init(self: Untyped, element_ty: Untyped, shape: Untyped) -> None:
         attributes = known.get((element_ty.name, id(shape)))
         if attributes is None:
             sizes = builtins.tuple(getattr(size, "value", size) for size in shape)
@@ -153,34 +156,34 @@ def _shared_types(original: Any) -> Any:
     return init
 
 
-def _same_object(original: Any) -> Any:
+def _same_object(original: Untyped) -> Untyped:
     """`dtype.__eq__`: there is one object per scalar type."""
 
-    def equal(self: Any, other: Any) -> Any:
+    def equal(self: Untyped, other: Untyped) -> Untyped:
         return True if self is other else original(self, other)
 
     return equal
 
 
-def _seldom_constexpr(original: Any) -> Any:
+def _seldom_constexpr(original: Untyped) -> Untyped:
     """`_unwrap_if_constexpr`: most arguments are none."""
     from triton.language import core
 
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, bool, int, float, str, type(None)}
 
-    def unwrap(value: Any) -> Any:
+    def unwrap(value: Untyped) -> Untyped:
         return value if type(value) in plain else original(value)
 
     return unwrap
 
 
-def _broadcast(original: Any) -> Any:
+def _broadcast(original: Untyped) -> Untyped:
     """`TritonSemantic.broadcast_impl_value`: two operands in one shape."""
     import numpy as np
     from triton.language import core
     from triton.runtime import interpreter
 
-    def splat(scalar: Any, block: Any) -> Any:
+    def splat(scalar: Untyped, block: Untyped) -> Untyped:
         handle = scalar.handle
         data = np.full(block.handle.data.shape, handle.data, dtype=interpreter._get_np_dtype(handle.dtype))
         return core.tensor(
@@ -188,7 +191,7 @@ def _broadcast(original: Any) -> Any:
             block.type.with_element_ty(scalar.type.scalar),
         )
 
-    def broadcast(left: Any, right: Any) -> Any:
+    def broadcast(left: Untyped, right: Untyped) -> Untyped:
         if left.shape is right.shape:  # as `_shared_shapes` makes them
             return left, right
         left_block, right_block = left.type.is_block(), right.type.is_block()
@@ -201,10 +204,10 @@ def _broadcast(original: Any) -> Any:
     return broadcast
 
 
-def _cast(original: Any) -> Any:
+def _cast(original: Untyped) -> Untyped:
     """`TritonSemantic.cast`: to the type that a tensor has."""
 
-    def cast(value: Any, target: Any, fp_downcast_rounding: Any = None) -> Any:
+    def cast(value: Untyped, target: Untyped, fp_downcast_rounding: Untyped = None) -> Untyped:
         if value.dtype is target and fp_downcast_rounding is None:
             return value
         return original(value, target, fp_downcast_rounding)
@@ -212,13 +215,13 @@ def _cast(original: Any) -> Any:
     return cast
 
 
-def _computed_once(original: Any) -> Any:
+def _computed_once(original: Untyped) -> Untyped:
     """`TritonSemantic.computation_type_impl`: the type in which two scalar types are computed."""
-    known: dict[tuple[str, bool, str, bool, bool], Any] = {}
+    known: dict[tuple[str, bool, str, bool, bool], Untyped] = {}
 
     def computation_type(
-        left: Any, left_scalar: bool, right: Any, right_scalar: bool, div_or_mod: bool
-    ) -> Any:
+        left: Untyped, left_scalar: bool, right: Untyped, right_scalar: bool, div_or_mod: bool
+    ) -> Untyped:
         key = left.name, left_scalar, right.name, right_scalar, div_or_mod
         if key not in known:
             known[key] = original(left, left_scalar, right, right_scalar, div_or_mod)

@@ -110,7 +110,9 @@ def time_engines(
                 "samples": samples[name],
                 "weight_bytes": llm.weight_bytes,
                 "said": said,
-                "kernels": [row for row in summarize(llm.explain()) if row["op"] in ("linear", "moe")],
+                "kernels": sorted(
+                    {row["kernel"] for row in summarize(llm.explain()) if row["op"] in ("linear", "moe")}
+                ),
             }
             for name, (llm, said) in loaded.items()
         ]

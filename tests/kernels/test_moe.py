@@ -367,8 +367,11 @@ def test_weights_rounded_to_bf16_pass_where_rows_are_gathered_often() -> None:
     arguments = op.inputs(problem, 0, "cpu")
     rounded = QuantTensor.from_dense(arguments[1].dequantize().bfloat16())
     outputs = run_reference(op, [arguments[0], rounded, *arguments[2:]])
-    error = grouped_linear.error(problem, arguments, outputs, run_reference(op, arguments))
-    assert 0 < error <= op.tolerance(problem).limit < 2 * error
+    expected, limit = run_reference(op, arguments), op.tolerance(problem).limit
+    assert 0 < grouped_linear.error(problem, arguments, outputs, expected) <= limit
+    wrong = _faulty_weight(arguments[1], "one scale")
+    outputs = run_reference(op, [arguments[0], wrong, *arguments[2:]])
+    assert grouped_linear.error(problem, arguments, outputs, expected) > 4 * limit
 
 
 @pytest.mark.parametrize(
