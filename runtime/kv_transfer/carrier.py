@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Protocol
 
 from gristmill.runtime.kv_cache.groups import first_needed
@@ -93,26 +94,23 @@ class Carrier(Protocol):
         ...
 
 
-def wanted_places(keys: Sequence[bytes], first: int, groups: int) -> dict[Place, bytes]:
-    """The keys of blocks in all groups by their places, from block `first` on."""
-    return {
-        (index, group): group_key(keys[index], group)
-        for index in range(first, len(keys))
-        for group in range(groups)
-    }
+def all_places(first: int, length: int, groups: int) -> list[Place]:
+    """The places of blocks in all groups, from block `first` on."""
+    return list(product(range(first, length), range(groups)))
+
+
+def wanted_keys(keys: Sequence[bytes], first: int, groups: int) -> list[bytes]:
+    """The keys of the blocks of `all_places`."""
+    return [group_key(key, group) for key in keys[first:] for group in range(groups)]
 
 
 def needed(first: int, length: int, windows: Sequence[int], size: int) -> list[Place]:
     """The blocks from `first` on that queries after `length` blocks read."""
     starts = [first_needed(window, length * size, size) for window in windows]
+    places = all_places(first, length, len(starts))
     if max(starts) <= first:  # all of them, as without windows
-        return [(index, group) for index in range(first, length) for group in range(len(starts))]
-    return [
-        (index, group)
-        for index in range(first, length)
-        for group, start in enumerate(starts)
-        if index >= start
-    ]
+        return places
+    return [(index, group) for index, group in places if index >= starts[group]]
 
 
 def longest(has: Mapping[Place, bool], first: int, length: int, windows: Sequence[int], size: int) -> int:

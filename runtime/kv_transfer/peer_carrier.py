@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from numpy.typing import NDArray
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.kv_cache.paged import PagedCache
-from gristmill.runtime.kv_transfer.carrier import Found, Received, longest, needed
+from gristmill.runtime.kv_transfer.carrier import Found, Received, all_places, longest, needed, wanted_keys
 from gristmill.runtime.kv_transfer.digests import BlockDigests
-from gristmill.runtime.kv_transfer.identity import group_key
 from gristmill.runtime.kv_transfer.layout import Layout, cache_tensors
 from gristmill.runtime.kv_transfer.peer_memory import PeerMemoryError
 from gristmill.runtime.kv_transfer.scattered import ScatteredBlocks
@@ -121,7 +119,7 @@ class PeerCarrier:
         found = Found(first, first)
         self._look(found)
         size, groups = self._cache.block_size, len(windows)
-        names = [group_key(key, group) for key in keys[first:] for group in range(groups)]
+        names = wanted_keys(keys, first, groups)
         where = _Where([], *(np.full(len(names), -1, np.int64) for _ in range(3)))
         for peer in self._peers.values():
             if peer.fits:
@@ -133,10 +131,8 @@ class PeerCarrier:
         there = where.which >= 0
         found.length = len(keys)
         if not there.all():
-            places = product(range(first, len(keys)), range(groups))
-            found.length = longest(
-                dict(zip(places, there.tolist(), strict=True)), first, len(keys), windows, size
-            )
+            has = dict(zip(all_places(first, len(keys), groups), there.tolist(), strict=True))
+            found.length = longest(has, first, len(keys), windows, size)
             found.missing = [names[place] for place in (~there).nonzero()[0]]
         found.places = needed(first, found.length, windows, size)
         if len(found.places) == len(names):  # in the same order

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gristmill.runtime.kv_transfer import Store
 from gristmill.runtime.kv_transfer.blocks import Blocks
-from gristmill.runtime.kv_transfer.carrier import Found, longest, needed, wanted_places
+from gristmill.runtime.kv_transfer.carrier import Found, all_places, longest, needed, wanted_keys
 from gristmill.runtime.kv_transfer.records import HEADER, RecordError, check, seal
 from gristmill.runtime.steps_in_flight import StreamEvent
 
@@ -41,7 +41,9 @@ class RecordCarrier:
     def find(self, keys: Sequence[bytes], first: int, windows: Sequence[int]) -> Found:
         """As `Carrier.find`: the blocks' records are read, and whole."""
         size, found = self._blocks.block_size, Found(first, first)
-        wanted = wanted_places(keys, first, len(windows))
+        groups = len(windows)
+        places = all_places(first, len(keys), groups)
+        wanted = dict(zip(places, wanted_keys(keys, first, groups), strict=True))
         has = dict(zip(wanted, self._store.matched(list(wanted.values())), strict=True))
         found.missing = [wanted[place] for place, there in has.items() if not there]
         length = len(keys)
