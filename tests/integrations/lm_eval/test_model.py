@@ -27,6 +27,8 @@ from tests.runtime.oracle import LLAMA, MODELS, eval_tokens
 
 ROOT = Path(__file__).parents[3]
 NEAR = 1e-3
+# A perplexity is the exponential of a mean: what two engines' roundings leave grows with its value.
+NEAR_OF_ITSELF = 1e-5
 OPTIONS = {"dtype": "float32", "num_blocks": 256}
 
 
@@ -219,7 +221,7 @@ def test_whole_tasks_and_the_command_line(folder: Path, theirs: Any, tmp_path: P
     expected = metrics(simple_evaluate(theirs, **options))
     arguments = f"pretrained={folder},dtype=float32,num_blocks=256,max_length=200"
     actual = simple_evaluate("gristmill", model_args=arguments, device="cpu", batch_size="auto", **options)
-    assert metrics(actual) == pytest.approx(expected, abs=NEAR)
+    assert metrics(actual) == pytest.approx(expected, abs=NEAR, rel=NEAR_OF_ITSELF)
     assert {task for task, _ in expected} == set(NAMES)
 
     line = [sys.executable, "-m", "gristmill.integrations.lm_eval", "--model", "gristmill"]
