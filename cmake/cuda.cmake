@@ -3,8 +3,8 @@
 # there, on requires nvcc, off skips it.
 #
 # GRISTMILL_RARE=off leaves out what is marked rare, which `make test` does to save compile time: sources whose name ends in
-# _rare_sm90.cu or _rare_sm80.cu, and weight formats of linear with "rare": true. The manifest lists these sources as left_out,
-# and selection refuses the kernels that run them ("not in this build").
+# _rare_sm90.cu or _rare_sm80.cu, weight formats of linear with "rare": true, and every library of PTX but that of compute_80. The
+# manifest lists these as left_out, and selection refuses the kernels that run them ("not in this build").
 set(_default auto)
 if(DEFINED ENV{GRISTMILL_CUDA})
   set(_default "$ENV{GRISTMILL_CUDA}")
@@ -41,6 +41,18 @@ macro(gm_leave_out_rare list)
     endif()
   endforeach()
 endmacro()
+
+# gm_beside(<variable> <source>): the flags by which a generated source includes files beside its template.
+function(gm_beside result source)
+  set(flags "")
+  get_source_file_property(origin "${source}" GM_ORIGIN)
+  if(origin)
+    list(GET origin 0 origin)
+    get_filename_component(origin "${origin}" DIRECTORY)
+    set(flags -I "${origin}")
+  endif()
+  set(${result} "${flags}" PARENT_SCOPE)
+endfunction()
 
 set(GM_CUDA_MANIFEST "")
 set(GM_LEFT_OUT "")
@@ -114,13 +126,7 @@ set(GM_SM90_OBJECTS "")
 foreach(source IN LISTS GM_SM90_SOURCES)
   get_filename_component(stem "${source}" NAME_WE)
   string(MAKE_C_IDENTIFIER "gm_cubin${stem}" symbol)
-  set(_beside "")  # a generated source includes files beside its template
-  get_source_file_property(_origin "${source}" GM_ORIGIN)
-  if(_origin)
-    list(GET _origin 0 _origin)
-    get_filename_component(_origin "${_origin}" DIRECTORY)
-    set(_beside -I "${_origin}")
-  endif()
+  gm_beside(_beside "${source}")
   add_custom_command(
     OUTPUT "${_dir}/${stem}.cubin"
     COMMAND "${CMAKE_COMMAND}" "-DGM_NVCC=${GRISTMILL_NVCC}" "-DGM_NVCC_BUILD=${GM_NVCC_BUILD}"
@@ -153,9 +159,11 @@ add_custom_command(
   COMMAND "${GRISTMILL_NVCC}" ${GM_CUDA_HOST_FLAGS} ${_include} -DGM_CUBIN_SYMBOL=gm_no_cubin
           -MD -MF "${_dir}/cuda_driver.o.d" -c -o "${_dir}/cuda_driver.o" "${_driver}"
   DEPENDS "${_driver}" DEPFILE "${_dir}/cuda_driver.o.d" VERBATIM COMMENT "cuda_driver.cpp")
+add_custom_target(gm_cuda_driver DEPENDS "${_dir}/cuda_driver.o")  # which every library of CUDA has
 
 add_library(gristmill_cuda_sm90a SHARED ${_objects} "${_dir}/cuda_driver.o")
 set_source_files_properties(${_objects} "${_dir}/cuda_driver.o" PROPERTIES GENERATED TRUE)
+add_dependencies(gristmill_cuda_sm90a gm_cuda_driver)
 target_link_libraries(gristmill_cuda_sm90a PRIVATE ${CMAKE_DL_LIBS})
 target_link_options(gristmill_cuda_sm90a PRIVATE -Wl,-z,defs -Wl,--as-needed -s)
 set_target_properties(gristmill_cuda_sm90a PROPERTIES PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX

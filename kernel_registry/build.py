@@ -65,7 +65,7 @@ class Build:
         triton_interpreter: Triton kernels run on the CPU (TRITON_INTERPRET=1).
         machine: the CPU family that the C++ was compiled for (`x86-64`, `aarch64`, `s390x`); "" = derived from `cpu_levels`.
         library, driver: versions of the native libraries and of the GPU's driver, "" = unknown or none.
-        left_out: native sources that were not compiled (GRISTMILL_RARE=off), by file name without suffix.
+        left_out: native sources, by file name without suffix, and architectures (`compute_89`) that were not compiled (GRISTMILL_RARE=off).
     """
 
     packages: tuple[tuple[str, str], ...] = ()

@@ -73,6 +73,27 @@ def test_off(tmp_path: Path) -> None:
     assert not any(name.endswith(".cu") for name in manifest["sources"])
 
 
+@needs_nvcc
+def test_a_library_for_each_architecture_of_ptx(tmp_path: Path) -> None:
+    """With cubins for those architectures that are not older than its PTX."""
+    for arch in ("80", "89"):
+        shutil.copy(SCALE, tmp_path / f"_scale_sm{arch}.cu")
+    options = [f"-DGRISTMILL_SM{arch}_SOURCES={tmp_path}/_scale_sm{arch}.cu" for arch in ("80", "89")]
+    options += [f"-DGRISTMILL_SM90_SOURCES={SCALE}", "-DGRISTMILL_CUBINS=86;120", *SMALLEST]
+    build = tmp_path / "build"
+    process = configure(build, "-DGRISTMILL_CUDA=on", *options)
+    assert "PTX: compute_80, 1 source(s), cubins: 86;120" in process.stdout
+    assert "PTX: compute_89, 1 source(s), cubins: 120" in process.stdout
+    subprocess.run(["cmake", "--build", build], check=True, capture_output=True)
+    manifest = json.loads((build / "_lib" / "manifest.json").read_text())
+    assert manifest["cuda"].keys() == {"sm_90a", "compute_80", "compute_89"}
+    built = {name: source["builds"].keys() for name, source in manifest["sources"].items()}
+    assert built[str(tmp_path / "_scale_sm89.cu")] == {"compute_89"}
+    library = ctypes.CDLL(str(build / "_lib" / manifest["cuda"]["compute_89"]["file"]))
+    assert library.gm_test_scale(None, None, -1, 0, None) == -2
+    assert ".target sm_89" in (build / "cuda_compute89" / "_scale_sm89.ptx").read_text()
+
+
 def test_unknown_mode_is_refused(tmp_path: Path) -> None:
     process = configure(tmp_path, "-DGRISTMILL_CUDA=perhaps")
     assert process.returncode != 0 and "expected auto, on or off" in process.stderr
@@ -83,12 +104,13 @@ def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
     process = configure(tmp_path, "-DGRISTMILL_RARE=off")
     assert "without 12 rare source(s) (GRISTMILL_RARE=off)" in status_line(process)
     manifest = json.loads((tmp_path / "manifest_base.json").read_text())
-    older = [name for name in manifest["left_out"] if name.endswith("_sm80")]
+    older = [name for name in manifest["left_out"] if not name.endswith("_sm90")]
     assert (
         len(manifest["left_out"]) == 12 + len(older)
         and "linear_int4_g64_gemm_ws_sm90" in manifest["left_out"]
     )
-    assert len(older) == 20 and "_grouped_linear_nvfp4_rare_sm80" in older
+    assert [name for name in older if not name.endswith("_sm80")] == ["compute_89"]
+    assert len(older) == 21 and "_grouped_linear_nvfp4_rare_sm80" in older
     assert "linear_int4_g64_gemm_ws_sm90" not in (tmp_path / "compiled.cmake").read_text()
     assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))
     assert json.loads((tmp_path / "manifest_base.json").read_text())["left_out"] == []

@@ -34,6 +34,7 @@ CALLS = {
     "PtxCallEntry",
     "cuda_entry",
     "ptx_entry",
+    "ptx_entry_of",
     "hip_entry",
 }
 
@@ -172,7 +173,13 @@ def called(name: str) -> frozenset[str]:
         for n in calls
         if n.func.id in CALLS
         and n.func.id not in defined_here
-        and name not in ("kernels/native_call.py", "kernels/cuda_ptx.py", "kernels/cuda_ptx_call.py")
+        and name
+        not in (
+            "kernels/native_call.py",
+            "kernels/cuda_ptx.py",
+            "kernels/cuda_ptx_call.py",
+            "kernels/cuda_ptx_of.py",
+        )
     )
 
 
