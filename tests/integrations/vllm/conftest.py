@@ -20,10 +20,11 @@ CACHE = Path(sys.prefix) / "cache"
 INSTALLED = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if INSTALLED else ["test_[!i]*.py"]  # test_installed.py says so
 
-# Before vLLM is imported, which reads them once. The scheduler runs in this process.
+# Before vLLM is imported, which reads them once. The scheduler runs in this process. Ranks share one NUMA node.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_NO_USAGE_STATS="1",
 )
@@ -66,8 +67,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="module")
 def host(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
-    """vLLM with our worker: made of the name of an example model, or a directory, and vLLM's options."""
+    """vLLM with our worker: made of the name of an example model, or a directory, and vLLM's options. It finds no AMX, for which its kernels
+    of latent attention take no float32."""
+    import torch
     from vllm import LLM
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def make(name: str | Path, **options: Any) -> Any:
         defaults = {
@@ -81,3 +87,4 @@ def host(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
         return LLM(str(MODELS / name), **{**defaults, **options})
 
     yield make
+    patch.undo()

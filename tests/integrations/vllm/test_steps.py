@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 import gristmill
@@ -182,5 +183,9 @@ def test_structured_outputs(
 
     # Planted: what the grammars allow is not taken.
     monkeypatch.setattr(Requests, "allow", lambda self, entries, output: set())
-    monkeypatch.setattr(ProcessedRows, "process", lambda self, logits, fed: logits[self.places].float())
+    monkeypatch.setattr(
+        ProcessedRows,
+        "process",
+        lambda self, logits, fed: (logits[self.places].float(), torch.tensor(self.places)),
+    )
     assert llm.generate(prompts(ids[:1]), grammars[1:2])[0].outputs[0].text != "ab ab ab c"

@@ -22,7 +22,6 @@ def test_two_ranks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         config.scheduler_config.async_scheduling = True  # a thread of each process takes the results
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     llm, ids = host("docs-llama", tensor_parallel_size=2), texts(5)
     expected = own("docs-llama", ids)
     # Sums over ranks have another order: a near tie may go the other way.
