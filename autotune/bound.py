@@ -224,8 +224,8 @@ class BoundPlan:
     def _load(self, index: int, entry: PlanEntry) -> Runner:
         kernel = self.resolver.kernel(self.op, entry.kernel)
         runner: Runner = partial(load(kernel), entry.config)
-        if kernel.language == "triton" and self._cuda:
-            compilations.watch()
+        if self._cuda:
+            compilations.watch(kernel.language)
         if self.layouts is not None and len(self.layouts) > 1:
             runner = self._among_layouts(runner, entry)
         if self._cuda and not kernel.capturable:

@@ -1,4 +1,4 @@
-"""What Triton compiles in this process, and what it finds compiled in its cache; and the place of that cache.
+"""What Triton and CuTe DSL compile in this process, and what they find compiled; and where they keep it.
 
 Triton keeps compiled code in files that it finds by a hash of source, options, target and its own version, as JSON and machine code. They name
 each other by absolute paths, so a cache is used in the folder in which it was filled.
@@ -11,13 +11,14 @@ import threading
 from typing import Any, NamedTuple
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.kernels import cutedsl
 
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 """Triton's own variable for the folder of its cache."""
 
 
 class Compilations(NamedTuple):
-    """Kernels that Triton compiled, and that it found in its cache."""
+    """Kernels that were compiled, and that were found compiled."""
 
     compiled: int
     reused: int
@@ -36,7 +37,7 @@ _total = Compilations(0, 0)
 
 
 def total() -> Compilations:
-    """Those of this process since the first Triton kernel was loaded by a plan."""
+    """Those of this process since the first kernel of such a language was loaded by a plan."""
     return _total
 
 
@@ -50,8 +51,23 @@ def names_since(count: int) -> list[str]:
     return _WATCH.names[count:]
 
 
-def watch() -> None:
-    """Count from now on; a listener that the program has set goes on. Triton is imported."""
+def watch(language: str) -> None:
+    """Count what is compiled of a language from now on. A listener that the program has set for Triton, which is imported, goes on."""
+    if language == "triton":
+        _watch_triton()
+    elif language == "cutedsl" and _count not in cutedsl.listeners:
+        cutedsl.listeners.append(_count)
+
+
+def _count(name: str, hit: bool) -> None:
+    """One kernel: compiled, or found."""
+    global _total
+    with _LOCK:
+        _total = Compilations(_total.compiled + (not hit), _total.reused + hit)
+    _WATCH.names.append(name)
+
+
+def _watch_triton() -> None:
     from triton import knobs
 
     listener = getattr(knobs.compilation, "listener", None)
@@ -68,17 +84,16 @@ class _Listener:
         self.other = other
 
     def __call__(self, **event: Any) -> None:
-        global _total
-        hit = bool(event["cache_hit"])
-        with _LOCK:
-            _total = Compilations(_total.compiled + (not hit), _total.reused + hit)
-        _WATCH.names.append(str(event["metadata"].get("name", "a kernel")))
+        _count(str(event["metadata"].get("name", "a kernel")), bool(event["cache_hit"]))
         if self.other is not None:
             self.other(**event)
 
 
 def keep_below(policy: Policy) -> None:
-    """Let Triton keep compiled code in ``triton`` below the cache of a policy that names one, in this process and its children, unless
-    TRITON_CACHE_DIR says another folder: then one folder has everything that a warm-up makes."""
-    if policy.cache is not None and CACHE_VARIABLE not in os.environ:
-        os.environ[CACHE_VARIABLE] = str(policy.cache_path.absolute() / "triton")
+    """Let Triton and CuTe DSL keep compiled code in ``triton`` and ``cutedsl`` below the cache of a policy that names one, in this process and its
+    children, unless their variables name other folders: then one folder has everything that a warm-up makes."""
+    if policy.cache is None:
+        return
+    for variable, name in ((CACHE_VARIABLE, "triton"), (cutedsl.FOLDER_VARIABLE, "cutedsl")):
+        if variable not in os.environ:
+            os.environ[variable] = str(policy.cache_path.absolute() / name)

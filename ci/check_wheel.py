@@ -16,6 +16,8 @@ import repository
 RUN = (".py", ".css", ".js", ".c")
 """What Python runs, what its report page is made of, what it compiles on the spot."""
 MODEL_FILES = (".safetensors", ".u16")
+COMPILED = (".o", ".cubin", ".fatbin", ".ptx", ".hsaco")
+"""Device code outside the libraries: what Triton or CuTe DSL compiled on some machine, which stays there."""
 SIZE_LIMIT = 16 << 20
 """Bytes; a dist over this has swallowed something. A wheel with both CUDA libraries, rare sources included, has 14 MiB."""
 
@@ -71,6 +73,7 @@ def problems(dist: Path) -> list[str]:
     lines += [f"lacks {name}" for name in sorted(expected - names)]
     models = [name for name in names if name.endswith(MODEL_FILES) or "examples/models/" in name]
     lines += [f"has model data {name}" for name in models]
+    lines += [f"has compiled code {name}" for name in names if name.endswith(COMPILED)]
     if dist.stat().st_size > SIZE_LIMIT:
         lines.append(f"is {dist.stat().st_size >> 20} MiB, over {SIZE_LIMIT >> 20}")
     return lines

@@ -1,4 +1,4 @@
-"""Compile Triton kernels of the registry ahead of time for every target they claim; no GPU is needed.
+"""Compile the registry's kernels in Triton and CuTe DSL ahead of time for every target they claim; no GPU is needed.
 
     python ci/compile_matrix.py                 a sample: what changed since it was last compiled, and a rotating share,
                                                 for 40 seconds at most (--seconds)
@@ -8,7 +8,8 @@
 
 For each (kernel, case, target): registers, spilled bytes, shared memory, and the instructions that the kernel promises.
 Registers or spills above the committed baseline fail; so does a pair that stops compiling. A pair that cannot compile,
-for a known reason, is in the baseline with that reason. Each compilation has a time-out.
+for a known reason, is in the baseline with that reason. Each compilation has a time-out. Kernels in CuTe DSL are left out where
+it is not installed; `make hosts` has it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import json
 import os
 import queue
@@ -28,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # only as a program: an import must not change the interpreter setting
     os.environ.pop("TRITON_INTERPRET", None)
@@ -40,6 +42,8 @@ from gristmill.kernel_registry.kernel import Kernel, load_attribute
 from gristmill.kernel_registry.policy import default_cache
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.cutedsl import CuteDslCase
 
 TARGETS = (
     *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"),
@@ -83,7 +87,7 @@ class Pair:
 
 
 def pairs(only: str | None, target: str | None) -> list[Pair]:
-    """Every (kernel, case, target) that the registry's Triton kernels claim."""
+    """Every (kernel, case, target) that the registry's kernels in Triton and CuTe DSL claim."""
     pairs = []
     for kernel in default_registry().all_kernels():
         if kernel.aot is None or (only and only not in (kernel.name, kernel.op)):
@@ -95,15 +99,51 @@ def pairs(only: str | None, target: str | None) -> list[Pair]:
     return pairs
 
 
+def is_compiled_here(pair: Pair) -> bool:
+    """Whether this installation has the compiler of a kernel's language."""
+    return pair.kernel.language != "cutedsl" or importlib.util.find_spec("cutlass") is not None
+
+
 def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[str, Any]:
     """Compile in this process and read the result."""
+    target = Target.parse(target_name)
+    spec = default_registry().kernel(op, kernel)
+    case = next(c for c in load_attribute(spec.aot or "")(target) if c.name == case_name)
+    compiled = _by_cutedsl(case) if isinstance(case, CuteDslCase) else _by_triton(case, target)
+    names = ("vgpr_count", "private_segment_fixed_size") if target.vendor == "amd" else ("REG", "STACK")
+    registers, spills = (re.search(rf"\b{name}:\s*(\d+)", compiled.usage) for name in names)
+    return {
+        "registers": int(registers[1]) if registers else 0,
+        "spills": int(spills[1]) if spills else 0,
+        "shared": compiled.shared,
+        "missing": [p for p in case.promises if p in PROMISES and not re.search(PROMISES[p], compiled.code)],
+    }
+
+
+class Compiled(NamedTuple):
+    """Machine code as text, what it uses as text, and its bytes of shared memory."""
+
+    code: str
+    usage: str
+    shared: int
+
+
+def _by_cutedsl(case: CuteDslCase) -> Compiled:
+    from gristmill.kernels.cutedsl import compile_program
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, arch = load_attribute(case.build)(case.config), str(case.config["arch"])
+        compile_program(source, arch, "--keep-cubin", f"--dump-dir={folder}")
+        (cubin,) = (path.read_bytes() for path in Path(folder).glob("*.cubin"))
+    code, usage = (_cuobjdump(option, cubin) for option in ("-sass", "-res-usage"))
+    return Compiled(code, usage, 0)
+
+
+def _by_triton(case: AotCase, target: Target) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = Target.parse(target_name)
-    spec = default_registry().kernel(op, kernel)
-    case = next(c for c in load_attribute(spec.aot or "")(target) if c.name == case_name)
     names = case.function.arg_names
     signature = {name: "constexpr" if name in case.constants else case.signature[name] for name in names}
     # Launches see 16-byte alignment of pointers and of the sizes named in `aligned`; so does this compilation.
@@ -116,21 +156,13 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
     source = ASTSource(fn=case.function, signature=signature, constexprs=constants, attrs=aligned)
     triple = target.triton_target
     if triple is None:
-        raise ValueError(f"Triton emits no code for {target_name}")
+        raise ValueError(f"Triton emits no code for {target.name}")
     built = triton.compile(source, target=GPUTarget(*triple), options=dict(case.options))
     if target.vendor == "amd":
         code = usage = built.asm["amdgcn"]
-        names = ("vgpr_count", "private_segment_fixed_size")
     else:
         code, usage = (_cuobjdump(option, built.asm["cubin"]) for option in ("-sass", "-res-usage"))
-        names = ("REG", "STACK")
-    registers, spills = (re.search(rf"\b{name}:\s*(\d+)", usage) for name in names)
-    return {
-        "registers": int(registers[1]) if registers else 0,
-        "spills": int(spills[1]) if spills else 0,
-        "shared": built.metadata.shared,
-        "missing": [p for p in case.promises if p in PROMISES and not re.search(PROMISES[p], code)],
-    }
+    return Compiled(code, usage, built.metadata.shared)
 
 
 def _cuobjdump(option: str, cubin: bytes) -> str:
@@ -244,6 +276,8 @@ def main() -> int:
     if not (options.full or options.only or options.target):
         work = [pair for pair in work if pair.is_due(today) or stamps.get(pair.key) != pair.stamp(triton)]
         deadline = time.monotonic() + options.seconds
+    without = [pair for pair in work if not is_compiled_here(pair)]
+    work = [pair for pair in work if is_compiled_here(pair)]
     # A new order every day, so that truncated samples differ from day to day.
     work.sort(key=lambda pair: hashlib.sha256(f"{today}{pair.key}".encode()).hexdigest())
     results = compile_all(work, options.jobs, deadline)
@@ -268,6 +302,7 @@ def main() -> int:
     print(
         f"compile matrix (triton {triton}): {len(results)} compiled, {cannot} known not to, {len(failures)} worse than the baseline"
         + (f", {left} left for another day" if left else "")
+        + (f", {len(without)} of CuTe DSL, which is not installed, left out" if without else "")
     )
     return status
 

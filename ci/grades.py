@@ -63,6 +63,7 @@ CHAINS = {
         "combine_triton",
         "activation_triton",
     ),
+    "moe_cutedsl_sm90": ("permute_triton", "grouped_linear_cutedsl_sm90", "combine_triton"),
     "moe_sm80": ("permute_triton", "grouped_linear_sm80", "combine_triton"),
     "paged_attention_sm80_split": ("paged_attention_sm80_split", "paged_attention_triton_split"),
 }
@@ -219,13 +220,14 @@ def evidence(kernel: Kernel) -> Iterator[Evidence]:
     yield Evidence("elsewhere", EVERY_KERNEL, tested(kernel))
     # Of any other kernel in another language, the baseline has the parts in Triton alone.
     is_ptx = any(part in ptx() for part in parts(kernel.name))
-    if kernel.language == "triton" or is_ptx:
+    if kernel.language in ("triton", "cutedsl") or is_ptx:
         archs = tuple(sorted(compiled().get(kernel.name, ())))
         spills = {arch: size for arch in archs if (size := spilled(kernel.name, arch))}
         executed = next(
             (p["executed"] for part in parts(kernel.name) if "executed" in (p := ptx().get(part, {}))), ""
         )
-        if record := executed if is_ptx else EVERY_KERNEL:
+        interpreted = "" if kernel.language == "cutedsl" else EVERY_KERNEL
+        if record := executed if is_ptx else interpreted:
             yield Evidence("interpreted", record, archs)
         path = PTX_BASELINE if is_ptx else BASELINE
         yield Evidence("compiled", str(path.relative_to(ROOT)), archs, spills=spills)

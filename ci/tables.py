@@ -29,6 +29,7 @@ COLUMNS = (*((name, name) for name in TARGETS), ("x86-64", "cpu:avx2"))
 LETTERS = {
     "cuda": ("H", "CUDA C++"),
     "hip": ("W", "HIP C++"),
+    "cutedsl": ("N", "CuTe DSL"),
     "triton": ("T", "Triton"),
     "cpp": ("C", "C++ for CPUs"),
     "torch": ("t", "torch"),
@@ -136,7 +137,7 @@ def needs(requires: Requirement) -> str:
         "cpp": "C++ compiled for the CPU",
         "cuda": "CUDA code",
         "hip": "HIP code",
-        "cute": "CuTe DSL",
+        "cutedsl": "CuTe DSL",
         "torch": "torch",
     }.get(kind)
     if code:

@@ -35,6 +35,7 @@ whole or not at all; one that cannot be imported, or whose specs are invalid, is
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -46,6 +47,9 @@ from gristmill.kernel_registry.closure import installed_sources
 from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.target import Target
+
+COMPILERS = {"cutedsl": ("nvidia-cutlass-dsl",)}
+"""Languages that are compiled where they run, by packages that `Build.key` does not name."""
 
 ConfigValue = int | float | str | bool
 Config = Mapping[str, ConfigValue]
@@ -114,7 +118,7 @@ class Kernel:
         marked rare: a build may leave them out (cmake/cuda.cmake).
     layouts: names of the weight layouts it reads, for operations with packed weights.
     examples: test problems besides those of the operation, for a kernel that accepts few of them.
-    aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` for the compile matrix (Triton kernels).
+    aot: ``"module:attr"`` of ``aot(target) -> list[AotCase]`` or ``list[CuteDslCase]``, for the compile matrix.
     capturable: False = it reads device memory on the host, so it cannot be captured in a CUDA graph.
     dequantizes: each call writes a quantized weight to memory in floats, in whole or in parts, before it multiplies. With few rows of
         x that takes several times as long as a product that decodes codes as it reads them; a model says so when it is loaded.
@@ -188,8 +192,13 @@ class Kernel:
 
     def verification_hash(self, config: Config | None = None) -> str:
         """A short hash of everything that a launch runs, as it was compiled: with the flags and the compiler of the loaded
-        libraries, at the code level of `config`. Verifications are keyed by it."""
-        return installed_sources().verification_hash(self._modules, config or {})
+        libraries, at the code level of `config`; with the installed versions of `COMPILERS`. Verifications are keyed by it."""
+        code = installed_sources().verification_hash(self._modules, config or {})
+        compilers = COMPILERS.get(self.language, ())
+        if not compilers:
+            return code
+        versions = (f"{name} {Build.probe().version(name)}" for name in compilers)
+        return hashlib.sha256(", ".join((code, *versions)).encode()).hexdigest()[: len(code)]
 
     @property
     def _modules(self) -> tuple[str, str]:

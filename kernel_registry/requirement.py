@@ -11,7 +11,7 @@ from gristmill.kernel_registry.target import Target, why_not_code
 from gristmill.kernel_registry.targets import VENDORS
 from gristmill.kernel_registry.targets.plugged import all_vendors
 
-CODES = ("python", "torch", "triton", "cpp", "cuda", "hip", "cute")
+CODES = ("python", "torch", "triton", "cpp", "cuda", "hip", "cutedsl")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Requirement:
         brings: device code (`sm_90a`, `sm_100f`) that a wrapped library contains; one of them must run on the target. () = any.
         code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU level that the
             target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`, `hip` or `hip:gfx942` likewise,
-            `cute:sm_90a` (compiled at run time by CuTe DSL).
+            `cutedsl:sm_90a` (compiled at run time by CuTe DSL for a device that runs code of this name).
     """
 
     features: tuple[frozenset[str], ...] = ()
@@ -57,8 +57,8 @@ class Requirement:
             raise ValueError(
                 f"code {self.code!r}: expected one of {', '.join(CODES)}, the last four with ':arch'"
             )
-        if kind == "cute" and not arch:
-            raise ValueError(f"code {self.code!r}: name the architecture, e.g. cute:sm_90a")
+        if kind == "cutedsl" and not arch:
+            raise ValueError(f"code {self.code!r}: name the architecture, e.g. cutedsl:sm_90a")
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_arch", arch)
 
@@ -138,7 +138,7 @@ class Requirement:
             reasons += self._compiled(target, list(build.cuda_archs), "CUDA architecture", build)
         elif self._kind == "hip":
             reasons += self._compiled(target, list(build.hip_archs), "HIP architecture", build)
-        elif self._kind == "cute" and (why := build.why_not_package("nvidia-cutlass-dsl", "")):
+        elif self._kind == "cutedsl" and (why := build.why_not_package("nvidia-cutlass-dsl", "")):
             reasons.append(why)
         return tuple(dict.fromkeys(reasons))
 

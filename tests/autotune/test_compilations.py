@@ -34,7 +34,7 @@ found = []
 for folder in sys.argv[1:]:
     os.environ.pop("TRITON_CACHE_DIR", None)
     keep_below(Policy(cache=folder))
-    watch(), watch()
+    watch("triton"), watch("triton")
     source = ASTSource(fn=double, signature={"x": "*fp32", "BLOCK": "constexpr"}, constexprs={(1,): 16})
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
     found.append([*total()])

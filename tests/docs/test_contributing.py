@@ -52,11 +52,12 @@ print(" ".join(sorted(ran)))
 """
 
 
-def files(cuda: bool = False) -> dict[str, str]:
-    """Returns the files of the page's examples: the operation with its Triton kernel, or the CUDA kernel."""
+def files(kind: str = "") -> dict[str, str]:
+    """Returns the files of the page's examples: the operation with its Triton kernel, the CUDA kernel (_sm90), that in CuTe DSL (_cutedsl)."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(?:python|cuda)\n(?:#|//) (kernels/activation/\S+)\n(.*?)```", page, re.S)
-    return {Path(name).name: text for name, text in blocks if ("_sm90" in name) == cuda}
+    kinds = [next((one for one in ("_sm90", "_cutedsl") if one in name), "") for name, _ in blocks]
+    return {Path(name).name: text for (name, text), of in zip(blocks, kinds, strict=True) if of == kind}
 
 
 def run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -127,7 +128,7 @@ except ValueError as error:  # the entry was called, and refuses device -1, wher
 def test_the_cuda_example_is_built_and_called(tmp_path: Path) -> None:
     """Two files: built by CMake like any other source, loaded, called with the launcher's arguments; a
     misspelt entry is reported."""
-    paths = files(cuda=True)
+    paths = files("_sm90")
     assert set(paths) == {"scale_rows_sm90.py", "_scale_rows_sm90.cu"}
     folder = write(tmp_path / "worked", {**paths, "scale_rows.py": files()["scale_rows.py"]})
     source = folder / "_scale_rows_sm90.cu"

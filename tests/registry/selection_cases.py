@@ -733,6 +733,11 @@ sm90a | sm_120 | sm90a | hardware | sm_120 lacks wgmma
 sm90a | sm_89 | sm90a | hardware | sm_89 lacks
 sm90a | sm_90 | cuda | build | no code for sm_90a; it has none
 cute90 | sm_90 | blackwell | serves
+cute100 | sm_100 | blackwell | serves
+cute100 | sm_103 | blackwell | serves
+cute100 | sm_110 | blackwell | hardware | runs only on its family
+cute100 | sm_90 | blackwell | hardware | sm_100f code runs only
+cute100 | sm_100 | cuda | build | package nvidia-cutlass-dsl is not installed
 cute90 | sm_90 | cuda | build | package nvidia-cutlass-dsl is not installed
 cute90 | sm_100 | blackwell | hardware | sm_90a code runs only on sm_90
 # cubins and PTX
@@ -798,7 +803,8 @@ FAKES: dict[str, Kernel] = {
         _fake("sm120a", Requirement(code="cuda:sm_120a")),
         _fake("block-scale", _any({"mma.sync.block_scale"}, code="triton")),
         _fake("sm90a", _any({"wgmma", "tma"}, code="cuda:sm_90a")),
-        _fake("cute90", Requirement(code="cute:sm_90a")),
+        _fake("cute90", Requirement(code="cutedsl:sm_90a")),
+        _fake("cute100", Requirement(code="cutedsl:sm_100f")),
         _fake("any-cuda", Requirement(code="cuda")),
         _fake("mma-fp8", _any({"mma.fp8"}, code="triton")),
         _fake("mma-int4", _any({"mma.int4"}, code="triton")),

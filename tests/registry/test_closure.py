@@ -328,9 +328,11 @@ def test_what_else_of_the_registry_a_kernel_imports_only_describes_it() -> None:
             "argument_names",
             "arguments",
             "call",
+            "closure",  # names the files of compiled programs
             "kernel",
             "layout",
             "op",
+            "policy",  # and their folder
             "problem",
             "requirement",
             "target",

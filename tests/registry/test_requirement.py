@@ -104,7 +104,7 @@ def test_build_json_probe_and_key(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("code", ["rust", "triton:sm_90", "cute"])
+@pytest.mark.parametrize("code", ["rust", "triton:sm_90", "cutedsl"])
 def test_bad_requirement(code: str) -> None:
     with pytest.raises(ValueError, match="code"):
         Requirement(code=code)

@@ -183,6 +183,7 @@ def test_every_kernel_is_reachable(kernel) -> None:
             "flashinfer-python": "1.0",
             "humming-kernels": "1.0",
             "nvidia-cutlass-dsl": "9",
+            "apache-tvm-ffi": "9",
             "onnxruntime": "9",
             "onnx": "9",
         },

@@ -1,0 +1,457 @@
+"""Grouped linear in CuTe DSL for Hopper: persistent CTAs, TMA, wgmma, the epilogue in registers.
+
+A CTA takes every `ctas`-th tile of BM rows of one expert by BN rows of its W, experts in order and rows of x fastest, so that CTAs that run
+at the same time share W. The number of tiles is known on the device only: a warp finds the expert of a tile by sums over the offsets of 32
+experts at a time. Warpgroup 0 fills a ring of slots of 64 columns of K: W by TMA, x by TMA or, where its rows are gathered, by cp.async; the
+others multiply, one group of wgmma in flight. Under silu_mul a tile of W is half gate and half up, which meet in the registers of one thread.
+
+The schedule of warp-specialized persistent tiles is that of CUTLASS (Thakkar et al., 2023).
+
+Without ``from __future__ import annotations``: CuTe DSL reads the annotations as objects.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.cutedsl import Source
+
+BK = 64
+"""Columns of a slot: 128 bytes, the width of the swizzle."""
+LOADERS = 128
+"""Threads of warpgroup 0."""
+
+
+def grouped_linear(config: Config) -> Source:
+    """A program of (x [rows, K], W [E, N, K], offsets [E + 1], permutation [P], bias [E, N], out [P, columns], top_k, ctas, alpha, limit)."""
+    dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
+
+    def tensor(element, *shape, align):  # rows any distance apart
+        strides = [cute.sym_int64(divisibility=max(1, align * 8 // element.width)) for _ in shape[1:]]
+        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align)
+
+    def size(divisibility=1):
+        return cute.sym_int32(divisibility=divisibility)
+
+    k, experts, places = size(8), size(), size()
+    arguments = (
+        tensor(dtype, size(), k, align=16),
+        tensor(dtype, experts, size(), k, align=16),
+        tensor(Int32, size(), align=4),
+        tensor(Int32, size(), align=4),
+        tensor(dtype, size(), size(), align=2),
+        tensor(dtype, places, size(8), align=16),
+        *(Int32(1), Int32(1), Float32(1), Float32(1)),
+    )
+    return Source(GroupedLinear(dtype, config), arguments)
+
+
+class GroupedLinear:
+    """The program of one configuration.
+
+    Attributes:
+        bm, bn: rows of x and of W of a tile. columns: of y, BN or half of it.
+        slots: of the ring.
+        groups: warpgroups that multiply, 64 rows of a tile each.
+    """
+
+    def __init__(self, dtype, config: Config):
+        self.dtype = dtype
+        self.bm, self.bn, self.slots = (int(config[name]) for name in ("bm", "bn", "slots"))
+        flags = str(config["epilogue"]).split("+")
+        self.gated, self.biased, self.clamped = (flag in flags for flag in ("silu_mul", "bias", "clamp"))
+        self.gathered = bool(config["gather"])
+        self.groups = self.bm // 64
+        self.columns = self.bn // 2 if self.gated else self.bn
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        offsets: cute.Tensor,
+        permutation: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        top_k: Int32,
+        ctas: Int32,
+        alpha: Float32,
+        limit: Float32,
+        stream,
+    ):
+        """Describe tiles, rings and TMA descriptors, and launch `ctas` CTAs."""
+        major, row = OperandMajorMode.K, LayoutEnum.ROW_MAJOR
+
+        def mma(columns):
+            return hopper_helpers.make_trivial_tiled_mma(
+                self.dtype, self.dtype, major, major, Float32, (self.groups, 1, 1), (64, columns)
+            )
+
+        def ring_of_w(rows, slots):
+            return hopper_helpers.make_smem_layout_b(row, (self.bm, rows, BK), self.dtype, slots)
+
+        ring_x = hopper_helpers.make_smem_layout_a(row, (self.bm, self.bn, BK), self.dtype, self.slots)
+        ring_w = ring_of_w(self.bn, self.slots)
+        tile_out = hopper_helpers.make_smem_layout_epi(self.dtype, row, (self.bm, self.columns), 1)
+        w = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_x, x_by_tma = cpasync.make_tiled_tma_atom(
+            load, x, cute.slice_(ring_x, (None, None, 0)), (self.bm, BK)
+        )
+        # W comes in halves: gate and up are N / 2 rows apart.
+        half = cute.slice_(ring_of_w(self.bn // 2, 1), (None, None, 0))
+        tma_w, w_by_tma = cpasync.make_tiled_tma_atom(load, w, half, (self.bn // 2, BK))
+        self.kernel(
+            mma(self.bn),
+            mma(self.columns),
+            tma_x,
+            x_by_tma,
+            tma_w,
+            w_by_tma,
+            ring_x,
+            ring_w,
+            tile_out,
+            x,
+            offsets,
+            permutation,
+            bias,
+            out,
+            top_k,
+            alpha,
+            limit,
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(LOADERS + self.groups * 128, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.jit
+    def find(self, offsets: cute.Tensor, wide: Int32, tile: Int32, first: Int32, before: Int32):
+        """The expert of a tile, the number of experts if there is none, and the index of its first tile. A warp searches from expert `first`
+        on, whose tiles come after `before` others; the last two results are where the search for a later tile begins."""
+        lane = cute.arch.lane_idx()
+        experts = offsets.shape[0] - 1
+        expert = experts
+        start = Int32(0)
+        searching = first < experts
+        while searching:
+            tiles = Int32(0)
+            if first + lane < experts:
+                rows = offsets[first + lane + 1] - offsets[first + lane]
+                tiles = (rows + self.bm - 1) // self.bm * wide
+            through = tiles  # of this expert and those of the lanes below
+            for step in cutlass.range_constexpr(5):
+                below = cute.arch.shuffle_sync_up(through, 1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    through += below
+            total = cute.arch.shuffle_sync(through, 31)
+            if tile < before + total:
+                passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + through <= tile))
+                expert = first + passed
+                start = before + cute.arch.shuffle_sync(through - tiles, passed)
+                searching = False
+            else:
+                before += total
+                first += 32
+                searching = first < experts
+        return expert, start, first, before
+
+    @cute.jit
+    def place(self, offsets: cute.Tensor, expert: Int32, index: Int32):
+        """The first row of tile `index` of an expert, the end of the expert's rows, and the tile's first column of y."""
+        begin, end = offsets[expert], offsets[expert + 1]
+        high = (end - begin + self.bm - 1) // self.bm
+        return (
+            begin + index % high * self.bm,
+            end,
+            cute.assume(index // high * self.columns, divby=self.columns),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        mma_out: cute.TiledMma,
+        tma_x: cute.CopyAtom,
+        x_by_tma: cute.Tensor,
+        tma_w: cute.CopyAtom,
+        w_by_tma: cute.Tensor,
+        ring_x: cute.ComposedLayout,
+        ring_w: cute.ComposedLayout,
+        tile_out: cute.ComposedLayout,
+        x: cute.Tensor,
+        offsets: cute.Tensor,
+        permutation: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        top_k: Int32,
+        alpha: Float32,
+        limit: Float32,
+    ):
+        """The tiles of a CTA; then its share of the rows past those of the last expert, which are zero."""
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        memory = SmemAllocator()
+        full = memory.allocate_array(Int64, self.slots)
+        empty = memory.allocate_array(Int64, self.slots)
+        sx = memory.allocate_tensor(self.dtype, ring_x.outer, byte_alignment=1024, swizzle=ring_x.inner)
+        sw = memory.allocate_tensor(self.dtype, ring_w.outer, byte_alignment=1024, swizzle=ring_w.inner)
+        so = memory.allocate_tensor(self.dtype, tile_out.outer, byte_alignment=1024, swizzle=tile_out.inner)
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(tma_w)
+            with cute.arch.elect_one():
+                for slot in cutlass.range_constexpr(self.slots):
+                    # One arrival for the bytes of TMA; one of each thread whose cp.async have landed.
+                    cute.arch.mbarrier_init(full + slot, 1 + (LOADERS if const_expr(self.gathered) else 0))
+                    cute.arch.mbarrier_init(empty + slot, 4 * self.groups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp_index < LOADERS // 32:
+            cute.arch.setmaxregister_decrease(72 if const_expr(self.gathered) else 40)
+            self.load(
+                tma_x, x_by_tma, tma_w, w_by_tma, sx, sw, full, empty, x, offsets, permutation, out, top_k
+            )
+        else:
+            cute.arch.setmaxregister_increase(232 if const_expr(self.groups == 2) else 240)
+            steps = (x_by_tma.shape[1] + BK - 1) // BK
+            self.multiply(mma, mma_out, sx, sw, so, full, empty, offsets, bias, out, steps, alpha, limit)
+
+            rest = offsets[offsets.shape[0] - 1]
+            across = out.shape[1] // 8
+            zeros = cute.make_rmem_tensor((8,), self.dtype)
+            zeros.fill(0.0)
+            index = Int64(cta) * (self.groups * 128) + thread - LOADERS
+            while index < Int64(out.shape[0] - rest) * across:
+                row = rest + index // across
+                to = out.iterator + row * out.layout.stride[0] + index % across * 8
+                cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(8)))
+                index += Int64(ctas) * (self.groups * 128)
+
+    @cute.jit
+    def load(
+        self,
+        tma_x: cute.CopyAtom,
+        x_by_tma: cute.Tensor,
+        tma_w: cute.CopyAtom,
+        w_by_tma: cute.Tensor,
+        sx: cute.Tensor,
+        sw: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        x: cute.Tensor,
+        offsets: cute.Tensor,
+        permutation: cute.Tensor,
+        out: cute.Tensor,
+        top_k: Int32,
+    ):
+        """What warpgroup 0 does: fill the slots, tile after tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        columns = out.shape[1]
+        wide = (columns + self.columns - 1) // self.columns
+        steps = (x_by_tma.shape[1] + BK - 1) // BK
+        whole = cute.make_layout(1)
+        # Eight threads copy the 128 bytes of a gathered row.
+        gather = cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128),
+            cute.make_layout((LOADERS // 8, 8), stride=(8, 1)),
+            cute.make_layout((1, 8)),
+        )
+        to_x = gather.get_slice(thread).partition_D(sx)
+
+        tile, slot, phase = Int32(cta), Int32(0), Int32(0)
+        expert, start, first, before = self.find(offsets, wide, tile, Int32(0), Int32(0))
+        while expert < offsets.shape[0] - 1:
+            row0, end, n0 = self.place(offsets, expert, tile - start)
+            second = n0 + (columns if const_expr(self.gated) else self.bn // 2)
+            from_w, to_w = [], []
+            for half in cutlass.range_constexpr(2):
+                rows = cute.domain_offset((n0 if const_expr(half == 0) else second, 0, expert), w_by_tma)
+                shared_half, half_of_w = cpasync.tma_partition(
+                    tma_w,
+                    0,
+                    whole,
+                    cute.group_modes(cute.local_tile(sw, (self.bn // 2, BK), (half, 0, None)), 0, 2),
+                    cute.group_modes(cute.local_tile(rows, (self.bn // 2, BK), (0, None, 0)), 0, 2),
+                )
+                to_w.append(shared_half)
+                from_w.append(half_of_w)
+            if const_expr(self.gathered):
+                sources = cute.make_rmem_tensor((self.bm // 16,), Int32)
+                for i in cutlass.range_constexpr(self.bm // 16):
+                    # Past the expert's rows its last one is read again; those sums are not stored.
+                    row = cutlass.min(row0 + thread // 8 + 16 * i, end - 1)
+                    sources[i] = permutation[row] // top_k
+            else:
+                rows = cute.local_tile(cute.domain_offset((row0, 0), x_by_tma), (self.bm, BK), (0, None))
+                to_x_by_tma, from_x = cpasync.tma_partition(
+                    tma_x, 0, whole, cute.group_modes(sx, 0, 2), cute.group_modes(rows, 0, 2)
+                )
+            for step in range(steps):
+                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                if warp_index == 0:
+                    with cute.arch.elect_one():
+                        landing = self.bn if const_expr(self.gathered) else self.bn + self.bm
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + slot, landing * BK * 2)
+                    if const_expr(not self.gathered):
+                        cute.copy(tma_x, from_x[None, step], to_x_by_tma[None, slot], tma_bar_ptr=full + slot)
+                    for half in cutlass.range_constexpr(2):
+                        cute.copy(
+                            tma_w,
+                            from_w[half][None, step],
+                            to_w[half][None, slot],
+                            tma_bar_ptr=full + slot,
+                        )
+                if const_expr(self.gathered):
+                    for i in cutlass.range_constexpr(self.bm // 16):
+                        at = Int64(sources[i]) * x.layout.stride[0] + step * BK + thread % 8 * 8
+                        eight = cute.make_tensor((x.iterator + at).align(16), cute.make_layout(8))
+                        cute.copy(gather, eight, to_x[(None, 0), i, 0, slot])
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
+                slot += 1
+                if slot == self.slots:
+                    slot = Int32(0)
+                    phase ^= 1
+            tile += ctas
+            expert, start, first, before = self.find(offsets, wide, tile, first, before)
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        mma_out: cute.TiledMma,
+        sx: cute.Tensor,
+        sw: cute.Tensor,
+        so: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        offsets: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        steps: Int32,
+        alpha: Float32,
+        limit: Float32,
+    ):
+        """What the other warpgroups do: sums of the slots, the epilogue, y."""
+        thread = cute.arch.thread_idx()[0] - LOADERS
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        columns = out.shape[1]
+        wide = (columns + self.columns - 1) // self.columns
+        threads = 128 * self.groups
+        group = cute.arch.make_warp_uniform(thread // 128)
+        own = mma.get_slice(cute.make_layout(self.groups, stride=128)(group))
+        fragments_x = mma.make_fragment_A(own.partition_A(sx))
+        fragments_w = mma.make_fragment_B(own.partition_B(sw))
+        sums = cute.make_rmem_tensor(mma.partition_shape_C((self.bm, self.bn)), Float32)
+        to_shared = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_out
+        )
+        place_in_shared = to_shared.get_slice(thread).partition_D(so)
+        across = self.columns // 8
+        to_y = cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
+            cute.make_layout((threads // across, across), stride=(across, 1)),
+            cute.make_layout((1, 8)),
+        ).get_slice(thread)
+        rows_in_shared = to_y.partition_S(so)
+        places = to_y.partition_S(cute.make_identity_tensor((self.bm, self.columns)))
+
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        tile, slot, phase = Int32(cta), Int32(0), Int32(0)
+        expert, start, first, before = self.find(offsets, wide, tile, Int32(0), Int32(0))
+        while expert < offsets.shape[0] - 1:
+            row0, end, n0 = self.place(offsets, expert, tile - start)
+            sums.fill(0.0)
+            previous = slot
+            for step in range(steps):
+                cute.arch.mbarrier_wait(full + slot, phase)
+                if const_expr(self.gathered):  # wgmma reads by another proxy than cp.async writes by
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                warpgroup.fence()
+                for part in cutlass.range_constexpr(BK // 16):
+                    cute.gemm(
+                        mma,
+                        sums,
+                        fragments_x[None, None, part, slot],
+                        fragments_w[None, None, part, slot],
+                        sums,
+                    )
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if step > 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(empty + previous)
+                previous = slot
+                slot += 1
+                if slot == self.slots:
+                    slot = Int32(0)
+                    phase ^= 1
+            warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + previous)
+
+            y = cute.make_rmem_tensor(mma_out.partition_shape_C((self.bm, self.columns)), self.dtype)
+            self.finish(sums, y, bias, own, expert, n0, columns, alpha, limit)
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)  # the tile before has been read
+            cute.copy(to_shared, to_shared.retile(y), place_in_shared[None, None, None, 0])
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+            here = cute.local_tile(cute.domain_offset((row0, n0), out), (self.bm, self.columns), (0, 0))
+            place_in_y = to_y.partition_D(here)
+            for i in cutlass.range_constexpr(cute.size(places, mode=[1])):
+                row, column = places[0, i, 0]
+                if row < end - row0 and column < columns - n0:
+                    eight = cute.make_fragment_like(rows_in_shared[None, i, 0, 0])
+                    cute.autovec_copy(rows_in_shared[None, i, 0, 0], eight)
+                    cute.autovec_copy(eight, place_in_y[None, i, 0])
+            tile += ctas
+            expert, start, first, before = self.find(offsets, wide, tile, first, before)
+
+    @cute.jit
+    def finish(
+        self,
+        sums: cute.Tensor,
+        y: cute.Tensor,
+        bias: cute.Tensor,
+        own: cute.ThrMma,
+        expert: Int32,
+        n0: Int32,
+        columns: Int32,
+        alpha: Float32,
+        limit: Float32,
+    ):
+        """Add biases, apply the activation, round. Gate and up of a column are half of a thread's sums apart."""
+        if const_expr(self.biased):
+            places = own.partition_C(cute.make_identity_tensor((self.bm, self.bn)))
+            for i in cutlass.range_constexpr(cute.size(sums) // 4):
+                for column in cutlass.range_constexpr(2):  # two of two rows
+                    n = n0 + places[4 * i + column][1]
+                    if const_expr(self.gated and 4 * i >= cute.size(sums) // 2):
+                        n += columns - self.columns
+                    added = bias[expert, cutlass.min(n, bias.shape[1] - 1)].to(Float32)
+                    sums[4 * i + column] += added
+                    sums[4 * i + column + 2] += added
+        if const_expr(self.gated):
+            for i in cutlass.range(cute.size(y), unroll_full=True):
+                gate, up, factor = sums[i], sums[i + cute.size(y)], Float32(1)
+                if const_expr(self.clamped):
+                    gate = cute.arch.fmin(gate, limit)
+                    up = 1.0 + cute.arch.fmax(cute.arch.fmin(up, limit), -limit)
+                    factor = alpha
+                y[i] = (gate * up / (1.0 + cute.math.exp(-factor * gate, fastmath=True))).to(self.dtype)
+        else:
+            y.store(sums.load().to(self.dtype))

@@ -1,0 +1,131 @@
+"""Kernels in CuTe DSL where it is not installed: specs, configurations that fit shared memory, and what is counted and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gristmill.autotune import compilations
+from gristmill.kernel_registry import Target, default_registry
+from gristmill.kernel_registry.build import Build
+from gristmill.kernels import cutedsl
+from gristmill.kernels.moe.grouped_linear import cutedsl_sm90
+from gristmill.kernels.moe.moe import cutedsl_sm90 as moe_cutedsl_sm90
+
+HOPPER = Target.parse("sm_90")
+OP = default_registry().op("grouped_linear")
+KERNEL = default_registry().kernel("grouped_linear", "grouped_linear_cutedsl_sm90")
+SHARED = 227 << 10
+"""Bytes of shared memory that a CTA may have."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("m=16,e=4,n=64,k=128", None),
+        ("m=16,e=4,n=64,k=136,epilogue=bias", None),
+        ("m=16,e=4,n=64,k=136,gather=2", "whole steps of 64"),
+        ("m=16,e=4,n=60,k=128", "multiples of 8"),
+        ("m=16,e=4,n=24,k=128,epilogue=silu_mul", "multiples of 8, got 128 and 12"),
+        ("m=16,e=4,n=64,k=128,x=fp16", "not bf16 by fp16"),
+        ("m=16,e=4,n=64,k=128,x=fp32,w=fp32", "not fp32 by fp32"),
+        ("m=16,e=4,n=64,k=128,w=int4_g128", "not int4_g128"),
+    ],
+)
+def test_accepts(problem: str, reason: str | None) -> None:
+    refusal = KERNEL.accepts(OP.problem(problem))
+    assert refusal is None if reason is None else refusal is not None and reason in refusal
+
+
+@pytest.mark.parametrize("problem", KERNEL.examples)
+def test_every_configuration_fits(problem: str) -> None:
+    parsed = OP.problem(problem)
+    found = list(cutedsl_sm90.space(parsed, HOPPER))
+    assert len(found) == len(cutedsl_sm90.TILES) and found[0] == KERNEL.config(parsed, HOPPER)
+    for config in found:
+        bm, bn = int(config["bm"]), int(config["bn"])
+        columns = bn // 2 if "silu_mul" in str(config["epilogue"]) else bn
+        ring = int(config["slots"]) * (bm + bn) * cutedsl_sm90.STEP * 2
+        assert ring + bm * columns * 2 + 16 * int(config["slots"]) + 1024 <= SHARED
+
+
+def test_rows_per_expert_choose_the_tile() -> None:
+    few, many = (KERNEL.config(OP.problem(f"m={m},e=8,n=512,k=128"), HOPPER)["bm"] for m in (64, 4096))
+    assert (few, many) == (64, 128)
+
+
+def test_both_products_of_moe_are_accepted_as_products() -> None:
+    op = default_registry().op("moe")
+    kernel = default_registry().kernel("moe", "moe_cutedsl_sm90")
+    config = kernel.config(op.problem(kernel.examples[2]), HOPPER)
+    first, second = (moe_cutedsl_sm90.config_of(config, product) for product in (1, 2))
+    assert first["epilogue"] == "bias+clamp+silu_mul" and first["gather"] is True
+    assert second["epilogue"] == "bias" and second["gather"] is False
+    assert first.keys() == second.keys() == KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER).keys()
+    assert "multiples of 8" in (kernel.accepts(op.problem("m=9,top_k=3,e=5,h=128,i=36")) or "")
+    assert "whole steps" in (kernel.accepts(op.problem("m=9,top_k=3,e=5,h=72,i=64")) or "")
+
+
+def test_the_hash_of_a_verification_has_the_compilers_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hash_with(version: str) -> str:
+        build = Build.of({"nvidia-cutlass-dsl": version})
+        monkeypatch.setattr(Build, "probe", classmethod(lambda cls: build))
+        return KERNEL.verification_hash()
+
+    assert hash_with("4.8.1") == hash_with("4.8.1") != hash_with("4.9.0")
+    triton = default_registry().kernel("grouped_linear", "grouped_linear_triton")
+    assert triton.verification_hash() == triton.verification_hash()
+
+
+class FakeCompiled:
+    """A program that remembers its calls, and writes a file as CuTe DSL's does."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def __call__(self, *arguments: object) -> None:
+        self.calls.append(arguments)
+
+    def export_to_c(self, path: str, name: str) -> None:
+        assert name == cutedsl.ENTRY
+        Path(path).write_bytes(b"machine code")
+
+
+def test_programs_are_compiled_once_per_configuration_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FakeCompiled] = []
+
+    def compile_program(source: cutedsl.Source, arch: str) -> FakeCompiled:
+        made.append(FakeCompiled())
+        return made[-1]
+
+    def build(config: object) -> cutedsl.Source:
+        return cutedsl.Source(None, ())
+
+    monkeypatch.setenv(cutedsl.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cutedsl, "_programs", {})
+    monkeypatch.setattr(cutedsl, "listeners", [])
+    monkeypatch.setattr(cutedsl, "_toolchain", lambda: "x86_64, nvidia-cutlass-dsl 4.8.1")
+    monkeypatch.setattr(cutedsl, "compile_program", compile_program)
+    monkeypatch.setattr(cutedsl, "_load", lambda path: None)
+    compilations.watch("cutedsl")
+    compilations.watch("cutedsl")
+    before, late = compilations.total(), compilations.of_this_thread()
+    one = cutedsl.program(build, {"arch": "sm_90a", "bm": 64})
+    assert cutedsl.program(build, {"arch": "sm_90a", "bm": 64}) is one and len(made) == 1
+    assert cutedsl.program(build, {"arch": "sm_90a", "bm": 128}) is not one
+    assert len({file.name for file in tmp_path.iterdir()}) == 2
+    after = compilations.total()
+    assert (after.compiled - before.compiled, after.reused - before.reused) == (2, 0)
+    assert len(compilations.names_since(late)) == 2
+
+
+def test_a_launch_names_rows_that_are_not_aligned() -> None:
+    x = torch.zeros(4, 68, dtype=torch.bfloat16)[:, :64]
+    call = SimpleNamespace(x=x, weight=(torch.zeros(2, 8, 64, dtype=torch.bfloat16),), out=torch.zeros(4, 8))
+    with pytest.raises(ValueError, match=r"multiples of 16 bytes, got strides \(68, 1\)"):
+        cutedsl_sm90.launch(KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER), call)
