@@ -52,6 +52,29 @@ def test_every_configuration_fits(problem: str) -> None:
         assert ring + bm * columns * 2 + 16 * int(config["slots"]) + 1024 <= SHARED
 
 
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("m=16,n=64,k=128,w=fp8_block.fp8_g128", None),
+        ("m=16,n=64,k=144,x=fp16,w=fp8_ch.fp8_token,epilogue=bias+silu_mul", None),
+        ("m=16,n=64,k=136,w=fp8_ch.fp8_token", "K a multiple of 16"),
+        ("m=16,n=60,k=128,w=fp8.fp8_token", "N of 8"),
+        ("m=16,n=64,k=128,x=fp32,w=fp8_ch.fp8_token", "not fp32"),
+        ("m=16,n=64,k=128,w=fp8_ch", "not fp8_ch"),
+        ("m=16,n=64,k=128,w=int8_ch.int8_token", "not int8_ch.int8_token"),
+    ],
+)
+def test_accepts_fp8(problem: str, reason: str | None) -> None:
+    linear = default_registry().op("linear")
+    kernel = default_registry().kernel("linear", "linear_fp8_cutedsl_sm90")
+    refusal = kernel.accepts(linear.problem(problem))
+    assert refusal is None if reason is None else refusal is not None and reason in refusal
+    if refusal is None:
+        config = kernel.config(linear.problem(problem), HOPPER)
+        ring, out = int(config["slots"]) * 256 * 128, 128 * 128 * 2
+        assert config["blocks"] is problem.endswith("fp8_g128") and ring + out + 1024 + 96 <= SHARED
+
+
 def test_rows_per_expert_choose_the_tile() -> None:
     few, many = (KERNEL.config(OP.problem(f"m={m},e=8,n=512,k=128"), HOPPER)["bm"] for m in (64, 4096))
     assert (few, many) == (64, 128)

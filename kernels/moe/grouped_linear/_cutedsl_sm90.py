@@ -14,40 +14,42 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
 
 from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels._cutedsl_sm90 import (
+    LOADERS,
+    Store,
+    allocate,
+    initialize,
+    placeholder,
+    ring_layout,
+    shared_tensor,
+    tile_layout,
+    wgmma,
+)
 from gristmill.kernels.cutedsl import Source
 
 BK = 64
 """Columns of a slot: 128 bytes, the width of the swizzle."""
-LOADERS = 128
-"""Threads of warpgroup 0."""
 
 
 def grouped_linear(config: Config) -> Source:
     """A program of (x [rows, K], W [E, N, K], offsets [E + 1], permutation [P], bias [E, N], out [P, columns], top_k, ctas, alpha, limit)."""
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
 
-    def tensor(element, *shape, align):  # rows any distance apart
-        strides = [cute.sym_int64(divisibility=max(1, align * 8 // element.width)) for _ in shape[1:]]
-        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align)
-
     def size(divisibility=1):
         return cute.sym_int32(divisibility=divisibility)
 
     k, experts, places = size(8), size(), size()
     arguments = (
-        tensor(dtype, size(), k, align=16),
-        tensor(dtype, experts, size(), k, align=16),
-        tensor(Int32, size(), align=4),
-        tensor(Int32, size(), align=4),
-        tensor(dtype, size(), size(), align=2),
-        tensor(dtype, places, size(8), align=16),
+        placeholder(dtype, size(), k, align=16),
+        placeholder(dtype, experts, size(), k, align=16),
+        placeholder(Int32, size(), align=4),
+        placeholder(Int32, size(), align=4),
+        placeholder(dtype, size(), size(), align=2),
+        placeholder(dtype, places, size(8), align=16),
         *(Int32(1), Int32(1), Float32(1), Float32(1)),
     )
     return Source(GroupedLinear(dtype, config), arguments)
@@ -87,37 +89,26 @@ class GroupedLinear:
         stream,
     ):
         """Describe tiles, rings and TMA descriptors, and launch `ctas` CTAs."""
-        major, row = OperandMajorMode.K, LayoutEnum.ROW_MAJOR
-
-        def mma(columns):
-            return hopper_helpers.make_trivial_tiled_mma(
-                self.dtype, self.dtype, major, major, Float32, (self.groups, 1, 1), (64, columns)
-            )
-
-        def ring_of_w(rows, slots):
-            return hopper_helpers.make_smem_layout_b(row, (self.bm, rows, BK), self.dtype, slots)
-
-        ring_x = hopper_helpers.make_smem_layout_a(row, (self.bm, self.bn, BK), self.dtype, self.slots)
-        ring_w = ring_of_w(self.bn, self.slots)
-        tile_out = hopper_helpers.make_smem_layout_epi(self.dtype, row, (self.bm, self.columns), 1)
+        ring_x = ring_layout(self.dtype, self.bm, BK, self.slots)
+        ring_w = ring_layout(self.dtype, self.bn, BK, self.slots)
         w = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_x, x_by_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.slice_(ring_x, (None, None, 0)), (self.bm, BK)
         )
         # W comes in halves: gate and up are N / 2 rows apart.
-        half = cute.slice_(ring_of_w(self.bn // 2, 1), (None, None, 0))
+        half = cute.slice_(ring_layout(self.dtype, self.bn // 2, BK, 1), (None, None, 0))
         tma_w, w_by_tma = cpasync.make_tiled_tma_atom(load, w, half, (self.bn // 2, BK))
         self.kernel(
-            mma(self.bn),
-            mma(self.columns),
+            wgmma(self.dtype, self.groups, self.bn),
+            wgmma(self.dtype, self.groups, self.columns),
             tma_x,
             x_by_tma,
             tma_w,
             w_by_tma,
             ring_x,
             ring_w,
-            tile_out,
+            tile_layout(self.dtype, self.bm, self.columns),
             x,
             offsets,
             permutation,
@@ -203,30 +194,25 @@ class GroupedLinear:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         memory = SmemAllocator()
-        full = memory.allocate_array(Int64, self.slots)
-        empty = memory.allocate_array(Int64, self.slots)
-        sx = memory.allocate_tensor(self.dtype, ring_x.outer, byte_alignment=1024, swizzle=ring_x.inner)
-        sw = memory.allocate_tensor(self.dtype, ring_w.outer, byte_alignment=1024, swizzle=ring_w.inner)
-        so = memory.allocate_tensor(self.dtype, tile_out.outer, byte_alignment=1024, swizzle=tile_out.inner)
+        barriers = allocate(memory, self.slots)
+        sx, sw = shared_tensor(memory, self.dtype, ring_x), shared_tensor(memory, self.dtype, ring_w)
+        so = shared_tensor(memory, self.dtype, tile_out)
         if warp_index == 0:
             cpasync.prefetch_descriptor(tma_w)
-            with cute.arch.elect_one():
-                for slot in cutlass.range_constexpr(self.slots):
-                    # One arrival for the bytes of TMA; one of each thread whose cp.async have landed.
-                    cute.arch.mbarrier_init(full + slot, 1 + (LOADERS if const_expr(self.gathered) else 0))
-                    cute.arch.mbarrier_init(empty + slot, 4 * self.groups)
-            cute.arch.mbarrier_init_fence()
+            # One arrival for the bytes of TMA; one of each thread whose cp.async have landed.
+            arrivals = 1 + (LOADERS if const_expr(self.gathered) else 0)
+            initialize(barriers, self.slots, arrivals, 4 * self.groups)
         cute.arch.sync_threads()
 
         if warp_index < LOADERS // 32:
             cute.arch.setmaxregister_decrease(72 if const_expr(self.gathered) else 40)
             self.load(
-                tma_x, x_by_tma, tma_w, w_by_tma, sx, sw, full, empty, x, offsets, permutation, out, top_k
+                tma_x, x_by_tma, tma_w, w_by_tma, sx, sw, *barriers, x, offsets, permutation, out, top_k
             )
         else:
             cute.arch.setmaxregister_increase(232 if const_expr(self.groups == 2) else 240)
             steps = (x_by_tma.shape[1] + BK - 1) // BK
-            self.multiply(mma, mma_out, sx, sw, so, full, empty, offsets, bias, out, steps, alpha, limit)
+            self.multiply(mma, mma_out, sx, sw, so, *barriers, offsets, bias, out, steps, alpha, limit)
 
             rest = offsets[offsets.shape[0] - 1]
             across = out.shape[1] // 8
@@ -352,24 +338,12 @@ class GroupedLinear:
         ctas, _, _ = cute.arch.grid_dim()
         columns = out.shape[1]
         wide = (columns + self.columns - 1) // self.columns
-        threads = 128 * self.groups
         group = cute.arch.make_warp_uniform(thread // 128)
         own = mma.get_slice(cute.make_layout(self.groups, stride=128)(group))
         fragments_x = mma.make_fragment_A(own.partition_A(sx))
         fragments_w = mma.make_fragment_B(own.partition_B(sw))
         sums = cute.make_rmem_tensor(mma.partition_shape_C((self.bm, self.bn)), Float32)
-        to_shared = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_out
-        )
-        place_in_shared = to_shared.get_slice(thread).partition_D(so)
-        across = self.columns // 8
-        to_y = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128),
-            cute.make_layout((threads // across, across), stride=(across, 1)),
-            cute.make_layout((1, 8)),
-        ).get_slice(thread)
-        rows_in_shared = to_y.partition_S(so)
-        places = to_y.partition_S(cute.make_identity_tensor((self.bm, self.columns)))
+        store = Store(self.dtype, mma_out, so, thread, self.groups)
 
         mma.set(warpgroup.Field.ACCUMULATE, True)
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
@@ -407,17 +381,7 @@ class GroupedLinear:
 
             y = cute.make_rmem_tensor(mma_out.partition_shape_C((self.bm, self.columns)), self.dtype)
             self.finish(sums, y, bias, own, expert, n0, columns, alpha, limit)
-            cute.arch.barrier(barrier_id=1, number_of_threads=threads)  # the tile before has been read
-            cute.copy(to_shared, to_shared.retile(y), place_in_shared[None, None, None, 0])
-            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-            here = cute.local_tile(cute.domain_offset((row0, n0), out), (self.bm, self.columns), (0, 0))
-            place_in_y = to_y.partition_D(here)
-            for i in cutlass.range_constexpr(cute.size(places, mode=[1])):
-                row, column = places[0, i, 0]
-                if row < end - row0 and column < columns - n0:
-                    eight = cute.make_fragment_like(rows_in_shared[None, i, 0, 0])
-                    cute.autovec_copy(rows_in_shared[None, i, 0, 0], eight)
-                    cute.autovec_copy(eight, place_in_y[None, i, 0])
+            store(y, cute.domain_offset((row0, n0), out), end - row0, columns - n0)
             tile += ctas
             expert, start, first, before = self.find(offsets, wide, tile, first, before)
 
