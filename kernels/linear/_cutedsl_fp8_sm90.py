@@ -99,9 +99,9 @@ class Fp8Product:
     def kernel(
         self,
         mma: cute.TiledMma,
-        load_x: tuple,
-        load_w: tuple,
-        layouts: tuple,
+        load_x: tuple[cute.CopyAtom, cute.Tensor],
+        load_w: tuple[cute.CopyAtom, cute.Tensor],
+        layouts: tuple[cute.ComposedLayout, ...],
         x_scales: cute.Tensor,
         w_scales: cute.Tensor,
         out: cute.Tensor,
