@@ -510,8 +510,16 @@ linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | ptx80 | - | linear_w8
 linear | m=4096,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | ptx80 | - | linear_w8a8_sm90
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token,codes=true | sm_90 | ptx80 | - | linear_w8a8_sm80
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | ptx | - | linear_w8a8_sm80
+mla_attention | ~mla | sm_80 | ptx80 | - | mla_attention_sm80
+mla_attention | ~mla,x=fp16,block_size=7,lse=true | sm_86 | ptx80 | - | mla_attention_sm80
+mla_attention | q_tokens=8,seqs=2,max_q=4,max_ctx=64,total_ctx=128,heads=128 | sm_89 | ptx80 | - | mla_attention_sm80
+mla_attention | ~mla | sm_120 | ptx80 | - | mla_attention_sm80
+mla_attention | ~mla | sm_86 | ptx80 | invariant | mla_attention_sm80_whole
+mla_attention | ~mla | sm_90 | ptx80 | - | mla_attention_sm90
+mla_attention | ~mla | sm_90 | ptx80 | invariant | mla_attention_sm90_whole
+mla_attention | ~mla | sm_90 | ptx | - | mla_attention_sm80
+mla_attention | ~mla,latent_dim=256 | sm_89 | ptx80 | - | mla_attention_triton_split
 # other families have Triton alone before Hopper
-mla_attention | ~mla | sm_80 | ptx80 | - | mla_attention_triton_split
 mla_attention | ~mla,x=fp16 | sm_75 | ptx80 | - | mla_attention_triton_split
 varlen_attention | ~varlen | sm_89 | ptx80 | - | varlen_attention_triton
 varlen_attention | ~varlen,x=fp16 | sm_121 | ptx80 | - | varlen_attention_triton
@@ -607,6 +615,12 @@ moe | m=16,top_k=8,e=2000,h=2048,i=768,w=int4_g128 | sm_80 | ptx80 | - | moe_sm8
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block.fp8_g128 | sm_89 | ptx80 | - | moe_sm80 | problem | weight-only formats
 moe | m=16,top_k=2,e=8,h=2048,i=768,w=int4_g128 | gfx942 | ptx80 | - | moe_sm80 | hardware | runs on nvidia
 moe | m=16,top_k=2,e=8,h=2044,i=768,w=int4_ch | sm_86 | ptx80 | - | moe_sm80 | problem | not a multiple of 8
+mla_attention | ~mla | sm_75 | ptx80 | - | mla_attention_sm80 | hardware | lacks cp_async
+mla_attention | ~mla | gfx942 | ptx80 | - | mla_attention_sm80 | hardware | runs on nvidia
+mla_attention | ~mla | sm_86 | sm90a | - | mla_attention_sm80 | build | no code for compute_80
+mla_attention | ~mla,x=fp32 | sm_80 | ptx80 | - | mla_attention_sm80 | problem | fp16 or bf16
+mla_attention | ~mla,rope_dim=32 | sm_120 | ptx80 | - | mla_attention_sm80_whole | problem | not 512 and 32
+mla_attention | ~mla | sm_80 | ptx80 | invariant | mla_attention_sm80 | policy | results depend on the batch
 paged_attention | ~paged | sm_75 | ptx80 | - | paged_attention_sm80_split | hardware | lacks cp_async
 paged_attention | ~paged | sm_86 | sm90a | - | paged_attention_sm80_split | build | no code for compute_80
 paged_attention | ~paged,x=fp32 | sm_80 | ptx80 | - | paged_attention_sm80_split | problem | fp16 or bf16

@@ -1,0 +1,1 @@
+"""Latent attention on sm_80 and newer, by mma.sync and cp.async."""
