@@ -1,29 +1,18 @@
-"""What programs of CuTe DSL for Hopper have in common: shared memory, barriers, and a tile of y on its way from registers to memory.
+"""What programs of CuTe DSL for Hopper have in common: wgmma, its layouts in shared memory, and a tile of y on its way from registers to memory.
 
 Without ``from __future__ import annotations``: CuTe DSL reads the annotations as objects.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
-from typing import NamedTuple
-
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warp
-from cutlass.cute.runtime import make_fake_tensor
-from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 LOADERS = 128
 """Threads of warpgroup 0, which loads; the others multiply."""
-
-
-def placeholder(element, *shape, align):
-    """A tensor of any distance between rows, whose elements of a row follow each other."""
-    divisor = max(1, align * 8 // element.width)
-    strides = [cute.sym_int64(divisibility=divisor) for _ in shape[1:]]
-    return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align)
 
 
 def wgmma(dtype, groups: int, columns: int):
@@ -42,32 +31,6 @@ def ring_layout(dtype, rows: int, step: int, slots: int):
 def tile_layout(dtype, rows: int, columns: int):
     """The layout of a tile of y."""
     return hopper_helpers.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (rows, columns), 1)
-
-
-class Slots(NamedTuple):
-    """Barriers of a ring: `full` counts what has landed, `empty` the warps that have read a slot."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-
-
-def allocate(memory: SmemAllocator, slots: int) -> Slots:
-    """The barriers of a ring, not yet initialized."""
-    return Slots(memory.allocate_array(Int64, slots), memory.allocate_array(Int64, slots))
-
-
-def shared_tensor(memory: SmemAllocator, dtype, layout):
-    """A tensor of a swizzled layout in shared memory."""
-    return memory.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-
-def initialize(barriers: Slots, slots: int, arrivals: int, warps: int):
-    """Initialize the barriers, by all threads of a warp: a slot is full after `arrivals` and the bytes that they announce, empty after `warps`."""
-    with cute.arch.elect_one():
-        for slot in range(slots):
-            cute.arch.mbarrier_init(barriers.full + slot, arrivals)
-            cute.arch.mbarrier_init(barriers.empty + slot, warps)
-    cute.arch.mbarrier_init_fence()
 
 
 class Store:

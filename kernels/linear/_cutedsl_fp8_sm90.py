@@ -16,17 +16,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels._cutedsl_sm90 import (
-    LOADERS,
-    Store,
-    allocate,
-    initialize,
-    placeholder,
-    ring_layout,
-    shared_tensor,
-    tile_layout,
-    wgmma,
-)
+from gristmill.kernels._cutedsl import advance, allocate, initialize, placeholder, shared_tensor
+from gristmill.kernels._cutedsl_sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 from gristmill.kernels.cutedsl import Source
 
 BK = 128
@@ -121,6 +112,7 @@ class Fp8Product:
             cpasync.prefetch_descriptor(tma_x)
             cpasync.prefetch_descriptor(tma_w)
             initialize(barriers, self.slots, 1, 4 * GROUPS)
+            cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         m, n = out.shape
@@ -147,10 +139,7 @@ class Fp8Product:
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, (self.bm + self.bn) * BK)
                         cute.copy(tma_x, from_x[None, step], to_x[None, slot], tma_bar_ptr=full + slot)
                         cute.copy(tma_w, from_w[None, step], to_w[None, slot], tma_bar_ptr=full + slot)
-                        slot += 1
-                        if slot == self.slots:
-                            slot = Int32(0)
-                            phase ^= 1
+                        slot, phase = advance(slot, phase, self.slots)
                     tile += ctas
         else:
             cute.arch.setmaxregister_increase(232)
@@ -193,10 +182,7 @@ class Fp8Product:
                     for i in cutlass.range(cute.size(part) // 4, unroll_full=True):
                         for j in cutlass.range_constexpr(4):
                             sums[4 * i + j] += part[4 * i + j] * factors[j // 2]
-                    slot += 1
-                    if slot == self.slots:
-                        slot = Int32(0)
-                        phase ^= 1
+                    slot, phase = advance(slot, phase, self.slots)
                 if const_expr(self.blocks):
                     y.store(sums.load().to(self.dtype))
                 else:

@@ -12,10 +12,10 @@ from gristmill.autotune import compilations
 from gristmill.kernel_registry import Target, default_registry
 from gristmill.kernel_registry.build import Build
 from gristmill.kernels import cutedsl
-from gristmill.kernels.moe.grouped_linear import cutedsl_sm90
-from gristmill.kernels.moe.moe import cutedsl_sm90 as moe_cutedsl_sm90
+from gristmill.kernels.moe.grouped_linear import cutedsl as grouped_cutedsl
+from gristmill.kernels.moe.moe import cutedsl as moe_cutedsl
 
-HOPPER = Target.parse("sm_90")
+HOPPER, BLACKWELL = Target.parse("sm_90"), Target.parse("sm_100")
 OP = default_registry().op("grouped_linear")
 KERNEL = default_registry().kernel("grouped_linear", "grouped_linear_cutedsl_sm90")
 SHARED = 227 << 10
@@ -41,15 +41,31 @@ def test_accepts(problem: str, reason: str | None) -> None:
 
 
 @pytest.mark.parametrize("problem", KERNEL.examples)
-def test_every_configuration_fits(problem: str) -> None:
-    parsed = OP.problem(problem)
-    found = list(cutedsl_sm90.space(parsed, HOPPER))
-    assert len(found) == len(cutedsl_sm90.TILES) and found[0] == KERNEL.config(parsed, HOPPER)
+@pytest.mark.parametrize(
+    ("machine", "target"), [*zip(grouped_cutedsl.MACHINES, (HOPPER, BLACKWELL), strict=True)]
+)
+def test_every_configuration_fits(machine: grouped_cutedsl.Machine, target: Target, problem: str) -> None:
+    parsed, kernel = OP.problem(problem), grouped_cutedsl.kernel(machine)
+    assert kernel.space is not None
+    found = list(kernel.space(parsed, target))
+    assert len(found) == len(machine.tiles) and found[0] == kernel.config(parsed, target)
     for config in found:
         bm, bn = int(config["bm"]), int(config["bn"])
         columns = bn // 2 if "silu_mul" in str(config["epilogue"]) else bn
-        ring = int(config["slots"]) * (bm + bn) * cutedsl_sm90.STEP * 2
-        assert ring + bm * columns * 2 + 16 * int(config["slots"]) + 1024 <= SHARED
+        ring = int(config["slots"]) * (bm + bn) * grouped_cutedsl.STEP * 2
+        tile = bm * columns * 2 if machine.name == "sm90" else 0  # Blackwell's are in tensor memory
+        assert ring + tile + 16 * int(config["slots"]) + 64 + 1024 <= SHARED
+        assert machine.name == "sm90" or (bm == 128 and 2 * bn <= 512)
+
+
+def test_the_architecture_is_that_of_the_target() -> None:
+    kernel = default_registry().kernel("grouped_linear", "grouped_linear_cutedsl_sm100")
+    problem = OP.problem(kernel.examples[0])
+    for name in ("sm_100", "sm_103"):
+        assert kernel.config(problem, Target.parse(name))["arch"] == f"{name}a"
+        assert not kernel.requires.check_hardware(Target.parse(name))
+    for name in ("sm_90", "sm_110", "sm_120", "sm_121"):
+        assert kernel.requires.check_hardware(Target.parse(name))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +100,7 @@ def test_both_products_of_moe_are_accepted_as_products() -> None:
     op = default_registry().op("moe")
     kernel = default_registry().kernel("moe", "moe_cutedsl_sm90")
     config = kernel.config(op.problem(kernel.examples[2]), HOPPER)
-    first, second = (moe_cutedsl_sm90.config_of(config, product) for product in (1, 2))
+    first, second = (moe_cutedsl.config_of(config, product) for product in (1, 2))
     assert first["epilogue"] == "bias+clamp+silu_mul" and first["gather"] is True
     assert second["epilogue"] == "bias" and second["gather"] is False
     assert first.keys() == second.keys() == KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER).keys()
@@ -151,4 +167,4 @@ def test_a_launch_names_rows_that_are_not_aligned() -> None:
     x = torch.zeros(4, 68, dtype=torch.bfloat16)[:, :64]
     call = SimpleNamespace(x=x, weight=(torch.zeros(2, 8, 64, dtype=torch.bfloat16),), out=torch.zeros(4, 8))
     with pytest.raises(ValueError, match=r"multiples of 16 bytes, got strides \(68, 1\)"):
-        cutedsl_sm90.launch(KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER), call)
+        grouped_cutedsl.launch(KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER), call)

@@ -78,6 +78,14 @@ BUILDS: dict[str, Build] = {
         cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"),
         **_CUDA,
     ),
+    "cutedsl": Build.of(
+        {**_TRITON, "nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15"},
+        cuda_archs=("sm_90a",),
+        **_CUDA,
+    ),
+    "cutedsl-old": Build.of(
+        {**_TRITON, "nvidia-cutlass-dsl": "4.2", "apache-tvm-ffi": "0.1.15"}, cuda_archs=("sm_90a",), **_CUDA
+    ),
     "ampere": Build.of(_TRITON, cuda_archs=("sm_80",), **_CUDA),
     "ptx": Build.of(_TRITON, cuda_archs=("compute_80",), **_CUDA),
     "wave": Build.of(
@@ -418,6 +426,15 @@ grouped_linear | m=4096,e=16,n=2048,k=1024,w=int6_g16 | sm_90 | ptx80 | - | grou
 grouped_linear | m=16,e=16,n=2048,k=1024,w=int4_g128 | sm_90 | ptx80 | - | grouped_linear_sm90
 grouped_linear | m=16,e=16,n=2048,k=1020,w=int4_ch | sm_80 | ptx80 | - | grouped_linear_w_triton
 grouped_linear | m=16,e=128,n=1536,k=2048 | gfx942 | hip | - | grouped_linear_triton
+grouped_linear | m=512,e=128,n=1536,k=2048,epilogue=silu_mul,gather=8 | sm_90 | cutedsl | - | grouped_linear_cutedsl_sm90
+grouped_linear | m=512,e=128,n=1536,k=2048,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,x=fp16,w=fp16 | sm_103 | cutedsl | - | grouped_linear_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048 | sm_110 | cutedsl | - | grouped_linear_triton
+grouped_linear | m=512,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_linear_triton
+grouped_linear | m=512,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_triton
+grouped_linear | m=512,e=128,n=1536,k=2040,gather=8 | sm_100 | cutedsl | - | grouped_linear_triton
+moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_100 | cutedsl | - | moe_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
 grouped_linear | m=16,e=128,n=1536,k=2048,w=mxfp4 | cpu:avx2 | x86 | - | grouped_linear_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_linear_torch
 combine | m=16,top_k=8,h=7168 | sm_75 | cuda | - | combine_triton
@@ -608,6 +625,13 @@ linear | m=64,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_w8a1
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_75 | ptx80 | - | grouped_linear_sm80 | hardware | lacks cp_async
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_86 | sm90a | - | grouped_linear_sm80 | build | no code for compute_80
 grouped_linear | m=16,e=128,n=1536,k=2048 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | weight-only formats
+grouped_linear | m=16,e=128,n=1536,k=2048 | sm_110 | cutedsl | - | grouped_linear_cutedsl_sm100 | hardware | runs only on its family
+grouped_linear | m=16,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_linear_cutedsl_sm100 | hardware | lacks tcgen05
+grouped_linear | m=16,e=128,n=1536,k=2048 | sm_100 | cutedsl | - | grouped_linear_cutedsl_sm90 | hardware | lacks wgmma
+grouped_linear | m=16,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_cutedsl_sm90 | build | 4.8 or newer is needed
+grouped_linear | m=16,e=128,n=1536,k=2044 | sm_90 | cutedsl | - | grouped_linear_cutedsl_sm90 | problem | multiples of 8
+linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl | - | linear_fp8_cutedsl_sm90 | hardware | lacks wgmma
+linear | m=1024,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | cutedsl | - | linear_fp8_cutedsl_sm90 | problem | not int8_ch.int8_token
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128,x=fp32 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | takes fp16 or bf16
 grouped_linear | m=16,e=4,n=1536,k=2048,w=int4_g128,act_order=true | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | act-order
 grouped_linear | m=16,e=4,n=1520,k=2048,w=int4_g128,epilogue=silu_mul | sm_89 | ptx80 | - | grouped_linear_sm80 | problem | whole tiles of 16 rows

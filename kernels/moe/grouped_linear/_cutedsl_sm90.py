@@ -1,9 +1,8 @@
 """Grouped linear in CuTe DSL for Hopper: persistent CTAs, TMA, wgmma, the epilogue in registers.
 
-A CTA takes every `ctas`-th tile of BM rows of one expert by BN rows of its W, experts in order and rows of x fastest, so that CTAs that run
-at the same time share W. The number of tiles is known on the device only: a warp finds the expert of a tile by sums over the offsets of 32
-experts at a time. Warpgroup 0 fills a ring of slots of 64 columns of K: W by TMA, x by TMA or, where its rows are gathered, by cp.async; the
-others multiply, one group of wgmma in flight. Under silu_mul a tile of W is half gate and half up, which meet in the registers of one thread.
+A CTA takes every `ctas`-th tile of BM rows of one expert by BN rows of its W (`_cutedsl_tiles.py`). Warpgroup 0 fills a ring of slots of
+64 columns of K: W by TMA, x by TMA or, where its rows are gathered, by cp.async; the others multiply, one group of wgmma in flight. Under silu_mul
+a tile of W is half gate and half up, which meet in the registers of one thread.
 
 The schedule of warp-specialized persistent tiles is that of CUTLASS (Thakkar et al., 2023).
 
@@ -18,18 +17,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels._cutedsl_sm90 import (
-    LOADERS,
-    Store,
-    allocate,
-    initialize,
-    placeholder,
-    ring_layout,
-    shared_tensor,
-    tile_layout,
-    wgmma,
-)
+from gristmill.kernels._cutedsl import advance, allocate, initialize, shared_tensor, swiglu
+from gristmill.kernels._cutedsl_sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 from gristmill.kernels.cutedsl import Source
+from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import arguments, find, place
 
 BK = 64
 """Columns of a slot: 128 bytes, the width of the swizzle."""
@@ -38,21 +29,7 @@ BK = 64
 def grouped_linear(config: Config) -> Source:
     """A program of (x [rows, K], W [E, N, K], offsets [E + 1], permutation [P], bias [E, N], out [P, columns], top_k, ctas, alpha, limit)."""
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
-
-    def size(divisibility=1):
-        return cute.sym_int32(divisibility=divisibility)
-
-    k, experts, places = size(8), size(), size()
-    arguments = (
-        placeholder(dtype, size(), k, align=16),
-        placeholder(dtype, experts, size(), k, align=16),
-        placeholder(Int32, size(), align=4),
-        placeholder(Int32, size(), align=4),
-        placeholder(dtype, size(), size(), align=2),
-        placeholder(dtype, places, size(8), align=16),
-        *(Int32(1), Int32(1), Float32(1), Float32(1)),
-    )
-    return Source(GroupedLinear(dtype, config), arguments)
+    return Source(GroupedLinear(dtype, config), arguments(dtype))
 
 
 class GroupedLinear:
@@ -124,48 +101,6 @@ class GroupedLinear:
             stream=stream,
         )
 
-    @cute.jit
-    def find(self, offsets: cute.Tensor, wide: Int32, tile: Int32, first: Int32, before: Int32):
-        """The expert of a tile, the number of experts if there is none, and the index of its first tile. A warp searches from expert `first`
-        on, whose tiles come after `before` others; the last two results are where the search for a later tile begins."""
-        lane = cute.arch.lane_idx()
-        experts = offsets.shape[0] - 1
-        expert = experts
-        start = Int32(0)
-        searching = first < experts
-        while searching:
-            tiles = Int32(0)
-            if first + lane < experts:
-                rows = offsets[first + lane + 1] - offsets[first + lane]
-                tiles = (rows + self.bm - 1) // self.bm * wide
-            through = tiles  # of this expert and those of the lanes below
-            for step in cutlass.range_constexpr(5):
-                below = cute.arch.shuffle_sync_up(through, 1 << step, mask_and_clamp=0)
-                if lane >= (1 << step):
-                    through += below
-            total = cute.arch.shuffle_sync(through, 31)
-            if tile < before + total:
-                passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + through <= tile))
-                expert = first + passed
-                start = before + cute.arch.shuffle_sync(through - tiles, passed)
-                searching = False
-            else:
-                before += total
-                first += 32
-                searching = first < experts
-        return expert, start, first, before
-
-    @cute.jit
-    def place(self, offsets: cute.Tensor, expert: Int32, index: Int32):
-        """The first row of tile `index` of an expert, the end of the expert's rows, and the tile's first column of y."""
-        begin, end = offsets[expert], offsets[expert + 1]
-        high = (end - begin + self.bm - 1) // self.bm
-        return (
-            begin + index % high * self.bm,
-            end,
-            cute.assume(index // high * self.columns, divby=self.columns),
-        )
-
     @cute.kernel
     def kernel(
         self,
@@ -202,6 +137,7 @@ class GroupedLinear:
             # One arrival for the bytes of TMA; one of each thread whose cp.async have landed.
             arrivals = 1 + (LOADERS if const_expr(self.gathered) else 0)
             initialize(barriers, self.slots, arrivals, 4 * self.groups)
+            cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp_index < LOADERS // 32:
@@ -260,9 +196,9 @@ class GroupedLinear:
         to_x = gather.get_slice(thread).partition_D(sx)
 
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
-        expert, start, first, before = self.find(offsets, wide, tile, Int32(0), Int32(0))
+        expert, start, first, before = find(offsets, self.bm, wide, tile, Int32(0), Int32(0))
         while expert < offsets.shape[0] - 1:
-            row0, end, n0 = self.place(offsets, expert, tile - start)
+            row0, end, n0 = place(offsets, expert, self.bm, self.columns, tile - start)
             second = n0 + (columns if const_expr(self.gated) else self.bn // 2)
             from_w, to_w = [], []
             for half in cutlass.range_constexpr(2):
@@ -308,12 +244,9 @@ class GroupedLinear:
                         eight = cute.make_tensor((x.iterator + at).align(16), cute.make_layout(8))
                         cute.copy(gather, eight, to_x[(None, 0), i, 0, slot])
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
-                slot += 1
-                if slot == self.slots:
-                    slot = Int32(0)
-                    phase ^= 1
+                slot, phase = advance(slot, phase, self.slots)
             tile += ctas
-            expert, start, first, before = self.find(offsets, wide, tile, first, before)
+            expert, start, first, before = find(offsets, self.bm, wide, tile, first, before)
 
     @cute.jit
     def multiply(
@@ -347,9 +280,9 @@ class GroupedLinear:
 
         mma.set(warpgroup.Field.ACCUMULATE, True)
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
-        expert, start, first, before = self.find(offsets, wide, tile, Int32(0), Int32(0))
+        expert, start, first, before = find(offsets, self.bm, wide, tile, Int32(0), Int32(0))
         while expert < offsets.shape[0] - 1:
-            row0, end, n0 = self.place(offsets, expert, tile - start)
+            row0, end, n0 = place(offsets, expert, self.bm, self.columns, tile - start)
             sums.fill(0.0)
             previous = slot
             for step in range(steps):
@@ -371,10 +304,7 @@ class GroupedLinear:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + previous)
                 previous = slot
-                slot += 1
-                if slot == self.slots:
-                    slot = Int32(0)
-                    phase ^= 1
+                slot, phase = advance(slot, phase, self.slots)
             warpgroup.wait_group(0)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + previous)
@@ -383,7 +313,7 @@ class GroupedLinear:
             self.finish(sums, y, bias, own, expert, n0, columns, alpha, limit)
             store(y, cute.domain_offset((row0, n0), out), end - row0, columns - n0)
             tile += ctas
-            expert, start, first, before = self.find(offsets, wide, tile, first, before)
+            expert, start, first, before = find(offsets, self.bm, wide, tile, first, before)
 
     @cute.jit
     def finish(
@@ -411,11 +341,7 @@ class GroupedLinear:
                     sums[4 * i + column + 2] += added
         if const_expr(self.gated):
             for i in cutlass.range(cute.size(y), unroll_full=True):
-                gate, up, factor = sums[i], sums[i + cute.size(y)], Float32(1)
-                if const_expr(self.clamped):
-                    gate = cute.arch.fmin(gate, limit)
-                    up = 1.0 + cute.arch.fmax(cute.arch.fmin(up, limit), -limit)
-                    factor = alpha
-                y[i] = (gate * up / (1.0 + cute.math.exp(-factor * gate, fastmath=True))).to(self.dtype)
+                value = swiglu(sums[i], sums[i + cute.size(y)], self.clamped, alpha, limit)
+                y[i] = value.to(self.dtype)
         else:
             y.store(sums.load().to(self.dtype))

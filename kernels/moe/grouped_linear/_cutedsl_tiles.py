@@ -1,0 +1,76 @@
+"""Arguments and tiles of experts in CuTe DSL.
+
+The number of tiles is known on the device only: a warp finds the expert of a tile by sums over the offsets.
+
+Without ``from __future__ import annotations``: CuTe DSL reads the annotations as objects.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from gristmill.kernels._cutedsl import placeholder
+
+
+def arguments(dtype):
+    """Placeholders of x [rows, K], W [E, N, K], offsets [E + 1], permutation [P], bias [E, N], out [P, columns], top_k, ctas, alpha, limit."""
+
+    def size(divisibility=1):
+        return cute.sym_int32(divisibility=divisibility)
+
+    k, experts, places = size(8), size(), size()
+    return (
+        placeholder(dtype, size(), k, align=16),
+        placeholder(dtype, experts, size(), k, align=16),
+        placeholder(Int32, size(), align=4),
+        placeholder(Int32, size(), align=4),
+        placeholder(dtype, size(), size(), align=2),
+        placeholder(dtype, places, size(8), align=16),
+        *(Int32(1), Int32(1), Float32(1), Float32(1)),
+    )
+
+
+@cute.jit
+def find(offsets: cute.Tensor, bm: cutlass.Constexpr, wide: Int32, tile: Int32, first: Int32, before: Int32):
+    """The expert of a tile of `bm` rows, the number of experts if there is none, and the index of the expert's first tile.
+
+    wide: tiles across the columns of y. A warp searches 32 experts at a time, from expert `first` on, whose tiles come after `before` others; the
+    last two results are where the search for a later tile begins.
+    """
+    lane = cute.arch.lane_idx()
+    experts = offsets.shape[0] - 1
+    expert = experts
+    start = Int32(0)
+    searching = first < experts
+    while searching:
+        tiles = Int32(0)
+        if first + lane < experts:
+            tiles = (offsets[first + lane + 1] - offsets[first + lane] + bm - 1) // bm * wide
+        through = tiles  # of this expert and those of the lanes below
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(through, 1 << step, mask_and_clamp=0)
+            if lane >= (1 << step):
+                through += below
+        total = cute.arch.shuffle_sync(through, 31)
+        if tile < before + total:
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + through <= tile))
+            expert = first + passed
+            start = before + cute.arch.shuffle_sync(through - tiles, passed)
+            searching = False
+        else:
+            before += total
+            first += 32
+            searching = first < experts
+    return expert, start, first, before
+
+
+@cute.jit
+def place(
+    offsets: cute.Tensor, expert: Int32, bm: cutlass.Constexpr, columns: cutlass.Constexpr, index: Int32
+):
+    """The first row of tile `index` of an expert, the end of the expert's rows, and the tile's first column of y, of which a tile has `columns`. Rows
+    come fastest, so that CTAs that run at the same time share W."""
+    begin, end = offsets[expert], offsets[expert + 1]
+    high = (end - begin + bm - 1) // bm
+    return begin + index % high * bm, end, cute.assume(index // high * columns, divby=columns)

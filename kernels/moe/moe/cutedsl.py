@@ -1,0 +1,86 @@
+"""MoE of dense weights: permute and combine in Triton, both products in CuTe DSL (grouped_linear_cutedsl_*): moe_cutedsl_sm90, moe_cutedsl_sm100."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, ConfigValue, Kernel
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe.grouped_linear.cutedsl import MACHINES, Machine, refusal
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import MoeCall
+
+TILE = ("bm", "bn", "slots")
+"""Entries of a product's configuration that differ between the products; here their names end with its number."""
+
+
+def launch(config: Config, call: MoeCall) -> None:
+    """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation. Compiles at first use."""
+    from gristmill.kernels.moe.combine import triton as combine_triton
+    from gristmill.kernels.moe.grouped_linear import cutedsl
+    from gristmill.kernels.moe.permute import triton as permute_triton
+
+    first, second = (partial(cutedsl.launch, config_of(config, product)) for product in (1, 2))
+    combine = partial(combine_triton.launch, combine_triton.block_config(call.x.shape[1]))
+    _chain.run(_chain.Parts(partial(permute_triton.launch, {}), first, second, combine), call)
+
+
+def config_of(config: Config, product: int) -> Config:
+    """The configuration of a product. The first gathers rows of x and applies the activation."""
+    own = {name: config[f"{name}{product}"] for name in (*TILE, "epilogue")}
+    return {**own, "gather": product == 1, **{name: config[name] for name in ("ctas", "x", "arch")}}
+
+
+def accepts(problem: Problem) -> str | None:
+    """None, or the reason why not."""
+    w, x, (h, i) = problem.text("w"), problem.text("x"), problem.integers(*"hi")
+    return refusal(w, x, i, h, True) or refusal(w, x, h, i, False)
+
+
+def kernel(machine: Machine) -> Kernel:
+    """The spec of the kernel of an architecture."""
+
+    def space(problem: Problem, target: Target) -> Iterable[Config]:
+        (m, top_k, e), flags = problem.integers("m", "top_k", "e"), problem.flags("epilogue")
+        first = {"silu_mul"} | ({"bias"} if "w13_bias" in flags else set()) | ({"clamp"} & set(flags))
+        rest: dict[str, ConfigValue] = {
+            "epilogue1": "+".join(sorted(first)),
+            "epilogue2": "bias" if "w2_bias" in flags else "none",
+            **machine.fixed(problem.text("x"), target),
+        }
+        for tile in machine.ranked(m * top_k / e):
+            both = {f"{name}{product}": tile[name] for product in (1, 2) for name in TILE}
+            yield both | rest
+
+    def config(problem: Problem, target: Target) -> Config:
+        return next(iter(space(problem, target)))
+
+    return Kernel(
+        op="moe",
+        name=f"moe_cutedsl_{machine.name}",
+        provider="gristmill",
+        language="cutedsl",
+        target=f"{__name__}:launch",
+        requires=replace(machine.requires, packages=(*machine.requires.packages, ("triton", "3.6"))),
+        summary=f"permute, two grouped_linear_cutedsl_{machine.name} with biases and activation as epilogues, combine",
+        accepts=accepts,
+        config=config,
+        space=space,
+        workspace=_chain.workspace,
+        layouts=("dense_v1",),
+        examples=(
+            "m=9,top_k=3,e=5,h=128,i=128",
+            "m=200,top_k=2,e=4,h=256,i=144,x=fp16,w=fp16",
+            "m=40,top_k=4,e=6,h=64,i=96,epilogue=w13_bias+w2_bias+clamp",
+        ),
+        priority=55,
+    )
+
+
+KERNELS = tuple(kernel(machine) for machine in MACHINES)
