@@ -87,8 +87,8 @@ class Weights:
     """Reads the parameters of a table from a checkpoint.
 
     For a quantized checkpoint the scheme can be the stored one with an activation format, or a float dtype: then weights
-    are dequantized. Parameters that the model keeps in floats (embedding, logits head, router) are dequantized to their dtype
-    if the checkpoint stores them quantized.
+    are dequantized. Its tensors in floats stay floats: whoever quantized it left them so. Parameters that the model keeps in floats
+    (embedding, logits head, router) are dequantized to their dtype if the checkpoint stores them quantized.
 
     Args:
         dtype: the dtype of kept and unquantized weights.
@@ -127,6 +127,8 @@ class Weights:
         self._pending = dict(self._declared)
         self._read: set[str] = set()
         self._others: set[str] = set()  # modules of other ranks' experts
+        self._floats: set[str] = set()  # linear modules that a quantized checkpoint stores in floats
+        self._in_scheme = False  # whether a stored weight was converted to the scheme
         self.progress: Callable[[int, int], None] | None = None
         self.without_cache_scales: list[str] = []
 
@@ -287,6 +289,17 @@ class Weights:
         placed = [scale.expand(count).reshape(1, 1, count).to(self.device) for scale in (k_scale, v_scale)]
         return placed[0].contiguous(), placed[1].contiguous()
 
+    def check_scheme(self) -> None:
+        """UsageError if a scheme was requested that changed nothing: all linear weights of a quantized checkpoint are in floats."""
+        if self.stored is None or self.scheme is None or self.scheme.is_dense or self._in_scheme:
+            return
+        if self._floats:
+            raise UsageError(
+                f"quant {self.scheme} changes nothing: {self.checkpoint.path} declares the format {self.stored.name}, which leaves every linear "
+                f"weight of the model in floats ({_some(self._floats)}), and weights of a quantized checkpoint are not quantized at load; load it "
+                "without quant, or take the checkpoint that it was made from"
+            )
+
     def finish(self) -> None:
         """CheckpointError if a parameter was not read, a tensor is left over, or the copy of a tied tensor differs."""
         if self._pending:
@@ -431,7 +444,7 @@ class Weights:
                 )
             return self._converted(name, stored)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
-        if self.stored is not None or self.scheme is None or self.scheme.is_dense:
+        if self._stays_float(name):
             return Part(QuantTensor.from_dense(shard_floats(tensor, kept, local.columns).to(self.dtype)))
         if quantizes_rows_independently(self.scheme) and local.columns is None:
             return Part(quantize_part(name, shard_floats(tensor, kept), self.scheme))
@@ -455,7 +468,7 @@ class Weights:
         tensor = tensor if weight.rows_first else tensor.transpose(1, 2)
         if weight.interleaved:  # before rounding, which may be by blocks of rows
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
-        if self.stored is not None or self.scheme is None or self.scheme.is_dense:
+        if self._stays_float(name):
             return Part(QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor)))
         scheme = self.scheme
         return Part(
@@ -465,11 +478,18 @@ class Weights:
             )
         )
 
+    def _stays_float(self, name: str) -> bool:
+        """Whether a linear module in floats is not quantized at load."""
+        if self.stored is not None:
+            self._floats.add(name)
+        return self.stored is not None or self.scheme is None or self.scheme.is_dense
+
     def _converted(self, name: str, part: Part) -> Part:
         """A stored part, converted to the requested scheme."""
         scheme, weight = self.scheme, part.weight
         if scheme is None:
             return part
+        self._in_scheme = True
         if scheme.is_dense:
             if part.pre_scale is None:
                 return Part(QuantTensor.from_dense(weight.dequantize(self.dtype)))

@@ -142,9 +142,15 @@ def model_table(config: ModelConfig) -> WeightTable:
 
 
 def build_model(config: ModelConfig, weights: Weights, plans: Plans) -> Model:
-    """The model with its parameters; CheckpointError if a tensor of the checkpoint is left over."""
+    """The model with its parameters.
+
+    Raises:
+        CheckpointError: a tensor of the checkpoint is left over.
+        UsageError: the requested scheme changes nothing.
+    """
     make: Callable[..., Any] = families()[config.architecture].model
     model: Model = make(config, weights, plans)
+    weights.check_scheme()
     weights.finish()
     return model
 
@@ -157,6 +163,7 @@ def build_encoder(config: ModelConfig, weights: Weights, plans: Plans) -> Encode
             f"{config.architecture}: latent attention needs a KV cache; such a model cannot pool"
         )
     model: Encoder = make(config, weights, plans)
+    weights.check_scheme()
     weights.finish()
     return model
 

@@ -128,6 +128,33 @@ def test_dequantized_when_asked(make: Callable[..., LLM], tmp_path: Path) -> Non
         make(directory, quant="int4_g128")
 
 
+def test_a_scheme_that_would_change_nothing_is_refused(make: Callable[..., LLM], tmp_path: Path) -> None:
+    """A checkpoint that declares FP8 and stores every matrix in floats, as such of partial blocks are; one matrix in FP8 is enough to ask for it."""
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "none").mkdir()
+    directory, _ = producers.convert(LLAMA, tmp_path / "none", config, lambda module, w: None)
+    for options in ({}, {"quant": "fp32"}):
+        make(directory, **options)
+    for scheme in ("int4_g128", "fp8_block.fp8_g128"):
+        with pytest.raises(
+            UsageError,
+            match=rf"quant {scheme} changes nothing: .* declares the format fp8, .*down_proj.* load it without quant",
+        ):
+            make(directory, quant=scheme)
+
+    def only_down(module: str, w: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
+        if not module.endswith("down_proj"):
+            return None
+        made = quantize(w, "fp8_block")
+        assert made.scales is not None
+        stored = {"weight": made.codes.view(torch.float8_e4m3fn), "weight_scale_inv": made.scales}
+        return stored, made.dequantize()
+
+    (tmp_path / "one").mkdir()
+    directory, _ = producers.convert(LLAMA, tmp_path / "one", config, only_down)
+    make(directory, quant="fp8_block.fp8_g128")
+
+
 def test_activations_are_quantized_when_asked(make: Callable[..., LLM], tmp_path: Path) -> None:
     directory, _ = producers.convert(
         LLAMA,
