@@ -44,6 +44,14 @@ ACCEPTED = {
     ("kernels/linear/frag16_sm80/operands.cuh", "kernels/linear/frag16_sm90/decoders_wgmma.cuh"): (
         "multiplications that sm_80 lacks, replaced: as parameters there they would change the code that the records of sm_90 name"
     ),
+    ("kernels/linear/frag16_sm75/gemm.cuh", "kernels/linear/frag16_sm80/gemm.cuh"): (
+        "the walk over tiles and their parts, which calls the accumulation of its own class: as a parameter there it would change the code that "
+        "the records of sm_80 name"
+    ),
+    (
+        "kernels/moe/grouped_linear/frag16_sm75/grouped.cuh",
+        "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
+    ): "the rows of x that a thread gathers and the walk over tiles, for the same reason",
     ("kernels/linear/frag16_sm80/gemm.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
         "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
     ),

@@ -1,10 +1,11 @@
 # Libraries of PTX: libgristmill_cuda_compute<arch>.so has every kernels/**/_*_sm<arch>.cu, compiled by nvcc to PTX of compute_<arch>, which the
 # driver compiles for any GPU from sm_<arch> on, and embedded beside its host code like the cubins of cuda.cmake, whose compiler, modes and flags
-# it shares. GRISTMILL_RARE=off builds compute_80 alone; the manifest lists the others as left_out.
+# it shares; that of compute_75 has the sources of frag16_sm75.cmake as well. GRISTMILL_RARE=off builds compute_80 alone; the manifest lists the others as left_out.
 #
 # GRISTMILL_CUBINS: architectures by semicolons, 80;86;89;100;120 for example, for which each library embeds cubins as well (wheels), if its PTX
 # is not newer. There the driver has nothing to compile, and a driver older than the compiler's PTX can load them.
-set(GM_PTX_ARCHS 80 89)
+set(GM_PTX_ARCHS 75 80 89)
+include(cmake/frag16_sm75.cmake)
 set(_cubins "")
 if(DEFINED ENV{GRISTMILL_CUBINS})
   set(_cubins "$ENV{GRISTMILL_CUBINS}")
@@ -97,6 +98,10 @@ foreach(arch IN LISTS GM_PTX_ARCHS)
 endforeach()
 foreach(arch IN LISTS GM_PTX_ARCHS)
   file(GLOB_RECURSE GM_PTX_SOURCES_${arch} CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm${arch}.cu")
+  if(arch STREQUAL 75)
+    gm_frag16_sm75_sources(_generated)
+    list(APPEND GM_PTX_SOURCES_75 ${_generated})
+  endif()
   if(_rare STREQUAL "off" AND arch STREQUAL 80)
     gm_leave_out_rare(GM_PTX_SOURCES_${arch})
   elseif(_rare STREQUAL "off")

@@ -54,7 +54,7 @@ if(GM_CUDA_MANIFEST)
   gm_pass(GM_COMPILED_own_cuda "nvcc ${GM_NVCC_BUILD} ${_compiler} ${GM_CUDA_HOST_FLAGS}")
   list(APPEND _builds sm_90a own_cuda)
   list(APPEND _watched ${GM_SM90_SOURCES} kernels/_native/cuda_driver.cpp gristmill_cuda_sm90a)
-  foreach(source IN LISTS GM_SM90_SOURCES)  # digests of a generated source cover its template and the table
+  foreach(source IN LISTS GM_SM90_SOURCES GM_PTX_SOURCES_75)  # digests of a generated source cover its template and the table
     get_source_file_property(_origin "${source}" GM_ORIGIN)
     if(_origin)
       gm_pass("GM_ORIGIN_${source}" ${_origin})

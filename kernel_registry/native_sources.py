@@ -4,7 +4,7 @@
 libraries (cmake/digests.cmake); a wheel has nothing else. Both digest a closure alike: the source and every
 quoted ``#include`` that it reaches, each as the line ``<sha256 of the file> <its name>``, by name.
 
-A source ``_<name>_sm90.cu.in`` is a template: CMake writes one instance for each row of the table that its comment
+A source ``_<name>_sm<arch>.cu.in`` is a template: CMake writes one instance for each row of the table that its comment
 ``// gm-table: <file>`` names. Hashes cover the template and the table instead of the instances; ``@...@`` in the name of its entry
 matches any text.
 """
@@ -165,7 +165,7 @@ def _compiled(folder: str) -> Iterator[str]:
             for file in sorted(files):
                 name = f"{os.path.relpath(path, folder)}/{file}"
                 if name in LIBRARIES.values() or re.fullmatch(
-                    r"_.*(_cpu\.cpp|_sm\d+a?\.cu|_sm90\.cu\.in|\.hip)", file
+                    r"_.*(_cpu\.cpp|_sm\d+a?\.cu|_sm\d+\.cu\.in|\.hip)", file
                 ):
                     yield name
 
@@ -191,7 +191,8 @@ def _closure(
         if data is None:
             continue
         text, parent = _read(data), os.path.dirname(current)
-        waiting += [os.path.join(parent, text.table)] if text.table and current.endswith(".in") else []
+        if text.table and current.endswith(".in"):
+            waiting.append(os.path.normpath(os.path.join(parent, text.table)))
         for include in text.includes:
             places = [os.path.normpath(os.path.join(place, include)) for place in (parent, *INCLUDE_FOLDERS)]
             existing = (place for place in places if read(os.path.join(folder, place)) is not None)

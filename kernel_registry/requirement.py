@@ -150,6 +150,8 @@ class Requirement:
             code = self._code_name()
             if code in available:
                 return []
+            if why := build.why_not_sources((code,)):
+                return [why]
             return [f"this build has no code for {code}; it has {', '.join(available) or 'none'}"]
         if target.vendor == "cpu":
             runs = build.cpu_level(target) is not None

@@ -41,6 +41,9 @@ def _tools() -> Path | None:
 
 
 TOOLS = _tools()
+needs_compiler = pytest.mark.skipif(
+    shutil.which("nvcc") is None or TOOLS is None, reason="needs nvcc, and triton's cuobjdump and nvdisasm"
+)
 needs_assembler = pytest.mark.skipif(
     shutil.which("nvcc") is None or TOOLS is None or not PTX_LIBRARY.is_file(),
     reason="needs nvcc, the library of PTX, and triton's cuobjdump and nvdisasm",
@@ -162,16 +165,28 @@ def ptx(stem: str) -> Path:
 
 def entries(stem: str) -> list[str]:
     """The kernels of a source in the library of PTX, in the order of the source."""
-    return re.findall(r"^\.visible \.entry (\w+)", ptx(stem).read_text(), re.M)
+    return entries_of(ptx(stem))
+
+
+def entries_of(path: Path) -> list[str]:
+    """The kernels of a file of PTX."""
+    return re.findall(r"^\.visible \.entry (\w+)", path.read_text(), re.M)
 
 
 def assembled(
     stem: str, arch: str, kernels: Collection[str]
 ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     """(registers, stack) and instructions, by name, of `kernels` of a source in the library, assembled for an architecture."""
+    return assembled_of(ptx(stem), arch, kernels)
+
+
+def assembled_of(
+    path: Path, arch: str, kernels: Collection[str]
+) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+    """The same of a file of PTX."""
     cubin = Path(tempfile.mkdtemp()) / "out.cubin"
     chosen = [f"-Xptxas=--entry={name}" for name in kernels]
-    command = ["nvcc", "-cubin", f"-arch={arch}", *chosen, "-o", str(cubin), str(ptx(stem))]
+    command = ["nvcc", "-cubin", f"-arch={arch}", *chosen, "-o", str(cubin), str(path)]
     subprocess.run(command, check=True)
     used = {name: (registers, stack) for name, registers, stack in usage(cubin)}
     return used, by_kernel(ask("nvdisasm", "-c", "-ndf", cubin))

@@ -30,7 +30,7 @@ struct Bf16 {
 
 namespace gm::fibers {
 struct Index {
-  int x;
+  int x, y = 0;
 };
 struct Copy {
   uint32_t to;
@@ -40,14 +40,15 @@ struct Copy {
 inline std::vector<std::deque<std::vector<Copy>>>
     copies;  // of each thread: its groups, the last of which is open
 inline std::vector<std::array<uint32_t, 10>> registers;  // of each thread, that its warp reads
-inline Index grid{1};
+inline Index grid{1, 1};
 inline char* array =
     nullptr;  // the array of dynamic shared memory, where a kernel declares one; else gm::shared()
 inline char* memory_at(uint32_t address) { return (array ? array : static_cast<char*>(shared())) + address; }
 }  // namespace gm::fibers
 
 #define threadIdx (gm::fibers::Index{gm::thread()})
-#define blockIdx (gm::fibers::Index{int(gm::block())})
+#define blockIdx \
+  (gm::fibers::Index{int(gm::block()) % gm::fibers::grid.x, int(gm::block()) / gm::fibers::grid.x})
 #define gridDim (gm::fibers::grid)
 
 inline void __syncwarp() { gm::warp_sync(); }
@@ -140,10 +141,10 @@ uint32_t packed(float low, float high) {
   return Num<T>::round(low).bits | uint32_t(Num<T>::round(high).bits) << 16;
 }
 
-// Weights in bf16, times FACTOR: a tile of 16 rows x 128 k as it is, rows behind each other.
-template <int FACTOR>
+// Weights in 16 bits, times FACTOR: a tile of 16 rows x 128 k as it is, rows behind each other.
+template <int FACTOR, typename T = Bf16>
 struct PlainOperand {
-  using Type = Bf16;
+  using Type = T;
   static constexpr int kBytes = 16 * 128 * 2;
   static constexpr float kFactor = 1.f / FACTOR;
   struct Part {
@@ -159,11 +160,12 @@ struct PlainOperand {
 };
 
 // Runs a kernel over a grid; false if threads wait for each other in vain.
-inline bool launch_grid(void (*kernel)(void*), void* parameters, int grid, int threads, size_t bytes) {
-  fibers::grid.x = grid;
+inline bool launch_grid(void (*kernel)(void*), void* parameters, int grid, int threads, size_t bytes,
+                        int high = 1) {
+  fibers::grid = {grid, high};
   fibers::copies.assign(threads, {}), fibers::registers.resize(threads);
   for (auto& groups : fibers::copies) groups.emplace_back();
-  return fibers::launch(kernel, parameters, grid, 1, threads, bytes);
+  return fibers::launch(kernel, parameters, grid * high, 1, threads, bytes);
 }
 
 }  // namespace gm

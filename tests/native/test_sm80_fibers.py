@@ -21,23 +21,37 @@ from tests import forked
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 FACTOR = 4
-"""Of the stored weights; sm80_fibers.cpp has the same."""
+"""Of the stored weights; sm80_fibers.cpp and sm75_fibers.cpp have the same."""
 NONE, NO_BARRIERS, _, _, EARLY_READS = range(5)
+
+
+def built(name: str, folder: Path) -> ctypes.CDLL:
+    """The library of `<name>_fibers.cpp`."""
+    out = folder / f"{name}.so"
+    flags = [
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-extern-tls-init",
+        "-fno-gnu-unique",  # inline variables are each library's own
+    ]
+    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
+    include = [text for folder in folders for text in ("-I", str(folder))]
+    subprocess.run(["g++", *flags, *include, ROOT / f"tests/native/{name}_fibers.cpp", "-o", out], check=True)
+    return ctypes.CDLL(str(out))
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    out = tmp_path_factory.mktemp("sm80") / "sm80.so"
-    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing"]
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    include = [text for folder in folders for text in ("-I", str(folder))]
-    subprocess.run(["g++", *flags, *include, ROOT / "tests/native/sm80_fibers.cpp", "-o", out], check=True)
-    return ctypes.CDLL(str(out))
+    return built("sm80", tmp_path_factory.mktemp("sm80"))
 
 
-def bf16(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Normal numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def tiles_of(w: Tensor) -> Tensor:
@@ -59,9 +73,9 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def poisoned(rows: int, columns: int) -> Tensor:
+def poisoned(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """NaN, with a row before and one after."""
-    return torch.full((rows + 2, columns), float("nan"), dtype=torch.bfloat16)
+    return torch.full((rows + 2, columns), float("nan"), dtype=dtype)
 
 
 def inside(out: Tensor) -> Tensor:
@@ -82,12 +96,15 @@ def gemm(
     epilogue: bool = False,
     order: int = 0,
     fault: int = NONE,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> float:
     """The largest relative error of a product; infinite if threads wait for each other in vain."""
     ldx = -(-k // 8) * 8 + 8
-    x, w = bf16(m, ldx, seed=1), bf16(n, k, seed=2)
-    bias, residual, scale = bf16(n, seed=3), bf16(m, n, seed=4), bf16(n, seed=5).float()
-    out, counters = poisoned(m, n), torch.zeros(4096, dtype=torch.int32)
+    x, w = normal(m, ldx, seed=1, dtype=dtype), normal(n, k, seed=2, dtype=dtype)
+    x[:, k:] = float("nan")  # past the end
+    bias, residual = normal(n, seed=3, dtype=dtype), normal(m, n, seed=4, dtype=dtype)
+    scale = normal(n, seed=5).float()
+    out, counters = poisoned(m, n, dtype), torch.zeros(4096, dtype=torch.int32)
     sums = torch.full((2 * grid * mt * 512,), float("nan"))
     tiles = tiles_of(w)
     given = [bias, residual, scale] if epilogue else [None] * 3
@@ -148,16 +165,17 @@ def grouped(
     bias: bool = False,
     order: int = 0,
     fault: int = NONE,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> float:
     """As `gemm`, of rows of experts: `top_k` gathers them, 0 = they are sorted. Two rows belong to no expert."""
     experts, rows, ldx = len(counts), sum(counts) + 2, k + 8
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     generator = torch.Generator().manual_seed(rows)
     places = torch.randperm(rows, generator=generator).int() if top_k else None
-    x = bf16(-(-rows // top_k) if top_k else rows, ldx, seed=1)
-    w, scale = bf16(experts, n, k, seed=2), torch.rand(experts, n, generator=generator) + 0.5
-    biases = bf16(experts, n, seed=3) if bias else None
-    out, tiles = poisoned(rows, n // 2 if gated else n), tiles_of(w)
+    x = normal(-(-rows // top_k) if top_k else rows, ldx, seed=1, dtype=dtype)
+    w, scale = normal(experts, n, k, seed=2, dtype=dtype), torch.rand(experts, n, generator=generator) + 0.5
+    biases = normal(experts, n, seed=3, dtype=dtype) if bias else None
+    out, tiles = poisoned(rows, n // 2 if gated else n, dtype), tiles_of(w)
     code = library.grouped_on_cpu(
         *map(address, (tiles, x, out[1:], biases, scale, offsets, places)),
         ctypes.c_int64(ldx),
@@ -189,7 +207,7 @@ def grouped(
 def test_grouped(
     library: ctypes.CDLL, counts: list[int], n: int, k: int, mt: int, grid: int, options: dict[str, int]
 ) -> None:
-    assert grouped(library, counts, n, k, mt, grid, **options) < LIMIT
+    assert grouped(library, counts, n, k, mt, grid, **options) < LIMIT  # type: ignore[arg-type]
 
 
 def is_seen(library: ctypes.CDLL, fault: int) -> bool:

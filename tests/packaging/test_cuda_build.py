@@ -109,11 +109,14 @@ def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
         len(manifest["left_out"]) == 12 + len(older)
         and "linear_int4_g64_gemm_ws_sm90" in manifest["left_out"]
     )
-    assert [name for name in older if not name.endswith("_sm80")] == ["compute_89"]
-    assert len(older) == 21 and "_grouped_linear_nvfp4_rare_sm80" in older
-    assert "linear_int4_g64_gemm_ws_sm90" not in (tmp_path / "compiled.cmake").read_text()
+    assert [name for name in older if not name.endswith("_sm80")] == ["compute_75", "compute_89"]
+    rare = {path.stem for path in (ROOT / "kernels").rglob("*_rare_sm80.cu")}
+    assert {*older} == {"compute_75", "compute_89", *rare} and len(rare) > 20
+    compiled = (tmp_path / "compiled.cmake").read_text()
+    assert "linear_int4_g64_gemm_ws_sm90" not in compiled and "gemm_sm75" not in compiled
     assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))
     assert json.loads((tmp_path / "manifest_base.json").read_text())["left_out"] == []
+    assert "linear_int4_g64_gemm_sm75" in (tmp_path / "compiled.cmake").read_text()
     process = configure(tmp_path, "-DGRISTMILL_RARE=perhaps")
     assert process.returncode != 0 and "GRISTMILL_RARE=perhaps: expected on or off" in process.stderr
 

@@ -73,6 +73,9 @@ BUILDS: dict[str, Build] = {
     ),
     "sm90a": Build.of(_TRITON, cuda_archs=("sm_90a",), **_CUDA),
     "ptx80": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), **_CUDA),
+    "ptx75": Build.of(_TRITON, cuda_archs=("compute_75", "compute_80", "sm_90a"), **_CUDA),
+    "turing": Build.of(_TRITON, cuda_archs=("compute_75",), **_CUDA),
+    "ptx75-off": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), left_out=("compute_75",), **_CUDA),
     "blackwell": Build.of(
         {**_TRITON, "nvidia-cutlass-dsl": "4.2"},
         cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"),
@@ -480,8 +483,27 @@ linear | m=64,n=4096,k=4096,x=fp16,w=nvfp4 | sm_75 | ptx80 | - | linear_w_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,x=fp16,w=int4_g128 | sm_75 | ptx80 | - | moe_chain_w_triton
 grouped_linear | m=16,e=128,n=1536,k=2048,x=fp16,w=int4_g128 | sm_75 | ptx80 | - | grouped_linear_w_triton
 paged_attention | ~paged,x=fp16 | sm_75 | ptx80 | - | paged_attention_triton_split
+# with PTX of compute_75 it runs native products: up to 8 rows straight from memory, any number through shared memory
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75
+linear | m=8,n=4096,k=14336,x=fp16,w=int4_g128_zp | sm_75 | ptx75 | - | linear_w4a16_decode_sm75
+linear | m=9,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75 | - | linear_w4a16_gemm_sm75
+linear | m=16,n=4096,k=4096,x=fp16,w=int8_ch | sm_75 | ptx75 | - | linear_w8a16_gemm_sm75
+linear | m=1,n=4096,k=4096,x=fp16,w=fp8_ch | sm_75 | ptx75 | - | linear_w8a16_decode_sm75
+linear | m=1,n=4096,k=4096,x=fp16,w=mxfp4 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75
+linear | m=64,n=4096,k=4096,x=fp16,w=nvfp4 | sm_75 | ptx75 | - | linear_w4a16_gemm_sm75
+linear | m=4,n=4096,k=4096,x=fp16,w=int4_g64,act_order=true | sm_75 | ptx75 | - | linear_w4a16_decode_sm75
+linear | m=4096,n=4096,k=4096,x=fp16,w=fp8_block,epilogue=bias+silu_mul | sm_75 | ptx75 | - | linear_w8a16_gemm_sm75
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g32_min | sm_75 | ptx75 | - | linear_gguf_decode_sm75
+linear | m=64,n=4096,k=4096,x=fp16,w=int6_g16 | sm_75 | ptx75 | - | linear_gguf_gemm_sm75
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_75 | ptx75 | - | linear_w_triton
+linear | m=64,n=4096,k=4096,x=fp16,w=int8_ch | sm_75 | ptx75-off | - | linear_w_triton
+# where those for sm_80 run they come first, and without their library the ones for sm_75 stand in
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_80 | ptx75 | - | linear_w4a16_decode_sm80
+linear | m=64,n=4096,k=4096,x=fp16,w=fp8_ch | sm_89 | ptx75 | - | linear_w8a16_gemm_sm80
+linear | m=1,n=4096,k=4096,x=fp16,w=mxfp4 | sm_90 | ptx75 | - | linear_w4a16_decode_sm90
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_86 | turing | - | linear_w4a16_decode_sm75
 # Volta lacks ldmatrix too; without Triton, weights packed in these tiles are dequantized by torch
-linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx80 | - | linear_w_triton
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx75 | - | linear_w_triton
 linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx80 | no-triton | linear_dequant_frag16
 # PTX of compute_80 runs on every later architecture, also where no cubin of ours does: data centre, GeForce and Jetson alike
 linear | m=1,n=4096,k=4096,w=fp8_ch | sm_103 | ptx80 | - | linear_w8a16_decode_sm80
@@ -610,6 +632,16 @@ linear | m=16,n=4096,k=4096,w=int4_g128 | gfx942 | humming | humming | linear_hu
 linear | m=16,n=4096,k=4096,w=int4_g128 | sm_120 | sm90a | - | linear_w4a16_decode_sm90 | hardware | sm_120 lacks wgmma
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_75 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | lacks cp_async
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_86 | sm90a | - | linear_w4a16_decode_sm80 | build | no code for compute_80
+linear | m=1,n=4096,k=4096,w=int4_g128 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75 | problem | takes fp16 activations alone
+linear | m=64,n=4096,k=4096,w=fp8_ch | sm_75 | ptx75 | - | linear_w8a16_gemm_sm75 | problem | tensor cores do, not bf16
+linear | m=64,n=4096,k=4096,x=fp32,w=int6_g16 | sm_75 | ptx75 | - | linear_gguf_gemm_sm75 | problem | not fp32
+linear | m=9,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75 | problem | made for M <= 8, not 9
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75-off | - | linear_w4a16_decode_sm75 | build | not in this build: compute_75 (rare
+linear | m=1,n=4096,k=4096,x=fp16,w=int8_ch | sm_75 | ptx80 | - | linear_w8a16_decode_sm75 | build | no code for compute_75
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx75 | - | linear_w4a16_decode_sm75 | hardware | sm_70 lacks ldmatrix
+linear | m=64,n=4096,k=4096,x=fp16,w=nvfp4 | gfx942 | ptx75 | - | linear_w4a16_gemm_sm75 | hardware | runs on nvidia
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g64.int8_g32 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75 | problem | weight-only
+linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75 | - | linear_w4a16_decode_sm80 | hardware | lacks cp_async
 linear | m=17,n=4096,k=4096,w=int4_g128 | sm_86 | ptx80 | - | linear_w4a16_decode_sm80 | problem | made for M <= 16, not 17
 linear | m=1,n=4096,k=4096,x=fp32,w=int4_g128 | sm_89 | ptx80 | - | linear_w4a16_decode_sm80 | problem | takes fp16 or bf16
 linear | m=1,n=4096,k=4096,w=int4_g128 | gfx942 | ptx80 | - | linear_w4a16_decode_sm80 | hardware | runs on nvidia

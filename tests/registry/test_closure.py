@@ -132,6 +132,9 @@ def included(name: str) -> frozenset[str]:
     device code."""
     files: set[str] = set()
     device = "-D__CUDACC__" if ".cu" in name else "-D__HIP__"
+    template = name.endswith(".in")
+    text = re.sub(r"@\w+@", "1", (PACKAGE / name).read_text()) if template else None
+    where = ["-iquote", str(Path(name).parent), "-"] if template else [name]
     for side in ((), (device,)) if ".cu" in name or name.endswith(".hip") else ((),):
         command = [
             "g++",
@@ -145,13 +148,15 @@ def included(name: str) -> frozenset[str]:
             "-Ikernels/_native",
             "-Ikernels",
             *side,
-            name,
+            *where,
         ]
-        process = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=True).stdout
+        process = subprocess.run(
+            command, cwd=PACKAGE, capture_output=True, text=True, check=True, input=text
+        ).stdout
         files |= {os.path.normpath(part) for part in process.replace("\\\n", " ").split()[1:]}
-    if name.endswith(".in"):  # and the table that fills it
+    if template:  # itself, and the table that fills it
         (table,) = re.findall(r"gm-table: (\S+)", (PACKAGE / name).read_text())
-        files.add(str(Path(name).parent / table))
+        files |= {name, os.path.normpath(Path(name).parent / table)}
     return frozenset(one for one in files if (PACKAGE / one).is_file())
 
 

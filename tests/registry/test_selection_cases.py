@@ -99,7 +99,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120", "sm_121"])
 def test_native_weight_only_products_come_first_on_every_gpu_that_runs_them(target: str) -> None:
-    """Decode up to 16 rows, stream-K above; the Triton kernel behind both. Turing lacks their instructions."""
+    """Decode up to 16 rows, stream-K above; the Triton kernel behind both. Turing has kernels of its own, by a library of its own."""
     for scheme, family in FAMILIES.items():
         for m in (1, 16, 64):
             problem = f"m={m},n=4096,k=4096,w={scheme}"
@@ -109,6 +109,13 @@ def test_native_weight_only_products_come_first_on_every_gpu_that_runs_them(targ
             assert order[: len(names) + 1] == [*names, "linear_w_triton"], problem
             older = _choose("linear", f"{problem},x=fp16", "sm_75", "ptx80", "-")
             assert older.best is not None and older.best.kernel.name == "linear_w_triton", problem
+            order = [
+                c.kernel.name
+                for c in _choose("linear", f"{problem},x=fp16", "sm_75", "ptx75", "-").candidates
+            ]
+            schedules = ("decode", "gemm") if m <= 8 else ("gemm",)
+            names = [f"linear_{family}_{schedule}_sm75" for schedule in schedules]
+            assert order[: len(names) + 1] == [*names, "linear_w_triton"], problem
 
 
 @pytest.mark.parametrize("row", rows(REFUSED), ids=" ".join)
@@ -189,7 +196,7 @@ def test_every_kernel_is_reachable(kernel) -> None:
         },
         triton_backends=("cuda", "hip"),
         cpu_levels=("base", "avx2"),
-        cuda_archs=("sm_90a", "sm_100a", "compute_80"),
+        cuda_archs=("sm_90a", "sm_100a", "compute_75", "compute_80"),
         hip_archs=("gfx942",),
         offers=frozenset(kernel.requires.offers),
     )

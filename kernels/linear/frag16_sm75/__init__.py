@@ -1,0 +1,1 @@
+"""Weight-only linear over frag16 tiles for sm_75 (Turing): the kernels for sm_80 in instructions that Turing has."""
