@@ -72,10 +72,10 @@ class GgufCheckpoint(GgufFile):
         except FormatError as error:
             raise CheckpointError(str(error)) from error
 
-    def tokenizer_fields(self) -> Mapping[str, Any]:
-        """As `GgufFile.tokenizer_fields`, with CheckpointError."""
+    def fields(self, prefix: str) -> Mapping[str, Any]:
+        """As `GgufFile.fields`, with CheckpointError."""
         try:
-            return super().tokenizer_fields()
+            return super().fields(prefix)
         except FormatError as error:
             raise CheckpointError(str(error)) from error
 
@@ -86,9 +86,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if "model.embed_tokens.weight" not in file:
         raise CheckpointError(f"{path} has no tensor token_embd.weight")
     prefix = f"{own.name}."
-    values = {
-        key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
-    }
+    values = {key.removeprefix(prefix): _one(value) for key, value in file.fields(prefix).items()}
     heads = values.get("attention.head_count")
     data: dict[str, Any] = {
         "architectures": [own.model],
@@ -115,6 +113,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     values["q_bias"] = any(f"{attention}.{part}_proj.bias" in file for part in ("q", "qkv"))
     values["q_norm"] = f"{attention}.q_norm.weight" in file
     values["rope_scaling"] = rope.get("rope_scaling", {})
+    values["file"] = file
     data |= {**_experts(path, own, values), **rope, **own.config(values)}
     fields = {name: value for name, value in data.items() if value is not None}
     rotated = values.get("rope.dimension_count")
@@ -123,6 +122,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     else:
         fields.setdefault("rotary_dim", rotated)
     return fields
+
+
+def _one(value: Any) -> Any:
+    """A value that is given for each layer, once if it is the same for all."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
 
 
 def _check_rotation(path: Path, config: Mapping[str, Any], rotated: Any, factors: int) -> None:

@@ -1,13 +1,13 @@
 """The tokenizer in a GGUF file, as one of the `tokenizers` package.
 
 ========================  ==============================================================================================
-tokenizer.ggml.model      ``gpt2``: byte-level BPE; ``llama``: SentencePiece's BPE, where scores order the merges
+tokenizer.ggml.model      ``gpt2``: byte-level BPE; ``llama``: SentencePiece's BPE, where scores order the merges; ``gemma4``: with merges
 tokenizer.ggml.tokens     the vocabulary, in order of ids
-tokenizer.ggml.merges     of gpt2: pairs to join, in order of priority, "left right"
+tokenizer.ggml.merges     of gpt2 and gemma4: pairs to join, in order of priority, "left right"
 tokenizer.ggml.scores     of llama: tokens with higher scores are joined first
 tokenizer.ggml.token_type 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
 tokenizer.ggml.pre        of gpt2: how text is split before merges: PRE
-... .add_bos_token        whether bos_token_id goes before every text; absent: true for llama and for llama-bpe
+... .add_bos_token        whether bos_token_id goes before every text; absent: true for llama, gemma4 and llama-bpe
 ... .add_space_prefix     of llama: whether a space goes before every text; absent: true
 ========================  ==============================================================================================
 
@@ -69,9 +69,9 @@ def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> Any:
             f"{where} holds no tokenizer, and there is no tokenizer.json beside it: pass prompts as lists of token ids"
         )
     kind, tokens = ggml["model"], _strings(ggml, "tokens", where)
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise ConfigError(
-            f"{where}: tokenizer.ggml.model {kind!r} is not read; known: gpt2, llama; or a tokenizer.json beside it"
+            f"{where}: tokenizer.ggml.model {kind!r} is not read; known: gpt2, llama, gemma4; or a tokenizer.json beside it"
         )
     types = ggml.get("token_type", [1] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
@@ -90,7 +90,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> Any:
         backend.add_tokens(
             [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER_DEFINED]
         )
-        usual = kind == "llama" or ggml.get("pre") in ("llama-bpe", "llama3")
+        usual = kind != "gpt2" or ggml.get("pre") in ("llama-bpe", "llama3")
         if ggml.get("add_bos_token", usual):
             _put_bos(backend, ggml.get("bos_token_id"), tokens, where)
     except ConfigError:
@@ -108,13 +108,7 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
         raise ConfigError(
             f"{where}: tokenizer.ggml.pre {pre!r} is not read; known: {', '.join(PRE)}; or a tokenizer.json beside it"
         )
-    halves = [merge.partition(" ") for merge in _strings(ggml, "merges", where)]
-    if not all(space for _, space, _ in halves):
-        raise ConfigError(
-            f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ..."
-        )
-    pairs = [(left, right) for left, _, right in halves]
-    backend = Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=pre in WHOLE))
+    backend = Tokenizer(models.BPE(dict(vocabulary), _merges(ggml, where), ignore_merges=pre in WHOLE))
     expression = PRE[pre]
     octets = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression in (None, "digits"))
     if expression == "digits":
@@ -130,27 +124,40 @@ def _byte_level(ggml: Mapping[str, Any], vocabulary: Mapping[str, int], where: s
     return backend
 
 
+def _merges(ggml: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    halves = [merge.partition(" ") for merge in _strings(ggml, "merges", where)]
+    if not all(space for _, space, _ in halves):
+        raise ConfigError(
+            f"{where}: tokenizer.ggml.merges must be pairs with a space between, got {ggml['merges'][:3]!r} ..."
+        )
+    return [(left, right) for left, _, right in halves]
+
+
 def _sentence_piece(
     ggml: Mapping[str, Any], vocabulary: Mapping[str, int], types: Sequence[Any], where: str
 ) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = ggml.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(types):
-        raise ConfigError(
-            f"{where}: tokenizer.ggml.scores must have {len(types)} entries, one for each token"
-        )
+    if ggml["model"] == "gemma4":
+        merges = _merges(ggml, where)
+    else:
+        scores = ggml.get("scores")
+        if not isinstance(scores, list) or len(scores) != len(types):
+            raise ConfigError(
+                f"{where}: tokenizer.ggml.scores must have {len(types)} entries, one for each token"
+            )
+        merges = merges_by_score(vocabulary, scores)
     unknown = next((token for token, i in vocabulary.items() if types[i] == UNKNOWN), None)
     backend = Tokenizer(
         models.BPE(
             dict(vocabulary),
-            merges_by_score(vocabulary, scores),
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefix = bool(ggml.get("add_space_prefix", True))
+    prefix = bool(ggml.get("add_space_prefix", ggml["model"] == "llama"))
     steps = [normalizers.Replace(" ", SPACE)]
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if prefix else steps)
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []

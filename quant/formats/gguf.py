@@ -15,7 +15,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,19 @@ class GgufArchitecture:
         modules: the modules of a layer: Hugging Face's name, with ``{expert}`` in those of experts, -> ggml's after ``blk.<layer>.``; a tensor that
             is no weight or bias of a module has its whole name.
         experts: whether it is for files with ``expert_count`` above 0.
+        outside: likewise, the modules outside layers that others have not.
         paired: whether converters reorder rows of q and k for a rotation of neighbouring pairs.
         routed: whether `config` reads the keys about choosing experts; else files in which they are not usual are refused.
         config: what keys (without their prefix) add to the entries of config.json. ``q_bias`` and ``q_norm`` among them
             say whether q has a bias and a norm, ``fused_qkv`` whether q, k and v are one tensor; ``rope_scaling`` is what the keys say of
-            frequencies, {} if nothing.
+            frequencies, {} if nothing; ``file`` is the file itself. A list of one value for each layer is that value where all are equal.
     """
 
     name: str
     model: str
     modules: Mapping[str, str]
     experts: bool = False
+    outside: Mapping[str, str] = field(default_factory=dict)
     paired: bool = False
     routed: bool = False
     config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_entries
@@ -210,7 +212,11 @@ class GgufFile:
 
     def tokenizer_fields(self) -> Mapping[str, Any]:
         """The key-value pairs ``tokenizer.*``, arrays as lists; FormatError for text that is none."""
-        return {key: self._header.value(key) for key in self._header.keys if key.startswith("tokenizer.")}
+        return self.fields("tokenizer.")
+
+    def fields(self, prefix: str) -> Mapping[str, Any]:
+        """The key-value pairs whose keys begin so, arrays as lists; FormatError for text that is none."""
+        return {key: self._header.value(key) for key in self._header.keys if key.startswith(prefix)}
 
     def _join_halves(self) -> Iterator[tuple[str, tuple[str, str]]]:
         """(name of a latent projection, names of its halves) of the layers whose projection is in two; the halves are no tensors of their own."""
@@ -338,7 +344,7 @@ MODULES = {
 
 def _translation(architecture: GgufArchitecture, layers: int) -> dict[str, str]:
     """The file's name of a module, or of a tensor, -> Hugging Face's; ``{expert}`` stands in that of experts."""
-    translation = {own: module for module, own in MODULES.items()}
+    translation = {own: module for module, own in (*MODULES.items(), *architecture.outside.items())}
     for i in range(layers):
         for module, own in architecture.modules.items():
             translation[f"blk.{i}.{own}"] = f"model.layers.{i}.{module}"

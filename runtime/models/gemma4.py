@@ -18,6 +18,7 @@ from gristmill.runtime.loader.attention_of_layers import attention_of_layers, ro
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.gemma import NORMS
 from gristmill.runtime.models.gemma4_experts import Gemma4, expert_weights, read_experts
+from gristmill.runtime.models.gemma4_gguf import ARCHITECTURES
 from gristmill.runtime.models.llama import decoder_table, mlp
 from gristmill.runtime.models.per_layer import layer_weights, model_weights
 
@@ -87,6 +88,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
             "vector_size": size,
             "vector_rows": rows,
             "wide_readers": fields.flag("use_double_wide_mlp", False),
+            "experts_apart": fields.flag("experts_apart", False),
         },
     }
 
@@ -98,4 +100,5 @@ FAMILY = Family(
     model=Gemma4,
     config=config,
     texts={"Gemma4ForConditionalGeneration": TextPart("Gemma4ForCausalLM")},
+    gguf=ARCHITECTURES,
 )

@@ -32,21 +32,18 @@ def read_experts(fields: Fields) -> MoeConfig:
 
 
 def expert_weights(c: ModelConfig, moe: MoeConfig, name: str, source: str) -> Iterator[Weight]:
-    """What a layer with experts has for them. The experts of a layer are one tensor, with gate before up."""
+    """What a layer with experts has for them, with gate before up. The experts of a layer are one tensor, or are read apart (``experts_apart``)."""
     hidden, ffn, experts, router = c.hidden_size, moe.intermediate_size, moe.num_experts, f"{source}.router"
-    stacked = partial(
-        Weight,
-        kind="linear",
-        experts=experts,
-        stacked=True,
-        rows_first=True,
-        shard=ShardSpec.experts(experts),
-    )
+    each = partial(Weight, kind="linear", experts=experts, shard=ShardSpec.experts(experts))
+    if c.extra["experts_apart"]:
+        place = f"{source}.experts.{{expert}}"
+    else:
+        place, each = f"{source}.experts", partial(each, stacked=True, rows_first=True)
     yield Weight(f"{name}.router", (f"{router}.proj.weight",), (experts,), hidden, "fp32")
     yield Weight(f"{name}.router.norm", (f"{router}.scale",), (hidden,), None, "fp32")
     yield Weight(f"{name}.experts.scale", (f"{router}.per_expert_scale",), (experts,), None, "fp32")
-    yield stacked(f"{name}.experts.gate_up", (f"{source}.experts.gate_up_proj",), (2 * ffn,), hidden)
-    yield stacked(f"{name}.experts.down", (f"{source}.experts.down_proj",), (hidden,), ffn)
+    yield each(f"{name}.experts.gate_up", (f"{place}.gate_up_proj",), (2 * ffn,), hidden)
+    yield each(f"{name}.experts.down", (f"{place}.down_proj",), (hidden,), ffn)
     yield norm(c, f"{name}.experts_norm", f"{source}.pre_feedforward_layernorm_2")
     yield norm(c, f"{name}.dense_post_norm", f"{source}.post_feedforward_layernorm_1")
     yield norm(c, f"{name}.experts_post_norm", f"{source}.post_feedforward_layernorm_2")

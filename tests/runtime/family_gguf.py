@@ -43,6 +43,9 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ministral-3": ("mistral3", {}, {"rope_dimension_count": 128}),
     "mistral": ("mistral3", {}, {"rope_dimension_count": 16}),
     "afmoe": ("afmoe", {"sliding_window": 24}, {"rope_dimension_count": 32}),
+    "gemma-4-e2b": ("gemma4", {"sliding_window": 24}, {"rope_dimension_count": 32}),
+    "gemma-4-31b": ("gemma4", {"sliding_window": 24}, {"rope_dimension_count": 32}),
+    "gemma-4-26b-a4b": ("gemma4", {"sliding_window": 24}, {"rope_dimension_count": 32}),
 }
 """Case -> ggml's architecture, entries of the configuration that the converter writes by `add_NAME`, and values that it computes."""
 KEYS = {
@@ -113,10 +116,44 @@ def keys(writer: Any, name: str, config: dict[str, Any]) -> None:
         if "long_factor" in rope:
             scale = config["max_position_embeddings"] / original
             written["rope_scaling_attn_factors"] = (1 + math.log(scale) / math.log(original)) ** 0.5
+    if architecture == "gemma4":
+        written |= gemma4(writer, config)
     kinds = {kind.value: kind for kind in gguf.RopeScalingType}
     for key, value in written.items():
         value = kinds.get(value, value) if key == "rope_scaling_type" else value
         getattr(writer, f"add_{key}")(value)
+
+
+def gemma4(writer: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What the converter writes about layers of Gemma 4, whose heads and widths differ."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    layers, readers = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    full = next(iter(config["per_layer_config"].values()))
+    width, wide = full["head_dim"], config["intermediate_size"]
+    rotated, pairs = int(width * share / 2), width // 2
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32))
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([wide if i < layers - readers else 2 * wide for i in range(layers)])
+    if "num_key_value_heads" in full:
+        own, others = config["num_key_value_heads"], full["num_key_value_heads"]
+        writer.add_head_count_kv([own if one else others for one in slides])
+    values = {
+        "shared_kv_layers": readers,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "sliding_window_pattern": slides,
+        "key_length": width,
+        "value_length": width,
+        "key_length_swa": config["head_dim"],
+        "value_length_swa": config["head_dim"],
+        "rope_dimension_count_swa": config["head_dim"],
+        "rope_freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }
+    if config["final_logit_softcapping"]:
+        values["final_logit_softcapping"] = config["final_logit_softcapping"]
+    if config["enable_moe_block"]:
+        values["expert_used_count"] = config["top_k_experts"]
+    return values
 
 
 def divisors(rope: dict[str, Any], width: int) -> np.ndarray:
@@ -154,6 +191,17 @@ def tensors(name: str, stored: dict[str, Tensor], config: dict[str, Any]) -> dic
         elif key.endswith("output_linear.weight"):
             middle = "experts." if "sparse" in key else ""
             result[f"{key.removesuffix('output_linear.weight')}{middle}down_proj.weight"] = value
+        elif name.startswith("gemma-4"):
+            if not key.endswith(("self_attn.v_norm.weight", "rotary_emb.inv_freq")):
+                turned = {
+                    "layer_scalar": "layer_scalar.weight",
+                    "router.scale": "router.proj.scale",
+                    "router.per_expert_scale": "experts.down_proj.scale",
+                    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+                    "experts.down_proj": "experts.down_proj.weight",
+                }
+                end = next((end for end in turned if key.endswith(f".{end}")), "")
+                result[key.removesuffix(end) + turned.get(end, "")] = value
         elif "experts.gate_up_proj" in key:
             # gpt-oss alternates gate and up, Llama 4 has one after the other; both are transposed.
             turned = value if "bias" in key else value.transpose(-1, -2)
@@ -181,6 +229,7 @@ def tensors(name: str, stored: dict[str, Tensor], config: dict[str, Any]) -> dic
 
 
 NAMES = {
+    "layer_scalar": "layer_output_scale",
     "self_attn.qkv_proj": "attn_qkv",
     "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
     "block_sparse_moe.experts.up_proj": "ffn_up_exps",

@@ -52,6 +52,8 @@ gguf = pytest.importorskip("gguf")
 @proves("GGUF", "llama4 with experts", "Llama4ForCausalLM")
 @proves("GGUF", "mistral3", {name: ARCHITECTURES[name] for name in ("ministral-3", "mistral")})
 @proves("GGUF", "afmoe with experts", "AfmoeForCausalLM")
+@proves("GGUF", "gemma4", {name: ARCHITECTURES[name] for name in ("gemma-4-e2b", "gemma-4-31b")})
+@proves("GGUF", "gemma4 with experts", {"gemma-4-26b-a4b": ARCHITECTURES["gemma-4-26b-a4b"]})
 @pytest.mark.parametrize("name", FILES)
 def test_logits(name: str, make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "llama-4":  # whose files do not have what is the same in all its models
@@ -135,6 +137,28 @@ def test_experts_in_mxfp4(make: Callable[..., LLM], tmp_path: Path) -> None:
     assert len(read) == 3 * 4 and error(llm, model, ids) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "count"),
+    [
+        ("gemma-4-26b-a4b", ".experts.", 8),
+        ("gemma-4-e2b", "embed_tokens_per_layer", 1),
+        ("gemma-4-e2b", "per_layer_input_gate", 6),
+    ],
+)
+def test_quantized_parts_of_gemma_4(
+    name: str, part: str, count: int, make: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Experts whose gate and up are one tensor, and the vectors of layers: the logits are those of the values in the file."""
+    model, ids = build(name, tmp_path / "plain"), prompt(100)
+    read = write(name, tmp_path / "plain", tmp_path / "m.gguf", quantized=part)
+    llm = make(tmp_path / "m.gguf", activations="float")
+    assert error(llm, model, ids) > 1e-3  # of rounding
+    state = model.state_dict()
+    for key, value in read.items():
+        state[key.removesuffix(".weight") if ".experts." in key else key].copy_(value)
+    assert len(read) == count and error(llm, model, ids) < 1e-4
+
+
 def test_blocks_of_gpt_oss_are_read_exactly(tmp_path: Path) -> None:
     """Every code and scale of OpenAI's blocks, of which the low nibble is the even one, through the converter's order: the halves of a block."""
     rng, (count, rows, blocks) = np.random.default_rng(3), (4, 8, 3)
@@ -159,6 +183,7 @@ LEFT_OUT = {
     "mscale": ("ministral-3", "add_rope_scaling_yarn_log_mul"),
     "slow turns": ("ministral-3", "add_rope_scaling_yarn_beta_fast"),
     "scale of experts": ("afmoe", "add_expert_weights_scale"),
+    "soft cap of logits": ("gemma-4-e2b", "add_final_logit_softcapping"),
 }
 """Keys whose absence another model is."""
 
@@ -184,12 +209,14 @@ def test_keys_count(
     [
         ("llama-4", "llama4.attention.sliding_window", 0, "sliding_window = 0, a model without chunks"),
         ("ministral-3", "mistral3.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor must be 1, got 0.5"),
+        ("gemma-4-e2b", "gemma4.attention.sliding_window_pattern", [True, False], "each of 6 layers, got 2"),
+        ("gemma-4-31b", "gemma4.attention.head_count_kv", [4, 1], "each of 7 layers, got 2"),
     ],
 )
 def test_keys_that_are_refused(
-    name: str, key: str, value: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(name, tmp_path / "plain", **CHANGES[name])
+    build(name, tmp_path / "plain", **CHANGES.get(name, {}))
     usual = family_gguf.keys
 
     def more(writer: Any, *given: Any) -> None:
@@ -238,6 +265,20 @@ def test_faults_show(
         )
     write(name, tmp_path / "plain", tmp_path / "m.gguf")
     assert error(make(tmp_path / "m.gguf", activations="float"), model, ids) > 1e-3
+
+
+def test_other_frequencies_of_gemma_4_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only pairs that turn as they are, and after them pairs that do not."""
+    build("gemma-4-e2b", tmp_path / "plain")
+    write_tensor = gguf.GGUFWriter.add_tensor
+
+    def other(self: Any, name: str, data: Any, *given: Any, **named: Any) -> None:
+        write_tensor(self, name, data[::-1].copy() if name == "rope_freqs.weight" else data, *given, **named)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", other)
+    write("gemma-4-e2b", tmp_path / "plain", tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight must be 1 for the first pairs"):
+        load_config(tmp_path / "m.gguf")
 
 
 def test_a_half_without_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
