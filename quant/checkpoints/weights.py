@@ -444,12 +444,13 @@ class Weights:
                 )
             return self._converted(name, stored)
         tensor = self._source(f"{name}.weight", (rows, columns), weight)
-        if self._stays_float(name):
+        scheme = self._rounded_to(name)
+        if scheme is None:
             return Part(QuantTensor.from_dense(shard_floats(tensor, kept, local.columns).to(self.dtype)))
-        if quantizes_rows_independently(self.scheme) and local.columns is None:
-            return Part(quantize_part(name, shard_floats(tensor, kept), self.scheme))
+        if quantizes_rows_independently(scheme) and local.columns is None:
+            return Part(quantize_part(name, shard_floats(tensor, kept), scheme))
         # Rounded whole, so that the codes are those of one rank.
-        return Part(shard_quantized(quantize_part(name, tensor, self.scheme), kept, local.columns))
+        return Part(shard_quantized(quantize_part(name, tensor, scheme), kept, local.columns))
 
     def _stacked(self, weight: Weight) -> Part:
         """All experts of a parameter from one tensor."""
@@ -468,9 +469,9 @@ class Weights:
         tensor = tensor if weight.rows_first else tensor.transpose(1, 2)
         if weight.interleaved:  # before rounding, which may be by blocks of rows
             tensor = torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
-        if self._stays_float(name):
+        scheme = self._rounded_to(name)
+        if scheme is None:
             return Part(QuantTensor.from_dense(torch.empty(tensor.shape, dtype=self.dtype).copy_(tensor)))
-        scheme = self.scheme
         return Part(
             stack(
                 (quantize_part(f"{name}[{first + i}]", expert, scheme) for i, expert in enumerate(tensor)),
@@ -478,11 +479,12 @@ class Weights:
             )
         )
 
-    def _stays_float(self, name: str) -> bool:
-        """Whether a linear module in floats is not quantized at load."""
+    def _rounded_to(self, name: str) -> QuantScheme | None:
+        """The scheme that a linear module in floats is quantized to at load; None: it stays as it is."""
         if self.stored is not None:
             self._floats.add(name)
-        return self.stored is not None or self.scheme is None or self.scheme.is_dense
+            return None
+        return None if self.scheme is None or self.scheme.is_dense else self.scheme
 
     def _converted(self, name: str, part: Part) -> Part:
         """A stored part, converted to the requested scheme."""
