@@ -172,6 +172,24 @@ def harmony(content: str, thought: str, calls: list[tuple[str, dict[str, Any]]])
     return "<|start|>assistant".join(parts)
 
 
+def gemma4(content: str, thought: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As Gemma 4 writes; keys that are no words stand between marks."""
+    quote = '<|"|>'
+
+    def shown(value: Any) -> str:
+        if isinstance(value, str):
+            return f"{quote}{value}{quote}"
+        if isinstance(value, dict):
+            pairs = (
+                f"{k if k.isidentifier() else f'{quote}{k}{quote}'}:{shown(v)}" for k, v in value.items()
+            )
+            return "{" + ",".join(pairs) + "}"
+        return f"[{','.join(map(shown, value))}]" if isinstance(value, list) else dumped(value)
+
+    text = f"<|channel>thought\n{thought}<channel|>" if thought else ""
+    return text + content + "".join(f"<|tool_call>call:{n}{shown(a)}<tool_call|>" for n, a in calls)
+
+
 Writer = Callable[[str, str, list[tuple[str, dict[str, Any]]]], str]
 WRITERS: dict[str, tuple[str, Writer]] = {
     "hermes": ("hermes", hermes),
@@ -183,6 +201,7 @@ WRITERS: dict[str, tuple[str, Writer]] = {
     "mistral_args": ("mistral", mistral_args),
     "llama3": ("llama3", llama),
     "harmony": ("harmony", harmony),
+    "gemma4": ("gemma4", gemma4),
 }
 IN_MARKS = ("qwen3_coder", "glm")
 """Formats whose values stand in marks without escapes: a value with such a mark cannot be written in them."""
@@ -262,6 +281,11 @@ def test_messages_come_back_however_they_are_cut(which: str, data: st.DataObject
                     "[ARGS]",
                     "<｜tool▁call▁begin｜>",
                     "<｜tool▁sep｜>",
+                    "<|tool_call>call:look{",
+                    'city:<|"|>Par',
+                    '<|"|>,n:[1,{',
+                    "<|channel>thought",
+                    "<channel|>",
                 ]
             ),
         ),
@@ -349,6 +373,32 @@ def test_long_values_are_read_once(value: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(value) < looked_at < 6 * len(value)
 
 
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ("{}", {}),
+        ('{city:<|"|>a "b" \\ {c}\n<|"|>,n:1}', {"city": 'a "b" \\ {c}\n', "n": 1}),
+        ('{"city": "a \\"b\\" <|", "n": [1, null]}', {"city": 'a "b" <|', "n": [1, None]}),
+        ("{n:-1.5e3,a:true,b:None,c:[],d:{},e:[[1],{f:false}]}",)
+        + ({"n": -1500.0, "a": True, "b": None, "c": [], "d": {}, "e": [[1], {"f": False}]},),
+        ("{city: New York , n : 2}", {"city": "New York", "n": 2}),
+        ('{<|"|>a:b<|"|>:NaN}', {"a:b": "NaN"}),
+    ],
+)
+def test_arguments_of_gemma_4(inside: str, arguments: dict[str, Any]) -> None:
+    """Marks or JSON, bare values, and what is no JSON as a text."""
+    for pieces in (
+        [f"a<|tool_call>call:look{inside}<tool_call|>"],
+        [*f"a<|tool_call>call:look{inside}<tool_call|>"],
+    ):
+        said, parser = parse("gemma4", pieces)
+        assert (said.content, [name for name, _ in said.calls], parser.open_call) == ("a", ["look"], False)
+        assert json.loads(said.calls[0][1]) == arguments
+    # Planted: a call that is no object, and one that is cut.
+    assert parse("gemma4", ["<|tool_call>look"])[0].calls == []
+    assert parse("gemma4", ["<|tool_call>call:look{city:"])[1].open_call
+
+
 def test_thoughts() -> None:
     """Opened by the prompt, cut, repeated by the model, counted."""
     said, parser = parse(
@@ -359,6 +409,8 @@ def test_thoughts() -> None:
     assert parse("hermes", ["<think>", "I see."], tail="<think>\n")[0].reasoning == "I see."
     assert parse("hermes", ["I see"], tail="<think>")[0] == Said("", "I see")
     assert parse("think", ["<thi", "nk>a</th", "ink>b"])[0] == Said("b", "a")
+    assert parse("gemma4", ["I see.<channel|>Yes."], tail="<|channel>thought\n")[0] == Said("Yes.", "I see.")
+    assert parse("gemma4", ["Yes."], tail="<|channel>thought\n<channel|>")[0] == Said("Yes.")
 
 
 @pytest.mark.parametrize("pieces", [list, lambda text: [text]], ids=["characters", "whole"])
@@ -380,6 +432,7 @@ def test_harmony_begins_with_a_recipient_or_with_text(pieces: Callable[[str], li
         ("<｜tool▁call▁begin｜>", "deepseek_v31"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|channel|><|message|>", "harmony"),
+        ("<|tool_call>call: <|channel>thought", "gemma4"),
         ("<|start_header_id|>'parameters'", "llama3"),
         ("<think>", "think"),
         ("{{ messages }}", "plain"),

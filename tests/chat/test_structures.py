@@ -53,6 +53,7 @@ TOOLS = (
 SPECIAL = [
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
     *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"),
+    *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
 ]
 DEEPSEEK = [
     f"<｜{name}｜>"
@@ -60,7 +61,17 @@ DEEPSEEK = [
 ]
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"]
 WITH_CALLS = [name for name in formats() if name not in ("plain", "think")]
-ENDS = ["STOP", '"', '"}', "\n</parameter>\n", "</arg_value>\n", "</think>", "[/THINK]", "<|end|>"]
+ENDS = [
+    "STOP",
+    '"',
+    '"}',
+    "\n</parameter>\n",
+    "</arg_value>\n",
+    "</think>",
+    "[/THINK]",
+    "<|end|>",
+    "<channel|>",
+]
 """What ends a text, which random tokens would hardly do."""
 
 
@@ -226,7 +237,7 @@ def test_strict_calls_of_free_choice(name: str, tail: str) -> None:
     options = ChatOptions(tools=STRICT)
     structure = formats()[name].structure(options, None, tail)
     assert structure is not None
-    thought = {"mistral": "[/THINK]"}.get(name, "</think>") if tail and name != "mistral" else ""
+    thought = "</think>" if tail and name not in ("mistral", "gemma4") else ""
     right = refused = 0
     for seed in range(8):
         special = seed % 2 == 0
@@ -398,9 +409,10 @@ OWN = (
 @pytest.mark.parametrize("name", [*WITH_CALLS, "think"])
 def test_own_grammars_follow_thoughts(name: str) -> None:
     """A request's own grammar and tags bind what follows the thought, and nothing in it."""
-    tail = "" if name in ("llama3", "harmony", "mistral") else "<think>\n"
+    tail = "" if name in ("llama3", "harmony", "mistral", "gemma4") else "<think>\n"
     begin, end = {
         "mistral": ("[THINK]", "[/THINK]"),
+        "gemma4": ("<|channel>thought\n", "<channel|>"),
         "llama3": ("", ""),
         "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
     }.get(name, ("", "</think>\n"))

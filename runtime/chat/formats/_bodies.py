@@ -93,7 +93,7 @@ class JsonText:
         return text[start:], "", "more"
 
 
-def _named(piece: Piece, head: re.Pattern[str], text: str) -> str:
+def named(piece: Piece, head: re.Pattern[str], text: str) -> str:
     """Set the name, or what a text without one is; what follows the head."""
     match = head.match(text)
     if match is None:
@@ -122,7 +122,7 @@ class HeadBody:
         piece = Piece()
         if self._json is None:
             self._text += text
-            text = _named(piece, self._head, self._text)
+            text = named(piece, self._head, self._text)
             if not piece.name:
                 return piece
             self._json = JsonText()
@@ -373,7 +373,7 @@ class PairBody:
         self._text += text
         piece = Piece()
         if not self._named:
-            rest = _named(piece, self.marks.head, self._text)
+            rest = named(piece, self.marks.head, self._text)
             if not piece.name:
                 return piece
             self._named, self._tool = True, self.tools.get(piece.name)
