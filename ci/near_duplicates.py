@@ -55,6 +55,15 @@ ACCEPTED = {
     ("kernels/linear/frag16_sm80/gemm.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
         "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
     ),
+    ("kernels/linear/block_scaled_sm120/product.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
+        "copies, parts along K and the end of a tile: what differs is between them, where scales come with the codes"
+    ),
+    ("kernels/linear/block_scaled_sm120/product.cuh", "kernels/linear/frag16_sm80/gemm.cuh"): (
+        "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
+    ),
+    ("kernels/linear/block_scaled_sm120/entry.h", "kernels/linear/w8a8_sm80/_linear_w8a8_sm80.cu"): (
+        "the checks and the grid of a launch, whose parameters are other structs"
+    ),
     ("kernels/linear/frag16_sm80/args.py", "kernels/linear/frag16_sm90/args.py"): (
         "the fields of a weight's view and of a gather: each header is generated from one declaration"
     ),

@@ -2,9 +2,16 @@
 # driver compiles for any GPU from sm_<arch> on, and embedded beside its host code like the cubins of cuda.cmake, whose compiler, modes and flags
 # it shares; that of compute_75 has the sources of frag16_sm75.cmake as well. GRISTMILL_RARE=off builds compute_80 alone; the manifest lists the others as left_out.
 #
+# compute_120f is the family of sm_120: its PTX has block-scaled mma.sync, and runs on sm_120 and sm_121 alone. To test its sources on other GPUs,
+# GRISTMILL_SM120f_AS=90 compiles them for those, with GRISTMILL_NVCC_FLAGS=-DGM_BLOCK_SCALE_BY_BF16.
+#
 # GRISTMILL_CUBINS: architectures by semicolons, 80;86;89;100;120 for example, for which each library embeds cubins as well (wheels), if its PTX
-# is not newer. There the driver has nothing to compile, and a driver older than the compiler's PTX can load them.
-set(GM_PTX_ARCHS 75 80 89)
+# is not newer; that of a family only its own, 120f. There the driver has nothing to compile, and a driver older than the compiler's PTX can
+# load them.
+set(GM_PTX_ARCHS 75 80 89 120f)
+if(GM_NVCC_VERSION VERSION_LESS 12.9)  # knows no families
+  list(REMOVE_ITEM GM_PTX_ARCHS 120f)
+endif()
 include(cmake/frag16_sm75.cmake)
 set(_cubins "")
 if(DEFINED ENV{GRISTMILL_CUBINS})
@@ -16,14 +23,18 @@ set(GRISTMILL_CUBINS "${_cubins}" CACHE STRING "architectures that get cubins be
 # GM_PTX_FLAGS_<arch>, by which they are compiled, and GM_PTX_CUBINS_<arch>.
 function(gm_ptx_library arch)
   set(library gristmill_cuda_compute${arch})
-  set(flags -std=c++20 -O3 -arch=compute_${arch} ${GRISTMILL_NVCC_FLAGS})
+  set(_as ${arch})
+  if(GRISTMILL_SM${arch}_AS)
+    set(_as ${GRISTMILL_SM${arch}_AS})
+  endif()
+  set(flags -std=c++20 -O3 -arch=compute_${_as} ${GRISTMILL_NVCC_FLAGS})
   set(_dir "${CMAKE_BINARY_DIR}/cuda_compute${arch}")
   file(MAKE_DIRECTORY "${_dir}")
   set(_cubins ${GRISTMILL_CUBINS})
   foreach(one IN LISTS GRISTMILL_CUBINS)
     string(REGEX MATCH "^[0-9]+" _one "${one}")
     string(REGEX MATCH "^[0-9]+" _oldest "${arch}")
-    if(_one LESS _oldest)
+    if(_one LESS _oldest OR (arch MATCHES "[af]$" AND NOT one STREQUAL arch))
       list(REMOVE_ITEM _cubins ${one})
     endif()
   endforeach()
@@ -40,7 +51,7 @@ function(gm_ptx_library arch)
               "-DGM_FLAGS=${flags};${_includes}" "-DGM_SOURCE=${source}" "-DGM_OUTPUT=${_dir}/${stem}.ptx"
               "-DGM_CACHE=${GRISTMILL_CUBIN_CACHE}" -P "${CMAKE_SOURCE_DIR}/cmake/cached.cmake"
       DEPENDS "${source}" "${CMAKE_SOURCE_DIR}/cmake/cached.cmake" DEPFILE "${_dir}/${stem}.ptx.d" VERBATIM COMMENT "nvcc compute_${arch} ${stem}.cu")
-    set(_images "--image3=kind=ptx,sm=${arch},file=${_dir}/${stem}.ptx")
+    set(_images "--image3=kind=ptx,sm=${_as},file=${_dir}/${stem}.ptx")
     set(_made "${_dir}/${stem}.ptx")
     foreach(one IN LISTS _cubins)
       set(_cubin "${_dir}/${stem}.sm${one}.cubin")

@@ -165,7 +165,7 @@ def _compiled(folder: str) -> Iterator[str]:
             for file in sorted(files):
                 name = f"{os.path.relpath(path, folder)}/{file}"
                 if name in LIBRARIES.values() or re.fullmatch(
-                    r"_.*(_cpu\.cpp|_sm\d+a?\.cu|_sm\d+\.cu\.in|\.hip)", file
+                    r"_.*(_cpu\.cpp|_sm\d+[af]?\.cu|_sm\d+\.cu\.in|\.hip)", file
                 ):
                     yield name
 

@@ -15,6 +15,8 @@ from tests.kernels.test_paged_attention_sm80 import STACK_ON_RECORD
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = json.loads((ROOT / "ci" / "ptx_baseline.json").read_text(encoding="utf-8"))
 KERNELS = {kernel.name: kernel for kernel in default_registry().all_kernels()}
+PRODUCTS = {"w8a8": "IMMA.16832.S8.S8", "fp4": "OMMA.SF.16864", "mxfp8": "QMMA.SF.16832"}
+"""A part of a kernel's name -> its instruction."""
 QUICK = ("linear_w4a16_decode_sm80", "sm_121")
 
 
@@ -30,13 +32,14 @@ QUICK = ("linear_w4a16_decode_sm80", "sm_121")
 def test_an_instance_is_assembled_with_the_spills_on_record(name: str, arch: str) -> None:
     """The first of a source. tests/kernels/test_*_sm80.py read all instances, on some targets."""
     entry = BASELINE[name]
-    used, code = assembled(entry["source"], arch, entries(entry["source"])[:1])
+    family = "f" if entry["source"].endswith("f") else ""
+    used, code = assembled(entry["source"], arch + family, entries(entry["source"])[:1])
     ((registers, stack),), (text,) = used.values(), code.values()
     assert registers <= 255 and stack <= entry.get("spills", {}).get(arch, 0), (registers, stack)
     if name.endswith("_sm75"):
         assert "HMMA.1688.F32" in text and "HMMA.16816" not in text and "LDGSTS" not in text
         return
-    products = "IMMA.16832.S8.S8" if "w8a8" in name else "HMMA.16816.F32"
+    products = next((code for part, code in PRODUCTS.items() if part in name), "HMMA.16816.F32")
     assert products in text and "LDGSTS" in text, "tensor cores and cp.async"
 
 

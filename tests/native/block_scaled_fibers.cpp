@@ -197,12 +197,19 @@ extern "C" int block_scaled_on_cpu(int format, const void* w, const void* x, voi
     return !gm::launch_grid(product<gm::Format, MT, WN, SLOTS>, &p, grid, WN * 32,                \
                             gm::block_scaled::Product<gm::Format, MT, WN, SLOTS>::kSlot * SLOTS); \
   }
-#define FP4(number, Format)     \
-  RUN(number, Format, 16, 4, 4) \
+  RUN(0, Nvfp4, 16, 4, 4)
+  RUN(1, Mxfp4, 16, 4, 4)
+  RUN(2, Mxfp8, 16, 4, 4)
+#ifndef GM_BLOCK_SCALE_BY_BF16  // of which one shape is enough
+#define LARGER(number, Format) \
   RUN(number, Format, 32, 4, 4) RUN(number, Format, 64, 4, 3) RUN(number, Format, 128, 8, 3)
-  FP4(0, Nvfp4)
-  FP4(1, Mxfp4)
-  RUN(2, Mxfp8, 16, 4, 4) RUN(2, Mxfp8, 32, 4, 3) RUN(2, Mxfp8, 64, 8, 2) RUN(2, Mxfp8, 128, 4, 2) return 2;
+  LARGER(0, Nvfp4)
+  LARGER(1, Mxfp4)
+  RUN(2, Mxfp8, 32, 4, 3)
+  RUN(2, Mxfp8, 64, 8, 2)
+  RUN(2, Mxfp8, 128, 4, 2)
+#endif
+  return 2;
 }
 
 // Codes and scales of x [m, k], rows ldx apart; of nvfp4 also the factor, by way of `maxima` of `parts`.

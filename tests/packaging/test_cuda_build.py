@@ -76,22 +76,26 @@ def test_off(tmp_path: Path) -> None:
 @needs_nvcc
 def test_a_library_for_each_architecture_of_ptx(tmp_path: Path) -> None:
     """With cubins for those architectures that are not older than its PTX."""
-    for arch in ("80", "89"):
+    archs = ("80", "89", "120f")
+    for arch in archs:
         shutil.copy(SCALE, tmp_path / f"_scale_sm{arch}.cu")
-    options = [f"-DGRISTMILL_SM{arch}_SOURCES={tmp_path}/_scale_sm{arch}.cu" for arch in ("80", "89")]
-    options += [f"-DGRISTMILL_SM90_SOURCES={SCALE}", "-DGRISTMILL_CUBINS=86;120", *SMALLEST]
+    options = [f"-DGRISTMILL_SM{arch}_SOURCES={tmp_path}/_scale_sm{arch}.cu" for arch in archs]
+    options += [f"-DGRISTMILL_SM90_SOURCES={SCALE}", "-DGRISTMILL_CUBINS=86;120;120f", *SMALLEST]
     build = tmp_path / "build"
     process = configure(build, "-DGRISTMILL_CUDA=on", *options)
-    assert "PTX: compute_80, 1 source(s), cubins: 86;120" in process.stdout
-    assert "PTX: compute_89, 1 source(s), cubins: 120" in process.stdout
+    assert "PTX: compute_80, 1 source(s), cubins: 86;120;120f" in process.stdout
+    assert "PTX: compute_89, 1 source(s), cubins: 120;120f" in process.stdout
+    assert "PTX: compute_120f, 1 source(s), cubins: 120f\n" in process.stdout
     subprocess.run(["cmake", "--build", build], check=True, capture_output=True)
     manifest = json.loads((build / "_lib" / "manifest.json").read_text())
-    assert manifest["cuda"].keys() == {"sm_90a", "compute_80", "compute_89"}
+    assert manifest["cuda"].keys() == {"sm_90a", "compute_80", "compute_89", "compute_120f"}
     built = {name: source["builds"].keys() for name, source in manifest["sources"].items()}
     assert built[str(tmp_path / "_scale_sm89.cu")] == {"compute_89"}
     library = ctypes.CDLL(str(build / "_lib" / manifest["cuda"]["compute_89"]["file"]))
     assert library.gm_test_scale(None, None, -1, 0, None) == -2
-    assert ".target sm_89" in (build / "cuda_compute89" / "_scale_sm89.ptx").read_text()
+    for arch in archs:
+        text = (build / f"cuda_compute{arch}" / f"_scale_sm{arch}.ptx").read_text()
+        assert f".target sm_{arch}\n" in text
 
 
 def test_unknown_mode_is_refused(tmp_path: Path) -> None:
@@ -109,9 +113,13 @@ def test_what_is_rare_can_be_left_out(tmp_path: Path) -> None:
         len(manifest["left_out"]) == 12 + len(older)
         and "linear_int4_g64_gemm_ws_sm90" in manifest["left_out"]
     )
-    assert [name for name in older if not name.endswith("_sm80")] == ["compute_75", "compute_89"]
+    assert [name for name in older if not name.endswith("_sm80")] == [
+        "compute_75",
+        "compute_89",
+        "compute_120f",
+    ]
     rare = {path.stem for path in (ROOT / "kernels").rglob("*_rare_sm80.cu")}
-    assert {*older} == {"compute_75", "compute_89", *rare} and len(rare) > 20
+    assert {*older} == {"compute_75", "compute_89", "compute_120f", *rare} and len(rare) > 20
     compiled = (tmp_path / "compiled.cmake").read_text()
     assert "linear_int4_g64_gemm_ws_sm90" not in compiled and "gemm_sm75" not in compiled
     assert "rare" not in status_line(configure(tmp_path, "-DGRISTMILL_RARE=on"))

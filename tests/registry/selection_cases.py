@@ -76,6 +76,7 @@ BUILDS: dict[str, Build] = {
     "ptx75": Build.of(_TRITON, cuda_archs=("compute_75", "compute_80", "sm_90a"), **_CUDA),
     "turing": Build.of(_TRITON, cuda_archs=("compute_75",), **_CUDA),
     "ptx75-off": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), left_out=("compute_75",), **_CUDA),
+    "family120": Build.of(_TRITON, cuda_archs=("compute_120f", "compute_80", "sm_90a"), **_CUDA),
     "blackwell": Build.of(
         {**_TRITON, "nvidia-cutlass-dsl": "4.2"},
         cuda_archs=("sm_100a", "sm_100f", "sm_120", "sm_120a", "sm_120f"),
@@ -558,6 +559,35 @@ mla_attention | ~mla | sm_90 | ptx80 | - | mla_attention_sm90
 mla_attention | ~mla | sm_90 | ptx80 | invariant | mla_attention_sm90_whole
 mla_attention | ~mla | sm_90 | ptx | - | mla_attention_sm80
 mla_attention | ~mla,latent_dim=256 | sm_89 | ptx80 | - | mla_attention_triton_split
+# block-scaled products of both operands, where mma.sync has them and the build has PTX of the family; weight-only products as elsewhere
+linear | m=1,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=1024,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=1,n=4096,k=4096,w=mxfp4.mxfp4 | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=64,n=4096,k=4096,w=mxfp4.mxfp4 | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=1024,n=4096,k=4096,w=mxfp4.mxfp4 | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=1,n=4096,k=4096,w=mxfp8.mxfp8 | sm_120 | family120 | - | linear_mxfp8_sm120
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_120 | family120 | - | linear_mxfp8_sm120
+linear | m=1024,n=4096,k=4096,w=mxfp8.mxfp8 | sm_120 | family120 | - | linear_mxfp8_sm120
+linear | m=1,n=4096,k=4096,w=nvfp4.nvfp4 | sm_121 | family120 | - | linear_fp4_sm120
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_121 | family120 | - | linear_fp4_sm120
+linear | m=1024,n=4096,k=4096,w=nvfp4.nvfp4 | sm_121 | family120 | - | linear_fp4_sm120
+linear | m=1,n=4096,k=4096,w=mxfp4.mxfp4 | sm_121 | family120 | - | linear_fp4_sm120
+linear | m=64,n=4096,k=4096,w=mxfp4.mxfp4 | sm_121 | family120 | - | linear_fp4_sm120
+linear | m=1024,n=4096,k=4096,w=mxfp4.mxfp4 | sm_121 | family120 | - | linear_fp4_sm120
+linear | m=1,n=4096,k=4096,w=mxfp8.mxfp8 | sm_121 | family120 | - | linear_mxfp8_sm120
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_121 | family120 | - | linear_mxfp8_sm120
+linear | m=1024,n=4096,k=4096,w=mxfp8.mxfp8 | sm_121 | family120 | - | linear_mxfp8_sm120
+linear | m=7,n=4097,k=14336,x=fp16,w=nvfp4.nvfp4,epilogue=bias+residual | sm_120 | family120 | - | linear_fp4_sm120
+linear | m=257,n=28672,k=4096,w=mxfp8.mxfp8,epilogue=bias+silu_mul | sm_121 | family120 | - | linear_mxfp8_sm120
+linear | m=16,n=4096,k=4096,w=nvfp4 | sm_120 | family120 | - | linear_w4a16_decode_sm80
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | ptx80 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=mxfp4.mxfp8 | sm_120 | family120 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4128,w=mxfp8.mxfp8 | sm_120 | family120 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | family120 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_90 | family120 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_89 | family120 | - | linear_dequant_torch
 # other families have Triton alone before Hopper
 mla_attention | ~mla,x=fp16 | sm_75 | ptx80 | - | mla_attention_triton_split
 varlen_attention | ~varlen | sm_89 | ptx80 | - | varlen_attention_triton
@@ -588,6 +618,23 @@ linear | m=16,n=4096,k=4096,w=int8_g128.int8_g128 | sm_120 | ptx80 | - | linear_
 linear | m=16,n=4096,k=4100,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_w8a8_sm80 | problem | K a multiple of 16
 linear | m=16,n=4096,k=4096,x=fp32,w=int8_ch.int8_token | sm_86 | ptx80 | - | linear_w8a8_sm80 | problem | takes fp16 or bf16
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token,codes=true | sm_90 | ptx80 | - | linear_w8a8_sm90 | problem | needs the sums of int8 codes
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | family120 | - | linear_fp4_sm120 | hardware | sm_110 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_110 | family120 | - | linear_mxfp8_sm120 | hardware | sm_110 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_103 | family120 | - | linear_fp4_sm120 | hardware | sm_103 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_103 | family120 | - | linear_mxfp8_sm120 | hardware | sm_103 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_fp4_sm120 | hardware | sm_100 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_100 | family120 | - | linear_mxfp8_sm120 | hardware | sm_100 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_90 | family120 | - | linear_fp4_sm120 | hardware | sm_90 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_90 | family120 | - | linear_mxfp8_sm120 | hardware | sm_90 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_89 | family120 | - | linear_fp4_sm120 | hardware | sm_89 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_89 | family120 | - | linear_mxfp8_sm120 | hardware | sm_89 lacks mma.sync.block_scale
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | gfx950 | family120 | - | linear_fp4_sm120 | hardware | runs on nvidia
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | ptx80 | - | linear_fp4_sm120 | build | no code for compute_120f
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_121 | blackwell | - | linear_mxfp8_sm120 | build | no code for compute_120f
+linear | m=64,n=4096,k=4096,w=mxfp4.mxfp8 | sm_120 | family120 | - | linear_mxfp8_sm120 | problem | not mxfp4.mxfp8
+linear | m=64,n=4096,k=4096,w=nvfp4 | sm_120 | family120 | - | linear_fp4_sm120 | problem | not nvfp4
+linear | m=64,n=4096,k=4160,w=mxfp4.mxfp4 | sm_121 | family120 | - | linear_fp4_sm120 | problem | K a multiple of 128
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | family120 | invariant | linear_fp4_sm120 | policy | results depend on the batch
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | invariant | linear_w4a16_decode_sm80 | policy | results depend on the batch
 paged_attention | ~paged,head_dim=112 | sm_89 | ptx80 | - | paged_attention_sm80_split | problem | not 112
 paged_attention | ~paged | gfx942 | ptx80 | - | paged_attention_sm80_split | hardware | runs on nvidia

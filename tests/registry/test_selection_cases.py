@@ -177,7 +177,7 @@ def test_the_table_is_large_and_says_why() -> None:
     } <= schemes
 
 
-_EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100")
+_EVERYWHERE = ("sm_90", "gfx942", "cpu:avx2", "sm_100", "sm_120")
 
 
 @pytest.mark.parametrize("kernel", list(REGISTRY.all_kernels()), ids=lambda k: k.name)
@@ -196,7 +196,7 @@ def test_every_kernel_is_reachable(kernel) -> None:
         },
         triton_backends=("cuda", "hip"),
         cpu_levels=("base", "avx2"),
-        cuda_archs=("sm_90a", "sm_100a", "compute_75", "compute_80"),
+        cuda_archs=("sm_90a", "sm_100a", "compute_75", "compute_80", "compute_120f"),
         hip_archs=("gfx942",),
         offers=frozenset(kernel.requires.offers),
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from gristmill.autotune.resolve import Resolver
+from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
@@ -96,6 +98,34 @@ def test_the_scheme_that_a_device_has_a_kernel_for(
     assert plans.schemes.line("cuda:0").startswith(changed) and bool(changed) == bool(
         plans.schemes.line("cuda:0")
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "stored", "declared", "loaded"),
+    [
+        ("sm_120", "nvfp4", "nvfp4", "nvfp4.nvfp4"),  # W4A4 of compressed-tensors and ModelOpt
+        ("sm_121", "mxfp4", "mxfp4", "mxfp4.mxfp4"),
+        ("sm_120", "mxfp8", "mxfp8", "mxfp8.mxfp8"),
+        ("sm_120", "nvfp4", None, "nvfp4"),  # W4A16
+        ("sm_120", "mxfp4", "mxfp8", "mxfp4"),  # no kernel multiplies these
+        ("sm_100", "nvfp4", "nvfp4", "nvfp4"),
+        ("h200", "nvfp4", "nvfp4", "nvfp4"),
+    ],
+)
+def test_declared_blocks_of_activations_where_a_kernel_multiplies_them(
+    target: str,
+    stored: str,
+    declared: str | None,
+    loaded: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    build = replace(Build.probe(), cuda_archs=("compute_120f", "compute_80", "sm_90a"), left_out=())
+    plans = plans_of(target, monkeypatch, tmp_path)
+    monkeypatch.setattr(plans.resolver, "build", build)
+    assert str(plans.loaded(weight_of(stored), declared).scheme) == loaded
+    monkeypatch.setattr(plans, "policy", replace(plans.policy, activations="float"))
+    assert str(plans.loaded(weight_of(stored), declared).scheme) == stored
 
 
 def test_what_does_not_fit_stays_as_it_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
