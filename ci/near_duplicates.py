@@ -61,9 +61,13 @@ ACCEPTED = {
     ("kernels/linear/block_scaled_sm120/product.cuh", "kernels/linear/frag16_sm80/gemm.cuh"): (
         "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
     ),
-    ("kernels/linear/block_scaled_sm120/entry.h", "kernels/linear/w8a8_sm80/_linear_w8a8_sm80.cu"): (
+    ("kernels/linear/block_scaled_sm120/entry.h", "kernels/linear/w8a8_sm80/entry.h"): (
         "the checks and the grid of a launch, whose parameters are other structs"
     ),
+    (
+        "kernels/linear/w8a8_sm80/_quantize_fp8_sm89.cu",
+        "kernels/linear/w8a8_sm90/_quantize_rows_sm90.cu",
+    ): ("groups of columns: in the common header they would change the code that the records of sm_90 name"),
     ("kernels/linear/frag16_sm80/args.py", "kernels/linear/frag16_sm90/args.py"): (
         "the fields of a weight's view and of a gather: each header is generated from one declaration"
     ),

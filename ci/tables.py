@@ -60,7 +60,7 @@ def serves(kernel: Kernel, target: Target) -> bool:
         offers=frozenset(requires.offers),
         triton_backends=("cuda", "hip", "xpu"),
         cpu_levels=tuple(LEVEL_CHAINS),
-        cuda_archs=("sm_90a", "compute_80"),
+        cuda_archs=("sm_90a", "compute_80", "compute_89"),
         hip_archs=requires.brings,
     )
     return not requires.check_hardware(target) and not requires.check_build(target, build)

@@ -111,7 +111,7 @@ foreach(arch IN LISTS GM_PTX_ARCHS)
   file(GLOB_RECURSE GM_PTX_SOURCES_${arch} CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/kernels/*_sm${arch}.cu")
   if(arch STREQUAL 75)
     gm_frag16_sm75_sources(_generated)
-    list(APPEND GM_PTX_SOURCES_75 ${_generated})
+    list(PREPEND GM_PTX_SOURCES_75 ${_generated})  # in the order of names, as tests/kernels/machine_code.py takes them
   endif()
   if(_rare STREQUAL "off" AND arch STREQUAL 80)
     gm_leave_out_rare(GM_PTX_SOURCES_${arch})

@@ -8,11 +8,12 @@ import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES
-from gristmill.kernels.linear.w8a8_sm80._launch import launch
-from gristmill.kernels.linear.w8a8_sm80.shapes import SHAPES, room_of
+from gristmill.kernels.linear.w8a8_sm80._launch_sm80 import launch
+from gristmill.kernels.linear.w8a8_sm80.shapes import INT8, room_of
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.calls import make_call
@@ -23,10 +24,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NEWER, reason="needs an NV
 DEVICE = "cuda:0"
 OP = default_registry().op("linear")
 KERNEL = default_registry().kernel("linear", "linear_w8a8_sm80")
-Config = dict[str, int]
+PLAIN = {"format": INT8.format, "activation": "int8_token"}
 CONFIGS: list[Config] = [
-    {"mt": shape.mt, "warps": shape.warps, "grid": grid, "share": share}
-    for shape in SHAPES
+    {**PLAIN, "mt": shape.mt, "warps": shape.warps, "grid": grid, "share": share}
+    for shape in INT8.shapes
     for grid, share in ((1, 0), (3, 0), (4, 1), (7, 1), (61, 1), (4000, 1))
 ]
 """Every instance: a CTA per tile; CTAs that walk over tiles; tiles shared by CTAs evenly and unevenly, and none because there is too
@@ -167,8 +168,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     target, y = Target.parse("sm_90"), expected(x, q)
     for m in (1, 2, 8, 17, 64, 65, 128, 300):
         problem = OP.problem(f"m={m},n=1000,k=4096,w=int8_ch.int8_token")
-        config = {name: int(value) for name, value in KERNEL.config(problem, target).items()}
-        assert torch.equal(run(x[:m], q, config), y[:m]), m
+        assert torch.equal(run(x[:m], q, KERNEL.config(problem, target)), y[:m]), m
 
 
 def test_every_example() -> None:
@@ -184,7 +184,7 @@ def test_every_example() -> None:
 
 def test_a_captured_graph() -> None:
     q, x = weight(512, 8192), rows_of(5, 8192)
-    config = {"mt": 16, "warps": 4, "grid": 61, "share": 1}
+    config: Config = {**PLAIN, "mt": 16, "warps": 4, "grid": 61, "share": 1}
     workspace = torch.zeros(room_of(config, 5, 8192, 0, given=False).size, dtype=torch.uint8, device=DEVICE)
     out = torch.empty(5, 512, dtype=x.dtype, device=DEVICE)
     call = make_call("linear", x, pack(q, "plain_v1").tensors, None, None, False, 512, workspace, out)

@@ -15,8 +15,12 @@ from tests.kernels.test_paged_attention_sm80 import STACK_ON_RECORD
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = json.loads((ROOT / "ci" / "ptx_baseline.json").read_text(encoding="utf-8"))
 KERNELS = {kernel.name: kernel for kernel in default_registry().all_kernels()}
-PRODUCTS = {"w8a8": "IMMA.16832.S8.S8", "fp4": "OMMA.SF.16864", "mxfp8": "QMMA.SF.16832"}
-"""A part of a kernel's name -> its instruction."""
+PRODUCTS = {
+    "linear_w8a8_sm80": "IMMA.16832.S8.S8",
+    "linear_fp4_sm120": "OMMA.SF.16864",
+    "linear_mxfp8_sm120": "QMMA.SF.16832",
+}
+"""A kernel -> its instruction."""
 QUICK = ("linear_w4a16_decode_sm80", "sm_121")
 
 
@@ -36,11 +40,24 @@ def test_an_instance_is_assembled_with_the_spills_on_record(name: str, arch: str
     used, code = assembled(entry["source"], arch + family, entries(entry["source"])[:1])
     ((registers, stack),), (text,) = used.values(), code.values()
     assert registers <= 255 and stack <= entry.get("spills", {}).get(arch, 0), (registers, stack)
+    expected = products_of(name, arch)
+    assert expected in text, "tensor cores"
     if name.endswith("_sm75"):
-        assert "HMMA.1688.F32" in text and "HMMA.16816" not in text and "LDGSTS" not in text
-        return
-    products = next((code for part, code in PRODUCTS.items() if part in name), "HMMA.16816.F32")
-    assert products in text and "LDGSTS" in text, "tensor cores and cp.async"
+        assert "16816.F32" not in text and "LDGSTS" not in text, "what Turing lacks"
+    else:
+        assert "LDGSTS" in text, "cp.async"
+
+
+def products_of(name: str, arch: str) -> str:
+    """The instruction of the tensor cores. Only sm_89 and the sm_120 family multiply e4m3 by mma.sync; for others its codes become fp16."""
+    if name == "linear_w8a8_sm75":
+        blackwell = ("sm_100", "sm_103", "sm_120", "sm_121")
+        return "IMMA.16816.S8.S8" if arch in blackwell else "IMMA.8816.S8.S8"
+    if name.endswith("_sm75"):
+        return "HMMA.1688.F32"
+    if name == "linear_w8a8_sm89" and arch in ("sm_89", "sm_120", "sm_121"):
+        return "QMMA.16832.F32.E4M3.E4M3"
+    return PRODUCTS.get(name, "HMMA.16816.F32")
 
 
 def test_every_kernel_of_ptx_is_in_the_baseline_for_targets_that_run_it() -> None:

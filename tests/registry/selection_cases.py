@@ -72,7 +72,8 @@ BUILDS: dict[str, Build] = {
         {**_TRITON, "onnxruntime": "1.31", "onnx": "1.23"}, cpu_levels=_X86, offers=_ONNXRUNTIME, **_CUDA
     ),
     "sm90a": Build.of(_TRITON, cuda_archs=("sm_90a",), **_CUDA),
-    "ptx80": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), **_CUDA),
+    "ptx80": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), left_out=("compute_89",), **_CUDA),
+    "ptx89": Build.of(_TRITON, cuda_archs=("compute_80", "compute_89", "sm_90a"), **_CUDA),
     "ptx75": Build.of(_TRITON, cuda_archs=("compute_75", "compute_80", "sm_90a"), **_CUDA),
     "turing": Build.of(_TRITON, cuda_archs=("compute_75",), **_CUDA),
     "ptx75-off": Build.of(_TRITON, cuda_archs=("compute_80", "sm_90a"), left_out=("compute_75",), **_CUDA),
@@ -535,6 +536,11 @@ moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_89 | ampere | - | moe_chai
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=int8_g128.int8_g128 | sm_80 | ptx80 | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_75 | ptx80 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_75 | ptx75 | - | linear_w8a8_sm75
+linear | m=1,n=4096,k=4096,x=fp16,w=int8_ch.int8_token,codes=true | sm_75 | turing | - | linear_w8a8_sm75
+linear | m=300,n=4098,k=1008,w=int8_ch.int8_token,epilogue=bias+silu_mul | sm_75 | turing | invariant | linear_w8a8_sm75
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_86 | ptx75 | - | linear_w8a8_sm80
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_86 | turing | - | linear_w8a8_sm75
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ampere | - | linear_dequant_torch
 linear | m=16,n=4096,k=4100,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,x=fp32,w=int8_ch.int8_token | sm_86 | ptx80 | - | linear_dequant_torch
@@ -588,6 +594,22 @@ linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | family120 | - | linear_dequ
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_dequant_torch
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_90 | family120 | - | linear_dequant_torch
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_89 | family120 | - | linear_dequant_torch
+# e4m3 products of both operands, by PTX of a library of its own, on every GPU from sm_89 on; Hopper has its own, but for one scale of x
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx89 | - | linear_w8a8_sm89
+linear | m=1,n=4096,k=4096,w=fp8.fp8_token | sm_120 | ptx89 | - | linear_w8a8_sm89
+linear | m=4096,n=14336,k=4096,x=fp16,w=fp8.fp8,epilogue=bias+silu_mul | sm_121 | ptx89 | - | linear_w8a8_sm89
+linear | m=257,n=4097,k=1008,w=fp8_block.fp8_g128,epilogue=bias+residual | sm_89 | ptx89 | - | linear_w8a8_sm89
+linear | m=8,n=4096,k=4096,w=fp8_block.fp8_g128,codes=true | sm_120 | ptx89 | - | linear_w8a8_sm89
+linear | m=64,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | ptx89 | - | linear_w8a8_sm89
+linear | m=64,n=4096,k=4096,w=fp8_ch.fp8,codes=true | sm_103 | ptx89 | - | linear_w8a8_sm89
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_89 | ptx89 | - | linear_w8a8_sm80
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_90 | ptx89 | - | linear_w8a8_sm90
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | ptx89 | - | linear_w8a8_sm90
+linear | m=16,n=4096,k=4096,w=fp8.fp8 | sm_90 | ptx89 | - | linear_w8a8_sm89
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_86 | ptx89 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4100,w=fp8_ch.fp8_token | sm_89 | ptx89 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | sm_89 | ptx89 | - | linear_dequant_torch
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_g128 | sm_89 | ptx89 | - | linear_dequant_torch
 # other families have Triton alone before Hopper
 mla_attention | ~mla,x=fp16 | sm_75 | ptx80 | - | mla_attention_triton_split
 varlen_attention | ~varlen | sm_89 | ptx80 | - | varlen_attention_triton
@@ -610,6 +632,9 @@ linear | m=1,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ptx80 | - | linear_w8a
 linear | m=16,n=4096,k=4096 | sm_86 | ptx80 | - | linear_w8a16_gemm_sm80 | problem | not bf16
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_75 | ptx80 | - | linear_w8a8_sm80 | hardware | sm_75 lacks cp_async
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | gfx942 | ptx80 | - | linear_w8a8_sm80 | hardware | runs on nvidia
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_70 | turing | - | linear_w8a8_sm75 | hardware | sm_70 lacks ldmatrix
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_75 | ptx75-off | - | linear_w8a8_sm75 | build | not in this build: compute_75
+linear | m=16,n=4100,k=4100,w=int8_ch.int8_token | sm_75 | turing | - | linear_w8a8_sm75 | problem | K a multiple of 16
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_80 | ampere | - | linear_w8a8_sm80 | build | no code for compute_80; it has sm_80
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_89 | sm90a | - | linear_w8a8_sm80 | build | no code for compute_80
 linear | m=16,n=4096,k=4096,w=int8_ch | sm_80 | ptx80 | - | linear_w8a8_sm80 | problem | not int8_ch
@@ -635,6 +660,16 @@ linear | m=64,n=4096,k=4096,w=mxfp4.mxfp8 | sm_120 | family120 | - | linear_mxfp
 linear | m=64,n=4096,k=4096,w=nvfp4 | sm_120 | family120 | - | linear_fp4_sm120 | problem | not nvfp4
 linear | m=64,n=4096,k=4160,w=mxfp4.mxfp4 | sm_121 | family120 | - | linear_fp4_sm120 | problem | K a multiple of 128
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | family120 | invariant | linear_fp4_sm120 | policy | results depend on the batch
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_86 | ptx89 | - | linear_w8a8_sm89 | hardware | sm_86 lacks mma.fp8
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | gfx942 | ptx89 | - | linear_w8a8_sm89 | hardware | runs on nvidia
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx80 | - | linear_w8a8_sm89 | build | not in this build: compute_89
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx | - | linear_w8a8_sm89 | build | no code for compute_89; it has compute_80
+linear | m=16,n=4096,k=4096,w=fp8_ch | sm_89 | ptx89 | - | linear_w8a8_sm89 | problem | not fp8_ch
+linear | m=16,n=4096,k=4096,w=fp8_block.fp8_token | sm_89 | ptx89 | - | linear_w8a8_sm89 | problem | not fp8_block.fp8_token
+linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_89 | ptx89 | - | linear_w8a8_sm89 | problem | not int8_ch.int8_token
+linear | m=16,n=4096,k=65552,w=fp8.fp8 | sm_120 | ptx89 | - | linear_w8a8_sm89 | problem | at most 65536
+linear | m=16,n=4096,k=4096,x=fp32,w=fp8_block.fp8_g128 | sm_89 | ptx89 | - | linear_w8a8_sm89 | problem | takes fp16 or bf16
+linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx89 | invariant | linear_w8a8_sm89 | policy | results depend on the batch
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_80 | ptx80 | invariant | linear_w4a16_decode_sm80 | policy | results depend on the batch
 paged_attention | ~paged,head_dim=112 | sm_89 | ptx80 | - | paged_attention_sm80_split | problem | not 112
 paged_attention | ~paged | gfx942 | ptx80 | - | paged_attention_sm80_split | hardware | runs on nvidia

@@ -30,6 +30,12 @@ from tests.runtime import oracle, producers
 from tests.runtime.oracle import LLAMA
 
 ROOM = 1 << 30
+BUILD = replace(
+    Build.probe(),
+    cuda_archs=("sm_90a", "compute_75", "compute_80", "compute_89", "compute_120f"),
+    left_out=(),
+)
+"""This installation with every library of CUDA kernels."""
 
 
 def plans_of(
@@ -38,12 +44,13 @@ def plans_of(
     tmp_path: Path,
     room: int = ROOM,
     dtype: torch.dtype = torch.bfloat16,
+    build: Build = BUILD,
     **policy: object,
 ) -> Plans:
     """Plans of a device that this machine need not have, as selection sees it."""
     here = Policy(cache=str(tmp_path), **policy)  # type: ignore[arg-type]
     kind = "cpu" if name.startswith("cpu") else "cuda"
-    monkeypatch.setattr(Plans, "resolver", Resolver(kind, here, target=Target.parse(name)))
+    monkeypatch.setattr(Plans, "resolver", Resolver(kind, here, build=build, target=Target.parse(name)))
     plans = Plans(torch.device(kind), dtype, here)
     plans.schemes = LoadedSchemes(room)
     return plans
@@ -72,8 +79,14 @@ def weight_of(scheme: str, n: int = 96, k: int = 256) -> QuantTensor:
         ("gfx942", "int5_g32_min", "bf16"),
         ("h200", "int8_ch.int8_token", "int8_ch.int8_token"),
         ("sm_86", "int8_ch.int8_token", "int8_ch.int8_token"),
-        ("sm_75", "int8_ch.int8_token", "int8_ch"),
+        ("sm_75", "int8_ch.int8_token", "int8_ch.int8_token"),
         ("sm_86", "fp8_block.fp8_g128", "fp8_block"),
+        ("sm_89", "fp8_block.fp8_g128", "fp8_block.fp8_g128"),
+        ("sm_89", "fp8_ch.fp8_token", "fp8_ch.fp8_token"),
+        ("sm_120", "fp8.fp8", "fp8.fp8"),
+        ("sm_121", "fp8.fp8_token", "fp8.fp8_token"),
+        ("sm_100", "fp8_block.fp8_g128", "fp8_block.fp8_g128"),
+        ("h200", "fp8_block.fp8_g128", "fp8_block.fp8_g128"),
         ("h200", "int4_g128.int8_g128", "int4_g128"),
         ("sm_86", "int6_g16.int8_g32", "int6_g16"),
         ("sm_86", "bf16", "bf16"),
@@ -120,12 +133,22 @@ def test_declared_blocks_of_activations_where_a_kernel_multiplies_them(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    build = replace(Build.probe(), cuda_archs=("compute_120f", "compute_80", "sm_90a"), left_out=())
     plans = plans_of(target, monkeypatch, tmp_path)
-    monkeypatch.setattr(plans.resolver, "build", build)
     assert str(plans.loaded(weight_of(stored), declared).scheme) == loaded
     monkeypatch.setattr(plans, "policy", replace(plans.policy, activations="float"))
     assert str(plans.loaded(weight_of(stored), declared).scheme) == stored
+
+
+@pytest.mark.parametrize(
+    ("target", "scheme", "loaded"),
+    [("sm_75", "int8_ch.int8_token", "int8_ch"), ("sm_89", "fp8_block.fp8_g128", "fp8_block")],
+)
+def test_a_build_without_the_library_leaves_activations_in_floats(
+    target: str, scheme: str, loaded: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build = replace(BUILD, cuda_archs=("sm_90a", "compute_80"), left_out=("compute_75", "compute_89"))
+    made = plans_of(target, monkeypatch, tmp_path, build=build).loaded(weight_of(scheme))
+    assert str(made.scheme) == loaded
 
 
 def test_what_does_not_fit_stays_as_it_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_explain_says_what_is_slow_on_a_device() -> None:
     for problem, target, ways in (
         ("n=4096,k=4096,w=int2_g16_min", "h200", "quant='bf16' or weights in int4_g128"),
         ("n=4096,k=576,w=int6_g16", "gfx942", "quant='bf16' or weights in int4_g64"),
-        ("m=1,n=4096,k=4096,w=int8_ch.int8_token", "sm_75", "quant='bf16' or weights in int4_g128"),
+        ("m=1,n=4096,k=4096,w=int8_ch.int8_token", "gfx942", "quant='bf16' or weights in int4_g128"),
         ("n=64,k=64,x=fp32,w=int2_g16_min", "cpu:avx2", "quant='fp32' or weights in int4_g64"),
     ):
         explanation = gristmill.explain("linear", problem, target)

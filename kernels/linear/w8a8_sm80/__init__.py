@@ -1,1 +1,1 @@
-"""Products of int8 weights and int8 activations by mma.sync and cp.async, for every NVIDIA GPU from sm_80 on."""
+"""Products of 8-bit weights and activations by mma.sync on NVIDIA GPUs: int8 from sm_80 on, e4m3 from sm_89 on."""

@@ -1,80 +1,14 @@
-// Linear over int8 weights and int8 activations by mma.sync: the kernels of product.cuh and their entry.
-#include "gm_cuda.h"
-#include "product.cuh"
-
-// Rows of x, warps, columns of a slot, slots, CTAs per multiprocessor; shapes.py has the same.
+// Linear over int8 weights and int8 activations by mma.sync.
+#define GM_ENTRY gm_w8a8_linear_int8_sm80
+#define GM_NAME w8a8
+#define GM_TYPE Int8
+#define GM_BLOCKS false
 #define GM_SHAPES(K)  \
   K(16, 4, 128, 4, 2) \
   K(32, 4, 128, 4, 2) \
   K(64, 8, 64, 4, 2)  \
   K(128, 4, 64, 4, 2) \
   K(128, 8, 64, 4, 1)
+#include "int8.cuh"
 
-#ifdef __CUDACC__
-
-#define GM_KERNEL(mt, warps, kb, slots, ctas)                           \
-  extern "C" __global__ void __launch_bounds__(warps * 32, ctas)        \
-      w8a8_##mt##x##warps(const __grid_constant__ gm::w8a8::Params p) { \
-    extern __shared__ __align__(128) uint8_t smem[];                    \
-    gm::w8a8::Product<mt, warps, kb, slots>(p, smem).run();             \
-  }
-GM_SHAPES(GM_KERNEL)
-
-#else  // host
-#include "args.h"
-
-namespace {
-
-using Args = GmLinearW8a8Sm80Args;
-
-struct Instance {
-  int mt, warps, kb, slots;
-  gm::CudaKernel kernel;
-};
-#define GM_INSTANCE(mt, warps, kb, slots, ctas) {mt, warps, kb, slots, {GM_CUBIN, "w8a8_" #mt "x" #warps}},
-Instance g_instances[] = {GM_SHAPES(GM_INSTANCE)};
-
-Instance* find(const Args& a) {
-  for (Instance& one : g_instances)
-    if (one.mt == a.mt && one.warps == a.warps) return &one;
-  return nullptr;
-}
-
-}  // namespace
-
-// y [m, n] = scales of x [m] and of W [n] times x [m, k] . W^T, + bias + residual.
-// GM_OK, or an error; with a negative device the bytes of shared memory.
-GM_CUDA_ARGS(gm_w8a8_linear_sm80, GmLinearW8a8Sm80Args)(const GmLinearW8a8Sm80Args* args) {
-  const Args& a = *args;
-  if ((a.y_type != 1 && a.y_type != 2) || a.w_type < 0 || a.w_type > 2) return GM_E_DTYPE;
-  if (a.m < 0 || a.n < 1 || a.k < 16 || a.k % 16 || a.k > 1 << 16) return GM_E_SHAPE;
-  Instance* one = find(a);
-  if (one == nullptr || a.grid < 1) return GM_E_ARG;
-  const int rows = one->warps * gm::w8a8::kWarpRows, smem = one->slots * (one->mt + rows) * one->kb;
-  const int64_t high = (int64_t(a.m) + one->mt - 1) / one->mt, blocks = high * gm::ceil_div(a.n, rows);
-  gm::w8a8::Params p{};
-  p.y = a.y, p.bias = a.bias, p.residual = a.residual;
-  p.x = static_cast<const uint8_t*>(a.x), p.w = static_cast<const uint8_t*>(a.w);
-  p.x_scale = static_cast<const float*>(a.x_scale), p.w_scale = a.w_scale, p.w_type = a.w_type;
-  p.counters = a.counters, p.sums = a.sums, p.ldx = a.ldx, p.m = a.m, p.n = a.n, p.k = a.k;
-  p.groups = gm::ceil_div(a.k, one->kb);
-  if (blocks * p.groups > INT32_MAX) return GM_E_SHAPE;
-  p.high = int(high), p.blocks = p.whole = int(blocks);
-  // Tiles are shared where every CTA gets a group of them, so that the CTAs of a tile follow each other.
-  const int rest = p.blocks % a.grid;
-  if (a.share && int64_t(rest) * p.groups >= a.grid) p.whole -= rest;
-  p.half = a.y_type == 1;
-  p.vectors = a.n % 8 == 0 && gm::is_aligned(a.y) && gm::is_aligned(a.residual);
-  if (a.device < 0) return smem;
-  if (a.m == 0) return GM_OK;
-  if (a.ldx % 16 || a.ldx < a.k || !gm::is_aligned(a.x) || !gm::is_aligned(a.w)) return GM_E_ARG;
-  const bool shared = p.whole < p.blocks;
-  if (shared && (a.counters == nullptr || !gm::is_aligned(a.sums) || a.sums == nullptr)) return GM_E_ARG;
-  const unsigned grid = shared || a.grid < p.blocks ? a.grid : p.blocks;
-  void* arguments[] = {&p};
-  return one->kernel.launch(a.device, a.stream,
-                            {.grid_x = grid, .block = unsigned(one->warps * 32), .smem = unsigned(smem)},
-                            arguments);
-}
-
-#endif
+#include "entry.h"

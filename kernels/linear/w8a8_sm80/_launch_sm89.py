@@ -1,0 +1,43 @@
+"""Launching linear with e4m3 activations on sm_89 and newer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.linear.w8a8_sm80._launch import Entry, Rows, run
+from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE_FP8
+from gristmill.kernels.linear.w8a8_sm80.shapes import FP8_BLOCK, pitch_of
+from gristmill.kernels.native import check
+
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
+
+ARCH = "compute_89"
+FORMATS = {"fp8_token": 0, "fp8_g128": 1, "fp8": 2}
+"""The formats of GmQuantizeFp8Sm89Args."""
+
+
+def launch(config: Config, call: LinearCall) -> None:
+    """`run`, with scales for each row of W, and for each row of x or all of it, or with those of blocks."""
+    run(config, call, of_blocks if config["format"] == FP8_BLOCK.format else of_rows, quantize)
+
+
+def of_rows() -> Entry:
+    """The entry that multiplies with scales of rows."""
+    return ptx_entry_of("gm_w8a8_linear_fp8_sm89", ARGS, ARCH)
+
+
+def of_blocks() -> Entry:
+    """The entry that multiplies with scales of blocks."""
+    return ptx_entry_of("gm_w8a8_linear_fp8_block_sm89", ARGS, ARCH)
+
+
+def quantize(config: Config, rows: Rows) -> None:
+    """x to e4m3, in the format of the configuration."""
+    form = FORMATS[str(config["activation"])]
+    args = QUANTIZE_FP8.new(rows.device, rows.m, rows.k, form, pitch_of(rows.m), rows.x_type, rows.stream)
+    args.codes, args.scales, args.maxima = rows.codes, rows.scales, rows.maxima
+    args.x, args.ldx = rows.x.data_ptr(), rows.ldx
+    check(ptx_entry_of("gm_quantize_fp8_sm89", QUANTIZE_FP8, ARCH)(args), "quantize_fp8")
