@@ -61,9 +61,9 @@ def products_of(name: str, arch: str) -> str:
 
 
 def test_every_kernel_of_ptx_is_in_the_baseline_for_targets_that_run_it() -> None:
-    """But the chain of experts, whose products are grouped_linear's."""
+    """But the chains of experts, whose products are grouped_linear's."""
     ptx = {name for name, kernel in KERNELS.items() if kernel.requires.code.startswith("cuda:compute_")}
-    assert BASELINE.keys() == ptx - {"moe_sm80"}
+    assert BASELINE.keys() == ptx - {"moe_sm75", "moe_sm80"}
     for name, entry in BASELINE.items():
         assert (ROOT / entry.get("executed", "tests")).exists()
         for arch in entry["on"]:

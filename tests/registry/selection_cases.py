@@ -497,6 +497,12 @@ linear | m=4,n=4096,k=4096,x=fp16,w=int4_g64,act_order=true | sm_75 | ptx75 | - 
 linear | m=4096,n=4096,k=4096,x=fp16,w=fp8_block,epilogue=bias+silu_mul | sm_75 | ptx75 | - | linear_w8a16_gemm_sm75
 linear | m=1,n=4096,k=4096,x=fp16,w=int4_g32_min | sm_75 | ptx75 | - | linear_gguf_decode_sm75
 linear | m=64,n=4096,k=4096,x=fp16,w=int6_g16 | sm_75 | ptx75 | - | linear_gguf_gemm_sm75
+grouped_linear | m=16,e=128,n=1536,k=2048,x=fp16,w=int4_g128 | sm_75 | ptx75 | - | grouped_linear_sm75
+grouped_linear | m=64,e=8,n=4096,k=2048,x=fp16,w=fp8_block,epilogue=silu_mul,gather=2 | sm_75 | ptx75 | - | grouped_linear_sm75
+moe | m=16,top_k=8,e=128,h=2048,i=768,x=fp16,w=int4_g128_zp | sm_75 | ptx75 | - | moe_sm75
+moe | m=1,top_k=4,e=32,h=2880,i=2880,x=fp16,w=mxfp4,epilogue=w13_bias+w2_bias+clamp | sm_75 | ptx75 | - | moe_sm75
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_75 | ptx75 | - | moe_chain_w_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,x=fp16,w=int4_g128 | sm_86 | ptx75 | - | moe_sm80
 linear | m=1,n=4096,k=4096,w=int4_g128 | sm_75 | ptx75 | - | linear_w_triton
 linear | m=64,n=4096,k=4096,x=fp16,w=int8_ch | sm_75 | ptx75-off | - | linear_w_triton
 # where those for sm_80 run they come first, and without their library the ones for sm_75 stand in
@@ -720,6 +726,11 @@ linear | m=64,n=4096,k=4096,x=fp32,w=int6_g16 | sm_75 | ptx75 | - | linear_gguf_
 linear | m=9,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75 | problem | made for M <= 8, not 9
 linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_75 | ptx75-off | - | linear_w4a16_decode_sm75 | build | not in this build: compute_75 (rare
 linear | m=1,n=4096,k=4096,x=fp16,w=int8_ch | sm_75 | ptx80 | - | linear_w8a16_decode_sm75 | build | no code for compute_75
+grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128 | sm_75 | ptx75 | - | grouped_linear_sm75 | problem | takes fp16 activations alone
+grouped_linear | m=16,e=4,n=1536,k=2048,x=fp16,w=int4_g128,act_order=true | sm_75 | ptx75 | - | grouped_linear_sm75 | problem | act-order
+grouped_linear | m=16,e=8,n=1536,k=2048,x=fp16,w=int4_g128 | sm_75 | ptx75-off | - | grouped_linear_sm75 | build | not in this build: compute_75
+moe | m=16,top_k=8,e=128,h=2048,i=768,x=fp16,w=int4_g128 | sm_75 | ptx80 | - | moe_sm75 | build | no code for compute_75
+moe | m=16,top_k=8,e=128,h=2048,i=768,x=fp16,w=int4_g128 | sm_70 | ptx75 | - | moe_sm75 | hardware | sm_70 lacks ldmatrix
 linear | m=1,n=4096,k=4096,x=fp16,w=int4_g128 | sm_70 | ptx75 | - | linear_w4a16_decode_sm75 | hardware | sm_70 lacks ldmatrix
 linear | m=64,n=4096,k=4096,x=fp16,w=nvfp4 | gfx942 | ptx75 | - | linear_w4a16_gemm_sm75 | hardware | runs on nvidia
 linear | m=1,n=4096,k=4096,x=fp16,w=int4_g64.int8_g32 | sm_75 | ptx75 | - | linear_w4a16_decode_sm75 | problem | weight-only
