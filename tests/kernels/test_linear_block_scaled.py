@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from gristmill.autotune.verify import verify
 from gristmill.kernel_registry import grades
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.registry import default_registry
@@ -25,6 +27,8 @@ from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES, MOST_SHARED
 from gristmill.quant import pack, quantize
 from tests.calls import make_call
 from tests.kernels.machine_code import TOOLS, ask, by_kernel, library_of, usage
+from tests.quant.oracle import round_trip
+from tests.quant.test_activations import expected, tokens
 
 OP = default_registry().op("linear")
 KERNELS = {
@@ -77,6 +81,22 @@ def test_where_it_runs(format: str) -> None:
     assert requires.check_build(Target.parse("sm_120"), without) == (
         "not in this build: compute_120f (rare; GRISTMILL_RARE=on builds them)",
     )
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4.nvfp4", "mxfp4.mxfp4", "mxfp4.mxfp8", "mxfp8.mxfp8"])
+def test_any_device_computes_these_schemes(scheme: str) -> None:
+    """The reference by the oracles of both quantizers, and the fallback by the reference."""
+    x, w = tokens(), torch.randn(40, 384, generator=torch.Generator().manual_seed(2))
+    weights, _, activations = scheme.partition(".")
+    exact = expected(x.numpy(), activations).astype("f8") @ round_trip(w.numpy(), weights).astype("f8").T
+    quantized = replace(quantize(w, weights), scheme=QuantScheme.parse(scheme))
+    y = OP.reference(x, quantized)
+    assert torch.allclose(y.double(), torch.from_numpy(exact), rtol=0, atol=1e-5 * float(abs(exact).max()))
+    fallback, target = default_registry().kernel("linear", "linear_dequant_torch"), Target.parse("cpu:avx2")
+    for text in ("m=5,n=40,k=384", "m=33,n=66,k=96,x=fp16,epilogue=bias+residual+silu_mul"):
+        problem = OP.problem(f"{text},w={scheme}")
+        outcome = verify(OP, fallback, fallback.config(problem, target), problem, "cpu")
+        assert outcome.ok, outcome.reason
 
 
 @pytest.mark.parametrize("target", ["sm_120", "sm_121"])
