@@ -120,6 +120,12 @@ def test_the_scheme_that_a_device_has_a_kernel_for(
         ("sm_121", "mxfp4", "mxfp4", "mxfp4.mxfp4"),
         ("sm_120", "mxfp8", "mxfp8", "mxfp8.mxfp8"),
         ("sm_120", "nvfp4", None, "nvfp4"),  # W4A16
+        ("sm_89", "fp8_block", "fp8_g128", "fp8_block.fp8_g128"),  # DeepSeek's
+        ("sm_120", "fp8_ch", "fp8_token", "fp8_ch.fp8_token"),  # W8A8 of compressed-tensors
+        ("sm_121", "fp8", "fp8", "fp8.fp8"),
+        ("sm_86", "fp8_block", "fp8_g128", "fp8_block"),
+        ("sm_75", "int8_ch", "int8_token", "int8_ch.int8_token"),
+        ("sm_70", "int8_ch", "int8_token", "int8_ch"),
         ("sm_120", "mxfp4", "mxfp8", "mxfp4"),  # no kernel multiplies these
         ("sm_100", "nvfp4", "nvfp4", "nvfp4"),
         ("h200", "nvfp4", "nvfp4", "nvfp4"),
