@@ -1,7 +1,9 @@
-"""linear_w8a8_sm80 on whatever GPU is here: every instance and partition bit for bit, tails, strides, given codes, repeated calls, graphs,
-the examples of the operation."""
+"""linear_w8a8_sm80 and linear_w8a8_sm75 on whatever GPU is here: every instance and partition bit for bit, tails, strides, given codes, repeated
+calls, graphs, the examples of the operation."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,26 +14,51 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES
-from gristmill.kernels.linear.w8a8_sm80._launch_sm80 import launch
-from gristmill.kernels.linear.w8a8_sm80.shapes import INT8, room_of
+from gristmill.kernels.linear.w8a8_sm80 import _launch_sm75, _launch_sm80
+from gristmill.kernels.linear.w8a8_sm80.shapes import INT8, INT8_TURING, room_of
 from gristmill.quant import QuantTensor, pack, quantize
 from gristmill.quant.activations import quantize_activation
 from tests.calls import make_call
 from tests.conftest import HAS_GPU
+from tests.kernels.machine_code import library_of
 
-NEWER = HAS_GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NEWER, reason="needs an NVIDIA GPU from sm_80 on")]
+if TYPE_CHECKING:
+    from gristmill.kernels.calls import LinearCall
+
+CAPABILITY = torch.cuda.get_device_capability() if HAS_GPU and torch.version.hip is None else (0, 0)
+KINDS = [
+    operands
+    for operands, oldest in ((INT8, (8, 0)), (INT8_TURING, (7, 5)))
+    if oldest <= CAPABILITY and library_of(operands.arch).is_file()
+]
+"""Those that this device runs and this build has."""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not KINDS, reason="needs an NVIDIA GPU from sm_75 on, and a library for it"),
+]
 DEVICE = "cuda:0"
 OP = default_registry().op("linear")
-KERNEL = default_registry().kernel("linear", "linear_w8a8_sm80")
-PLAIN = {"format": INT8.format, "activation": "int8_token"}
+KERNELS = [default_registry().kernel("linear", f"linear_w8a8_sm{operands.arch}") for operands in KINDS]
 CONFIGS: list[Config] = [
-    {**PLAIN, "mt": shape.mt, "warps": shape.warps, "grid": grid, "share": share}
-    for shape in INT8.shapes
+    {
+        "format": operands.format,
+        "activation": "int8_token",
+        "mt": shape.mt,
+        "warps": shape.warps,
+        "grid": grid,
+        "share": share,
+    }
+    for operands in KINDS
+    for shape in operands.shapes
     for grid, share in ((1, 0), (3, 0), (4, 1), (7, 1), (61, 1), (4000, 1))
 ]
 """Every instance: a CTA per tile; CTAs that walk over tiles; tiles shared by CTAs evenly and unevenly, and none because there is too
 little to share."""
+
+
+def launch(config: Config, call: LinearCall) -> None:
+    """By the launcher of the configuration's kernel."""
+    (_launch_sm75 if config["format"] == INT8_TURING.format else _launch_sm80).launch(config, call)
 
 
 def rows_of(m: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> torch.Tensor:
@@ -168,31 +195,36 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     target, y = Target.parse("sm_90"), expected(x, q)
     for m in (1, 2, 8, 17, 64, 65, 128, 300):
         problem = OP.problem(f"m={m},n=1000,k=4096,w=int8_ch.int8_token")
-        assert torch.equal(run(x[:m], q, KERNEL.config(problem, target)), y[:m]), m
+        for kernel in KERNELS:
+            assert torch.equal(run(x[:m], q, kernel.config(problem, target)), y[:m]), (kernel.name, m)
 
 
 def test_every_example() -> None:
     target = Target.parse("sm_90")
-    problems = [OP.problem(text) for text in (*KERNEL.examples, *map(str, OP.examples))]
-    accepted = [problem for problem in problems if KERNEL.accepts(problem) is None]
-    assert len(accepted) > len(KERNEL.examples)
-    for problem in accepted:
-        for config in KERNEL.space(problem, target):  # type: ignore[misc]
-            result = verify(OP, KERNEL, config, problem, DEVICE)
-            assert result.ok, (str(problem), config, result)
+    for kernel in KERNELS:
+        problems = [OP.problem(text) for text in (*kernel.examples, *map(str, OP.examples))]
+        accepted = [problem for problem in problems if kernel.accepts(problem) is None]
+        assert len(accepted) > len(kernel.examples)
+        for problem in accepted:
+            for config in kernel.space(problem, target):  # type: ignore[misc]
+                result = verify(OP, kernel, config, problem, DEVICE)
+                assert result.ok, (kernel.name, str(problem), config, result)
 
 
 def test_a_captured_graph() -> None:
     q, x = weight(512, 8192), rows_of(5, 8192)
-    config: Config = {**PLAIN, "mt": 16, "warps": 4, "grid": 61, "share": 1}
-    workspace = torch.zeros(room_of(config, 5, 8192, 0, given=False).size, dtype=torch.uint8, device=DEVICE)
-    out = torch.empty(5, 512, dtype=x.dtype, device=DEVICE)
-    call = make_call("linear", x, pack(q, "plain_v1").tensors, None, None, False, 512, workspace, out)
-    launch(config, call)
-    graph = torch.cuda.CUDAGraph()
-    with capturing(graph):
+    for config in CONFIGS:
+        if (config["mt"], config["grid"]) != (16, 61):
+            continue
+        room = room_of(config, 5, 8192, 0, given=False)
+        workspace = torch.zeros(room.size, dtype=torch.uint8, device=DEVICE)
+        out = torch.empty(5, 512, dtype=x.dtype, device=DEVICE)
+        call = make_call("linear", x, pack(q, "plain_v1").tensors, None, None, False, 512, workspace, out)
         launch(config, call)
-    for _ in range(20):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected(x, q))
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
+            launch(config, call)
+        for _ in range(20):
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out, expected(x, q)), config
