@@ -62,6 +62,7 @@ PROMISES = {
     "wmma": r"v_wmma",
     "tma": r"UTMALDG",
     "tcgen05": r"UTC\w*MMA",
+    "block_scaled": r"UTC[OQ]MMA|\b[OQ]MMA\.SF|v_mfma_scale",
 }
 
 

@@ -88,6 +88,34 @@ def _patch() -> None:
         total = np.matmul(left.astype(np.float32), right.astype(np.float32)) + widen(d)
         return handle(total.astype(widen(d).dtype), d.dtype.scalar)
 
+    def scaled(value: Any, scale: Any, k_last: bool) -> Any:
+        """An operand of `dot_scaled` in float32: e2m1 in bytes or floats, times a scale (e8m0 in bytes, or e4m3) for each part of K."""
+        plain = value.data if k_last else np.swapaxes(value.data, -1, -2)
+        if value.dtype.scalar in (tl.uint8, tl.int8):
+            table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+            plain = table[np.stack((plain & 15, plain.view(np.uint8) >> 4), -1)].reshape(
+                *plain.shape[:-1], -1
+            )
+        else:
+            plain = widen(handle(np.ascontiguousarray(plain), value.dtype.scalar)).astype(np.float32)
+        if scale is None:
+            return plain
+        if scale.dtype.scalar in narrow:
+            factors = widen(scale)
+        else:
+            byte = scale.data.view(np.uint8).astype(np.int32)
+            factors = np.where(byte == 255, np.float32("nan"), np.ldexp(np.float32(1), byte - 127))
+        return plain * np.repeat(factors, plain.shape[-1] // factors.shape[-1], -1)
+
+    def create_dot_scaled(
+        self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, *rest: Any
+    ) -> Any:
+        *_, a_packs_k, b_packs_k, total = rest
+        if not (a_packs_k and b_packs_k):
+            raise NotImplementedError("dot_scaled of codes that are packed along another dimension than K")
+        product = np.matmul(scaled(a, a_scale, True), np.swapaxes(scaled(b, b_scale, False), -1, -2))
+        return handle(product + total.data, total.dtype.scalar)
+
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         before, after = source.dtype.scalar, target.scalar
         if after in narrow:
@@ -99,6 +127,7 @@ def _patch() -> None:
     interpreter._convert_float = convert
     builder.binary_op, builder.unary_op = binary_op, unary_op
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot_scaled = create_dot_scaled
     for name in ("fp_ext", "fp_trunc", "si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):
         setattr(
             builder, f"create_{name}", lambda self, source, target, *rest: cast_impl(self, source, target)

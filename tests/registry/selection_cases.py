@@ -593,11 +593,11 @@ linear | m=1024,n=4096,k=4096,w=mxfp8.mxfp8 | sm_121 | family120 | - | linear_mx
 linear | m=7,n=4097,k=14336,x=fp16,w=nvfp4.nvfp4,epilogue=bias+residual | sm_120 | family120 | - | linear_fp4_sm120
 linear | m=257,n=28672,k=4096,w=mxfp8.mxfp8,epilogue=bias+silu_mul | sm_121 | family120 | - | linear_mxfp8_sm120
 linear | m=16,n=4096,k=4096,w=nvfp4 | sm_120 | family120 | - | linear_w4a16_decode_sm80
-linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | ptx80 | - | linear_dequant_torch
-linear | m=64,n=4096,k=4096,w=mxfp4.mxfp8 | sm_120 | family120 | - | linear_dequant_torch
-linear | m=64,n=4096,k=4128,w=mxfp8.mxfp8 | sm_120 | family120 | - | linear_dequant_torch
-linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | family120 | - | linear_dequant_torch
-linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | ptx80 | - | linear_nvfp4_triton
+linear | m=64,n=4096,k=4096,w=mxfp4.mxfp8 | sm_120 | family120 | - | linear_mx_triton
+linear | m=64,n=4096,k=4128,w=mxfp8.mxfp8 | sm_120 | family120 | - | linear_mx_triton
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | family120 | - | linear_nvfp4_triton
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_nvfp4_triton
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_90 | family120 | - | linear_dequant_torch
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_89 | family120 | - | linear_dequant_torch
 # e4m3 products of both operands, by PTX of a library of its own, on every GPU from sm_89 on; Hopper has its own, but for one scale of x

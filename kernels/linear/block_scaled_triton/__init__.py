@@ -1,0 +1,1 @@
+"""Linear over block-scaled codes of weights and activations in Triton, by `tl.dot_scaled`."""
