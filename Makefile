@@ -50,7 +50,7 @@ run: build  ## two models answer on this machine, then a table by number format
 	@if [ ! -f examples/run.py ]; then echo "examples/run.py is not in this tree: nothing to run" >&2; exit 1; fi
 	@exec "$(PY)" examples/run.py
 
-test: export GRISTMILL_RARE ?= off
+test hosts: export GRISTMILL_RARE ?= off
 test-full: export GRISTMILL_RARE ?= on
 
 test: build  ## what CI runs: lint, types, import contracts, tests, wheels (under 15 minutes on 2 cores)
