@@ -67,6 +67,7 @@ CHAINS = {
     "moe_cutedsl_sm90": ("permute_triton", "grouped_linear_cutedsl_sm90", "combine_triton"),
     "moe_sm75": ("permute_triton", "grouped_linear_sm75", "combine_triton"),
     "moe_sm80": ("permute_triton", "grouped_linear_sm80", "combine_triton"),
+    "paged_attention_sm80_more_split": ("paged_attention_sm80_more_split", "paged_attention_triton_split"),
     "paged_attention_sm80_split": ("paged_attention_sm80_split", "paged_attention_triton_split"),
 }
 """Kernels that launch other kernels: the names of those that are compiled."""

@@ -7,9 +7,10 @@ import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.autotune.verify import verify
+from gristmill.kernel_registry.kernel import Kernel
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.attention.paged_attention.sm80 import _launch, spec
+from gristmill.kernels.attention.paged_attention.sm80 import _launch, more, spec
 from tests.calls import make_call
 from tests.gpu.test_linear_sm80 import NEWER
 
@@ -17,16 +18,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NEWER, reason="needs an NV
 DEVICE, TARGET = "cuda:0", Target.parse("sm_90")
 OP = default_registry().op("paged_attention")
 KERNEL = default_registry().kernel("paged_attention", "paged_attention_sm80_split")
+MORE = default_registry().kernel("paged_attention", "paged_attention_sm80_more_split")
 
 
-def test_every_example() -> None:
-    problems = [OP.problem(text) for text in (*KERNEL.examples, *map(str, OP.examples))]
-    accepted = [problem for problem in problems if KERNEL.accepts(problem) is None]
-    assert len(accepted) >= len(KERNEL.examples)
+@pytest.mark.parametrize("kernel", [KERNEL, MORE], ids=lambda kernel: kernel.name)
+def test_every_example(kernel: Kernel) -> None:
+    problems = [OP.problem(text) for text in (*kernel.examples, *map(str, OP.examples))]
+    accepted = [problem for problem in problems if kernel.accepts(problem) is None]
+    assert len(accepted) >= len(kernel.examples)
     for problem in accepted:
-        base = KERNEL.config(problem, TARGET)
+        base = kernel.config(problem, TARGET)
         for ctas in (base["ctas"], 5, 66, 132):
-            result = verify(OP, KERNEL, {**base, "ctas": ctas}, problem, DEVICE)
+            result = verify(OP, kernel, {**base, "ctas": ctas}, problem, DEVICE)
             assert result.ok, (str(problem), ctas, result)
 
 
@@ -56,12 +59,19 @@ def test_every_head_size(dim: int, x: str, flags: str) -> None:
             assert result.ok, (text, result)
 
 
-@pytest.mark.parametrize("dim", spec.FLASH_ROWS)
+@pytest.mark.parametrize(
+    ("kernel", "dim", "cache"),
+    [
+        *((KERNEL, dim, "") for dim in spec.FLASH_ROWS),
+        *((MORE, dim, "") for dim in more.ROWS if dim not in spec.FLASH_ROWS),
+        *((MORE, dim, f",kv=fp8,kv_scale={scale}") for dim in more.ROWS for scale in ("head", "token")),
+    ],
+)
 @pytest.mark.parametrize("x", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "flags", ["", ",window=70", ",sinks=true,lse=true", ",softcap=true,window=1300,lse=true"]
 )
-def test_batches_with_prompts(dim: int, x: str, flags: str) -> None:
+def test_batches_with_prompts(kernel: Kernel, dim: int, cache: str, x: str, flags: str) -> None:
     """Prompts, chunks that end at long contexts, and decodes beside them."""
     for group in (1, 5, 8):
         for tokens, seqs, longest, context, page in (
@@ -72,10 +82,10 @@ def test_batches_with_prompts(dim: int, x: str, flags: str) -> None:
         ):
             text = (
                 f"q_tokens={tokens},seqs={seqs},max_q={longest},max_ctx={context},total_ctx={max(tokens, seqs * context // 2)},heads={2 * group},"
-                f"kv_heads=2,head_dim={dim},block_size={page},x={x}{flags}"
+                f"kv_heads=2,head_dim={dim},block_size={page},x={x}{cache}{flags}"
             )
             problem = OP.problem(text)
-            result = verify(OP, KERNEL, KERNEL.config(problem, TARGET), problem, DEVICE)
+            result = verify(OP, kernel, kernel.config(problem, TARGET), problem, DEVICE)
             assert result.ok, (text, result)
 
 

@@ -3,7 +3,7 @@
 
 #include "attention_fibers.h"
 
-#include "../../kernels/attention/paged_attention/sm80/flash.cuh"
+#include "../../kernels/attention/paged_attention/sm80/flash_codes.cuh"
 #include "../../kernels/attention/paged_attention/sm80/shape.cuh"
 
 namespace {
@@ -112,10 +112,51 @@ extern "C" int flash_on_cpu(const PagedCall* call) {
   return 2;
 }
 
-// All codes as fp16: out [256].
-extern "C" void decode_codes(uint16_t* out) {
+namespace {
+
+template <typename T, int D, bool CAP>
+void flash_more(void* parameters) {
+  const auto& [p, cap] = *static_cast<std::pair<gm::FlashParams, gm::SoftCap<true>>*>(parameters);
+  uint8_t* memory = static_cast<uint8_t*>(gm::shared());
+  gm::SoftCap<CAP> own{};
+  if constexpr (CAP) own = cap;
+  if (p.k_scale == nullptr) {
+    if constexpr (D == 96 || D == 192) gm::paged_flash_padded<T, D, CAP>(p, own, memory);
+  } else if constexpr (D != 192) {
+    gm::paged_flash_codes<T, D, CAP>(p, own, memory);
+  }
+}
+
+}  // namespace
+
+// As flash_on_cpu, over codes and of other head sizes.
+extern "C" int flash_more_on_cpu(const PagedCall* call) {
+  const PagedCall& c = *call;
+  gm::fibers::array = nullptr;
+  std::pair<gm::FlashParams, gm::SoftCap<true>> parameters{{},
+                                                           gm::soft_cap(c.softcap, c.codes ? 0.f : c.scale)};
+  gm::FlashParams& p = parameters.first;
+  fill_params(c, &p);
+#define RUN(T, D, CAP)                                                                                     \
+  if ((c.head_dim == 80 ? 96 : c.head_dim) == D && c.softcap > 0 == CAP &&                                 \
+      c.bf16 == std::is_same_v<T, Bf16>) {                                                                 \
+    const int64_t grid = gm::plan_flash(&p, gm::FlashShape<D, false>::kRows, c.tokens, c.ctas, c.max_ctx); \
+    return !gm::launch_grid(flash_more<T, D, CAP>, &parameters, int(grid), 128, gm::kFlashBytes<D>);       \
+  }
+  RUN(__half, 64, true)
+  RUN(Bf16, 96, false)
+  RUN(Bf16, 128, false)
+  RUN(__half, 192, true)
+  RUN(Bf16, 256, false)
+#undef RUN
+  return 2;
+}
+
+// All codes in fp16, or in bf16: out [256].
+extern "C" void decode_codes(uint16_t* out, int bf16) {
   for (uint32_t i = 0; i < 256; i += 4) {
-    const uint2 pairs = gm::e4m3_by_bits(i | i + 1 << 8 | i + 2 << 16 | i + 3 << 24);
+    const uint32_t four = i | i + 1 << 8 | i + 2 << 16 | i + 3 << 24;
+    const uint2 pairs = bf16 ? gm::code_pairs<Bf16>(four) : gm::code_pairs<__half>(four);
     std::memcpy(out + i, &pairs, 8);
   }
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.lengths import error as attention_error
-from gristmill.kernels.attention.paged_attention.sm80.spec import most_rows
+from gristmill.kernels.attention.paged_attention.sm80.more import PADDED, part_rows
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def run(
         "q": q, "k": k, "v": v, "table": table, "query_start": query_start, "seq_lens": seq_lens,
         "out": torch.full_like(q, float("nan")), "lse": lse, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
         "counters": torch.zeros(4096, dtype=torch.int32),
-        "parts": torch.full((2 * ctas * most_rows(dim, codes) * (dim + 2),), float("nan")),
+        "parts": torch.full((2 * ctas * part_rows(dim) * (PADDED.get(dim, dim) + 2),), float("nan")),
     }  # fmt: skip
     sizes = (
         seq_lens.numel(), heads, kv_heads, dim, k.shape[1], table.stride(0), window, max_ctx, codes,
@@ -164,11 +164,12 @@ def test_decode(library: ctypes.CDLL, text: str) -> None:
     assert run(library, "decode_on_cpu", text, ctas=2 + 5 * (order > 0), order=order)
 
 
-def test_every_code(library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("x", [torch.float16, torch.bfloat16])
+def test_every_code(library: ctypes.CDLL, x: torch.dtype) -> None:
     """Subnormals, zeros with a sign and NaN among them."""
-    out = torch.zeros(256, dtype=torch.float16)
-    library.decode_codes(ctypes.c_void_p(out.data_ptr()))
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()
+    out = torch.zeros(256, dtype=x)
+    library.decode_codes(ctypes.c_void_p(out.data_ptr()), int(x is torch.bfloat16))
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(x)
     assert torch.equal(out.isnan(), codes.isnan())
     assert torch.equal(out.nan_to_num().view(torch.int16), codes.nan_to_num().view(torch.int16))
 
@@ -202,9 +203,37 @@ def test_any_batch(library: ctypes.CDLL, text: str) -> None:
     assert run(library, "flash_on_cpu", text, ctas=64, order=BATCHES.index(text) % 3)
 
 
+MORE = (
+    "q_tokens=40,seqs=3,max_q=37,max_ctx=65,total_ctx=100,heads=4,kv_heads=2,head_dim=64,x=fp16,kv=fp8,kv_scale=token,window=17,sinks=true,softcap=true,lse=true",
+    "q_tokens=20,seqs=3,max_q=18,max_ctx=257,total_ctx=300,heads=5,kv_heads=1,block_size=7,kv=fp8,kv_scale=token,lse=true",
+    "q_tokens=33,seqs=4,max_q=31,max_ctx=65,total_ctx=100,heads=2,kv_heads=2,block_size=24,kv=fp8,kv_scale=head,window=33,sinks=true,lse=true",
+    "q_tokens=10,seqs=3,max_q=8,max_ctx=40,total_ctx=77,heads=4,kv_heads=1,head_dim=256,kv=fp8,kv_scale=token,lse=true",
+    "q_tokens=20,seqs=3,max_q=18,max_ctx=40,total_ctx=77,heads=4,kv_heads=2,head_dim=80,block_size=7,kv=fp8,kv_scale=token",
+    "q_tokens=20,seqs=3,max_q=18,max_ctx=65,total_ctx=90,heads=4,kv_heads=2,head_dim=80,block_size=7,window=9,lse=true",
+    "q_tokens=20,seqs=3,max_q=18,max_ctx=40,total_ctx=77,heads=8,kv_heads=1,head_dim=96,block_size=24,sinks=true,lse=true",
+    "q_tokens=30,seqs=3,max_q=28,max_ctx=65,total_ctx=90,heads=4,kv_heads=2,head_dim=192,x=fp16,window=30,softcap=true,lse=true",
+    "q_tokens=4,seqs=2,max_q=3,max_ctx=1100,total_ctx=1200,heads=4,kv_heads=1,kv=fp8,kv_scale=token,lse=true",
+    "q_tokens=4,seqs=2,max_q=3,max_ctx=1100,total_ctx=1200,heads=4,kv_heads=1,head_dim=80,lse=true",
+)
+
+
+@pytest.mark.parametrize("text", some_slow(MORE, (8, 9)))
+def test_any_batch_over_codes_and_of_other_head_sizes(library: ctypes.CDLL, text: str) -> None:
+    """As `test_any_batch`; of sequences with few rows the warps divide the keys, and CTAs the long contexts of the last two."""
+    assert run(library, "flash_more_on_cpu", text, ctas=64, order=MORE.index(text) % 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [NONE, NO_BARRIERS, EARLY_READS])
-@pytest.mark.parametrize(("entry", "text"), [("decode_on_cpu", DECODES[2]), ("flash_on_cpu", BATCHES[5])])
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ("decode_on_cpu", DECODES[2]),
+        ("flash_on_cpu", BATCHES[5]),
+        ("flash_more_on_cpu", MORE[1]),
+        ("flash_more_on_cpu", MORE[5]),
+    ],
+)
 def test_a_planted_fault_is_seen(library: ctypes.CDLL, entry: str, text: str, fault: int) -> None:
     """Barriers that do nothing, and keys that are read before their copies have landed."""
     assert is_seen(library, entry, text, fault) == (fault != NONE)

@@ -204,14 +204,19 @@ paged_attention | ~paged | cpu:avx512 | x86-avx2 | - | paged_attention_cpu@avx2
 paged_attention | ~paged | sm_80 | ptx80 | - | paged_attention_sm80_split
 paged_attention | ~paged,head_dim=64,x=fp16,sinks=true,window=128 | sm_86 | ptx80 | - | paged_attention_sm80_split
 paged_attention | ~paged,head_dim=256,softcap=true,lse=true | sm_89 | ptx80 | - | paged_attention_sm80_split
-paged_attention | ~paged,head_dim=96,block_size=7 | sm_120 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=96,block_size=7 | sm_120 | ptx80 | - | paged_attention_sm80_more_split
 paged_attention | ~prompts | sm_80 | ptx80 | - | paged_attention_sm80_split
 paged_attention | ~prompts,head_dim=64,x=fp16,sinks=true,window=128 | sm_89 | ptx80 | - | paged_attention_sm80_split
 paged_attention | ~prompts,head_dim=256,softcap=true | sm_120 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~prompts,kv=fp8,kv_scale=token | sm_80 | ptx80 | - | paged_attention_sm80_more_split
+paged_attention | ~prompts,kv=fp8,kv_scale=head,head_dim=64,x=fp16,sinks=true,window=128 | sm_86 | ptx80 | - | paged_attention_sm80_more_split
+paged_attention | ~prompts,kv=fp8,kv_scale=head,head_dim=256,softcap=true | sm_89 | ptx80 | - | paged_attention_sm80_more_split
+paged_attention | ~prompts,head_dim=80 | sm_86 | ptx80 | - | paged_attention_sm80_more_split
+paged_attention | ~prompts,head_dim=192,lse=true | sm_120 | ptx80 | - | paged_attention_sm80_more_split
 paged_attention | ~prompts | sm_75 | ptx80 | - | paged_attention_triton_split
 paged_attention | ~prompts,head_dim=128,x=fp32 | sm_86 | ptx80 | - | paged_attention_triton_split
-paged_attention | ~paged,kv=fp8,kv_scale=head | sm_89 | ptx80 | - | paged_attention_sm80_split
-paged_attention | ~paged,kv=fp8,kv_scale=token,head_dim=256,x=fp16 | sm_80 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,kv=fp8,kv_scale=head | sm_89 | ptx80 | - | paged_attention_sm80_more_split
+paged_attention | ~paged,kv=fp8,kv_scale=token,head_dim=256,x=fp16 | sm_80 | ptx80 | - | paged_attention_sm80_more_split
 paged_attention | ~paged,kv=fp8,kv_scale=head,head_dim=112 | sm_86 | ptx80 | - | paged_attention_triton_split
 paged_attention | ~paged,head_dim=112 | sm_86 | ptx80 | - | paged_attention_triton_split
 paged_attention | ~paged | sm_86 | cuda | - | paged_attention_triton_split
@@ -526,9 +531,9 @@ linear | m=64,n=4096,k=4096,w=fp8_ch | sm_87 | ptx80 | - | linear_w8a16_gemm_sm8
 moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4 | sm_121 | ptx80 | - | moe_sm80
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_ch | sm_100 | ptx80 | - | moe_sm80
 moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4,x=fp16 | sm_103 | ptx80 | - | moe_sm80
-paged_attention | ~paged,head_dim=192 | sm_121 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=192 | sm_121 | ptx80 | - | paged_attention_sm80_more_split
 paged_attention | ~paged,x=fp16,lse=true | sm_100 | ptx80 | - | paged_attention_sm80_split
-paged_attention | ~paged,head_dim=80,x=fp16 | sm_103 | ptx80 | - | paged_attention_sm80_split
+paged_attention | ~paged,head_dim=80,x=fp16 | sm_103 | ptx80 | - | paged_attention_sm80_more_split
 # a tuned or newer schedule of the very architecture is preferred over PTX, whose absence there changes nothing
 linear | m=16,n=4096,k=4096,w=fp8_ch | sm_90 | ptx80 | - | linear_w8a16_decode_sm90
 linear | m=64,n=4096,k=4096,w=int4_g128_zp | sm_90 | ptx80 | - | linear_w4a16_gemm_ws_sm90
@@ -774,6 +779,12 @@ paged_attention | ~paged | sm_75 | ptx80 | - | paged_attention_sm80_split | hard
 paged_attention | ~paged | sm_86 | sm90a | - | paged_attention_sm80_split | build | no code for compute_80
 paged_attention | ~paged,x=fp32 | sm_80 | ptx80 | - | paged_attention_sm80_split | problem | fp16 or bf16
 paged_attention | ~wide_group,kv=fp8,kv_scale=head | sm_89 | ptx80 | - | paged_attention_sm80_split | problem | 9 query heads
+paged_attention | ~prompts | sm_80 | ptx80 | - | paged_attention_sm80_more_split | problem | not 128
+paged_attention | ~prompts,head_dim=112,kv=fp8,kv_scale=head | sm_89 | ptx80 | - | paged_attention_sm80_more_split | problem | not 112
+paged_attention | ~prompts,head_dim=96,x=fp32 | sm_86 | ptx80 | - | paged_attention_sm80_more_split | problem | fp16 or bf16
+paged_attention | ~prompts,head_dim=96 | sm_75 | ptx80 | - | paged_attention_sm80_more_split | hardware | lacks cp_async
+paged_attention | ~prompts,head_dim=96 | sm_86 | sm90a | - | paged_attention_sm80_more_split | build | no code for compute_80
+paged_attention | ~prompts,head_dim=96 | sm_80 | ptx80 | invariant | paged_attention_sm80_more_split | policy | results depend on the batch
 linear | m=1,n=4096,k=4096,w=int4_g32_min | sm_75 | ptx80 | - | linear_gguf_decode_sm80 | hardware | lacks cp_async
 linear | m=64,n=4096,k=4096,w=int6_g16 | gfx942 | ptx80 | - | linear_gguf_gemm_sm80 | hardware | runs on nvidia
 linear | m=1,n=4096,k=4096,w=int4_g32_min | sm_86 | sm90a | - | linear_gguf_decode_sm80 | build | no code for compute_80
