@@ -62,7 +62,10 @@ test-full: build  ## test, with the slow tests, sanitizers everywhere and the wh
 hosts: build  ## the tests inside vLLM, SGLang, Ray, Dynamo and other hosts (10 minutes, 15 the first time)
 	@exec bash ci/hosts.sh
 
+SET_UP = bash ci/setup.sh "$(PYTHON)" "$(VENV_DIR)" "$(CONSTRAINTS)" "$(SETUP)" "$(TORCH_SPEC)"
+
 build: $(SETUP)  ## compile what changed; libraries land in src/gristmill/_lib
+	@[ -f build/CMakeCache.txt ] || $(SET_UP)
 	@if [ "$${GRISTMILL_RARE:-on}" = on ] && grep -q '^GRISTMILL_RARE:STRING=off' build/CMakeCache.txt; then
 	  cmake -DGRISTMILL_RARE=on build
 	fi
@@ -81,7 +84,7 @@ generate: build  ## write the generated pages, stubs and tables
 setup: $(SETUP)
 
 $(SETUP):
-	@exec bash ci/setup.sh "$(PYTHON)" "$(VENV_DIR)" "$(CONSTRAINTS)" "$(SETUP)" "$(TORCH_SPEC)"
+	@exec $(SET_UP)
 
 clean:  ## remove the virtual environment and everything built
 	rm -rf "$(VENV)" build dist src/gristmill/_lib .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .cache
