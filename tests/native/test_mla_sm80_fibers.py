@@ -134,6 +134,7 @@ def test_longer_sequences_of_a_mixed_batch_are_not_cut(library: ctypes.CDLL) -> 
     assert run(library, text, ctas=64)[:2] == (-1, True)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_order_of_threads(library: ctypes.CDLL) -> None:
     outputs = [run(library, CUT[2][0], CTAS, order=order)[2] for order in range(3)]
     for other in outputs[1:]:
