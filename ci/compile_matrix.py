@@ -7,9 +7,9 @@
     python ci/compile_matrix.py --full --update write ci/compile_baseline.json
 
 For each (kernel, case, target): registers, spilled bytes, shared memory, and the instructions that the kernel promises.
-Registers or spills above the committed baseline fail; so does a pair that stops compiling. A pair that cannot compile,
-for a known reason, is in the baseline with that reason. Each compilation has a time-out. Kernels in CuTe DSL are left out where
-it is not installed; `make hosts` has it.
+Registers or spills above the committed baseline fail; so does a pair that stops compiling, or that needs more shared
+memory than the target has. A pair that cannot compile, for a known reason, is in the baseline with that reason. Each
+compilation has a time-out. Kernels in CuTe DSL are left out where it is not installed; `make hosts` has it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.cutedsl import CuteDslCase
 
 TARGETS = (
-    *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"),
+    *("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
     *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
 )
 """The columns of docs/kernels.md, too. A new one needs `--target T --update`, and `make generate`."""
@@ -111,6 +111,10 @@ def compile_one(kernel: str, op: str, case_name: str, target_name: str) -> dict[
     spec = default_registry().kernel(op, kernel)
     case = next(c for c in load_attribute(spec.aot or "")(target) if c.name == case_name)
     compiled = _by_cutedsl(case) if isinstance(case, CuteDslCase) else _by_triton(case, target)
+    if target.smem_bytes and compiled.shared > target.smem_bytes:
+        raise ValueError(
+            f"{compiled.shared} bytes of shared memory, and a block of {target_name} has {target.smem_bytes}"
+        )
     names = ("vgpr_count", "private_segment_fixed_size") if target.vendor == "amd" else ("REG", "STACK")
     registers, spills = (re.search(rf"\b{name}:\s*(\d+)", compiled.usage) for name in names)
     return {

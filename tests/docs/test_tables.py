@@ -49,7 +49,7 @@ def test_every_letter_has_its_record_and_shows_spills() -> None:
                         recorded.setdefault((name, level), set()).add(grade)
     baseline = json.loads(grades.BASELINE.read_text(encoding="utf-8"))
     spilling = {
-        (k.partition("/")[0], k.partition("@")[2]) for k, entry in baseline.items() if entry["spills"]
+        (k.partition("/")[0], k.partition("@")[2]) for k, entry in baseline.items() if entry.get("spills")
     }
     spilling |= {(name, arch) for name, entry in grades.ptx().items() for arch in entry.get("spills", ())}
     levels = dict(tables.COLUMNS)

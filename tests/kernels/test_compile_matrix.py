@@ -143,11 +143,17 @@ def test_spills_are_judged() -> None:
     assert compile_matrix.judge(pair, actual, {"registers": 40, "spills": 64}) is None
 
 
-def test_baseline_is_of_kernels_that_exist_and_all_compile() -> None:
+def test_baseline_is_of_kernels_that_exist_and_compile() -> None:
+    """All of them, but that Turing has too little shared memory for some tiles of attention."""
     baseline = json.loads(compile_matrix.BASELINE.read_text())
     known = {pair.key for pair in compile_matrix.pairs(None, None)}
     assert set(baseline) == known, "run ci/compile_matrix.py --only <kernel> --update"
-    assert [key for key, entry in baseline.items() if "cannot" in entry] == []
+    reasons = {key: entry["cannot"] for key, entry in baseline.items() if "cannot" in entry}
+    assert {(key.partition("/")[0], key.partition("@")[2]) for key in reasons} == {
+        (f"{name}_attention_triton{form}", "sm_75")
+        for name, form in (("mla", ""), ("mla", "_split"), ("paged", ""), ("paged", "_split"), ("varlen", ""))
+    }
+    assert all("bytes of shared memory, and a block of sm_75 has 65536" in why for why in reasons.values())
 
 
 def _sources(kernel: Kernel) -> list[str]:
@@ -157,13 +163,14 @@ def _sources(kernel: Kernel) -> list[str]:
 
 
 def test_products_promise_matrix_instructions() -> None:
-    """Every kernel that multiplies tiles promises matrix instructions on every target that has them."""
+    """Every kernel that multiplies tiles promises matrix instructions on every target that has them: Turing has none for bf16, the type of
+    most cases."""
     products = 0
     for kernel in default_registry().all_kernels():
         if kernel.aot is None or not any("tl.dot" in text for text in _sources(kernel)):
             continue
         products += 1
-        for name in compile_matrix.TARGETS:
+        for name in set(compile_matrix.TARGETS) - {"sm_75"}:
             cases = compile_matrix.load_attribute(kernel.aot)(Target.parse(name))
             assert any(case.promises for case in cases), f"{kernel.name} promises nothing on {name}"
     assert products >= 8
