@@ -34,8 +34,9 @@ BUILD = replace(
     Build.probe(),
     cuda_archs=("sm_90a", "compute_75", "compute_80", "compute_89", "compute_120f"),
     left_out=(),
+    triton_interpreter=False,
 )
-"""This installation with every library of CUDA kernels."""
+"""This installation with every library of CUDA kernels; Triton compiles, so that its kernels run where they have the hardware."""
 
 
 def plans_of(
@@ -126,8 +127,9 @@ def test_the_scheme_that_a_device_has_a_kernel_for(
         ("sm_86", "fp8_block", "fp8_g128", "fp8_block"),
         ("sm_75", "int8_ch", "int8_token", "int8_ch.int8_token"),
         ("sm_70", "int8_ch", "int8_token", "int8_ch"),
-        ("sm_120", "mxfp4", "mxfp8", "mxfp4"),  # no kernel multiplies these
-        ("sm_100", "nvfp4", "nvfp4", "nvfp4"),
+        ("sm_120", "mxfp4", "mxfp8", "mxfp4.mxfp8"),  # by Triton
+        ("sm_100", "nvfp4", "nvfp4", "nvfp4.nvfp4"),
+        ("sm_100", "nvfp4", "mxfp8", "nvfp4"),  # no kernel multiplies these
         ("h200", "nvfp4", "nvfp4", "nvfp4"),
     ],
 )
