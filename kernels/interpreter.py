@@ -107,10 +107,9 @@ def _patch() -> None:
             factors = np.where(byte == 255, np.float32("nan"), np.ldexp(np.float32(1), byte - 127))
         return plain * np.repeat(factors, plain.shape[-1] // factors.shape[-1], -1)
 
-    def create_dot_scaled(
-        self: Any, a: Any, a_scale: Any, a_form: Any, b: Any, b_scale: Any, b_form: Any, *rest: Any
-    ) -> Any:
-        *_, a_packs_k, b_packs_k, total = rest
+    def create_dot_scaled(self: Any, *operands: Any) -> Any:
+        # The dtypes tell the formats apart: bytes are e2m1.
+        a, a_scale, _, b, b_scale, *_, a_packs_k, b_packs_k, total = operands
         if not (a_packs_k and b_packs_k):
             raise NotImplementedError("dot_scaled of codes that are packed along another dimension than K")
         product = np.matmul(scaled(a, a_scale, True), np.swapaxes(scaled(b, b_scale, False), -1, -2))

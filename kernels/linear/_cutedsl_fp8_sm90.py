@@ -16,9 +16,9 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels._cutedsl import advance, allocate, initialize, placeholder, shared_tensor
-from gristmill.kernels._cutedsl_sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 from gristmill.kernels.cutedsl import Source
+from gristmill.kernels.cutedsl._pieces import advance, allocate, initialize, placeholder, shared_tensor
+from gristmill.kernels.cutedsl._sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 
 BK = 128
 """Columns of a slot, and of a group of scales."""

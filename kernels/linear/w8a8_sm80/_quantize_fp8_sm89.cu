@@ -8,7 +8,7 @@
 struct QuantizeFp8Params {
   const uint16_t* x;
   uint8_t* codes;  // [m, k]
-  float* scales;   // [m]; of groups [groups, pitch]; of the tensor [1]
+  float* scales;   // [m], of the tensor all alike; of groups [groups, pitch]
   float* maxima;   // of the tensor: [parts]
   int64_t ldx;
   int m, k, pitch, parts;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void quantize_by_maxima(const QuantizeFp8Params& p) {
   int sum = 0;
   for (int at = threadIdx.x; at < p.k / kVector; at += kThreads)
     codes_of_row(p, blockIdx.x)[at] = codes_of<HALF, false>(row_of(p, blockIdx.x)[at], scale, sum);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.scales = scale;
+  if (threadIdx.x == 0) p.scales[blockIdx.x] = scale;
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ struct GmQuantizeFp8Sm89Args {
   int32_t device;
   // k: a multiple of 16
   int32_t m, k;
-  // 0 fp8_token (scales [m]), 1 fp8_g128 (scales [groups, pitch]), 2 fp8 (scales [1])
+  // 0 fp8_token (scales [m]), 1 fp8_g128 (scales [groups, pitch]), 2 fp8 (scales [m], all alike)
   int32_t format;
   // fp8_g128: floats from one group of scales to the next
   int32_t pitch;

@@ -51,7 +51,7 @@ QUANTIZE_FP8 = ArgumentStruct(
     """
     int32_t device;
     int32_t m, k;  // k: a multiple of 16
-    int32_t format;  // 0 fp8_token (scales [m]), 1 fp8_g128 (scales [groups, pitch]), 2 fp8 (scales [1])
+    int32_t format;  // 0 fp8_token (scales [m]), 1 fp8_g128 (scales [groups, pitch]), 2 fp8 (scales [m], all alike)
     int32_t pitch;  // fp8_g128: floats from one group of scales to the next
     int32_t x_type;  // 1 fp16, 2 bf16
     void* stream;  // a CUstream of the device

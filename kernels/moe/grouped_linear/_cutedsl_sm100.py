@@ -25,8 +25,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import blackwell_helpers
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels._cutedsl import Slots, advance, allocate, initialize, shared_tensor, swiglu
 from gristmill.kernels.cutedsl import Source
+from gristmill.kernels.cutedsl._pieces import Slots, advance, allocate, initialize, shared_tensor, swiglu
 from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import arguments, find, place
 
 BM, BK = 128, 64

@@ -17,9 +17,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels._cutedsl import advance, allocate, initialize, shared_tensor, swiglu
-from gristmill.kernels._cutedsl_sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 from gristmill.kernels.cutedsl import Source
+from gristmill.kernels.cutedsl._pieces import advance, allocate, initialize, shared_tensor, swiglu
+from gristmill.kernels.cutedsl._sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import arguments, find, place
 
 BK = 64

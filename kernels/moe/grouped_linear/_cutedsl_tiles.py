@@ -10,7 +10,7 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from gristmill.kernels._cutedsl import placeholder
+from gristmill.kernels.cutedsl._pieces import placeholder
 
 
 def arguments(dtype):
