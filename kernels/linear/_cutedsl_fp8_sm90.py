@@ -27,18 +27,20 @@ GROUPS = 2
 
 
 def fp8_product(config: Config) -> Source:
-    """A program of (x uint8 [M, K], W uint8 [N, K], x's scales float32 [M, groups of K or 1], W's float32 [N / 128, groups] or [N, 1], out [M, N],
-    ctas)."""
+    """A program of (x uint8 [M, K], W uint8 [N, K], x's scales float32 [M, groups of K or 1], W's float32 [block rows, groups] or [N, 1], the block
+    row of each row of W int32 [N], out [M, N], ctas). Without blocks, W's scales stand in for block rows."""
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     k, groups = cute.sym_int32(divisibility=16), cute.sym_int32()
     # A group's scales of all rows of x follow each other.
     of_x = make_fake_tensor(Float32, (m, groups), stride=(1, cute.sym_int64()), assumed_align=4)
+    of_w = placeholder(Float32, cute.sym_int32(), cute.sym_int32(), align=4)
     arguments = (
         placeholder(Uint8, m, k, align=16),
         placeholder(Uint8, n, k, align=16),
         of_x,
-        placeholder(Float32, cute.sym_int32(), cute.sym_int32(), align=4),
+        of_w,
+        placeholder(Int32, n, align=4) if config["blocks"] else of_w,
         placeholder(dtype, m, n, align=16),
         Int32(1),
     )
@@ -64,6 +66,7 @@ class Fp8Product:
         w: cute.Tensor,
         x_scales: cute.Tensor,
         w_scales: cute.Tensor,
+        row_block: cute.Tensor,
         out: cute.Tensor,
         ctas: Int32,
         stream,
@@ -83,6 +86,7 @@ class Fp8Product:
             (ring_x, ring_w, tile_layout(self.dtype, self.bm, self.bn)),
             x_scales,
             w_scales,
+            row_block,
             out,
         ).launch(grid=(ctas, 1, 1), block=(LOADERS + GROUPS * 128, 1, 1), min_blocks_per_mp=1, stream=stream)
 
@@ -95,6 +99,7 @@ class Fp8Product:
         layouts: tuple[cute.ComposedLayout, ...],
         x_scales: cute.Tensor,
         w_scales: cute.Tensor,
+        row_block: cute.Tensor,
         out: cute.Tensor,
     ):
         """Every `ctas`-th tile, rows of x fastest, so that CTAs that run at the same time share W. A load is a TMA atom and what it copies from."""
@@ -159,11 +164,19 @@ class Fp8Product:
                 # A thread's sums are of two rows of x, 8 apart; past the last row their scales are not used.
                 rows = [cutlass.min(m0 + places[2 * half][0], m - 1) for half in range(2)]
                 sums.fill(0.0)
+                if const_expr(self.blocks):
+                    # Where blocks were cut or fused, rows of W of one tile have several scales, which a warp's lanes hold.
+                    lane, first, others = thread % 32, row_block[n0], Int32(0)
+                    of_lane = [
+                        row_block[cutlass.min(n0 + lane + 32 * i, n - 1)] for i in range(self.bn // 32)
+                    ]
+                    for i in cutlass.range_constexpr(self.bn // 32):
+                        others |= of_lane[i] ^ first
+                    is_one = cute.arch.vote_all_sync(others == 0)
                 for step in range(steps):
-                    factors = [Float32(1), Float32(1)]
                     if const_expr(self.blocks):
-                        of_w = w_scales[n0 // BK, step]
-                        factors = [x_scales[rows[0], step] * of_w, x_scales[rows[1], step] * of_w]
+                        of_rows = [x_scales[rows[0], step], x_scales[rows[1], step]]
+                        of_block = w_scales[first, step]
                     cute.arch.mbarrier_wait(full + slot, phase)
                     warpgroup.fence()
                     for k32 in cutlass.range_constexpr(BK // 32):
@@ -179,9 +192,24 @@ class Fp8Product:
                     warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + slot)
-                    for i in cutlass.range(cute.size(part) // 4, unroll_full=True):
-                        for j in cutlass.range_constexpr(4):
-                            sums[4 * i + j] += part[4 * i + j] * factors[j // 2]
+                    if const_expr(not self.blocks):
+                        for i in cutlass.range(cute.size(part), unroll_full=True):
+                            sums[i] += part[i]
+                    elif is_one:
+                        factors = [of_rows[0] * of_block, of_rows[1] * of_block]
+                        for i in cutlass.range(cute.size(part) // 4, unroll_full=True):
+                            for j in cutlass.range_constexpr(4):
+                                sums[4 * i + j] += part[4 * i + j] * factors[j // 2]
+                    else:
+                        held = [w_scales[of_lane[i], step] for i in range(self.bn // 32)]
+                        for i in cutlass.range_constexpr(cute.size(part) // 4):
+                            for j in cutlass.range_constexpr(2):
+                                # Column 8 i + 2 (thread % 4) + j of the tile: register i // 4 of another lane.
+                                source = places[4 * i + j][1] % 32
+                                of_column = cute.arch.shuffle_sync(held[i // 4], source)
+                                for half in cutlass.range_constexpr(2):
+                                    at = 4 * i + j + 2 * half
+                                    sums[at] += part[at] * (of_rows[half] * of_column)
                     slot, phase = advance(slot, phase, self.slots)
                 if const_expr(self.blocks):
                     y.store(sums.load().to(self.dtype))

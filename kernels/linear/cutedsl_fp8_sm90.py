@@ -31,25 +31,31 @@ def launch(config: Config, call: LinearCall) -> None:
     """x [..., K] fp16 or bf16, the six tensors of plain_v1 -> out [..., N or N / 2]. Compiles at first use.
 
     Raises:
-        ValueError: scales of W that are not whole 128 x 128 blocks: fused or sharded inside a block; a permutation of columns.
+        ValueError: a permutation of columns, or no block row for each row of W.
     """
     import torch
 
+    from gristmill.kernels.common import need
     from gristmill.kernels.linear._cutedsl_fp8_sm90 import fp8_product
     from gristmill.kernels.linear._epilogue import finish
 
     codes, w_scales, _, _, row_block, perm = call.weight
     k, rows = call.x.shape[-1], codes.shape[0]
     m = call.x.numel() // k
-    if row_block.numel() or perm.numel():
-        raise ValueError("linear_fp8_cutedsl_sm90: takes whole 128 x 128 blocks of W, and columns in order")
+    expected = rows if config["blocks"] else 0
+    need(
+        row_block.numel() == expected and not perm.numel(),
+        f"linear_fp8_cutedsl_sm90: takes columns in order and {expected} block rows, got {row_block.numel()}"
+        + (" and a permutation" if perm.numel() else ""),
+    )
     if m == 0:
         return
     values, x_scales = _quantized(config, call, m, k)
     plain = call.bias is None and call.residual is None and not call.silu_mul
     z = call.out.view(m, rows) if plain else torch.empty(m, rows, dtype=call.x.dtype, device=call.x.device)
     of_w = w_scales.float() if config["blocks"] else w_scales.float().view(-1, 1).expand(rows, 1)
-    program(fp8_product, config)(values, codes, x_scales, of_w, z, config["ctas"])
+    of_rows = row_block if config["blocks"] else of_w
+    program(fp8_product, config)(values, codes, x_scales, of_w, of_rows, z, config["ctas"])
     if not plain:
         finish(z.view(*call.x.shape[:-1], rows), call.bias, call.residual, call.silu_mul, call.out)
 
