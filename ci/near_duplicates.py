@@ -65,7 +65,7 @@ ACCEPTED = {
         "the checks and the grid of a launch, whose parameters are other structs"
     ),
     (
-        "kernels/linear/w8a8_sm80/_quantize_fp8_sm89.cu",
+        "kernels/linear/w8a8_sm80/quantize_fp8.h",
         "kernels/linear/w8a8_sm90/_quantize_rows_sm90.cu",
     ): ("groups of columns: in the common header they would change the code that the records of sm_90 name"),
     ("kernels/linear/frag16_sm80/args.py", "kernels/linear/frag16_sm90/args.py"): (

@@ -605,7 +605,7 @@ linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | family120 | - | linear_nvfp
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_nvfp4_triton
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_90 | family120 | - | linear_dequant_torch
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_89 | family120 | - | linear_dequant_torch
-# e4m3 products of both operands, by PTX of a library of its own, on every GPU from sm_89 on; Hopper has its own, but for one scale of x
+# e4m3 products of both operands, by PTX of a library of its own, on every GPU from sm_89 on; Hopper has its own
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_89 | ptx89 | - | linear_w8a8_sm89
 linear | m=1,n=4096,k=4096,w=fp8.fp8_token | sm_120 | ptx89 | - | linear_w8a8_sm89
 linear | m=4096,n=14336,k=4096,x=fp16,w=fp8.fp8,epilogue=bias+silu_mul | sm_121 | ptx89 | - | linear_w8a8_sm89
@@ -616,7 +616,8 @@ linear | m=64,n=4096,k=4096,w=fp8_ch.fp8,codes=true | sm_103 | ptx89 | - | linea
 linear | m=16,n=4096,k=4096,w=int8_ch.int8_token | sm_89 | ptx89 | - | linear_w8a8_sm80
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_90 | ptx89 | - | linear_w8a8_sm90
 linear | m=16,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | ptx89 | - | linear_w8a8_sm90
-linear | m=16,n=4096,k=4096,w=fp8.fp8 | sm_90 | ptx89 | - | linear_w8a8_sm89
+linear | m=16,n=4096,k=4096,w=fp8.fp8 | sm_90 | ptx89 | - | linear_w8a8_tensor_sm90
+linear | m=4096,n=4096,k=4096,x=fp16,w=fp8_ch.fp8,epilogue=bias,codes=true | h200 | sm90a | - | linear_w8a8_tensor_sm90
 linear | m=16,n=4096,k=4096,w=fp8_ch.fp8_token | sm_86 | ptx89 | - | linear_dequant_torch
 linear | m=16,n=4096,k=4100,w=fp8_ch.fp8_token | sm_89 | ptx89 | - | linear_dequant_torch
 linear | m=16,n=4096,k=4096,x=fp32,w=fp8_ch.fp8_token | sm_89 | ptx89 | - | linear_dequant_torch
