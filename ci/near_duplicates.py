@@ -52,14 +52,8 @@ ACCEPTED = {
         "kernels/moe/grouped_linear/frag16_sm75/grouped.cuh",
         "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
     ): "the rows of x that a thread gathers and the walk over tiles, for the same reason",
-    ("kernels/linear/frag16_sm80/gemm.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
-        "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
-    ),
     ("kernels/linear/block_scaled_sm120/product.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
         "copies, parts along K and the end of a tile: what differs is between them, where scales come with the codes"
-    ),
-    ("kernels/linear/block_scaled_sm120/product.cuh", "kernels/linear/frag16_sm80/gemm.cuh"): (
-        "parts of tiles along K: in a common header they would change the code that the records of weight-only products name"
     ),
     ("kernels/linear/block_scaled_sm120/entry.h", "kernels/linear/w8a8_sm80/entry.h"): (
         "the checks and the grid of a launch, whose parameters are other structs"

@@ -179,5 +179,7 @@ KERNEL = Kernel(
         "m=33,n=200,k=656,w=fp8.fp8,epilogue=silu_mul,codes=true",
         "m=300,n=520,k=4096,x=fp16,w=fp8.fp8,codes=true",
     ),
+    waits=True,
+    triggers=True,
     priority=106,
 )

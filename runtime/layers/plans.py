@@ -184,13 +184,14 @@ class Plans:
         return quantized if not problem["act_order"] and self.compiled(quantized) else problem
 
     def compiled(self, problem: Problem) -> bool:
-        """Whether a kernel that is no chain of torch's operations may be selected for a problem."""
+        """Whether a kernel that is no chain of torch's operations, and is not interpreted, may be selected for a problem."""
         resolver = self.resolver
+        build = replace(resolver.build, triton_interpreter=False)
         return any(
             kernel.auto
             and kernel.language != "python"
             and (kernel.batch_invariant or not self.policy.batch_invariant)
-            and not kernel.why_not(problem, resolver.target, resolver.build)
+            and not kernel.why_not(problem, resolver.target, build)
             for kernel in resolver.registry.kernels_of(problem.op)
         )
 

@@ -2,6 +2,7 @@
 //
 // The one instruction is a model of it, or, compiled with GM_BLOCK_SCALE_BY_BF16, what replaces it on other GPUs.
 #include "attention_fibers.h"
+#include "numbers_fibers.h"
 
 // Of the functions for Hopper, what the sources use is here or in attention_fibers.h: without __CUDACC__ the header is empty, and stays it.
 #undef __CUDACC__
@@ -11,17 +12,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-inline float __half2float(__half v) { return gm::Num<__half>::to_float(v); }
-inline float __bfloat162float(__nv_bfloat16 v) { return gm::Num<__nv_bfloat16>::to_float(v); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline int __float2int_rn(float v) { return int(std::nearbyint(v)); }
 inline uint32_t __shfl_sync(uint32_t all, uint32_t value, int from) {
   return uint32_t(__shfl_sync(all, int(value), from));
-}
-template <typename T>
-T __ldg(const T* from) {
-  return *from;
 }
 
 namespace gm {

@@ -1,5 +1,6 @@
 // Products of 8-bit weights and activations for sm_80 and sm_89, and the quantizers of x, on a CPU, for test_w8a8_fibers.py.
 #include "attention_fibers.h"
+#include "numbers_fibers.h"
 
 // Of the functions for Hopper, what the sources use is here or in attention_fibers.h: without __CUDACC__ the header is empty, and stays it.
 #undef __CUDACC__
@@ -13,24 +14,6 @@ struct int4 {
   int x, y, z, w;
 };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline float __half2float(__half v) { return gm::Num<__half>::to_float(v); }
-inline float __bfloat162float(__nv_bfloat16 v) { return gm::Num<__nv_bfloat16>::to_float(v); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline int __float2int_rn(float v) { return int(std::nearbyint(v)); }
-inline __half2 __floats2half2_rn(float x, float y) {
-  return {gm::Num<__half>::round(x), gm::Num<__half>::round(y)};
-}
-struct __nv_bfloat162 {
-  __nv_bfloat16 x, y;
-};
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
-  return {gm::Num<__nv_bfloat16>::round(x), gm::Num<__nv_bfloat16>::round(y)};
-}
-template <typename T>
-T __ldg(const T* from) {
-  return *from;
-}
 
 namespace gm {
 

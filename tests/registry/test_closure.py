@@ -100,7 +100,7 @@ def imported(name: str) -> frozenset[str]:
                 module = file_of(f"{base}.{alias.name}")
                 files.add(module or file_of(base))
                 if module is None and (file_of(base) or "").endswith("__init__.py"):
-                    home = getattr(importlib.import_module(base), alias.name).__module__
+                    home = getattr(getattr(importlib.import_module(base), alias.name), "__module__", base)
                     files.add(file_of(home))
     return frozenset(one for one in files if one is not None and counted(one))
 

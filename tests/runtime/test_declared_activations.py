@@ -43,7 +43,7 @@ def weight_of(scheme: str, n: int = 96, k: int = 272) -> QuantTensor:
         ("fp8_ch", "fp8_token", True),
         ("fp8", "fp8_token", True),
         ("int8_ch", "int8_token", True),
-        ("fp8", "fp8", False),  # one scale for all tokens: no kernel
+        ("fp8", "fp8", True),
         ("int8_ch", "int8 by token, asymmetric", False),
         ("fp8_ch", None, False),
         ("int4_g16", "int8_token", False),
@@ -63,7 +63,7 @@ def test_other_devices_dtypes_and_shapes_keep_activations_in_their_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight = weight_of("fp8_block")
-    for name in ("cpu:avx2", "sm_80", "sm_100"):
+    for name in ("cpu:avx2", "sm_80", "sm_86"):
         assert plans_on(name, monkeypatch).with_activations(weight, "fp8_g128") is weight
     assert plans_on("h200", monkeypatch, torch.float32).with_activations(weight, "fp8_g128") is weight
     odd = weight_of("fp8_block", k=264)
@@ -132,7 +132,7 @@ def test_experts_are_multiplied_in_the_declared_format_that_has_a_kernel(
 def test_experts_of_other_devices_and_shapes_keep_activations_in_their_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("cpu:avx2", "sm_80", "sm_100"):
+    for name in ("cpu:avx2", "sm_80", "sm_86"):
         assert experts_on(name, monkeypatch, "fp8_block", "fp8_g128") == "fp8_block"
     assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", i=200) == "fp8_block"
     assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", epilogue="w2_bias") == "fp8_block"

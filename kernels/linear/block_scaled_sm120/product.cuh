@@ -5,9 +5,7 @@
 // bytes here. Scales come along as they are stored; those of 32 rows lie in the order of the lanes whose registers the instruction reads
 // them from, so that each lane takes the scales of a row and slot by one load.
 //
-// CTAs are persistent. The tiles of y that fill whole waves have a CTA each; the rest is dealt out along K in equal parts (stream-K; Osama
-// et al., 2023). The last CTA of a tile to arrive adds all parts in the order of columns: the bits do not depend on who is last, and
-// no CTA waits for another.
+// CTAs are persistent, and share the last tiles of y along K (stream_k.cuh).
 #pragma once
 #include "params.h"
 #include "sm120/mma_block_scale.cuh"
@@ -16,6 +14,8 @@
 #include <utility>
 
 #include "sm120/copy.cuh"
+#include "sm80/stream_k.cuh"
+#include "sm80/write_eight.cuh"
 #include "sm90/ptx.cuh"
 
 namespace gm::block_scaled {
@@ -23,13 +23,6 @@ namespace gm::block_scaled {
 constexpr int kOutStride = kWarpRows + 4;      // floats of a row of a warp's output buffer
 constexpr int kOutBytes = 8 * kOutStride * 4;  // 8 rows of x
 
-__device__ __forceinline__ float widened(const void* from, int64_t index, int half) {
-  return half ? __half2float(static_cast<const __half*>(from)[index])
-              : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[index]);
-}
-__device__ __forceinline__ uint32_t rounded(float low, float high, int half) {
-  return half ? packed<__half>(low, high) : packed<__nv_bfloat16>(low, high);
-}
 // f(0), f(1), ..., with numbers that are types: selectors of an instruction must be constants.
 template <int... I, typename F>
 __device__ __forceinline__ void each(std::integer_sequence<int, I...>, F f) {
@@ -42,7 +35,7 @@ __device__ __forceinline__ void each(F f) {
 
 // MT: rows of x.  WN: warps.  SLOTS: of the ring.
 template <typename Format, int MT, int WN, int SLOTS>
-struct Product {
+struct Product : StreamK<Product<Format, MT, WN, SLOTS>, float4, WN, kWarpTiles, MT / 8> {
   using Slot = BlockSlot<Format>;
   static constexpr int KB = Slot::kBytes, kThreads = WN * 32, kColumns = MT / 8, kRows = WN * kWarpRows,
                        kChunks = KB / 16,        // of 16 bytes, of a row of a slot
@@ -196,100 +189,10 @@ struct Product {
           out[(2 * t + (i & 1)) * kOutStride + r * 16 + g + (i >> 1) * 8] = acc[r][c][i];
       __syncwarp();
       const int m = m0 + c * 8;
+      float* sums = out + g * kOutStride + t * 8;
       if (m < p.m && count > 0)
-        write_eight(out + g * kOutStride + t * 8, static_cast<int64_t>(m) * p.n + n, count, factor, bias);
-    }
-  }
-  // Writes y[at : at + count]. Products and sums are rounded one by one, so that all paths give the same bits.
-  __device__ __forceinline__ void write_eight(float* sums, int64_t at, int count, const float (&factor)[8],
-                                              const float (&bias)[8]) const {
-    const auto* residual = static_cast<const uint16_t*>(p.residual) + at;
-    auto* y = static_cast<uint16_t*>(p.y) + at;
-    const auto finished = [&](int i) { return __fadd_rn(__fmul_rn(sums[i], factor[i]), bias[i]); };
-    if (p.vectors && count == 8) {
-      uint4 words = make_uint4(0, 0, 0, 0);  // zeros of either type
-      if (p.residual) words = *reinterpret_cast<const uint4*>(residual);
-      uint32_t to[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        to[i] = rounded(finished(2 * i) + widened(&words, 2 * i, p.half),
-                        finished(2 * i + 1) + widened(&words, 2 * i + 1, p.half), p.half);
-      *reinterpret_cast<uint4*>(y) = make_uint4(to[0], to[1], to[2], to[3]);
-    } else {  // back to the buffer, from which a short loop takes them
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] = finished(i);
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const float v = sums[i] + (p.residual ? widened(residual, i, p.half) : 0.f);
-        y[i] = static_cast<uint16_t>(rounded(v, v, p.half));
-      }
-    }
-  }
-
-  // Where CTA `cta` begins in the shared tiles, in slots, and which CTA has a slot of them.
-  __device__ __forceinline__ int64_t shared_groups() const {
-    return static_cast<int64_t>(p.blocks - p.whole) * p.groups;
-  }
-  __device__ __forceinline__ int begin(int cta) const { return shared_groups() * cta / gridDim.x; }
-  __device__ __forceinline__ int owner(int group) const {
-    return ((static_cast<int64_t>(group) + 1) * gridDim.x - 1) / shared_groups();
-  }
-  // The sums of a CTA for a shared tile: a CTA has parts of two at most that are not whole.
-  __device__ __forceinline__ float4* sums_of(int cta, int shared) const {
-    constexpr int kWarpSums = kWarpTiles * kColumns * 32;
-    const int second = begin(cta) < shared * p.groups;
-    return static_cast<float4*>(p.sums) + ((static_cast<int64_t>(cta) * 2 + second) * WN + warp) * kWarpSums +
-           lane;
-  }
-  // Hands in this CTA's part of a shared tile; the last CTA to arrive adds all parts, and gets true.
-  __device__ __forceinline__ bool meet(int shared) {
-    __shared__ int is_last;
-    const int first = owner(shared * p.groups), last = owner((shared + 1) * p.groups - 1);
-    float4* to = sums_of(blockIdx.x, shared);
-#pragma unroll
-    for (int i = 0; i < kWarpTiles * kColumns; ++i) {
-      const float (&sum)[4] = acc[i / kColumns][i % kColumns];
-      __stcg(to + i * 32, make_float4(sum[0], sum[1], sum[2], sum[3]));
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      is_last = atomicAdd(p.counters + shared, 1u) == static_cast<uint32_t>(last - first);
-      if (is_last) p.counters[shared] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return false;
-    __threadfence();
-    clear();
-#pragma unroll 1
-    for (int cta = first; cta <= last; ++cta) {
-      const float4* from = sums_of(cta, shared);
-#pragma unroll
-      for (int i = 0; i < kWarpTiles * kColumns; ++i) {
-        if (i % 8 == 0) __syncwarp();  // bounds how many loads are in flight, and so registers
-        const float4 part = __ldcg(from + i * 32);
-        float (&sum)[4] = acc[i / kColumns][i % kColumns];
-        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-      }
-    }
-    return true;
-  }
-
-  // Whole tiles, then parts of shared ones, in one loop, so that there is one copy of the code.
-  __device__ __forceinline__ void run() {
-    const int end = begin(blockIdx.x + 1);
-    int block = blockIdx.x, at = begin(blockIdx.x);
-#pragma unroll 1
-    while (block < p.whole || at < end) {
-      int tile = block, shared = 0, g0 = 0, g1 = p.groups;
-      if (block < p.whole) {
-        block += gridDim.x;
-      } else {
-        shared = at / p.groups, g0 = at - shared * p.groups, g1 = min(p.groups, end - shared * p.groups);
-        tile = p.whole + shared, at += g1 - g0;
-      }
-      accumulate(tile, g0, g1);
-      if (g1 - g0 == p.groups || meet(shared)) store(tile);
+        write_eight(p, sums, static_cast<int64_t>(m) * p.n + n, count,
+                    [&](int i) { return __fadd_rn(__fmul_rn(sums[i], factor[i]), bias[i]); });
     }
   }
 };

@@ -4,10 +4,8 @@
 // shared memory by cp.async, KB columns of each per slot of one ring, and to registers by ldmatrix, whose 8 x 8 elements
 // of 16 bits are 8 x 16 bytes here. OPERANDS (int8.cuh, fp8.cuh) says what the bytes are, and how they are multiplied.
 //
-// CTAs are persistent. The tiles of y that fill whole waves have a CTA each; the rest is dealt out along K in equal parts
-// (stream-K; Osama et al., 2023). The last CTA of a tile to arrive adds the parts in the order of K: no CTA waits for
-// another, and the same call gives the same bits. Exact sums are the same in any order, so there a row of y depends
-// neither on the shape nor on the other rows of x.
+// CTAs are persistent, and share the last tiles of y along K (stream_k.cuh). Exact sums are the same in any order, so there
+// a row of y depends neither on the shape nor on the other rows of x.
 //
 // Sums of floats have two levels: the products of a slot, at most 128 columns, are added up by the tensor core, from zero,
 // and then to float32 sums, with block scales times the scale of W's block and that of x's group. The tensor cores of
@@ -17,6 +15,8 @@
 #include "params.h"
 
 #ifdef __CUDACC__
+#include "sm80/stream_k.cuh"
+#include "sm80/write_eight.cuh"
 #include "sm90/ptx.cuh"
 
 namespace gm::w8a8 {
@@ -24,25 +24,12 @@ namespace gm::w8a8 {
 constexpr int kOutStride = kWarpRows + 4;      // floats of a row of a warp's output buffer
 constexpr int kOutBytes = 8 * kOutStride * 4;  // 8 rows of x
 
-__device__ __forceinline__ float widened(const void* from, int64_t index, int half) {
-  return half ? __half2float(static_cast<const __half*>(from)[index])
-              : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[index]);
-}
-__device__ __forceinline__ uint32_t rounded(float low, float high, int half) {
-  if (half) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// OPERANDS: Sum, the type of a sum, and Four of them; kAsync, whether cp.async copies; kTwoLevels; kBlocks, whether scales are of blocks; weight(), of four codes of W as they
-// are stored; mma().  MT: rows of x.  WN: warps.  KB: columns of a slot, 64 or 128.  SLOTS: of the ring.
+// OPERANDS: Sum, the type of a sum, and Four of them; kAsync, whether cp.async copies; kTwoLevels; kBlocks, whether scales
+// are of blocks; weight(), of four codes of W as they are stored; mma().  MT: rows of x.  WN: warps.  KB: columns of a slot, 64 or 128.  SLOTS: of the ring.
 template <typename OPERANDS, int MT, int WN, int KB, int SLOTS>
-struct Product {
+struct Product
+    : StreamK<Product<OPERANDS, MT, WN, KB, SLOTS>, typename OPERANDS::Four, WN, kWarpTiles, MT / 8> {
   using Sum = typename OPERANDS::Sum;
-  using Four = typename OPERANDS::Four;
   static constexpr bool kBlocks = OPERANDS::kBlocks;
   static constexpr int kThreads = WN * 32, kColumns = MT / 8, kRows = WN * kWarpRows, kSteps = KB / 32,
                        kChunks = KB / 16,                        // of 16 bytes, of a row of a slot
@@ -308,104 +295,14 @@ struct Product {
           out[(2 * t + (i & 1)) * kOutStride + r * 16 + g + (i >> 1) * 8] = static_cast<float>(acc[r][c][i]);
       __syncwarp();
       const int m = m0 + c * 8;
-      if (m < p.m && count > 0)
-        write_eight(out + g * kOutStride + t * 8, static_cast<int64_t>(m) * p.n + n, count,
-                    kBlocks ? 0.f : p.x_scale[m * p.x_step], w_scale, bias);
-    }
-  }
-  // Writes y[at : at + count]. Products and sums are rounded one by one, so that all paths give the same bits.
-  __device__ __forceinline__ void write_eight(float* sums, int64_t at, int count, float x_scale,
-                                              const float (&w_scale)[8], const float (&bias)[8]) const {
-    const auto* residual = static_cast<const uint16_t*>(p.residual) + at;
-    auto* y = static_cast<uint16_t*>(p.y) + at;
-    const auto finished = [&](int i) {
-      const float y = kBlocks ? sums[i] : __fmul_rn(sums[i], __fmul_rn(x_scale, w_scale[i]));
-      return __fadd_rn(y, bias[i]);
-    };
-    if (p.vectors && count == 8) {
-      uint4 words = make_uint4(0, 0, 0, 0);  // zeros of either type
-      if (p.residual) words = *reinterpret_cast<const uint4*>(residual);
-      uint32_t to[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        to[i] = rounded(finished(2 * i) + widened(&words, 2 * i, p.half),
-                        finished(2 * i + 1) + widened(&words, 2 * i + 1, p.half), p.half);
-      *reinterpret_cast<uint4*>(y) = make_uint4(to[0], to[1], to[2], to[3]);
-    } else {  // back to the buffer, from which a short loop takes them
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] = finished(i);
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const float v = sums[i] + (p.residual ? widened(residual, i, p.half) : 0.f);
-        y[i] = static_cast<uint16_t>(rounded(v, v, p.half));
+      float* sums = out + g * kOutStride + t * 8;
+      if (m < p.m && count > 0) {
+        const float x_scale = kBlocks ? 0.f : p.x_scale[m * p.x_step];
+        write_eight(p, sums, static_cast<int64_t>(m) * p.n + n, count, [&](int i) {
+          const float scaled = kBlocks ? sums[i] : __fmul_rn(sums[i], __fmul_rn(x_scale, w_scale[i]));
+          return __fadd_rn(scaled, bias[i]);
+        });
       }
-    }
-  }
-
-  // Where CTA `cta` begins in the shared tiles, in groups, and which CTA has a group of them.
-  __device__ __forceinline__ int64_t shared_groups() const {
-    return static_cast<int64_t>(p.blocks - p.whole) * p.groups;
-  }
-  __device__ __forceinline__ int begin(int cta) const { return shared_groups() * cta / gridDim.x; }
-  __device__ __forceinline__ int owner(int group) const {
-    return ((static_cast<int64_t>(group) + 1) * gridDim.x - 1) / shared_groups();
-  }
-  // The sums of a CTA for a shared tile: a CTA has parts of two at most that are not whole.
-  __device__ __forceinline__ Four* sums_of(int cta, int shared) const {
-    constexpr int kWarpSums = kWarpTiles * kColumns * 32;
-    const int second = begin(cta) < shared * p.groups;
-    return static_cast<Four*>(p.sums) + ((static_cast<int64_t>(cta) * 2 + second) * WN + warp) * kWarpSums +
-           lane;
-  }
-  // Hands in this CTA's part of a shared tile; the last CTA to arrive adds up all of them, in order, and gets true.
-  __device__ __forceinline__ bool meet(int shared) {
-    __shared__ int is_last;
-    const int first = owner(shared * p.groups), last = owner((shared + 1) * p.groups - 1);
-    Four* to = sums_of(blockIdx.x, shared);
-#pragma unroll
-    for (int i = 0; i < kWarpTiles * kColumns; ++i) {
-      const Sum(&sum)[4] = acc[i / kColumns][i % kColumns];
-      __stcg(to + i * 32, Four{sum[0], sum[1], sum[2], sum[3]});
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      is_last = atomicAdd(p.counters + shared, 1u) == static_cast<uint32_t>(last - first);
-      if (is_last) p.counters[shared] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return false;
-    __threadfence();
-    clear();
-#pragma unroll 1
-    for (int cta = first; cta <= last; ++cta) {
-      const Four* from = sums_of(cta, shared);
-#pragma unroll
-      for (int i = 0; i < kWarpTiles * kColumns; ++i) {
-        if (i % 8 == 0) __syncwarp();  // bounds how many loads are in flight, and so registers
-        const Four part = __ldcg(from + i * 32);
-        Sum(&sum)[4] = acc[i / kColumns][i % kColumns];
-        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-      }
-    }
-    return true;
-  }
-
-  // Whole tiles, then parts of shared ones, in one loop, so that there is one copy of the code.
-  __device__ __forceinline__ void run() {
-    const int end = begin(blockIdx.x + 1);
-    int block = blockIdx.x, at = begin(blockIdx.x);
-#pragma unroll 1
-    while (block < p.whole || at < end) {
-      int tile = block, shared = 0, g0 = 0, g1 = p.groups;
-      if (block < p.whole) {
-        block += gridDim.x;
-      } else {
-        shared = at / p.groups, g0 = at - shared * p.groups, g1 = min(p.groups, end - shared * p.groups);
-        tile = p.whole + shared, at += g1 - g0;
-      }
-      accumulate(tile, g0, g1);
-      if (g1 - g0 == p.groups || meet(shared)) store(tile);
     }
   }
 };

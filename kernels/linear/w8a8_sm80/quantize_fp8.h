@@ -1,6 +1,6 @@
 // Rows of fp16 or bf16 to e4m3 (sm90/quantize_rows.cuh): with a scale for each row or for each 128 columns of one in one
 // launch, with one scale for all in two, of which the first finds the largest number. A source defines GM_ENTRY, and
-// includes this.
+// GM_OVERLAP if a launch may begin before the one before it ends (sm_90 and newer), and includes this.
 #pragma once
 #include <cstdint>
 
@@ -22,6 +22,13 @@ namespace {
 
 using namespace gm::quantize;
 
+// Lets the next launch begin, and waits for what the one before has written.
+__device__ __forceinline__ void overlap() {
+#ifdef GM_OVERLAP
+  gm::griddepcontrol_launch_dependents();
+  gm::griddepcontrol_wait();
+#endif
+}
 __device__ __forceinline__ const uint4* row_of(const QuantizeFp8Params& p, int row) {
   return reinterpret_cast<const uint4*>(p.x + row * p.ldx);
 }
@@ -81,6 +88,7 @@ __device__ __forceinline__ void quantize_by_maxima(const QuantizeFp8Params& p) {
 
 #define GM_QUANTIZER(name, function)                                                                         \
   extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ QuantizeFp8Params p) { \
+    overlap();                                                                                               \
     function(p);                                                                                             \
   }
 #define GM_QUANTIZE_FP8(type, half)                                     \
@@ -95,6 +103,11 @@ GM_QUANTIZE_FP8(bf16, false)
 #include "args.h"
 
 namespace {
+#ifdef GM_OVERLAP
+constexpr bool kOverlap = true;
+#else
+constexpr bool kOverlap = false;
+#endif
 gm::CudaKernel g_kernels[3][2] = {
     {{GM_CUBIN, "quantize_fp8_token_fp16"}, {GM_CUBIN, "quantize_fp8_token_bf16"}},
     {{GM_CUBIN, "quantize_fp8_g128_fp16"}, {GM_CUBIN, "quantize_fp8_g128_bf16"}},
@@ -124,12 +137,13 @@ GM_CUDA_ARGS(GM_ENTRY, GmQuantizeFp8Sm89Args)(const GmQuantizeFp8Sm89Args* args)
   void* arguments[] = {&p};
   const int type = a.x_type - 1;
   if (a.format == 2) {
-    const int code =
-        g_largest[type].launch(a.device, a.stream, {.grid_x = unsigned(p.parts), .block = 256}, arguments);
+    const int code = g_largest[type].launch(
+        a.device, a.stream, {.grid_x = unsigned(p.parts), .block = 256, .pdl = kOverlap}, arguments);
     if (code != GM_OK) return code;
   }
   const unsigned grid = a.format == 1 ? unsigned((threads + 255) / 256) : unsigned(a.m);
-  return g_kernels[a.format][type].launch(a.device, a.stream, {.grid_x = grid, .block = 256}, arguments);
+  return g_kernels[a.format][type].launch(a.device, a.stream, {.grid_x = grid, .block = 256, .pdl = kOverlap},
+                                          arguments);
 }
 
 #endif
