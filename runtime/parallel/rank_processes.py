@@ -286,13 +286,18 @@ class RankProcesses:
         """End all ranks, and raise the error of the one that failed first."""
         until = time.monotonic() + GRACE
         open_pipes = {rank: p for rank, p in waiting.items() if p.failure is None}
+        closed: list[ChildProcess] = []
         while open_pipes and (left := until - time.monotonic()) > 0:
             for connection in wait([p.connection for p in open_pipes.values()], left):
                 process = next(p for p in open_pipes.values() if p.connection is connection)
                 while (answer := self._receive(process)) is not None and process.connection.poll():
                     pass
                 if answer is None:
-                    del open_pipes[process.number]
+                    closed.append(open_pipes.pop(process.number))
+        # The pipe of a process that dies closes a moment before its status is known.
+        for process in closed:
+            if process.failure is None:
+                wait([process.sentinel], max(0.0, until - time.monotonic()))
         dead = [(p.number, p.process.poll()) for p in self._processes if p.failure is None]
         killed = [f"rank {rank} died ({status(code)})" for rank, code in dead if code is not None]
         failures = sorted(
