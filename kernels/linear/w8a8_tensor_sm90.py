@@ -7,20 +7,18 @@ to the product one of rows, which are all alike. Given codes come with one scale
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.linear.w8a8_sm80.shapes import MAXIMA
+from gristmill.kernels.linear.w8a8_sm80.shapes import MAXIMA, Room, pitch_of
 from gristmill.kernels.linear.w8a8_sm90 import spec as of_rows
 from gristmill.kernels.linear.w8a8_sm90.shapes import operands_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gristmill.kernels.calls import LinearCall
 
 OPERANDS = operands_of("fp8")
@@ -30,21 +28,12 @@ LAUNCH = 2.0
 """Microseconds of the launch that finds the largest number."""
 
 
-class Room(NamedTuple):
-    """Where the parts of a workspace begin, in bytes, and its size: codes of x, scales of rows, maxima, gate and up before they are multiplied."""
-
-    scales: int
-    maxima: int
-    gated: int
-    size: int
-
-
 def room_of(m: int, k: int, gated: int, given: bool) -> Room:
-    """The parts for M rows of x, without codes and maxima if codes are given, with `gated` columns of gate and up together."""
+    """The parts for M rows of x, without codes and maxima if codes are given, with `gated` columns of gate and up together; no sums of CTAs."""
     scales = 0 if given else cdiv(m * k, 16) * 16
-    maxima = scales + cdiv(m, 4) * 16
+    maxima = scales + pitch_of(m) * 4
     end = maxima + (0 if given else 4 * MAXIMA)
-    return Room(scales, maxima, end, end + 2 * m * gated)
+    return Room(0, 0, scales, maxima, end, end + 2 * m * gated)
 
 
 def launch(config: Config, call: LinearCall) -> None:
@@ -59,7 +48,10 @@ def launch(config: Config, call: LinearCall) -> None:
 
     from gristmill.kernels.common import need, need_workspace
     from gristmill.kernels.linear._epilogue import finish
-    from gristmill.kernels.linear.w8a8_sm90._launch import Rows, multiply
+    from gristmill.kernels.linear.w8a8_sm80._launch import quantize_to_fp8, rows_of
+    from gristmill.kernels.linear.w8a8_sm80.args import QUANTIZE_FP8
+    from gristmill.kernels.linear.w8a8_sm90._launch import Rows, gated_rows, multiply
+    from gristmill.kernels.native import cuda_entry
 
     x, (codes, scales, _, _, _, perm) = call.x, call.weight
     k, rows = x.shape[-1], call.out.shape[-1] * (2 if call.silu_mul else 1)
@@ -80,41 +72,21 @@ def launch(config: Config, call: LinearCall) -> None:
     start, stream = workspace.data_ptr(), torch.cuda.current_stream(x.device).cuda_stream
     of_x = start
     if call.codes is None or call.scales is None:
-        quantize(x, m, k, workspace, room, stream)
+        entry = cuda_entry("gm_quantize_fp8_sm90", QUANTIZE_FP8)
+        quantize_to_fp8(entry, "fp8", rows_of(x, m, k, start, room))
     else:
         given = call.codes.reshape(m, k).contiguous()
         of_x = given.data_ptr()
         workspace[room.scales : room.scales + 4 * m].view(torch.float32).copy_(
             call.scales.reshape(1).expand(m)
         )
-    gated = workspace[room.gated : room.gated + 2 * m * rows]
-    out = gated.view(x.dtype).view(m, rows) if call.silu_mul else call.out.view(m, rows)
+    out = gated_rows(workspace, room.size, m, rows, x.dtype) if call.silu_mul else call.out.view(m, rows)
     residual = None if call.silu_mul else call.residual
-    quantized = Rows(of_x, start + room.scales, 0, cdiv(m, 4) * 4)
+    quantized = Rows(of_x, start + room.scales, 0, pitch_of(m))
     multiply(config, quantized, k, call.weight, call.bias, residual, out, stream)
     if call.silu_mul:
         # the product has added the bias
         finish(out.view(*call.out.shape[:-1], rows), None, call.residual, True, call.out)
-
-
-def quantize(x: Tensor, m: int, k: int, workspace: Tensor, room: Room, stream: int) -> None:
-    """Codes of x's M rows, and their scale M times, into a workspace."""
-    import torch
-
-    from gristmill.kernels.common import DTYPE_CODES, dtype_name, row_stride
-    from gristmill.kernels.linear.w8a8_sm80.args import QUANTIZE_FP8
-    from gristmill.kernels.native import check, cuda_entry
-
-    stride = row_stride(x)
-    if stride % 8 or stride < k or x.data_ptr() % 16:
-        x, stride = x.reshape(m, k).clone(memory_format=torch.contiguous_format), k
-    start, of_tensor = workspace.data_ptr(), 2
-    args = QUANTIZE_FP8.new(
-        x.get_device(), m, k, of_tensor, cdiv(m, 4) * 4, DTYPE_CODES[dtype_name(x.dtype)], stream
-    )
-    args.codes, args.scales, args.maxima = start, start + room.scales, start + room.maxima
-    args.x, args.ldx = x.data_ptr(), stride
-    check(cuda_entry("gm_quantize_fp8_sm90", QUANTIZE_FP8)(args), "quantize_fp8")
 
 
 def twin(problem: Problem) -> Problem:

@@ -10,8 +10,12 @@ from gristmill.autotune.verify import verify
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear.w8a8_sm80._launch import quantize_to_fp8
+from gristmill.kernels.linear.w8a8_sm80._launch import rows_of as rows_to_quantize
+from gristmill.kernels.linear.w8a8_sm80.args import QUANTIZE_FP8
 from gristmill.kernels.linear.w8a8_sm90._launch import launch as launch_of_rows
-from gristmill.kernels.linear.w8a8_tensor_sm90 import launch, quantize, room_of
+from gristmill.kernels.linear.w8a8_tensor_sm90 import launch, room_of
+from gristmill.kernels.native import cuda_entry
 from gristmill.quant import pack
 from gristmill.quant import quantize as quantize_weight
 from gristmill.quant.activations import quantize_activation
@@ -43,7 +47,8 @@ def config_of(m: int, n: int, k: int) -> Config:
 def test_the_quantizer_bit_for_bit(m: int, k: int, dtype: torch.dtype) -> None:
     x, room = rows_of(m, k, dtype), room_of(m, k, 0, given=False)
     workspace = torch.full((room.size,), 255, dtype=torch.uint8, device=DEVICE)
-    quantize(x, m, k, workspace, room, torch.cuda.current_stream().cuda_stream)
+    entry = cuda_entry("gm_quantize_fp8_sm90", QUANTIZE_FP8)
+    quantize_to_fp8(entry, "fp8", rows_to_quantize(x, m, k, workspace.data_ptr(), room))
     expected = quantize_activation(x, "fp8")
     assert torch.equal(workspace[: m * k].view(m, k), expected.values.view(torch.uint8))
     scales = workspace[room.scales : room.scales + 4 * m].view(torch.float32)

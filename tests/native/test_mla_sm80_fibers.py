@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.lengths import error as attention_error
-from gristmill.kernels.attention.mla_attention.sm80.spec import LATENT, ROWS, parts_at
+from gristmill.kernels.attention.mla_attention.sm80.spec import ROWS, parts_at
+from gristmill.kernels.attention.mla_attention.sm90.spec import LATENT
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]

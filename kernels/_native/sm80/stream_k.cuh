@@ -10,12 +10,17 @@ namespace gm {
 
 // KERNEL derives from this. Its p has groups (slots of columns of a tile), blocks (tiles), whole (those that are not
 // shared), counters (of shared tiles, zero before and after) and sums ([CTAs][2][WARPS][TILES][COLUMNS][32 lanes], in
-// fours); acc [TILES][COLUMNS][4] are a lane's sums, FOUR a vector of four of them. It has warp, lane, clear(),
+// fours); acc [TILES][COLUMNS][4] are a lane's sums, FOUR a vector of four of them. It has warp, lane,
 // accumulate(tile, first group, last group) and store(tile).
 template <typename KERNEL, typename FOUR, int WARPS, int TILES, int COLUMNS>
 struct StreamK {
   __device__ __forceinline__ KERNEL& self() { return static_cast<KERNEL&>(*this); }
   __device__ __forceinline__ const KERNEL& self() const { return static_cast<const KERNEL&>(*this); }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < TILES * COLUMNS * 4; ++i) self().acc[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = 0;
+  }
 
   // Where CTA `cta` begins in the shared tiles, in groups, and which CTA has a group of them.
   __device__ __forceinline__ int64_t shared_groups() const {
@@ -53,7 +58,7 @@ struct StreamK {
     __syncthreads();
     if (!is_last) return false;
     __threadfence();
-    self().clear();
+    clear();
 #pragma unroll 1
     for (int cta = first; cta <= last; ++cta) {
       const FOUR* from = sums_of(cta, shared);
@@ -86,6 +91,19 @@ struct StreamK {
     }
   }
 };
+
+}  // namespace gm
+
+#else  // host
+namespace gm {
+
+// Which tiles of p are shared by `grid` CTAs, if any may be: those past the last whole wave, where every CTA gets a group
+// of them, so that the CTAs of a tile follow each other.
+template <typename PARAMS>
+void share_tiles(PARAMS& p, int grid, bool may_share) {
+  const int rest = p.blocks % grid;
+  p.whole = may_share && int64_t(rest) * p.groups >= grid ? p.blocks - rest : p.blocks;
+}
 
 }  // namespace gm
 #endif

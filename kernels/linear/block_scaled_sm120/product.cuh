@@ -69,15 +69,6 @@ struct Product : StreamK<Product<Format, MT, WN, SLOTS>, float4, WN, kWarpTiles,
     return (row & ~31) + (row & 7) * 4 + (row >> 3 & 3);
   }
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int r = 0; r < kWarpTiles; ++r)
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[r][c][i] = 0.f;
-  }
-
   // Copies this thread's chunk of every kCopyRows-th of COUNT rows; zeros past `rows`.
   template <int COUNT>
   __device__ __forceinline__ static void copy(uint32_t to, const uint8_t* from, int64_t step, int row,
@@ -138,7 +129,7 @@ struct Product : StreamK<Product<Format, MT, WN, SLOTS>, float4, WN, kWarpTiles,
     const uint8_t* w_scale = w_here ? p.w_scale + (first + t) * of_scales + g0 * Slot::kScales : p.w_scale;
     const uint32_t scale_at = kCodes + scale_place(t) * Slot::kScales;
     int left = g1 - g0;
-    clear();
+    this->clear();
 
     __syncthreads();  // every warp has read the slots and its output buffer of the tile before
     const auto fetch = [&](uint32_t slot) {

@@ -14,7 +14,7 @@ from gristmill.kernel_registry.scheme import BLOCK, cdiv
 from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES
-from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE
+from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE, QUANTIZE_FP8
 from gristmill.kernels.linear.w8a8_sm80.shapes import OPERANDS, Room, pitch_of, room_of
 from gristmill.kernels.native import check
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PARTITION = ("mt", "warps", "grid", "share")
 """What a configuration says beside the operands."""
+FP8_FORMATS = {"fp8_token": 0, "fp8_g128": 1, "fp8": 2}
+"""The formats of GmQuantizeFp8Sm89Args."""
 Entry = Callable[[ctypes.Structure], int]
 
 
@@ -125,6 +127,16 @@ def rows_of(x: Tensor, m: int, k: int, start: int, room: Room) -> Rows:
     stream = torch.cuda.current_stream(device).cuda_stream
     places = start + room.codes, start + room.scales, start + room.maxima
     return Rows(x, m, k, stride, DTYPE_CODES[dtype_name(x.dtype)], device, stream, *places)
+
+
+def quantize_to_fp8(entry: Entry, form: str, rows: Rows) -> None:
+    """e4m3 codes, and scales of an activation format: of each row, of each 128 columns of one, or, M times, of all rows."""
+    args = QUANTIZE_FP8.new(
+        rows.device, rows.m, rows.k, FP8_FORMATS[form], pitch_of(rows.m), rows.x_type, rows.stream
+    )
+    args.codes, args.scales, args.maxima = rows.codes, rows.scales, rows.maxima
+    args.x, args.ldx = rows.x.data_ptr(), rows.ldx
+    check(entry(args), "quantize_fp8")
 
 
 def quantize_to_int8(entry: Entry, rows: Rows) -> None:

@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cuda_ptx_of import ptx_entry_of
-from gristmill.kernels.linear.w8a8_sm80._launch import Entry, Rows, run
+from gristmill.kernels.linear.w8a8_sm80._launch import Entry, Rows, quantize_to_fp8, run
 from gristmill.kernels.linear.w8a8_sm80.args import ARGS, QUANTIZE_FP8
-from gristmill.kernels.linear.w8a8_sm80.shapes import FP8_BLOCK, pitch_of
-from gristmill.kernels.native import check
+from gristmill.kernels.linear.w8a8_sm80.shapes import FP8_BLOCK
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
 
 ARCH = "compute_89"
-FORMATS = {"fp8_token": 0, "fp8_g128": 1, "fp8": 2}
-"""The formats of GmQuantizeFp8Sm89Args."""
 
 
 def launch(config: Config, call: LinearCall) -> None:
@@ -36,8 +33,4 @@ def of_blocks() -> Entry:
 
 def quantize(config: Config, rows: Rows) -> None:
     """x to e4m3, in the format of the configuration."""
-    form = FORMATS[str(config["activation"])]
-    args = QUANTIZE_FP8.new(rows.device, rows.m, rows.k, form, pitch_of(rows.m), rows.x_type, rows.stream)
-    args.codes, args.scales, args.maxima = rows.codes, rows.scales, rows.maxima
-    args.x, args.ldx = rows.x.data_ptr(), rows.ldx
-    check(ptx_entry_of("gm_quantize_fp8_sm89", QUANTIZE_FP8, ARCH)(args), "quantize_fp8")
+    quantize_to_fp8(ptx_entry_of("gm_quantize_fp8_sm89", QUANTIZE_FP8, ARCH), str(config["activation"]), rows)

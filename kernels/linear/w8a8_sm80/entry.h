@@ -19,6 +19,7 @@ GM_SHAPES(GM_KERNEL)
 
 #else  // host
 #include "args.h"
+#include "sm80/stream_k.cuh"
 
 namespace {
 
@@ -61,10 +62,8 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Sm80Args)(const GmLinearW8a8Sm80Args* args) {
   p.counters = a.counters, p.sums = a.sums, p.ldx = a.ldx, p.m = a.m, p.n = a.n, p.k = a.k;
   p.groups = gm::ceil_div(a.k, one->kb), p.k_blocks = gm::ceil_div(a.k, gm::w8a8::kBlock);
   if (blocks * p.groups > INT32_MAX) return GM_E_SHAPE;
-  p.high = int(high), p.blocks = p.whole = int(blocks);
-  // Tiles are shared where every CTA gets a group of them, so that the CTAs of a tile follow each other.
-  const int rest = p.blocks % a.grid;
-  if (a.share && int64_t(rest) * p.groups >= a.grid) p.whole -= rest;
+  p.high = int(high), p.blocks = int(blocks);
+  gm::share_tiles(p, a.grid, a.share);
   p.half = a.y_type == 1;
   p.vectors = a.n % 8 == 0 && gm::is_aligned(a.y) && gm::is_aligned(a.residual);
   if (a.device < 0) return smem;

@@ -59,15 +59,6 @@ struct Product
   // The chunks of a row are permuted by exclusive or with this, so that eight rows have no bank conflicts.
   __device__ __forceinline__ static int swizzle(int row) { return row / kRows128 % kChunks; }
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int r = 0; r < kWarpTiles; ++r)
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[r][c][i] = 0;
-  }
-
   // Copies this thread's chunk of every kCopyRows-th of COUNT rows; zeros past `rows` and where nothing is `here`.
   template <int COUNT>
   __device__ __forceinline__ static void copy(uint32_t to, const uint8_t* from, int64_t step, int rows,
@@ -192,7 +183,7 @@ struct Product
       of_row = p.row_block[min(n0(block) + static_cast<int>(threadIdx.x), p.n - 1)] * p.k_blocks;
       pending = w_scale_at(of_row + next * KB / kBlock);
     }
-    clear();
+    this->clear();
 
     __syncthreads();  // every warp has read the slots and its output buffer of the tile before
     const auto fetch = [&](uint32_t slot) {
@@ -261,7 +252,7 @@ struct Product
     };
     const auto store = [&](int to) { put(place + to, x), put(place + to + kX, w); };
     fetch();
-    clear();
+    this->clear();
     __syncthreads();  // every warp has read the slots and its output buffer of the tile before
     store(0);
 #pragma unroll 1

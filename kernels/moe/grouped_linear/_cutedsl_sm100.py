@@ -27,7 +27,7 @@ from cutlass.utils import blackwell_helpers
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
 from gristmill.kernels.cutedsl._pieces import Slots, advance, allocate, initialize, shared_tensor, swiglu
-from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import arguments, find, place
+from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
 
 BM, BK = 128, 64
 """Rows of x of a tile, the lanes of tensor memory; columns of a slot, 128 bytes, the width of the swizzle."""
@@ -43,21 +43,8 @@ def grouped_linear(config: Config) -> Source:
     return Source(GroupedLinear(dtype, config), arguments(dtype))
 
 
-class GroupedLinear:
-    """The program of one configuration.
-
-    Attributes:
-        bn: rows of W of a tile. columns: of y, BN or half of it.
-        slots: of the ring.
-    """
-
-    def __init__(self, dtype, config: Config):
-        self.dtype = dtype
-        self.bn, self.slots = int(config["bn"]), int(config["slots"])
-        flags = str(config["epilogue"]).split("+")
-        self.gated, self.biased, self.clamped = (flag in flags for flag in ("silu_mul", "bias", "clamp"))
-        self.gathered = bool(config["gather"])
-        self.columns = self.bn // 2 if self.gated else self.bn
+class GroupedLinear(Program):
+    """The program of one configuration."""
 
     @cute.jit
     def __call__(

@@ -20,7 +20,7 @@ from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
 from gristmill.kernels.cutedsl._pieces import advance, allocate, initialize, shared_tensor, swiglu
 from gristmill.kernels.cutedsl._sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
-from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import arguments, find, place
+from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
 
 BK = 64
 """Columns of a slot: 128 bytes, the width of the swizzle."""
@@ -32,23 +32,18 @@ def grouped_linear(config: Config) -> Source:
     return Source(GroupedLinear(dtype, config), arguments(dtype))
 
 
-class GroupedLinear:
+class GroupedLinear(Program):
     """The program of one configuration.
 
     Attributes:
-        bm, bn: rows of x and of W of a tile. columns: of y, BN or half of it.
-        slots: of the ring.
+        bm: rows of x of a tile.
         groups: warpgroups that multiply, 64 rows of a tile each.
     """
 
     def __init__(self, dtype, config: Config):
-        self.dtype = dtype
-        self.bm, self.bn, self.slots = (int(config[name]) for name in ("bm", "bn", "slots"))
-        flags = str(config["epilogue"]).split("+")
-        self.gated, self.biased, self.clamped = (flag in flags for flag in ("silu_mul", "bias", "clamp"))
-        self.gathered = bool(config["gather"])
+        super().__init__(dtype, config)
+        self.bm = int(config["bm"])
         self.groups = self.bm // 64
-        self.columns = self.bn // 2 if self.gated else self.bn
 
     @cute.jit
     def __call__(

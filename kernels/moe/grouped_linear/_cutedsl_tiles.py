@@ -10,6 +10,7 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl._pieces import placeholder
 
 
@@ -29,6 +30,24 @@ def arguments(dtype):
         placeholder(dtype, places, size(8), align=16),
         *(Int32(1), Int32(1), Float32(1), Float32(1)),
     )
+
+
+class Program:
+    """What the programs of a configuration have in common.
+
+    Attributes:
+        bn: rows of W of a tile. columns: of y, BN or half of it.
+        slots: of the ring.
+        gated, biased, clamped, gathered: what is done with sums, and whether a permutation gathers rows of x.
+    """
+
+    def __init__(self, dtype, config: Config):
+        self.dtype = dtype
+        self.bn, self.slots = int(config["bn"]), int(config["slots"])
+        flags = str(config["epilogue"]).split("+")
+        self.gated, self.biased, self.clamped = (flag in flags for flag in ("silu_mul", "bias", "clamp"))
+        self.gathered = bool(config["gather"])
+        self.columns = self.bn // 2 if self.gated else self.bn
 
 
 @cute.jit

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.attention.mla_attention.sm80.spec import LATENT, ROWS, parts_at
+from gristmill.kernels.attention.mla_attention.sm80.spec import ROWS, parts_at
+from gristmill.kernels.attention.mla_attention.sm90.spec import LATENT
 from gristmill.kernels.common import need_workspace
 from gristmill.kernels.cuda_ptx_call import PtxCallEntry
 

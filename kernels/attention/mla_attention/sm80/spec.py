@@ -13,8 +13,9 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
+from gristmill.kernels.attention.mla_attention.sm90 import spec as hopper
+from gristmill.kernels.attention.mla_attention.sm90.spec import LATENT, accepts
 
-LATENT, ROPE = 512, 64
 ROWS = 32
 """Rows, (query, head) pairs of a sequence, of a tile; 16 where no sequence has more."""
 PROCESSORS = 108
@@ -26,22 +27,9 @@ LEAST = 2
 ALIGNMENT = 128
 
 EXAMPLES = (
-    "q_tokens=5,seqs=5,max_q=1,max_ctx=700,total_ctx=1500,heads=16,lse=true",
-    "q_tokens=7,seqs=3,max_q=4,max_ctx=333,total_ctx=700,heads=128,block_size=16",
-    "q_tokens=33,seqs=4,max_q=20,max_ctx=257,total_ctx=600,heads=20,block_size=1,lse=true",
-    "q_tokens=6,seqs=3,max_q=2,max_ctx=130,total_ctx=300,heads=72,block_size=24,x=fp16,lse=true",
+    *hopper.EXAMPLES,
     "q_tokens=1,seqs=1,max_q=1,max_ctx=2000,total_ctx=2000,heads=5,block_size=7,x=fp16,lse=true",
 )
-
-
-def accepts(problem: Problem) -> str | None:
-    """Half precision, latents of 512 elements and rotated keys of 64."""
-    if problem["x"] == "fp32":
-        return "takes fp16 or bf16, not fp32"
-    latent, rope = problem.integer("latent_dim"), problem.integer("rope_dim")
-    if (latent, rope) != (LATENT, ROPE):
-        return f"made for latent_dim {LATENT} and rope_dim {ROPE}, not {latent} and {rope}"
-    return None
 
 
 def config(problem: Problem, target: Target) -> Config:
