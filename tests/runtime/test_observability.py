@@ -81,9 +81,12 @@ def test_preemptions_are_counted_and_traced() -> None:
 
     async def main() -> None:
         async with AsyncEngine(core, metrics=Metrics("toy", registry, "mine"), tracer=tracer) as engine:
-            await asyncio.gather(
-                *(engine.generate([i] * 12, SamplingParams(max_tokens=30)) for i in range(2))
-            )
+            await engine.pause()  # else the first may end before the second arrives
+            long = SamplingParams(max_tokens=30)
+            requests = [asyncio.ensure_future(engine.generate([i] * 12, long)) for i in range(2)]
+            await until(lambda: len(core.scheduler.waiting) == 2)
+            await engine.resume()
+            await asyncio.gather(*requests)
 
     run(main())
     counted = registry.get_sample_value("mine:num_preemptions_total", {"model_name": "toy"})
