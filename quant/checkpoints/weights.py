@@ -7,14 +7,15 @@ and reports at the end which were never requested and which tensors were never r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.quant import QuantTensor, concat, memory, quantize, stack
+from gristmill.quant import QuantTensor, concat, stack
 from gristmill.quant.checkpoints.checkpoint import FLOATS, NamedSource
+from gristmill.quant.checkpoints.parts import Joined, Part, common_format, quantize_part
 from gristmill.quant.checkpoints.shards import (
     LocalRanges,
     Range,
@@ -28,56 +29,7 @@ from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.errors import CheckpointError, UsageError
 from gristmill.quant.formats import Format, FormatError
 from gristmill.quant.formats.contract import Place, deinterleaved, new_codes, owned
-from gristmill.quant.formats.kv_scales import kv_scale, kv_scale_names
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A linear weight [N, K] on the device, and the pre_scale of x, [K] in the model's dtype, or None.
-
-    `declared` is the activation format that the checkpoint declares for it; None if there is none, or a scheme was requested.
-    """
-
-    weight: QuantTensor
-    pre_scale: Tensor | None = None
-    declared: str | None = None
-
-
-class Joined:
-    """The codes of parts that become one matrix, `rows` of each, in one tensor on the device if they have equal widths.
-
-    Parts come in order. The reader of a part writes its codes to their `place`, or passes them to `put`, so that no part is in
-    memory twice. `codes` are those of all parts, None if one does not fit.
-    """
-
-    def __init__(self, rows: Sequence[int], device: torch.device) -> None:
-        self.device = device
-        self.codes: Tensor | None = None
-        self._rows = sum(rows)
-        self._start = 0
-        self._apart = False
-
-    def place(self, shape: tuple[int, ...]) -> Tensor:
-        """CPU memory for the codes of the next part."""
-        rows = self._next(shape) if self.device.type == "cpu" else None
-        return new_codes(shape) if rows is None else rows
-
-    def put(self, codes: Tensor) -> Tensor:
-        """Put the codes of the next part on the device."""
-        rows = self._next(tuple(codes.shape))
-        if rows is None:
-            self.codes, self._apart = None, True
-            return codes.to(self.device)
-        self._start += rows.shape[0]
-        return rows if rows.data_ptr() == codes.data_ptr() else rows.copy_(codes)
-
-    def _next(self, shape: tuple[int, ...]) -> Tensor | None:
-        if self._apart or self._start + shape[0] > self._rows:
-            return None
-        if self.codes is None:
-            self.codes = memory.empty((self._rows, *shape[1:]), torch.uint8, self.device)
-        return self.codes[self._start : self._start + shape[0]] if self.codes.shape[1:] == shape[1:] else None
-
+from gristmill.quant.formats.kv_scales import kv_scale_names, kv_scales
 
 HEAD_ROWS = 16384
 """Rows of an embedding that are quantized at a time, which limits temporaries."""
@@ -225,7 +177,7 @@ class Weights:
                 f"{self.checkpoint.path}: the experts of {target} differ: {error}"
             ) from error
         self._others.update(set(weight.part_names()) - set(names))
-        return Part(stacked, None, _common(formats))
+        return Part(stacked, None, common_format(formats))
 
     def parts(self, target: str) -> list[Part]:
         """A linear parameter as one part, or as several if they cannot be one tensor as stored.
@@ -242,7 +194,7 @@ class Weights:
         )
         if alike:
             try:
-                declared = _common({p.declared for p in made})
+                declared = common_format({p.declared for p in made})
                 return [self._on_device(Part(concat([p.weight for p in made], -2, codes), first, declared))]
             except ValueError:
                 pass  # concat cannot be exact; separate parts always are
@@ -260,34 +212,26 @@ class Weights:
         """
         weight = self._pending[target]
         module = weight.sources[0].rpartition(".")[0]
+        keys = Shard(kv_heads, kv_heads) if weight.shard is None else weight.shard.shards[1]
+        size = keys.length // keys.heads
+        heads = slice(*(edge // size for edge in keys.range(self.rank, self.world)))
         try:
-            names = kv_scale_names(self.checkpoint)
-            scale_names = [names.get((module, letter)) for letter in "kv"]
-            if scale_names == [None, None]:
-                self.without_cache_scales.append(module)
-                one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
-                return one, one.clone()
-            form = None if self.stored is None else self.stored.kv_cache
-            if form not in (None, "fp8"):
-                raise UsageError(
-                    f"{self.checkpoint.path} has scales of a KV cache in {form}, not in fp8; use kv_dtype='fp8_token_head', "
-                    "which needs none, or 'auto'"
-                )
-            if None in scale_names:
-                raise FormatError(
-                    f"{module} has the scale {scale_names[0] or scale_names[1]} and not that of its other cache"
-                )
-            keys = Shard(kv_heads, kv_heads) if weight.shard is None else weight.shard.shards[1]
-            size = keys.length // keys.heads
-            heads = slice(*(edge // size for edge in keys.range(self.rank, self.world)))
-            scales = [kv_scale(self.checkpoint, str(name), keys.heads) for name in scale_names]
-            k_scale, v_scale = (scale if scale.numel() == 1 else scale[heads] for scale in scales)
+            found = kv_scales(self.checkpoint, module, keys.heads, heads)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
-        self._read.update(str(name) for name in scale_names)
-        count = max(k_scale.numel(), v_scale.numel())
-        placed = [scale.expand(count).reshape(1, 1, count).to(self.device) for scale in (k_scale, v_scale)]
-        return placed[0].contiguous(), placed[1].contiguous()
+        if found is None:
+            self.without_cache_scales.append(module)
+            one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
+            return one, one.clone()
+        form = None if self.stored is None else self.stored.kv_cache
+        if form not in (None, "fp8"):
+            raise UsageError(
+                f"{self.checkpoint.path} has scales of a KV cache in {form}, not in fp8; use kv_dtype='fp8_token_head', "
+                "which needs none, or 'auto'"
+            )
+        (k_scale, v_scale), names = found
+        self._read.update(names)
+        return k_scale.to(self.device), v_scale.to(self.device)
 
     def check_scheme(self) -> None:
         """UsageError if a scheme was requested that changed nothing: all linear weights of a quantized checkpoint are in floats."""
@@ -535,7 +479,9 @@ class Weights:
             )
         try:
             return Part(
-                concat([part.weight for part in parts], -2, codes), None, _common({p.declared for p in parts})
+                concat([part.weight for part in parts], -2, codes),
+                None,
+                common_format({p.declared for p in parts}),
             )
         except ValueError as error:
             raise CheckpointError(
@@ -546,19 +492,6 @@ class Weights:
         """The part on the device, in separate memory."""
         scale = None if part.pre_scale is None else part.pre_scale.to(self.device)
         return Part(owned(part.weight.to(self.device)), scale, part.declared)
-
-
-def _common(formats: set[str | None]) -> str | None:
-    """The activation format that all parts declare; None if they differ, or declare none."""
-    return next(iter(formats)) if len(formats) == 1 else None
-
-
-def quantize_part(name: str, tensor: Tensor, scheme: QuantScheme) -> QuantTensor:
-    """One checkpoint tensor rounded to nearest; CheckpointError if the scheme cannot represent it."""
-    try:
-        return quantize(tensor, scheme)
-    except ValueError as error:
-        raise CheckpointError(f"{name}.weight: {error}") from error
 
 
 def _some(names: Iterable[str]) -> str:

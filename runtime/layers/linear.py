@@ -12,7 +12,8 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.packing import pack_linear
 from gristmill.kernels.common import dtype_name
 from gristmill.quant import QuantTensor
-from gristmill.quant.checkpoints.weights import Part, Weights
+from gristmill.quant.checkpoints.parts import Part
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.layers.codes import Codes
 from gristmill.runtime.layers.plans import Plans
 

@@ -11,7 +11,7 @@ import torch
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.quant import quantize
 from gristmill.quant.activations import quantize_activation
-from gristmill.quant.checkpoints.weights import Part
+from gristmill.quant.checkpoints.parts import Part
 from gristmill.runtime.layers import norm
 from gristmill.runtime.layers.codes import Codes, new_codes
 from gristmill.runtime.layers.linear import SplitLinear

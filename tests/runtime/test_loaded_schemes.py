@@ -16,7 +16,7 @@ from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.quant import QuantTensor, quantize
-from gristmill.quant.checkpoints.weights import Part
+from gristmill.quant.checkpoints.parts import Part
 from gristmill.runtime.layers import linear
 from gristmill.runtime.layers.linear import SplitLinear
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme

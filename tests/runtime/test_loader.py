@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gristmill.kernel_registry.policy import Policy
+from gristmill.quant.checkpoints.parts import Joined
 from gristmill.quant.checkpoints.safetensors import INDEX, SINGLE, SafetensorsCheckpoint, read_header
-from gristmill.quant.checkpoints.weights import Joined, Weights
+from gristmill.quant.checkpoints.weights import Weights
 from gristmill.runtime.errors import CheckpointError, ConfigError, UsageError
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.llm import LLM
