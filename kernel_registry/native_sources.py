@@ -94,11 +94,13 @@ class _Text:
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.M)
 _TABLE = re.compile(r"^// gm-table: (\S+)", re.M)
 _ENTRIES = re.compile(
-    r"\bGM_(?:KERNEL|CPU_CALL|CPU_ARGS|CUDA_ENTRY|CUDA_CALL|CUDA_ARGS|HIP_ENTRY|HIP_ARGS)\(\s*(gm_\w+|GM_ENTRY)\b"
+    r"GM_(?<=\bGM_)(?:KERNEL|CPU_CALL|CPU_ARGS|CUDA_ENTRY|CUDA_CALL|CUDA_ARGS|HIP_ENTRY|HIP_ARGS)\(\s*(gm_\w+|GM_ENTRY)\b"
 )
 _DEFINED = re.compile(r"^#define GM_ENTRY ([\w@]+)", re.M)
 _PLACE = re.compile(r"@\w+@")
-_NAME = re.compile(r"\bgm_\w+")
+_NAME = re.compile(
+    r"gm_(?<=\bgm_)\w+"
+)  # begins with letters, which are found ten times as fast as a boundary is
 
 
 @cache
