@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gristmill.kernel_registry.build import read_manifest
 
@@ -119,7 +119,8 @@ def _read(source: bytes) -> _Text:
 
 def sources_in(folder: str, read: Callable[[str], bytes | None]) -> tuple[Compiled, ...]:
     """The native sources of a package folder, as `read` gives them."""
-    closures = {name: _closure(folder, name, read) for name in _compiled(folder)}
+    known: dict[str, _File] = {}
+    closures = {name: _closure(folder, name, read, known) for name in _compiled(folder)}
     entries_of: dict[str, tuple[str, ...]] = {}
     for name, files in closures.items():
         texts = [_read(data) for _, data in files if data is not None]
@@ -179,27 +180,45 @@ def _library(name: str) -> str:
     return next((own for suffix, own in LIBRARIES.items() if name.endswith(suffix)), LIBRARIES[".cu"])
 
 
+class _File(NamedTuple):
+    """The bytes of a native file, and the names of what it includes in quotes; None for one that does not exist."""
+
+    data: bytes | None
+    includes: tuple[str, ...]
+
+
 def _closure(
-    folder: str, name: str, read: Callable[[str], bytes | None]
+    folder: str, name: str, read: Callable[[str], bytes | None], known: dict[str, _File]
 ) -> tuple[tuple[str, bytes | None], ...]:
-    """(name, bytes) of a source and of everything that it includes in quotes; None for an include that does not exist."""
+    """(name, bytes) of a source and of everything that it includes in quotes; None for an include that does not exist.
+
+    `known` has the files that other sources include, and gets those of this one.
+    """
     contents: dict[str, bytes | None] = {}
     waiting = [name]
     while waiting:
         current = waiting.pop()
         if current in contents:
             continue
-        contents[current] = data = read(os.path.join(folder, current))
-        if data is None:
-            continue
-        text, parent = _read(data), os.path.dirname(current)
-        if text.table and current.endswith(".in"):
-            waiting.append(os.path.normpath(os.path.join(parent, text.table)))
-        for include in text.includes:
-            places = [os.path.normpath(os.path.join(place, include)) for place in (parent, *INCLUDE_FOLDERS)]
-            existing = (place for place in places if read(os.path.join(folder, place)) is not None)
-            waiting.append(next(existing, include))
+        if current not in known:
+            known[current] = _file(folder, current, read)
+        contents[current] = known[current].data
+        waiting += known[current].includes
     return tuple(sorted(contents.items()))
+
+
+def _file(folder: str, name: str, read: Callable[[str], bytes | None]) -> _File:
+    data = read(os.path.join(folder, name))
+    if data is None:
+        return _File(None, ())
+    text, parent, found = _read(data), os.path.dirname(name), []
+    if text.table and name.endswith(".in"):
+        found.append(os.path.normpath(os.path.join(parent, text.table)))
+    for include in text.includes:
+        places = [os.path.normpath(os.path.join(place, include)) for place in (parent, *INCLUDE_FOLDERS)]
+        existing = (place for place in places if read(os.path.join(folder, place)) is not None)
+        found.append(next(existing, include))
+    return _File(data, tuple(found))
 
 
 def _digest(files: tuple[tuple[str, bytes | None], ...]) -> str:

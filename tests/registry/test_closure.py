@@ -244,9 +244,16 @@ def mismatches(kernels: tuple[Kernel, ...] = KERNELS, files: list[str] = PYTHON 
     for name in files:
         path = str(PACKAGE / name)
         texts[path] = (plain[path] or b"") + (b"\n# edited\n" if name.endswith(".py") else b"\n// edited\n")
-        # What is of the other language is as it was, and takes most of the time to read.
+        # What is of the other language is as it was, and so is what was found without this file: they take most of the time.
         if name.endswith(".py"):
-            edited = Sources(read, _present=unedited.present())
+            edited = Sources(
+                read,
+                _present=unedited.present(),
+                _steps={module: step for module, step in unedited._steps.items() if name not in step.files},
+                _reach={
+                    key: reach for key, reach in unedited._reach.items() if name not in dict(reach.files)
+                },
+            )
         elif name.endswith(".json"):  # which modules read, and tables of native sources are
             edited = Sources(read)
         else:
