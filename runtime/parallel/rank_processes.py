@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import subprocess
 import tempfile
 import time
 import weakref
@@ -294,12 +295,19 @@ class RankProcesses:
                     pass
                 if answer is None:
                     closed.append(open_pipes.pop(process.number))
-        # The pipe of a process that dies closes a moment before its status is known.
-        for process in closed:
-            if process.failure is None:
-                wait([process.sentinel], max(0.0, until - time.monotonic()))
-        dead = [(p.number, p.process.poll()) for p in self._processes if p.failure is None]
-        killed = [f"rank {rank} died ({status(code)})" for rank, code in dead if code is not None]
+        # The pipe of a process that dies closes before its status is known, which on a busy machine takes a while.
+        died = {p.number for p in closed if p.failure is None}
+        until = time.monotonic() + GRACE
+        for process in self._processes:
+            if process.number in died:
+                with suppress(subprocess.TimeoutExpired):
+                    process.process.wait(max(0.0, until - time.monotonic()))
+        ends = {p.number: p.process.poll() for p in self._processes if p.failure is None}
+        killed = [
+            f"rank {rank} died ({'its pipe is closed' if code is None else status(code)})"
+            for rank, code in ends.items()
+            if code is not None or rank in died
+        ]
         failures = sorted(
             ((p.failure.at, p.number, p.failure) for p in self._processes if p.failure is not None),
             key=lambda item: item[:2],

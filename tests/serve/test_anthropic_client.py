@@ -405,12 +405,12 @@ def test_async_client_streams_and_leaves(scripted: Stage) -> None:
 
 
 def test_long_inputs_take_time_in_proportion(scripted: Stage) -> None:
-    """Not as the square of their length: no request blocks the server."""
+    """Not as the square of their length: no request blocks the server, which is a thread of this process."""
     content = [{"type": "text", "text": "a" * 20}] * 100_000
-    begin = time.monotonic()
+    begin = time.process_time()
     answer = post(scripted, ASK | {"messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400 and "tokens" in answer.json()["error"]["message"]
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def until(condition: Any) -> None:

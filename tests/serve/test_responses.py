@@ -571,12 +571,12 @@ def test_with_an_engine(url: str) -> None:
 
 
 def test_long_inputs_take_time_in_proportion(scripted: Stage) -> None:
-    """Not as the square of their length: no request blocks the server."""
+    """Not as the square of their length: no request blocks the server, which is a thread of this process."""
     scripted.plays("Hi")
     many = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * 500}]}] * 15_000
-    begin = time.monotonic()
+    begin = time.process_time()
     answer = post(scripted, ASK | {"input": [*many, {"role": "user", "content": "b"}]})
-    assert answer.status_code == 200 and time.monotonic() - begin < 5
+    assert answer.status_code == 200 and time.process_time() - begin < 5
     assert len(scripted.seen[0][0].reasoning) == 500 * 15_000
 
 
