@@ -142,6 +142,9 @@ def needs(requires: Requirement) -> str:
     }.get(kind)
     if code:
         parts.append(code + (f" ({arch})" if arch else ""))
+    parts += [
+        f"PTX of {arch}" if arch.startswith("compute") else f"code for {arch}" for arch in requires.loads
+    ]
     return "; ".join(parts)
 
 

@@ -28,6 +28,7 @@ class Requirement:
         code: what must be emitted or loaded: `python`, `torch` (torch's own kernels), `triton`, `cpp` (any compiled CPU level that the
             target runs) or `cpp:avx512`, `cuda` (any compiled architecture that loads) or `cuda:sm_90a`, `hip` or `hip:gfx942` likewise,
             `cutedsl:sm_90a` (compiled at run time by CuTe DSL for a device that runs code of this name).
+        loads: architectures of the native libraries (`compute_89`) whose code a launch runs beside `code`.
     """
 
     features: tuple[frozenset[str], ...] = ()
@@ -37,6 +38,7 @@ class Requirement:
     code: str = "python"
     brings: tuple[str, ...] = ()
     origin: str = ""
+    loads: tuple[str, ...] = ()
     _kind: str = field(init=False, repr=False, compare=False, default="")
     _arch: str = field(init=False, repr=False, compare=False, default="")
 
@@ -140,6 +142,8 @@ class Requirement:
             reasons += self._compiled(target, list(build.hip_archs), "HIP architecture", build)
         elif self._kind == "cutedsl" and (why := build.why_not_package("nvidia-cutlass-dsl", "")):
             reasons.append(why)
+        for code in self.loads:
+            reasons += _lacks(code, list(build.cuda_archs), build)
         return tuple(dict.fromkeys(reasons))
 
     def _code_name(self) -> str:
@@ -147,12 +151,7 @@ class Requirement:
 
     def _compiled(self, target: Target, available: list[str], kind: str, build: Build) -> list[str]:
         if self._arch:
-            code = self._code_name()
-            if code in available:
-                return []
-            if why := build.why_not_sources((code,)):
-                return [why]
-            return [f"this build has no code for {code}; it has {', '.join(available) or 'none'}"]
+            return _lacks(self._code_name(), available, build)
         if target.vendor == "cpu":
             runs = build.cpu_level(target) is not None
         else:
@@ -162,3 +161,12 @@ class Requirement:
         return [
             f"this build has no {kind} that runs on {target.name}; it has {', '.join(available) or 'none'}"
         ]
+
+
+def _lacks(code: str, available: list[str], build: Build) -> list[str]:
+    """Why a build, whose libraries have code for `available`, has none for `code`; [] if it has."""
+    if code in available:
+        return []
+    if why := build.why_not_sources((code,)):
+        return [why]
+    return [f"this build has no code for {code}; it has {', '.join(available) or 'none'}"]

@@ -12,11 +12,12 @@ from gristmill.autotune import compilations
 from gristmill.kernel_registry import Target, default_registry
 from gristmill.kernel_registry.build import Build
 from gristmill.kernels import cutedsl
+from gristmill.kernels.linear.cutedsl_sm100 import shapes as sm100_shapes
 from gristmill.kernels.moe.grouped_linear import cutedsl as grouped_cutedsl
 from gristmill.kernels.moe.moe import cutedsl as moe_cutedsl
 
 HOPPER, BLACKWELL = Target.parse("sm_90"), Target.parse("sm_100")
-OP = default_registry().op("grouped_linear")
+OP, LINEAR = (default_registry().op(name) for name in ("grouped_linear", "linear"))
 KERNEL = default_registry().kernel("grouped_linear", "grouped_linear_cutedsl_sm90")
 SHARED = 227 << 10
 """Bytes of shared memory that a CTA may have."""
@@ -58,14 +59,22 @@ def test_every_configuration_fits(machine: grouped_cutedsl.Machine, target: Targ
         assert machine.name == "sm90" or (bm == 128 and 2 * bn <= 512)
 
 
-def test_the_architecture_is_that_of_the_target() -> None:
-    kernel = default_registry().kernel("grouped_linear", "grouped_linear_cutedsl_sm100")
-    problem = OP.problem(kernel.examples[0])
-    for name in ("sm_100", "sm_103"):
-        assert kernel.config(problem, Target.parse(name))["arch"] == f"{name}a"
-        assert not kernel.requires.check_hardware(Target.parse(name))
-    for name in ("sm_90", "sm_110", "sm_120", "sm_121"):
-        assert kernel.requires.check_hardware(Target.parse(name))
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("grouped_linear", "grouped_linear_cutedsl_sm100"),
+        ("linear", "linear_cutedsl_sm100"),
+        ("linear", "linear_fp8_cutedsl_sm100"),
+    ],
+)
+def test_the_architecture_is_that_of_the_target(op: str, name: str) -> None:
+    kernel = default_registry().kernel(op, name)
+    problem = default_registry().op(op).problem(kernel.examples[0])
+    for target in ("sm_100", "sm_103"):
+        assert kernel.config(problem, Target.parse(target))["arch"] == f"{target}a"
+        assert not kernel.requires.check_hardware(Target.parse(target))
+    for target in ("sm_90", "sm_110", "sm_120", "sm_121", "gfx950"):
+        assert kernel.requires.check_hardware(Target.parse(target))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +90,74 @@ def test_the_architecture_is_that_of_the_target() -> None:
     ],
 )
 def test_accepts_fp8(problem: str, reason: str | None) -> None:
-    linear = default_registry().op("linear")
     kernel = default_registry().kernel("linear", "linear_fp8_cutedsl_sm90")
-    refusal = kernel.accepts(linear.problem(problem))
+    refusal = kernel.accepts(LINEAR.problem(problem))
     assert refusal is None if reason is None else refusal is not None and reason in refusal
     if refusal is None:
-        config = kernel.config(linear.problem(problem), HOPPER)
+        config = kernel.config(LINEAR.problem(problem), HOPPER)
         ring, out = int(config["slots"]) * 256 * 128, 128 * 128 * 2
         assert config["blocks"] is problem.endswith("fp8_g128") and ring + out + 1024 + 96 <= SHARED
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("m=16,n=64,k=128", None),
+        ("m=16,n=48,k=72,x=fp16,w=fp16,epilogue=bias+silu_mul+residual", None),
+        ("m=16,n=64,k=132", "multiples of 8, got 132 and 64"),
+        ("m=16,n=24,k=128,epilogue=silu_mul", "multiples of 8, got 128 and 12"),
+        ("m=16,n=64,k=128,x=fp16", "not fp16 by bf16"),
+        ("m=16,n=64,k=128,x=fp32,w=fp32", "not fp32 by fp32"),
+        ("m=16,n=64,k=128,w=fp8_ch.fp8_token", "not bf16 by fp8_ch.fp8_token"),
+        ("m=16,n=64,k=128,w=int4_g128", "not bf16 by int4_g128"),
+    ],
+)
+def test_accepts_dense_on_blackwell(problem: str, reason: str | None) -> None:
+    refusal = default_registry().kernel("linear", "linear_cutedsl_sm100").accepts(LINEAR.problem(problem))
+    assert refusal is None if reason is None else refusal is not None and reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("m=16,n=64,k=128,w=fp8_block.fp8_g128,codes=true", None),
+        ("m=16,n=48,k=144,x=fp16,w=fp8_ch.fp8_token,epilogue=bias+silu_mul", None),
+        ("m=16,n=64,k=136,w=fp8_ch.fp8_token", "K a multiple of 16"),
+        ("m=16,n=60,k=128,w=fp8.fp8_token", "columns of 8, got 128 and 60"),
+        ("m=16,n=40,k=128,w=fp8.fp8_token,epilogue=silu_mul", "columns of 8, got 128 and 20"),
+        ("m=16,n=64,k=128,x=fp32,w=fp8_ch.fp8_token", "not fp32"),
+        ("m=16,n=64,k=128,w=fp8_ch", "not fp8_ch"),
+        ("m=16,n=64,k=128,w=fp8.fp8", "not fp8.fp8"),
+        ("m=16,n=64,k=128,w=int8_ch.int8_token", "not int8_ch.int8_token"),
+    ],
+)
+def test_accepts_fp8_on_blackwell(problem: str, reason: str | None) -> None:
+    refusal = default_registry().kernel("linear", "linear_fp8_cutedsl_sm100").accepts(LINEAR.problem(problem))
+    assert refusal is None if reason is None else refusal is not None and reason in refusal
+
+
+@pytest.mark.parametrize("name", ["linear_cutedsl_sm100", "linear_fp8_cutedsl_sm100"])
+def test_every_configuration_of_linear_on_blackwell_fits(name: str) -> None:
+    kernel = default_registry().kernel("linear", name)
+    assert kernel.space is not None
+    for text in kernel.examples:
+        problem = LINEAR.problem(text)
+        found = list(kernel.space(problem, BLACKWELL))
+        assert len(found) == 3 and found[0] == kernel.config(problem, BLACKWELL)
+        for config in found:
+            tile = sm100_shapes.Tile(*(int(config[field]) for field in sm100_shapes.Tile._fields))
+            assert tile.shared_bytes(bool(config.get("blocks"))) <= sm100_shapes.MOST_SHARED
+            columns = tile.stages * tile.bn
+            assert columns <= sm100_shapes.TENSOR_COLUMNS and columns & (columns - 1) == 0
+            # Each quad finishes whole parts of 32 columns, also of half a tile; two products at least, for tensor cores not to wait.
+            assert tile.bn // 2 % (32 * tile.quads) == 0 and tile.stages >= 2
+            assert config["epilogue"] == ("+".join(sorted(problem.flags("epilogue"))) or "none")
+
+
+def test_the_size_of_a_problem_chooses_the_tile_on_blackwell() -> None:
+    kernel = default_registry().kernel("linear", "linear_cutedsl_sm100")
+    few, many = (kernel.config(LINEAR.problem(f"m={m},n=4096,k=128"), BLACKWELL) for m in (16, 8192))
+    assert (few["bn"], many["bn"]) == (64, 256) and few["ctas"] == 148
 
 
 def test_rows_per_expert_choose_the_tile() -> None:

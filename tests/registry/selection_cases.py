@@ -91,6 +91,11 @@ BUILDS: dict[str, Build] = {
     "cutedsl-old": Build.of(
         {**_TRITON, "nvidia-cutlass-dsl": "4.2", "apache-tvm-ffi": "0.1.15"}, cuda_archs=("sm_90a",), **_CUDA
     ),
+    "cutedsl89": Build.of(
+        {**_TRITON, "nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15"},
+        cuda_archs=("compute_80", "compute_89", "sm_90a"),
+        **_CUDA,
+    ),
     "ampere": Build.of(_TRITON, cuda_archs=("sm_80",), **_CUDA),
     "ptx": Build.of(_TRITON, cuda_archs=("compute_80",), **_CUDA),
     "wave": Build.of(
@@ -123,6 +128,7 @@ POLICIES: dict[str, Policy] = {
     "deepgemm": Policy(pins={"linear": ("linear_deepgemm",)}),
     "aiter": Policy(pins={"*": ("*_aiter",)}),
     "onnxruntime": Policy(pins={"*": ("*_onnxruntime",)}),
+    "cutedsl": Policy(pins={"linear": ("linear_*cutedsl_*",)}),
 }
 
 PROBLEMS = {
@@ -444,6 +450,19 @@ grouped_linear | m=512,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_line
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_triton
 grouped_linear | m=512,e=128,n=1536,k=2040,gather=8 | sm_100 | cutedsl | - | grouped_linear_triton
 moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_100 | cutedsl | - | moe_cutedsl_sm100
+linear | m=512,n=4096,k=4096 | sm_100 | cutedsl | - | linear_torch
+linear | m=512,n=4096,k=4096 | sm_100 | cutedsl | cutedsl | linear_cutedsl_sm100
+linear | m=1,n=4096,k=4096,x=fp16,w=fp16,epilogue=bias+residual+silu_mul | sm_103 | cutedsl | cutedsl | linear_cutedsl_sm100
+linear | m=512,n=4096,k=4096 | sm_90 | cutedsl89 | cutedsl | linear_torch
+linear | m=512,n=4096,k=4096 | sm_110 | cutedsl89 | cutedsl | linear_torch
+linear | m=512,n=4096,k=4096 | sm_120 | cutedsl89 | cutedsl | linear_torch
+linear | m=512,n=4096,k=4096,x=fp16 | sm_100 | cutedsl89 | cutedsl | linear_torch
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
+linear | m=512,n=4096,k=4096,w=fp8_ch.fp8_token,epilogue=silu_mul | sm_103 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
+linear | m=512,n=4096,k=4096,x=fp16,w=fp8.fp8_token,codes=true | sm_100 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl89 | - | linear_w8a8_sm89
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | cutedsl | linear_w8a8_sm89
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm90
 moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
 grouped_linear | m=16,e=128,n=1536,k=2048,w=mxfp4 | cpu:avx2 | x86 | - | grouped_linear_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_linear_torch
@@ -763,6 +782,19 @@ grouped_linear | m=16,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_li
 grouped_linear | m=16,e=128,n=1536,k=2044 | sm_90 | cutedsl | - | grouped_linear_cutedsl_sm90 | problem | multiples of 8
 linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl | - | linear_fp8_cutedsl_sm90 | hardware | lacks wgmma
 linear | m=1024,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | cutedsl | - | linear_fp8_cutedsl_sm90 | problem | not int8_ch.int8_token
+linear | m=1024,n=4096,k=4096 | sm_90 | cutedsl | - | linear_cutedsl_sm100 | hardware | lacks tcgen05
+linear | m=1024,n=4096,k=4096 | sm_110 | cutedsl | - | linear_cutedsl_sm100 | hardware | runs only on its family
+linear | m=1024,n=4096,k=4096 | sm_120 | cutedsl | - | linear_cutedsl_sm100 | hardware | lacks tcgen05
+linear | m=1024,n=4096,k=4096 | sm_121 | cutedsl | - | linear_cutedsl_sm100 | hardware | lacks tcgen05
+linear | m=1024,n=4096,k=4096 | gfx950 | cutedsl | - | linear_cutedsl_sm100 | hardware | runs on nvidia
+linear | m=1024,n=4096,k=4096 | sm_100 | blackwell | - | linear_cutedsl_sm100 | build | 4.8 or newer is needed
+linear | m=1024,n=4096,k=4096 | sm_100 | cuda | - | linear_cutedsl_sm100 | build | nvidia-cutlass-dsl is not installed
+linear | m=1024,n=4096,k=4100 | sm_100 | cutedsl | - | linear_cutedsl_sm100 | problem | multiples of 8
+linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl | - | linear_fp8_cutedsl_sm100 | build | no code for compute_89
+linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | lacks tcgen05
+linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | runs only on its family
+linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | lacks tcgen05
+linear | m=1024,n=4096,k=4096,w=fp8.fp8 | sm_100 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | problem | not fp8.fp8
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128,x=fp32 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | takes fp16 or bf16
 grouped_linear | m=16,e=4,n=1536,k=2048,w=int4_g128,act_order=true | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | act-order
 grouped_linear | m=16,e=4,n=1520,k=2048,w=int4_g128,epilogue=silu_mul | sm_89 | ptx80 | - | grouped_linear_sm80 | problem | whole tiles of 16 rows

@@ -60,6 +60,16 @@ def test_compiled_code() -> None:
     assert Requirement(code="cuda:sm_90a").check_build(T("sm_90"), Build.none())
 
 
+def test_native_code_that_launches_load() -> None:
+    requires = Requirement(code="cutedsl:sm_100f", loads=("compute_89",))
+    target, packages = Target.parse("sm_100"), {"nvidia-cutlass-dsl": "4.8"}
+    assert not requires.check_build(target, Build.of(packages, cuda_archs=("compute_80", "compute_89")))
+    (reason,) = requires.check_build(target, Build.of(packages, cuda_archs=("compute_80",)))
+    assert reason == "this build has no code for compute_89; it has compute_80"
+    (reason,) = requires.check_build(target, Build.of(packages, left_out=("compute_89",)))
+    assert "not in this build: compute_89" in reason
+
+
 def test_packages() -> None:
     need = Requirement(packages=(("torch", "2.11"), ("Flash_Infer", "")))
     assert need.check_build(T("sm_90"), TRITON) == ("package Flash_Infer is not installed",)
