@@ -10,15 +10,15 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr, cute
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
 from gristmill.kernels.cutedsl._pieces import advance, allocate, initialize, placeholder, shared_tensor
 from gristmill.kernels.cutedsl._sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
+from gristmill.kernels.linear._cutedsl_codes import scaled_codes
 
 BK = 128
 """Columns of a slot, and of a group of scales."""
@@ -31,19 +31,8 @@ def fp8_product(config: Config) -> Source:
     row of each row of W int32 [N], out [M, N], ctas). Without blocks, W's scales stand in for block rows."""
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
-    k, groups = cute.sym_int32(divisibility=16), cute.sym_int32()
-    # A group's scales of all rows of x follow each other.
-    of_x = make_fake_tensor(Float32, (m, groups), stride=(1, cute.sym_int64()), assumed_align=4)
-    of_w = placeholder(Float32, cute.sym_int32(), cute.sym_int32(), align=4)
-    arguments = (
-        placeholder(Uint8, m, k, align=16),
-        placeholder(Uint8, n, k, align=16),
-        of_x,
-        of_w,
-        placeholder(Int32, n, align=4) if config["blocks"] else of_w,
-        placeholder(dtype, m, n, align=16),
-        Int32(1),
-    )
+    codes = scaled_codes(m, n, bool(config["blocks"]), align=4)
+    arguments = (*codes, placeholder(dtype, m, n, align=16), Int32(1))
     return Source(Fp8Product(dtype, config), arguments)
 
 

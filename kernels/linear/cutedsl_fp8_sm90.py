@@ -138,6 +138,7 @@ KERNEL = Kernel(
         vendors=("nvidia",),
         packages=PACKAGES,
         code="cutedsl:sm_90a",
+        loads=("sm_90a",),  # the quantizer
     ),
     summary="x quantized in a launch of its own; persistent warp-specialized wgmma, sums of 128 columns added up in registers",
     accepts=accepts,

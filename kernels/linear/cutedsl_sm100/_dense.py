@@ -19,16 +19,8 @@ def dense_product(config: Config) -> Source:
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
     product = DenseProduct(dtype, dtype, config, "none")
     m, n, k, columns = cute.sym_int32(), *(cute.sym_int32(divisibility=8) for _ in range(3))
-    out = placeholder(dtype, m, columns, align=16)
-    arguments = (
-        placeholder(dtype, m, k, align=16),
-        placeholder(dtype, n, k, align=16),
-        placeholder(dtype, n, align=2) if product.biased else out,
-        placeholder(dtype, m, columns, align=16) if product.added else out,
-        out,
-        Int32(1),
-    )
-    return Source(product, arguments)
+    x, w = placeholder(dtype, m, k, align=16), placeholder(dtype, n, k, align=16)
+    return Source(product, (x, w, *product.last_arguments(m, n, columns)))
 
 
 class DenseProduct(Product):

@@ -12,11 +12,10 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cutedsl._pieces import Slots, advance, swiglu
-from gristmill.kernels.linear.cutedsl_sm100.shapes import ROWS, SCALES, SLOT_BYTES
+from gristmill.kernels.cutedsl._pieces import Slots, advance, placeholder, swiglu
+from gristmill.kernels.cutedsl._sm100 import BM
+from gristmill.kernels.linear.cutedsl_sm100.shapes import SCALES, SLOT_BYTES
 
-BM, ROW = ROWS, SLOT_BYTES
-"""Rows of x of a tile, the lanes of tensor memory; bytes of a row of a slot, the width of the swizzle."""
 LANES = 32
 """Lanes of tensor memory that a warp reads: of a quad of warps, each has its own."""
 PART, WIDTH = 32, 64
@@ -46,10 +45,16 @@ class Finish:
         self.columns = self.bn // 2 if self.gated else self.bn
         self.share = self.columns // (PART * self.quads)
         self.width = min(WIDTH, self.share * PART)
-        self.bk = ROW * 8 // operand.width
+        self.bk = SLOT_BYTES * 8 // operand.width
         self.blocks = scales == "blocks"
         self.of_slots = SCALES if self.blocks else 1
         self.finishers = 4 * self.quads
+
+    def last_arguments(self, m, n, columns):
+        """Placeholders of bias [N], residual [M, columns], out [M, columns] and ctas. Without a bias or a residual, out stands in."""
+        out = placeholder(self.dtype, m, columns, align=16)
+        bias = placeholder(self.dtype, n, align=2) if self.biased else out
+        return bias, placeholder(self.dtype, m, columns, align=16) if self.added else out, out, Int32(1)
 
     @cute.jit
     def place(self, tile: Int32, out: cute.Tensor):

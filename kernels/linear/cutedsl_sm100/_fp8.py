@@ -6,12 +6,11 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr, cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Float8E4M3FN, Int32, const_expr, cute
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
-from gristmill.kernels.cutedsl._pieces import placeholder
+from gristmill.kernels.linear._cutedsl_codes import scaled_codes
 from gristmill.kernels.linear.cutedsl_sm100._product import Product
 
 
@@ -22,24 +21,8 @@ def fp8_product(config: Config) -> Source:
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
     product = Fp8Product(dtype, Float8E4M3FN, config, "blocks" if config["blocks"] else "rows")
     m, n, columns = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    k, groups = cute.sym_int32(divisibility=16), cute.sym_int32()
-    # A group's scales of all rows of x follow each other.
-    pitch = cute.sym_int64(divisibility=4)
-    of_x = make_fake_tensor(Float32, (m, groups), stride=(1, pitch), assumed_align=16)
-    of_w = placeholder(Float32, cute.sym_int32(), cute.sym_int32(), align=4)
-    out = placeholder(dtype, m, columns, align=16)
-    arguments = (
-        placeholder(Uint8, m, k, align=16),
-        placeholder(Uint8, n, k, align=16),
-        of_x,
-        of_w,
-        placeholder(Int32, n, align=4) if product.blocks else of_w,
-        placeholder(dtype, n, align=2) if product.biased else out,
-        placeholder(dtype, m, columns, align=16) if product.added else out,
-        out,
-        Int32(1),
-    )
-    return Source(product, arguments)
+    codes = scaled_codes(m, n, product.blocks, align=16)
+    return Source(product, (*codes, *product.last_arguments(m, n, columns)))
 
 
 class Fp8Product(Product):

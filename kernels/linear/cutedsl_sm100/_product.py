@@ -14,19 +14,15 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import (
-    OperandMajorMode,
-    cpasync,
-    make_tiled_tma_atom_A,
-    make_tiled_tma_atom_B,
-    tcgen05,
-)
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from gristmill.kernels.cutedsl._pieces import Slots, advance, allocate, initialize, shared_tensor
-from gristmill.kernels.linear.cutedsl_sm100._finish import BM, LANES, ROW, Finish
+from gristmill.kernels.cutedsl._sm100 import BM, Operands, copy_halves, multiply_part, slots_by_tma
+from gristmill.kernels.linear.cutedsl_sm100._finish import LANES, Finish
+from gristmill.kernels.linear.cutedsl_sm100.shapes import SLOT_BYTES
 
 LEAST, MOST = 40, 232
 """Registers of a thread that loads or multiplies, and of one of two quads that add up slots: 65,536 are for three quads."""
@@ -38,39 +34,26 @@ class Product(Finish):
     @cute.jit
     def start(self, x, w, scales, ending, out: cute.Tensor, ctas: Int32, stream):
         """Describe tiles, rings and TMA descriptors, and launch `ctas` CTAs. scales: of x, of W, block rows. ending: bias, residual."""
-        major, one = OperandMajorMode.K, tcgen05.CtaGroup.ONE
-
-        def mma(columns):
-            return blackwell_helpers.make_trivial_tiled_mma(
-                self.operand, self.operand, major, major, Float32, one, (BM, columns)
-            )
-
-        # W comes in halves, gate and up are N / 2 rows apart: its ring is one of BN rows, or of twice as many slots of BN / 2 rows.
-        whole, half = mma(self.bn), mma(self.bn // 2)
-        tile, tile_of_half = (BM, self.bn, self.bk), (BM, self.bn // 2, self.bk)
-        ring_x = blackwell_helpers.make_smem_layout_a(whole, tile, self.operand, self.slots)
-        ring_w = blackwell_helpers.make_smem_layout_b(whole, tile, self.operand, self.slots)
-        halves = blackwell_helpers.make_smem_layout_b(half, tile_of_half, self.operand, 2 * self.slots)
-        load, cluster, slot = cpasync.CopyBulkTensorTileG2SOp(one), (1, 1, 1, 1), [0, 1, 2]
-        load_x = make_tiled_tma_atom_A(load, x, cute.select(ring_x, mode=slot), tile, whole, cluster)
-        load_w = make_tiled_tma_atom_B(load, w, cute.select(halves, mode=slot), tile_of_half, half, cluster)
+        operands = Operands(self.operand, self.bn, self.bk, self.slots)
+        load_x, load_w = operands.load_x(x), operands.load_w(w)
         staging = blackwell_helpers.make_smem_layout_epi(
             self.dtype, LayoutEnum.ROW_MAJOR, (LANES, self.width), self.finishers
         )
         store = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(staging, (None, None, 0)), (LANES, self.width)
         )
-        of_x = cute.make_layout((BM, 1))
         load_scales = store
         if const_expr(self.blocks):
-            load_scales = cpasync.make_tiled_tma_atom(load, scales[0], of_x, (BM, 1))
+            load_scales = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), scales[0], cute.make_layout((BM, 1)), (BM, 1)
+            )
         self.kernel(
-            (whole, half),
+            (operands.mma, operands.half),
             load_x,
             load_w,
             load_scales,
             store,
-            (ring_x, ring_w, halves, staging),
+            (operands.x, operands.w, operands.halves, staging),
             scales,
             ending,
             out,
@@ -161,24 +144,12 @@ class Product(Finish):
             m0, n0 = self.place(tile, out)
             second = n0 + (out.shape[1] if const_expr(self.gated) else self.bn // 2)
             here = cute.local_tile(cute.domain_offset((m0, 0), rows_x), (BM, self.bk), (0, None))
-            to_x, from_x = cpasync.tma_partition(
-                tma_x,
-                0,
-                whole,
-                cute.group_modes(sx, 0, 3),
-                cute.group_modes(mma.get_slice(0).partition_A(here), 0, 3),
-            )
+            to_x, from_x = slots_by_tma(tma_x, sx, mma.get_slice(0).partition_A(here))
             from_w = []
             for part in cutlass.range_constexpr(2):
                 at = (n0 if const_expr(part == 0) else second, 0)
                 there = cute.local_tile(cute.domain_offset(at, rows_w), (self.bn // 2, self.bk), (0, None))
-                to_w, of_half = cpasync.tma_partition(
-                    tma_w,
-                    0,
-                    whole,
-                    cute.group_modes(sw, 0, 3),
-                    cute.group_modes(half.get_slice(0).partition_B(there), 0, 3),
-                )
+                to_w, of_half = slots_by_tma(tma_w, sw, half.get_slice(0).partition_B(there))
                 from_w.append(of_half)
             if const_expr(self.blocks):
                 of_rows = cute.local_tile(cute.domain_offset((m0, 0), rows_s), (BM, 1), (0, None))
@@ -188,15 +159,9 @@ class Product(Finish):
             for step in range(steps):
                 cute.arch.mbarrier_wait(ring.empty + slot, phase ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, (BM + self.bn) * ROW)
+                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, (BM + self.bn) * SLOT_BYTES)
                 cute.copy(tma_x, from_x[None, step], to_x[None, slot], tma_bar_ptr=ring.full + slot)
-                for part in cutlass.range_constexpr(2):
-                    cute.copy(
-                        tma_w,
-                        from_w[part][None, step],
-                        to_w[None, 2 * slot + part],
-                        tma_bar_ptr=ring.full + slot,
-                    )
+                copy_halves(tma_w, from_w, to_w, step, slot, ring.full + slot)
                 slot, phase = advance(slot, phase, self.slots)
                 if const_expr(self.blocks):
                     cute.arch.mbarrier_wait(of_x.empty + place, turn ^ 1)
@@ -235,13 +200,7 @@ class Product(Finish):
                 into = products[None, None, None, stage]
                 cute.arch.mbarrier_wait(ring.full + slot, phase)
                 for part in cutlass.range_constexpr(4):
-                    cute.gemm(
-                        mma,
-                        into,
-                        fragments_x[None, None, part, slot],
-                        fragments_w[None, None, part, slot],
-                        into,
-                    )
+                    multiply_part(mma, into, fragments_x, fragments_w, part, slot)
                     mma.set(tcgen05.Field.ACCUMULATE, True)
                 with cute.arch.elect_one():
                     tcgen05.commit(ring.empty + slot)

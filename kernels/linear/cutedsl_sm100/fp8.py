@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, ConfigValue, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
+from gristmill.kernel_registry.scheme import BLOCK, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.cutedsl import CuteDslCase, program
+from gristmill.kernels.linear.cutedsl_fp8_sm90 import accepts as refusal
 from gristmill.kernels.linear.cutedsl_sm100.shapes import BLOCKS, WHOLE, configs, requirement
 from gristmill.kernels.linear.w8a8_sm80.shapes import Room, pitch_of
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gristmill.kernels.calls import LinearCall
-
-SCHEMES = ("fp8.fp8_token", "fp8_ch.fp8_token", "fp8_block.fp8_g128")
 
 
 def launch(config: Config, call: LinearCall) -> None:
@@ -97,8 +96,7 @@ def _quantized(config: Config, call: LinearCall, m: int, k: int) -> tuple[Tensor
     space = call.workspace
     if space is None:
         space = torch.empty(room.size, dtype=torch.uint8, device=call.x.device)
-    else:
-        need_workspace("linear", space, room.size, call.x.device)
+    need_workspace("linear", space, room.size, call.x.device)
     activation = {"activation": "fp8_g128" if blocks else "fp8_token"}
     quantize(activation, rows_of(call.x, m, k, space.data_ptr(), room))
     scales = space[room.scales : room.size].view(torch.float32).view(-1, pitch_of(m))
@@ -107,17 +105,10 @@ def _quantized(config: Config, call: LinearCall, m: int, k: int) -> tuple[Tensor
 
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
-    scheme, (n, k) = str(QuantScheme.parse(problem.text("w"))), problem.integers(*"nk")
-    if scheme not in SCHEMES:
-        return f"multiplies {', '.join(SCHEMES)}, not {scheme}"
-    if problem.text("x") not in ("fp16", "bf16"):
-        return f"takes fp16 or bf16 activations, not {problem.text('x')}"
-    if problem["act_order"]:
-        return "takes no act-order"
-    columns = n // 2 if "silu_mul" in problem.flags("epilogue") else n
-    if k % 16 or columns % 8:
-        return f"copies rows of whole 16 bytes: needs K a multiple of 16 and y's columns of 8, got {k} and {columns}"
-    return None
+    n, gated = problem.integer("n"), "silu_mul" in problem.flags("epilogue")
+    if gated and n % 16:
+        return f"stores rows of whole 16 bytes: needs y's columns in multiples of 8, got {n // 2}"
+    return refusal(problem)
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:

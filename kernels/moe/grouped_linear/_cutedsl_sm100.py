@@ -14,23 +14,17 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import (
-    OperandMajorMode,
-    cpasync,
-    make_tiled_tma_atom_A,
-    make_tiled_tma_atom_B,
-    tcgen05,
-)
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
-from cutlass.utils import blackwell_helpers
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
 from gristmill.kernels.cutedsl._pieces import Slots, advance, allocate, initialize, shared_tensor, swiglu
+from gristmill.kernels.cutedsl._sm100 import BM, Operands, copy_halves, multiply_part, slots_by_tma
 from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
 
-BM, BK = 128, 64
-"""Rows of x of a tile, the lanes of tensor memory; columns of a slot, 128 bytes, the width of the swizzle."""
+BK = 64
+"""Columns of a slot, 128 bytes, the width of the swizzle."""
 PART = 32
 """Columns of y that a thread finishes at a time."""
 MULTIPLIER, LOADER, GATHERERS, WARPS = 4, 5, 8, 12
@@ -62,29 +56,13 @@ class GroupedLinear(Program):
         stream,
     ):
         """Describe tiles, rings and TMA descriptors, and launch `ctas` CTAs."""
-        major, one = OperandMajorMode.K, tcgen05.CtaGroup.ONE
-
-        def mma(columns):
-            return blackwell_helpers.make_trivial_tiled_mma(
-                self.dtype, self.dtype, major, major, Float32, one, (BM, columns)
-            )
-
-        # W comes in halves, gate and up are N / 2 rows apart: its ring is one of BN rows, or of twice as many slots of BN / 2 rows.
-        whole, half = mma(self.bn), mma(self.bn // 2)
-        tile, tile_of_half = (BM, self.bn, BK), (BM, self.bn // 2, BK)
-        ring_x = blackwell_helpers.make_smem_layout_a(whole, tile, self.dtype, self.slots)
-        ring_w = blackwell_helpers.make_smem_layout_b(whole, tile, self.dtype, self.slots)
-        halves = blackwell_helpers.make_smem_layout_b(half, tile_of_half, self.dtype, 2 * self.slots)
+        operands = Operands(self.dtype, self.bn, BK, self.slots)
         w = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
-        load, cluster = cpasync.CopyBulkTensorTileG2SOp(one), (1, 1, 1, 1)
-        slot = [0, 1, 2]
-        load_x = make_tiled_tma_atom_A(load, x, cute.select(ring_x, mode=slot), tile, whole, cluster)
-        load_w = make_tiled_tma_atom_B(load, w, cute.select(halves, mode=slot), tile_of_half, half, cluster)
         self.kernel(
-            (whole, half),
-            load_x,
-            load_w,
-            (ring_x, ring_w, halves),
+            (operands.mma, operands.half),
+            operands.load_x(x),
+            operands.load_w(w),
+            (operands.x, operands.w, operands.halves),
             (x, permutation, top_k),
             offsets,
             (bias, alpha, limit),
@@ -161,7 +139,7 @@ class GroupedLinear(Program):
         """Fill slots with W, and with x unless its rows are gathered, by TMA."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        (tma_x, rows_x), (tma_w, rows_w), one = load_x, load_w, cute.make_layout(1)
+        (tma_x, rows_x), (tma_w, rows_w) = load_x, load_w
         columns = out.shape[1]
         wide = (columns + self.columns - 1) // self.columns
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
@@ -170,24 +148,12 @@ class GroupedLinear(Program):
             row0, _, n0 = place(offsets, expert, BM, self.columns, tile - start)
             second = n0 + (columns if const_expr(self.gated) else self.bn // 2)
             here = cute.local_tile(cute.domain_offset((row0, 0), rows_x), (BM, BK), (0, None))
-            to_x, from_x = cpasync.tma_partition(
-                tma_x,
-                0,
-                one,
-                cute.group_modes(sx, 0, 3),
-                cute.group_modes(mma.get_slice(0).partition_A(here), 0, 3),
-            )
+            to_x, from_x = slots_by_tma(tma_x, sx, mma.get_slice(0).partition_A(here))
             from_w = []
             for part in cutlass.range_constexpr(2):
                 at = (n0 if const_expr(part == 0) else second, 0, expert)
                 there = cute.local_tile(cute.domain_offset(at, rows_w), (self.bn // 2, BK), (0, None, 0))
-                to_w, of_half = cpasync.tma_partition(
-                    tma_w,
-                    0,
-                    one,
-                    cute.group_modes(sw, 0, 3),
-                    cute.group_modes(half.get_slice(0).partition_B(there), 0, 3),
-                )
+                to_w, of_half = slots_by_tma(tma_w, sw, half.get_slice(0).partition_B(there))
                 from_w.append(of_half)
             for step in range(steps):
                 cute.arch.mbarrier_wait(ring.empty + slot, phase ^ 1)
@@ -196,13 +162,7 @@ class GroupedLinear(Program):
                     cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, rows * BK * 2)
                 if const_expr(not self.gathered):
                     cute.copy(tma_x, from_x[None, step], to_x[None, slot], tma_bar_ptr=ring.full + slot)
-                for part in cutlass.range_constexpr(2):
-                    cute.copy(
-                        tma_w,
-                        from_w[part][None, step],
-                        to_w[None, 2 * slot + part],
-                        tma_bar_ptr=ring.full + slot,
-                    )
+                copy_halves(tma_w, from_w, to_w, step, slot, ring.full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas
             expert, start, first, before = find(offsets, BM, wide, tile, first, before)
@@ -280,13 +240,7 @@ class GroupedLinear(Program):
                 if const_expr(self.gathered):  # tcgen05 reads by another proxy than cp.async writes by
                     cute.arch.fence_proxy("async.shared", space="cta")
                 for part in cutlass.range_constexpr(BK // 16):
-                    cute.gemm(
-                        mma,
-                        into,
-                        fragments_x[None, None, part, slot],
-                        fragments_w[None, None, part, slot],
-                        into,
-                    )
+                    multiply_part(mma, into, fragments_x, fragments_w, part, slot)
                     mma.set(tcgen05.Field.ACCUMULATE, True)
                 with cute.arch.elect_one():
                     tcgen05.commit(ring.empty + slot)
