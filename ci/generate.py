@@ -25,6 +25,7 @@ import tables  # noqa: E402
 from tests.runtime import proofs  # noqa: E402
 
 from lab import quality_table  # noqa: E402
+from lab.peers import page as peers_page  # noqa: E402
 
 QUANTIZATION = ROOT / "docs" / "quantization.md"
 LINEAR_INT4 = runpy.run_path(str(ROOT / "docs" / "figures" / "linear_int4.py"))
@@ -41,6 +42,7 @@ FILES: dict[Path, Callable[[], str]] = {
     registered.RECORDS: lambda: grades.records(default_registry()),
     tables.PAGE: lambda: tables.page(default_registry()),
     QUANTIZATION: quantization,
+    peers_page.PAGE: peers_page.page,
     proven.PAGE: proofs.page,
     api.PAGE: api.page,
     api.STUB: api.stub,

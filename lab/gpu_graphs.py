@@ -31,9 +31,10 @@ Call = Callable[[], Any]
 
 
 class Graphs:
-    """Candidates of one problem, each a CUDA graph of calls, replayed in turn."""
+    """Candidates of one problem, each a CUDA graph of calls, replayed in turn. device: None = DEVICE."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device or DEVICE
         self.timed: dict[str, Timed] = {}
 
     def add(self, name: str, calls: Sequence[Call]) -> None:
@@ -44,7 +45,7 @@ class Graphs:
             nonlocal turn
             turn = cycle(calls)
 
-        self.timed[name] = Timed(lambda: next(turn)(), DEVICE, calls=len(calls), start=start)
+        self.timed[name] = Timed(lambda: next(turn)(), self.device, calls=len(calls), start=start)
 
     def settle(self, seconds: float) -> None:
         """Replay everything for some seconds, so that clocks and power reach their sustained values."""

@@ -42,7 +42,7 @@ from lab.gpu_graphs import (
 )
 from lab.humming_choices import humming_choices
 from lab.kernel_timing import Run, linear_options
-from lab.marlin import MARLIN, marlin_call, marlin_refusal, marlin_weights
+from lab.marlin import MARLIN, marlin_call, marlin_packed, marlin_refusal
 from lab.result import fastest_per_kernel
 
 TABLE = ((4096, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (24576, 1536), (7168, 16384))
@@ -170,11 +170,11 @@ class Row:
     def marlin(self) -> None:
         """vLLM's Marlin, where it takes the weight."""
         shape, dtype = self.shape, self.x.dtype
-        if reason := marlin_refusal(shape.q):
+        if reason := marlin_refusal(shape.scheme):
             self.refused[MARLIN] = reason
             return
         if dtype not in shape.marlin:
-            shape.marlin[dtype] = marlin_weights(shape.q, dtype)
+            shape.marlin[dtype] = cold_copies(marlin_packed(shape.q, dtype))
         packed = shape.marlin[dtype]
         call = marlin_call(packed, self.x, self.out, shape.target.multiprocessors or 132)
         self.add(MARLIN, call, len(packed))

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.quant import QuantTensor
-from lab.gpu_graphs import cold_copies
 
 MARLIN = "marlin"
 
 
-def marlin_refusal(q: QuantTensor) -> str | None:
-    """Why Marlin is not called for a weight; None if it is."""
-    scheme = q.scheme
+def marlin_refusal(text: str) -> str | None:
+    """Why Marlin is not called for a weight in a scheme; None if it is."""
+    scheme = QuantScheme.parse(text)
     if not (scheme.is_integer and scheme.bits == 4) or scheme.zero_points or scheme.activation:
         return f"called for symmetric int4 here, not {scheme}"
     return None
 
 
-def marlin_weights(q: QuantTensor, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Cold copies of the codes and the scales, in x's dtype, of a weight in Marlin's order."""
+def marlin_packed(q: QuantTensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The codes and the scales, in x's dtype, of a weight in Marlin's order."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
 
@@ -30,11 +30,11 @@ def marlin_weights(q: QuantTensor, dtype: torch.dtype) -> list[list[torch.Tensor
     perm = torch.empty(0, dtype=torch.int32, device=words.device)
     codes = ops.gptq_marlin_repack(words, perm, q.k, q.n, 4)
     scales = q.scales.to(dtype).reshape(q.n, -1).T.contiguous()
-    return cold_copies([codes, marlin_permute_scales(scales, q.k, q.n, q.scheme.group_size or -1)])
+    return [codes, marlin_permute_scales(scales, q.k, q.n, q.scheme.group_size or -1)]
 
 
 def marlin_call(
-    packed: list[list[torch.Tensor]], x: torch.Tensor, out: torch.Tensor, processors: int
+    packed: Sequence[Sequence[torch.Tensor]], x: torch.Tensor, out: torch.Tensor, processors: int
 ) -> Callable[[int], object]:
     """call(index) computes out from x and a copy of the weight, as vLLM's layers call it."""
     from vllm import _custom_ops as ops

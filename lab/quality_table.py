@@ -7,7 +7,7 @@ from typing import Any
 
 from gristmill.kernel_registry.scheme import QuantScheme
 
-BEGIN, END = "<!-- quality-table -->", "<!-- /quality-table -->"
+MARK = "quality-table"
 NAMES = {"rtn": "nearest", "gptq": "GPTQ", "awq": "AWQ"}
 
 
@@ -78,10 +78,11 @@ def bits(scheme: str) -> float:
     return 8 * quantize(torch.ones(1024, 4096), QuantScheme.parse(scheme)).nbytes / (1024 * 4096)
 
 
-def into(text: str, table: str) -> str:
-    """The document with the table between its marks; ValueError if it has no marks."""
-    for mark in (BEGIN, END):
-        if mark not in text:
-            raise ValueError(f"the document has no {mark}")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+def into(text: str, table: str, mark: str = MARK) -> str:
+    """The document with the table between its marks, comments of that name; ValueError if it has none."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    for comment in (begin, end):
+        if comment not in text:
+            raise ValueError(f"the document has no {comment}")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"

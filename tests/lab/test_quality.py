@@ -16,7 +16,7 @@ from gristmill.quant import awq
 from gristmill.tools.cli import cli
 from lab import quality
 from lab.quality import FLOAT, SCHEMES, Case, Settings, cases, command, key_of, kv_cases, measure, run
-from lab.quality_table import BEGIN, END, into, render
+from lab.quality_table import into, render
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = str(MODELS / "docs-llama")
@@ -110,8 +110,10 @@ def test_the_table_says_what_the_rows_say() -> None:
         "| as activations | 32 | 7.389 | |",
         "| `fp8` | 8 | 7.500 | +0.0100 |",
     ]
-    document = f"a\n{BEGIN}\nold\n{END}\nb\n"
-    assert into(document, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
+    document = "a\n<!-- quality-table -->\nold\n<!-- /quality-table -->\nb\n"
+    assert into(document, "new") == document.replace("old", "new")
+    with pytest.raises(ValueError, match="no <!-- other -->"):
+        into(document, "new", "other")
     with pytest.raises(ValueError, match="no <!-- quality-table -->"):
         into("a", "new")
 

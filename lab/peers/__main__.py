@@ -1,0 +1,127 @@
+"""`python -m lab.peers`: see the package. Progress goes to stderr, a table to stdout, or with --json the content of the result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gristmill.autotune.device import device_target
+from gristmill.autotune.environment import environment
+from gristmill.bench.result_text import rounded
+from gristmill.kernel_registry.policy import Policy
+from lab import peers as package
+from lab.peers import adapter
+from lab.peers.adapter import Peer
+from lab.peers.group import Cell, Group, groups
+from lab.peers.page import table
+from lab.peers.race import LostDeviceError, Race, Settings
+from lab.peers.result import OtherRunError, ResultFile
+
+DRY = Settings(device="cpu", rounds=2, settle=0.0, copies=2)
+LOST = 3
+"""The exit status after a fault of the device: the same command goes on with the next cell."""
+
+
+def arguments(
+    argv: Sequence[str], known: Mapping[str, Peer], all_groups: Mapping[str, Group]
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m lab.peers", description=str(package.__doc__).partition("\n")[0]
+    )
+    parser.add_argument("--groups", default=",".join(all_groups), help="by commas: %(default)s")
+    parser.add_argument("--peers", default=",".join(known), help="by commas: %(default)s")
+    parser.add_argument("--cells", type=int, help="at most so many, spread over the groups")
+    parser.add_argument("--out", type=Path, help="the result file; cells that it has are not measured again")
+    parser.add_argument(
+        "--retry", action="store_true", help="measure cells of the file again that compare nothing"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further cell starts")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--others", type=int, default=2, help="our kernels beside the selected one")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--dry", action="store_true", help="tiny problems on the CPU")
+    parser.add_argument("--json", action="store_true", help="print the content of the result file")
+    options = parser.parse_args(argv)
+    for name, there in (("groups", all_groups), ("peers", known)):
+        chosen = [one for one in getattr(options, name).split(",") if one]
+        if unknown := sorted({*chosen} - {*there}):
+            parser.error(f"no {name} {', '.join(unknown)}; there are {', '.join(there)}")
+        setattr(options, name, {one: there[one] for one in chosen})
+    return options
+
+
+def thinned(cells: Sequence[Cell], count: int | None) -> list[Cell]:
+    """At most `count` cells, at equal distances."""
+    if count is None or count >= len(cells):
+        return list(cells)
+    return [cells[place * len(cells) // count] for place in range(count)]
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row on the screen."""
+    times = [f"{name} {us:.2f}" for name, us in sorted(row["us"].items(), key=lambda item: item[1])]
+    times += [f"{name} WRONG: {why}" for name, why in row["wrong"].items()]
+    ratio = "nothing to compare" if row["ratio"] is None else f"{row['ratio']:.3f} of {row['peer']}"
+    return f"{row['group']} {row['model']} {row['problem']}: {ratio}; {row.get('kernel')} selected; {', '.join(times)}"
+
+
+def measure(cells: Iterable[tuple[Group, Cell]], race: Race, file: ResultFile, seconds: float) -> int:
+    """Measure the cells that the file lacks; the exit status."""
+    begin, todo = time.monotonic(), [pair for pair in cells if pair[1].name not in file.done]
+    for number, (group, cell) in enumerate(todo, 1):
+        took = time.monotonic() - begin
+        if took > seconds:
+            print(f"{len(todo) - number + 1} cells are left after {took:.0f} s", file=sys.stderr)
+            break
+        file.begin(cell)
+        try:
+            file.add(race.row(group, cell))
+        except LostDeviceError as error:
+            file.failed(cell, f"left the device unusable: {error}")
+            print(f"{cell.name}: {error}; the same command goes on with the next cell", file=sys.stderr)
+            return LOST
+        print(
+            f"[{number}/{len(todo)} {time.monotonic() - begin:.0f} s] {line(file.rows[-1])}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = None) -> int:
+    """The program; `known` are the peers, those of `libraries` by default."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = arguments(argv, adapter.peers() if known is None else known, groups())
+    settings = DRY if options.dry else Settings(options.device, options.rounds, options.others)
+    chosen = [group.dry if options.dry else group for group in options.groups.values()]
+    absent = {name: peer.absence for name, peer in options.peers.items()}
+    here = [peer for name, peer in options.peers.items() if not absent[name]]
+    versions = {name: absent[name] or peer.version for name, peer in options.peers.items()}
+    about = environment(device_target(settings.device, Policy()), f"python -m lab.peers {shlex.join(argv)}")
+    try:
+        file = ResultFile(options.out, about, versions)
+    except OtherRunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.retry:
+        file.retry()
+    for name, why in absent.items():
+        if why:
+            print(f"without {name}: {why}", file=sys.stderr)
+    by_name = {group.name: group for group in chosen}
+    cells = thinned([cell for group in chosen for cell in group.cells], options.cells)
+    status = measure(
+        ((by_name[cell.group], cell) for cell in cells), Race(settings, here), file, options.seconds
+    )
+    print(json.dumps(rounded(file.data)) if options.json else table(file.data))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""gristmill's candidates: what selection takes for a layer, and the best of the other kernels that could run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gristmill.autotune.guard import written
+from gristmill.autotune.packing import plan_layouts
+from gristmill.autotune.verify import allocate_workspace
+from gristmill.kernel_registry.grades import GRADES
+from gristmill.kernel_registry.kernel import Config, Kernel
+from gristmill.kernel_registry.op import Op
+from gristmill.kernel_registry.plan import LAST_BUCKET, bucket_index, bucket_sizes
+from gristmill.kernel_registry.policy import Policy
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernels.load import load
+from gristmill.quant import QuantTensor, pack
+from gristmill.runtime.layers.plans import Plans
+from lab.peers.adapter import Adapter, Arguments, Run
+
+OWN = ("gristmill", "torch")
+"""Providers of our candidates: wrapped libraries are peers."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel with its configuration, and why it was selected."""
+
+    kernel: Kernel
+    config: Config
+    layout: str | None
+    source: str
+
+    @property
+    def adapter(self) -> Adapter:
+        """How it is called, over weights packed in its layout."""
+        op = default_registry().op(self.kernel.op)
+        return Adapter(
+            op=op.name,
+            bind=partial(_bind, op, self),
+            pack=partial(_packed, self.layout),
+            outputs=partial(_outputs, op),
+        )
+
+
+class Selection:
+    """Selection on a device. Candidates are checked by the race instead of by a verification of their own."""
+
+    def __init__(self, device: str) -> None:
+        wrapped = tuple(k.name for k in default_registry().all_kernels() if k.provider not in OWN)
+        policy = Policy.current()
+        policy = replace(policy, exclude=(*policy.exclude, *wrapped), grades=tuple(GRADES))
+        index = torch.device(device)
+        self.plans = Plans(index, torch.bfloat16, policy)
+
+    def choices(self, op: Op, problem: Problem, others: int) -> list[Choice]:
+        """The choice of a layer's plan, then at most so many other kernels over the same packed weights, the fastest expected first.
+
+        NoKernelError: nothing can be selected.
+        """
+        static, resolver = op.static(problem), self.plans.resolver
+        layouts = plan_layouts(resolver, static) if op.pack is not None else None
+        plan = self.plans.bind_packed(static, layouts)
+        size = problem.integer(op.bucket) if op.bucket else 1
+        entry = plan.entry(size)
+        chosen = Choice(resolver.kernel(op, entry.kernel), dict(entry.config), entry.layout, entry.source)
+        found = [chosen]
+        at = op.at_bucket(static, bucket_sizes()[bucket_index(size)] if op.bucket else LAST_BUCKET)
+        for candidate in resolver.select(op, at, layouts).candidates:
+            kernel = candidate.kernel
+            runs = candidate.verdict in ("selected", "eligible", "unverified") and kernel.language != "python"
+            if runs and kernel.name != entry.kernel and len(found) <= others:
+                layout = next((name for name in kernel.layouts if name in (layouts or ())), None)
+                found.append(Choice(kernel, dict(candidate.config or {}), layout, "other"))
+        return found
+
+
+def _packed(layout: str | None, problem: Problem, arguments: Arguments) -> Arguments:
+    return [
+        pack(argument, layout).tensors if layout and isinstance(argument, QuantTensor) else argument
+        for argument in arguments
+    ]
+
+
+def _bind(op: Op, choice: Choice, problem: Problem, arguments: Arguments) -> Run:
+    launch, tensors = load(choice.kernel), [a for a in arguments if isinstance(a, torch.Tensor)]
+    outs = [
+        torch.full(
+            shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=tensors[0].device
+        )
+        for shape, dtype in (op.like(*arguments) if op.outputs else ())
+    ]
+    call = op.Call(*arguments, *outs)
+    if "workspace" in op.Call.names:
+        call.workspace = allocate_workspace(op, choice.kernel, choice.config, problem, tensors[0].device)
+
+    def run() -> list[torch.Tensor]:
+        launch(choice.config, call)
+        return outs
+
+    return run
+
+
+def _outputs(op: Op, arguments: Arguments, result: Any) -> list[torch.Tensor]:
+    return [*result, *written(op, arguments)]

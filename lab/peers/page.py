@@ -1,0 +1,67 @@
+"""Tables of result files of `lab.peers`, as Markdown: for the terminal and for docs/performance/peers.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lab.peers.adapter import peers
+from lab.peers.group import groups
+from lab.quality_table import into
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "performance" / "peers.md"
+MARK = "peers-table"
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A line per group."""
+    lines = [
+        "| group | problems compared | ours over the best peer, geometric mean | at most 1.05 | worst | wrong |",
+        "|---|---:|---:|---:|---|---:|",
+    ]
+    for group in data.get("summary", ()):
+        compared = f"{group['compared']} of {group['cells']}"
+        if (worst := group["worst"]) is None:
+            lines.append(f"| {group['group']} | {compared} | - | - | - | {group['wrong']} |")
+            continue
+        where = f"{worst['ratio']:.2f}: {worst['model']}, `{worst['problem']}`, `{worst['kernel']}` over {worst['peer']}"
+        figures = f"{group['mean_ratio']:.2f} | {group['close']:.0%}"
+        lines.append(f"| {group['group']} | {compared} | {figures} | {where} | {group['wrong']} |")
+    return "\n".join(lines)
+
+
+def compared() -> str:
+    """The peers, the operations that they are called for, and the groups with their models."""
+    lines = ["| peer | distribution | operations |", "|---|---|---|"]
+    for peer in peers().values():
+        ops = ", ".join(f"`{op}`" for op in dict.fromkeys(adapter.op for adapter in peer.adapters))
+        lines.append(f"| {peer.name} | {peer.package} | {ops} |")
+    lines += ["", "| group | operation | problems | of |", "|---|---|---:|---|"]
+    for group in groups().values():
+        cells = list(group.cells)
+        models = ", ".join(dict.fromkeys(cell.model for cell in cells))
+        lines.append(f"| {group.name} | `{group.op}` | {len(cells)} | {models} |")
+    return "\n".join(lines)
+
+
+def results(root: Path = ROOT) -> str:
+    """The tables of all result files; without one, that nothing is measured yet."""
+    parts = []
+    for path in sorted((root / "bench" / "results").glob("*/peers.json")):
+        data, name = json.loads(path.read_text(encoding="utf-8")), path.relative_to(root)
+        about = data["about"]
+        driver = (about["gpu"] or {}).get("driver_version", "none")
+        found = ", ".join(f"{peer}: {text}" for peer, text in data["libraries"].items())
+        parts.append(
+            f"{about['device']}, driver {driver}, torch {about['torch']}, triton {about['triton']}; {found} "
+            f"([{name}](../../{name}), `{about['command']}`).\n\n{table(data)}"
+        )
+    return "\n\n".join(parts) or "Not measured yet: there is no result file."
+
+
+def page() -> str:
+    """docs/performance/peers.md with its tables."""
+    return into(PAGE.read_text(encoding="utf-8"), f"{compared()}\n\n### Results\n\n{results()}", MARK)

@@ -1,0 +1,257 @@
+"""The runner of kernels beside peers, on a CPU: gristmill's own kernels, and peers that are planted."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.kernel_registry.build import Build
+from gristmill.kernel_registry.op import Cost
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.target import Target
+from lab.peers import group as group_module
+from lab.peers import ours, page, race
+from lab.peers.__main__ import main, thinned
+from lab.peers.adapter import Adapter, Arguments, Peer, Run, peers
+from lab.peers.group import Cell, groups
+from lab.peers.libraries import cublas
+from lab.peers.race import LostDeviceError, against_best_peer, calls_of
+from lab.peers.result import summary
+
+GROUPS = groups()
+
+
+def planted(name: str, change: Callable[[torch.Tensor], torch.Tensor], **more: Any) -> Peer:
+    """A peer for `linear` whose result is torch's, changed."""
+
+    def bind(problem: Problem, arguments: Arguments) -> Run:
+        product = cublas.bind(problem, arguments)
+        return lambda: change(product())
+
+    fields = {"accepts": cublas.accepts, "pack": cublas.pack, "bind": bind} | more
+    return Peer(name=name, package="torch", modules=("torch",), adapters=(Adapter(op="linear", **fields),))
+
+
+def fails(problem: Problem, arguments: Arguments) -> Run:
+    raise RuntimeError("has no kernel for it")
+
+
+PLANTED = {
+    "right": planted("right", lambda y: y),
+    "wrong": planted("wrong", lambda y: y * 1.1),
+    "failing": planted("failing", lambda y: y, bind=fails),
+    "refusing": planted("refusing", lambda y: y, accepts=lambda problem: "not today"),
+    "absent": Peer(name="absent", package="absent", modules=("no_such.module",), adapters=()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _default_policy(policy_file) -> None:
+    policy_file()
+
+
+def run(out: Path | None, *options: str, known: dict[str, Peer] | None = None) -> int:
+    where = [] if out is None else ["--out", str(out)]
+    return main(["--dry", "--groups", "linear_dense", *where, *options], PLANTED if known is None else known)
+
+
+def read(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+def test_right_results_are_timed_and_others_reported(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "peers.json"
+    assert run(out, "--groups", "linear_dense,linear_int4") == 0
+    data = read(out)
+    assert data["libraries"]["absent"] == "no_such is not installed"
+    assert data["libraries"]["right"].startswith("torch 2.")
+    assert data["trying"] is None and "lab.peers --dry" in data["about"]["command"]
+    assert [row["problem"] for row in data["rows"]] == [
+        "m=1,n=96,k=128",
+        "m=7,n=96,k=128",
+        "m=1,n=96,k=256,w=int4_g128",
+        "m=7,n=96,k=256,w=int4_g128",
+    ]
+    for row in data["rows"]:
+        assert row["us"].keys() == row["samples"].keys() == {row["kernel"], "right"}
+        assert row["peer"] == "right" and row["ratio"] > 0 and row["code"]
+        assert all(row["errors"][name] <= row["limit"] for name in row["us"])
+        assert row["errors"]["wrong"] > row["limit"] and "over the tolerance" in row["wrong"]["wrong"]
+        assert row["refused"] == {"failing": "RuntimeError: has no kernel for it", "refusing": "not today"}
+    printed = capsys.readouterr()
+    assert "| linear_int4 | 2 of 2 |" in printed.out
+    assert "without absent: no_such is not installed" in printed.err
+    assert "[4/4 " in printed.err and "wrong WRONG: error" in printed.err
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_group_runs(name: str, tmp_path: Path) -> None:
+    assert run(tmp_path / "peers.json", "--groups", name, known={}) == 0
+    for row in read(tmp_path / "peers.json")["rows"]:
+        assert row["us"][row["kernel"]] > 0, row
+        assert row["ratio"] is None and not row["wrong"]
+
+
+def test_a_wrong_kernel_of_ours_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "load", lambda kernel: lambda config, call: call.out.zero_())
+    assert run(tmp_path / "peers.json") == 0
+    for row in read(tmp_path / "peers.json")["rows"]:
+        assert row["kernel"] in row["wrong"] and [*row["us"]] == ["right"] and row["ratio"] is None
+
+
+def test_what_writes_nothing_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that had right results is not free again before all candidates are checked."""
+    monkeypatch.setattr(ours, "load", lambda kernel: lambda config, call: None)
+    nothing = planted("nothing", torch.empty_like)
+    assert run(tmp_path / "peers.json", known={"right": PLANTED["right"], "nothing": nothing}) == 0
+    for row in read(tmp_path / "peers.json")["rows"]:
+        assert row["wrong"].keys() == {row["kernel"], "nothing"}
+
+
+def test_a_run_goes_on_where_one_ended(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "peers.json"
+    assert run(out, "--cells", "1") == 0
+    [first] = read(out)["rows"]
+    assert run(out, "--seconds", "0") == 0
+    assert read(out)["rows"] == [first] and "1 cells are left" in capsys.readouterr().err
+    assert run(out, "--json") == 0
+    data = read(out)
+    assert data["rows"][0] == first and len(data["rows"]) == 2
+    assert json.loads(capsys.readouterr().out)["summary"] == data["summary"]
+
+
+def test_the_cell_that_killed_a_process_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "peers.json"
+    with monkeypatch.context() as during:
+        during.setattr(race.Race, "row", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(out)
+    assert read(out)["rows"] == [] and read(out)["trying"]["problem"] == "m=1,n=96,k=128"
+    assert run(out) == 0
+    ended, measured = read(out)["rows"]
+    assert ended["refused"] == {"all": "the process ended while it measured this cell"}
+    assert measured["ratio"] > 0 and not ended["us"]
+    assert run(out, "--retry") == 0
+    assert all(row["ratio"] > 0 for row in read(out)["rows"]) and len(read(out)["rows"]) == 2
+
+
+def test_a_lost_device_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def lost(device: str) -> None:
+        raise LostDeviceError("an illegal memory access was encountered")
+
+    out = tmp_path / "peers.json"
+    with monkeypatch.context() as during:
+        during.setattr(race, "_still_usable", lost)
+        assert run(out) == 3
+    assert "goes on with the next cell" in capsys.readouterr().err
+    assert "left the device unusable: an illegal" in read(out)["rows"][0]["refused"]["all"]
+    assert run(out) == 0 and len(read(out)["rows"]) == 2
+
+
+def test_rows_of_other_versions_stay_apart(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "peers.json"
+    assert run(out, "--cells", "1") == 0
+    before = out.read_text()
+    out.write_text(before.replace('"torch":"', '"torch":"1.'))
+    assert run(out) == 2 and "rows of another run, with torch 1." in capsys.readouterr().err
+    out.write_text(before)
+    assert run(out, known={"right": PLANTED["right"]}) == 2
+    assert "libraries" in capsys.readouterr().err
+
+
+def test_ratios_are_of_equal_rounds() -> None:
+    """The clock falls between the rounds: the ratio of the medians would be 0.5."""
+    samples = {"a": [1.0, 1.0, 2.0], "slow": [9.0, 9.0, 9.0], "p": [1.0, 2.0, 4.0], "other": [0.1] * 3}
+    assert against_best_peer(samples, "a", {"a", "other"}) == {"peer": "p", "ratio": 0.5}
+    assert against_best_peer(samples, "b", {"a", "other"})["ratio"] is None
+    assert against_best_peer({"a": [1.0]}, "a", {"a"}) == {"peer": None, "ratio": None}
+
+
+def test_the_figures_of_a_group() -> None:
+    def row(ratio: float | None, **wrong: str) -> dict[str, Any]:
+        about = {"model": "M", "problem": f"m={ratio}", "kernel": "k", "peer": "p"}
+        return {**about, "ratio": ratio, "wrong": wrong}
+
+    found = summary("g", [row(0.5), row(2.0), row(1.05), row(None, fa3="error")])
+    assert found["cells"] == 4 and found["compared"] == 3 and found["wrong"] == 1
+    assert found["mean_ratio"] == pytest.approx(math.cbrt(0.5 * 2.0 * 1.05)) and found["close"] == 2 / 3
+    worst = {"model": "M", "problem": "m=2.0", "ratio": 2.0, "kernel": "k", "peer": "p"}
+    assert found["worst"] == worst
+    assert summary("g", [row(None)])["mean_ratio"] is None
+    table = page.table({"summary": [found, summary("h", [row(None)])]}).splitlines()
+    assert table[2] == "| g | 3 of 4 | 1.02 | 67% | 2.00: M, `m=2.0`, `k` over p | 1 |"
+    assert table[3] == "| h | 0 of 1 | - | - | - | 0 |"
+
+
+def test_calls_of_a_graph() -> None:
+    assert calls_of(Cost(bytes=400_000_000, flops=0), 3) == 40  # 100 µs each
+    assert calls_of(Cost(bytes=0, flops=7 * 10**12), 3) == 3
+    assert calls_of(Cost(bytes=1, flops=1), 64) == 400
+    cells = [Cell("g", "m", str(number)) for number in range(10)]
+    assert [cell.problem for cell in thinned(cells, 3)] == ["0", "3", "6"] and thinned(cells, None) == cells
+
+
+def test_without_a_result_file_there_are_no_numbers(tmp_path: Path) -> None:
+    assert page.results(tmp_path) == "Not measured yet: there is no result file."
+    out = tmp_path / "bench" / "results" / "h200" / "peers.json"
+    assert run(out, "--cells", "1") == 0
+    text = page.results(tmp_path)
+    assert "| linear_dense | 1 of 1 |" in text and "(../../bench/results/h200/peers.json)" in text
+    assert "absent: no_such is not installed" in text and "lab.peers --dry" in text
+
+
+def test_the_problems() -> None:
+    """Not too many for one call of a device, each of them once, and each with a peer and a kernel of ours for Hopper."""
+    cells = [cell for group in GROUPS.values() for cell in group.cells]
+    assert len(cells) <= 300 and len({cell.name for cell in cells}) == len(cells)
+    models = {cell.model.partition(" TP")[0].partition(" EP")[0] for cell in cells}
+    names = [
+        "Llama-3-8B",
+        "Llama-3-70B",
+        "Qwen3-0.6B",
+        "Qwen3-8B",
+        "Qwen3-30B-A3B",
+        "gpt-oss-20b",
+        "DeepSeek-V3",
+    ]
+    assert models >= {*names, "Mixtral 8x7B", "Gemma 3 12B"}
+    registry, hopper, build = default_registry(), Target.parse("h200"), Build.probe()
+    for cell in cells:
+        problem, op = GROUPS[cell.group].problem(cell), GROUPS[cell.group].op
+        assert not problem.open_axes
+        adapters = [adapter for peer in peers().values() for adapter in peer.of(op).values()]
+        assert any(adapter.accepts(problem) is None for adapter in adapters), cell
+        kernels = [k for k in registry.kernels_of(op) if k.language in ("cuda", "triton")]
+        fit = [k for k in kernels if not k.requires.check_hardware(hopper, build)]
+        assert any(kernel.accepts(problem) is None for kernel in fit), cell
+
+
+def test_a_file_adds_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab.peers import groups as package
+
+    text = "from dataclasses import replace\nfrom lab.peers.groups.norms import GROUPS as norms\n"
+    (tmp_path / "extra.py").write_text(text + "GROUPS = (replace(norms[0], name='extra'),)\n")
+    (tmp_path / "_helper.py").write_text("raise AssertionError\n")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    found = group_module.groups()
+    monkeypatch.delitem(sys.modules, "lab.peers.groups.extra")
+    assert found.keys() == {*GROUPS, "extra"}
+
+
+@pytest.mark.parametrize(("option", "text"), [("--groups", "nothing"), ("--peers", "nobody")])
+def test_unknown_names(option: str, text: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run(None, option, text)
+    assert f"no {option[2:]} {text}; there are" in capsys.readouterr().err
