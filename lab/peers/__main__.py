@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -98,6 +99,15 @@ def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = N
     """The program; `known` are the peers, those of `libraries` by default."""
     argv = sys.argv[1:] if argv is None else argv
     options = arguments(argv, adapter.peers() if known is None else known, groups())
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+        status, data = run(options, argv)
+    if data:
+        print(json.dumps(rounded(data)) if options.json else table(data))
+    return status
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """The exit status, and the content of the result file; {} if there is none."""
     settings = DRY if options.dry else Settings(options.device, options.rounds, options.others)
     chosen = [group.dry if options.dry else group for group in options.groups.values()]
     absent = {name: peer.absence for name, peer in options.peers.items()}
@@ -108,7 +118,7 @@ def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = N
         file = ResultFile(options.out, about, versions)
     except OtherRunError as error:
         print(error, file=sys.stderr)
-        return 2
+        return 2, {}
     if options.retry:
         file.retry()
     for name, why in absent.items():
@@ -119,8 +129,7 @@ def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = N
     status = measure(
         ((by_name[cell.group], cell) for cell in cells), Race(settings, here), file, options.seconds
     )
-    print(json.dumps(rounded(file.data)) if options.json else table(file.data))
-    return status
+    return status, file.data
 
 
 if __name__ == "__main__":

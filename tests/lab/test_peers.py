@@ -123,10 +123,20 @@ def test_a_run_goes_on_where_one_ended(tmp_path: Path, capsys) -> None:
     [first] = read(out)["rows"]
     assert run(out, "--seconds", "0") == 0
     assert read(out)["rows"] == [first] and "1 cells are left" in capsys.readouterr().err
-    assert run(out, "--json") == 0
-    data = read(out)
-    assert data["rows"][0] == first and len(data["rows"]) == 2
-    assert json.loads(capsys.readouterr().out)["summary"] == data["summary"]
+    assert run(out) == 0
+    assert read(out)["rows"][0] == first and len(read(out)["rows"]) == 2
+
+
+def test_json_alone_on_stdout(tmp_path: Path, capsys) -> None:
+    def loud(y: torch.Tensor) -> torch.Tensor:
+        print("INFO: a library greets")
+        return y
+
+    out = tmp_path / "peers.json"
+    assert run(out, "--json", "--cells", "1", known={"loud": planted("loud", loud)}) == 0
+    printed = capsys.readouterr()
+    assert "a library greets" in printed.err
+    assert json.loads(printed.out)["summary"] == read(out)["summary"]
 
 
 def test_the_cell_that_killed_a_process_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

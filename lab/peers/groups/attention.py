@@ -64,8 +64,10 @@ GROUPS = (
             "Gemma 2 9B": (f"{decode(16, 4096)},{GEMMA},softcap=true",),
         },
         tiny=(
-            f"{decode(3, 40)},heads=4,kv_heads=2,head_dim=64",
+            f"{decode(3, 48)},heads=4,kv_heads=2,head_dim=64",
             f"{decode(3, 40, 77)},heads=4,kv_heads=2,head_dim=64",
+            f"{decode(3, 40, 77)},heads=4,kv_heads=2,head_dim=64,window=9,sinks=true",
+            f"{decode(3, 48)},heads=4,kv_heads=2,head_dim=64,softcap=true",
         ),
     ),
     Group(
@@ -89,7 +91,7 @@ GROUPS = (
             "Gemma 3 12B": (f"{prefill(4096)},{GEMMA}", f"{prefill(4096)},{GEMMA},window=1024"),
             "Gemma 2 9B": (f"{prefill(4096)},{GEMMA},softcap=true",),
         },
-        tiny=(f"{prefill(20)},heads=4,kv_heads=2,head_dim=64",),
+        tiny=(f"{prefill(32)},heads=4,kv_heads=2,head_dim=64",),
     ),
     Group(
         name="attention_mixed",

@@ -22,6 +22,11 @@ GROUPS = (
             "Llama-3-8B": (f"{M},n=6144,k=4096,{CHANNELS}", f"m=64|4096,n=6144,k=4096,{CHANNELS},codes=true"),
             "Llama-3-70B TP 4": (f"{M},n=14336,k=8192,{CHANNELS}", f"{M},n=8192,k=7168,{CHANNELS}"),
         },
-        tiny=(f"m=7,n=128,k=256,{BLOCKS}", f"m=7,n=128,k=256,{CHANNELS}"),
+        tiny=(
+            f"m=7,n=128,k=256,{BLOCKS}",
+            f"m=7,n=128,k=256,{CHANNELS}",
+            f"m=7,n=128,k=256,{BLOCKS},codes=true",
+            f"m=7,n=128,k=256,{CHANNELS},codes=true",
+        ),
     ),
 )

@@ -10,8 +10,22 @@ import torch
 from gristmill.autotune.metrics import error_of
 from gristmill.kernel_registry.op import Op
 from gristmill.kernel_registry.problem import Problem
-from lab.peers.arguments import of_operation
+from gristmill.kernels.random_inputs import Draw
+from lab.peers.adapter import Arguments
 from lab.peers.group import Group
+
+SCALE = 2.5
+"""Of the weights in DeepSeek-V3."""
+
+
+def inputs(problem: Problem, device: str) -> Arguments:
+    """Without ties, which libraries decide differently."""
+    m, e, *sizes = problem.integers("m", "e", "top_k", "n_group", "topk_group")
+    draw = Draw(problem, 0, device, source=device)
+    bias = 0.1 * draw.normal(e) if problem["bias"] else None
+    top_k, n_group, topk_group = sizes
+    rest = [problem.text("scoring"), bool(problem["renormalize"]), SCALE]
+    return [draw.normal(m, e).to(draw.dtype), top_k, bias, n_group, topk_group, *rest]
 
 
 def by_id(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -35,7 +49,7 @@ GROUPS = (
     Group(
         name="routing",
         op="grouped_topk",
-        inputs=of_operation,
+        inputs=inputs,
         error=error,
         models={
             "DeepSeek-V3": (

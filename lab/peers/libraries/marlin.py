@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gristmill.autotune.device import device_target
+from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.quant import QuantTensor
@@ -29,7 +31,7 @@ def pack_linear(problem: Problem, arguments: Arguments) -> Arguments:
 def bind_linear(problem: Problem, arguments: Arguments) -> Run:
     x, packed, n = arguments[0], arguments[1], problem.integer("n")
     out = torch.full((x.shape[0], n), float("nan"), dtype=x.dtype, device=x.device)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = device_target(str(x.device), Policy()).multiprocessors or 132
     product = marlin_call([packed], x, out, processors)
 
     def run() -> torch.Tensor:
