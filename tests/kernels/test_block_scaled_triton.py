@@ -9,7 +9,8 @@ from gristmill.kernel_registry import Target, default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.interpreter import install
 from gristmill.kernels.linear.block_scaled_triton import kernel as block_scaled
-from gristmill.kernels.linear.block_scaled_triton.kernel import OPERANDS
+from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS
+from gristmill.kernels.linear.block_scaled_triton.quantize import quantize as quantize_rows
 from gristmill.quant.activations import quantize_activation
 from gristmill.quant.packed import pack
 from gristmill.quant.rtn import quantize
@@ -44,7 +45,7 @@ def test_x_is_quantized_bit_for_bit(form: str, m: int, k: int) -> None:
     sizes = block_scaled._sizes(scheme, m, k)
     codes, scales = (torch.full((size,), 0xAA, dtype=torch.uint8) for size in sizes[:2])
     factor = torch.full((sizes[2] // 4,), float("nan"))
-    block_scaled._quantize(of_x, x, m, k, codes, scales, factor)
+    quantize_rows(of_x, x, m, k, codes, scales, factor)
     expected = quantize_activation(x, form)
     count = m * k // of_x.packed
     assert torch.equal(codes[:count].view(m, -1), expected.values.view(torch.uint8))
@@ -62,7 +63,7 @@ def test_a_group_without_numbers_has_no_scale(form: str) -> None:
     codes, scales = (
         torch.zeros(size, dtype=torch.uint8) for size in block_scaled._sizes(f"{form}.{form}", 2, 64)[:2]
     )
-    block_scaled._quantize(of_x, x, 2, 64, codes, scales, torch.zeros(0))
+    quantize_rows(of_x, x, 2, 64, codes, scales, torch.zeros(0))
     assert scales[:4].tolist() == quantize_activation(x, form).scales.flatten().tolist()
     assert scales[0] == 255 and scales[3] == 255 and scales[1] != 255
 

@@ -449,6 +449,17 @@ grouped_linear | m=512,e=128,n=1536,k=2048 | sm_110 | cutedsl | - | grouped_line
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_linear_triton
 grouped_linear | m=512,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_triton
 grouped_linear | m=512,e=128,n=1536,k=2040,gather=8 | sm_100 | cutedsl | - | grouped_linear_triton
+linear | m=1,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100
+linear | m=4096,n=28672,k=4096,x=fp16,w=nvfp4.nvfp4,epilogue=silu_mul | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100
+linear | m=64,n=4096,k=2880,w=mxfp4.mxfp4,epilogue=bias+residual | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100
+linear | m=64,n=4096,k=4096,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100
+linear | m=257,n=4096,k=4128,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100
+linear | m=64,n=4096,k=2880,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | linear_mx_triton
+linear | m=64,n=4100,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | linear_nvfp4_triton
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | linear_nvfp4_triton
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | linear_nvfp4_triton
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_90 | cutedsl | - | linear_dequant_torch
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | linear_nvfp4_triton
 moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_100 | cutedsl | - | moe_cutedsl_sm100
 linear | m=512,n=4096,k=4096 | sm_100 | cutedsl | - | linear_torch
 linear | m=512,n=4096,k=4096 | sm_100 | cutedsl | cutedsl | linear_cutedsl_sm100
@@ -795,6 +806,13 @@ linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | - | lin
 linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | runs only on its family
 linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | lacks tcgen05
 linear | m=1024,n=4096,k=4096,w=fp8.fp8 | sm_100 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | problem | not fp8.fp8
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | hardware | runs only on its family
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
+linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_90 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | hardware | lacks mma.block_scale, tcgen05
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | linear_block_scaled_cutedsl_sm100 | build | 4.8 or newer is needed
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_block_scaled_cutedsl_sm100 | build | nvidia-cutlass-dsl
+linear | m=64,n=4096,k=4096,w=nvfp4 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | not nvfp4
+linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4,x=fp32 | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | fp16 or bf16
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128,x=fp32 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | takes fp16 or bf16
 grouped_linear | m=16,e=4,n=1536,k=2048,w=int4_g128,act_order=true | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | act-order
 grouped_linear | m=16,e=4,n=1520,k=2048,w=int4_g128,epilogue=silu_mul | sm_89 | ptx80 | - | grouped_linear_sm80 | problem | whole tiles of 16 rows

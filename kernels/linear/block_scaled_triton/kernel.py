@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, ConfigValue, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
@@ -17,47 +17,23 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
-from gristmill.kernels.common import need, need_workspace, row_stride
+from gristmill.kernels.common import need, need_workspace
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.linear.block_scaled_triton.quantize import (
     BLOCK,
+    OPERANDS,
     PARTS,
+    aot_case,
     maxima_kernel,
-    quantize_kernel,
+    quantize,
 )
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from gristmill.kernels.calls import LinearCall
 
-MIN_AMAX = 1e-10
-"""Lower bound of the largest magnitude, as of `quant/activations.py`."""
 ALIGNMENT = 256
 
 
-class Operand(NamedTuple):
-    """A format of codes.
-
-    Attributes:
-        name: as `tl.dot_scaled` calls it.
-        group: columns that share a scale.
-        packed: codes in a byte.
-        emax: the exponent of the largest code; 0 = scales are e4m3.
-    """
-
-    name: str
-    group: int
-    packed: int
-    emax: int
-
-
-OPERANDS = {
-    "mxfp8": Operand("e4m3", 32, 1, 8),
-    "mxfp4": Operand("e2m1", 32, 2, 2),
-    "nvfp4": Operand("e2m1", 16, 2, 0),
-}
 MX, NVFP4 = ("mxfp8.mxfp8", "mxfp4.mxfp8", "mxfp4.mxfp4"), ("nvfp4.nvfp4",)
 MIXED = "mxfp4.mxfp8"
 """The scheme whose operands have codes of different widths."""
@@ -208,7 +184,7 @@ def launch(config: Config, call: LinearCall) -> None:
         need_workspace("linear", space, sum(sizes), call.x.device)
     x_codes, x_scales = space[: sizes[0]], space[sizes[0] : sizes[0] + sizes[1]]
     factor = space[sizes[0] + sizes[1] : sum(sizes)].view(torch.float32)
-    _quantize(of_x, call.x, m, k, x_codes, x_scales, factor)
+    quantize(of_x, call.x, m, k, x_codes, x_scales, factor)
     grid = (cdiv(columns, int(config["bn"])), cdiv(m, int(config["bm"])))
     block_scaled_kernel[grid](
         x_codes,
@@ -247,51 +223,16 @@ def _constants(scheme: QuantScheme) -> dict[str, str | int | bool]:
     }
 
 
-def _quantize(
-    of_x: Operand, x: Tensor, m: int, k: int, codes: Tensor, scales: Tensor, factor: torch.Tensor
-) -> None:
-    """x's M rows in the format."""
-    stride = row_stride(x)
-    if stride < k:
-        x, stride = x.reshape(m, k).contiguous(), k
-    maxima, parts = scales, 0
-    if not of_x.emax:
-        maxima, parts = factor[1:].view(dtype=_int32()), min(m, PARTS)
-        maxima_kernel[(parts,)](x, maxima, m, k, stride, BLOCK=BLOCK)
-    quantize_kernel[(m, cdiv(k, BLOCK))](
-        x,
-        codes,
-        scales,
-        maxima,
-        factor,
-        k,
-        stride,
-        MIN_AMAX,
-        parts,
-        GROUP=of_x.group,
-        FP4=of_x.packed == 2,
-        EMAX=of_x.emax,
-        PARTS=PARTS,
-        BLOCK=BLOCK,
-    )
-
-
-def _int32() -> torch.dtype:
-    import torch
-
-    return torch.int32
-
-
 def aot_mx(target: Target) -> list[AotCase]:
     """Every scheme of `MX`, and the quantizers of x."""
-    return [*_products(MX, target), *(_quantizer(name) for name in ("mxfp8", "mxfp4"))]
+    return [*_products(MX, target), *(aot_case(name) for name in ("mxfp8", "mxfp4"))]
 
 
 def aot_nvfp4(target: Target) -> list[AotCase]:
     """NVFP4, and its quantizer of x."""
     types = {"x": "*bf16", "maxima": "*i32", "rows": "i32", "k": "i32", "stride": "i32"}
     maxima = AotCase("maxima", maxima_kernel, types, {"BLOCK": BLOCK})
-    return [*_products(NVFP4, target), _quantizer("nvfp4"), maxima]
+    return [*_products(NVFP4, target), aot_case("nvfp4"), maxima]
 
 
 def _products(schemes: tuple[str, ...], target: Target) -> Iterator[AotCase]:
@@ -311,19 +252,6 @@ def _products(schemes: tuple[str, ...], target: Target) -> Iterator[AotCase]:
             ("n", "k"),
             () if scheme == MIXED and "mma.sync.block_scale" in target.features else ("block_scaled",),
         )
-
-
-def _quantizer(name: str) -> AotCase:
-    of_x = OPERANDS[name]
-    types = {"x": "*bf16", "codes": "*u8", "scales": "*u8", "maxima": "*i32", "factor": "*fp32"}
-    return AotCase(
-        f"quantize_{name}",
-        quantize_kernel,
-        types | {"k": "i32", "stride": "i32", "least": "fp32", "parts": "i32"},
-        {"GROUP": of_x.group, "FP4": of_x.packed == 2, "EMAX": of_x.emax, "PARTS": PARTS, "BLOCK": BLOCK},
-        {"num_warps": 4},
-        ("k", "stride"),
-    )
 
 
 EXAMPLES = (

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.activation._quantize_values_triton import magnitude_bits
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.common import row_stride
 from gristmill.kernels.kv_cache._e4m3_triton import e4m3_decode, e4m3_encode
 from gristmill.kernels.lazy_triton import jit, tl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PARTS = 256
 """Programs that look for the largest magnitude of x; as many as `quantize_kernel` reads."""
 BLOCK = 1024
 """Columns of a program."""
+MIN_AMAX = 1e-10
+"""Lower bound of the largest magnitude, as of `quant/activations.py`."""
+
+
+class Operand(NamedTuple):
+    """A format of codes.
+
+    Attributes:
+        name: as `tl.dot_scaled` calls it.
+        group: columns that share a scale.
+        packed: codes in a byte.
+        emax: the exponent of the largest code; 0 = scales are e4m3.
+    """
+
+    name: str
+    group: int
+    packed: int
+    emax: int
+
+
+OPERANDS = {
+    "mxfp8": Operand("e4m3", 32, 1, 8),
+    "mxfp4": Operand("e2m1", 32, 2, 2),
+    "nvfp4": Operand("e2m1", 16, 2, 0),
+}
 
 
 @jit
@@ -53,8 +87,11 @@ def quantize_kernel(
     EMAX: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILED: tl.constexpr,
 ):
-    """A row's block of columns. EMAX: the exponent of the largest code; 0 = scales are e4m3, under a factor of the tensor (NVFP4)."""
+    """A row's block of columns. EMAX: the exponent of the largest code; 0 = scales are e4m3, under a factor of the tensor (NVFP4).
+
+    TILED: scales are in tiles of 128 rows by 4 groups, of which the last ones may have groups past K, with any number as scale."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     columns = start + tl.arange(0, BLOCK)
@@ -77,7 +114,13 @@ def quantize_kernel(
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(factor, tl.max(multiplier, 0))
     groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
-    tl.store(scales + row * (k // GROUP) + groups, byte.to(tl.uint8), mask=groups < k // GROUP)
+    if TILED:
+        across = (k // GROUP + 3) // 4
+        tile = (row // 128 * across + groups // 4) * 512
+        to = tile + row % 32 * 16 + row % 128 // 32 * 4 + groups % 4
+        tl.store(scales + to, byte.to(tl.uint8), mask=groups < across * 4)
+    else:
+        tl.store(scales + row * (k // GROUP) + groups, byte.to(tl.uint8), mask=groups < k // GROUP)
     scaled = tl.div_rn(grouped, tl.broadcast_to(scale[:, None], grouped.shape))
     if FP4:
         low, high = tl.split(tl.reshape(e2m1_encode(scaled), [BLOCK // 2, 2]))
@@ -85,3 +128,72 @@ def quantize_kernel(
         tl.store(codes + row * (k // 2) + packed, low | (high << 4), mask=packed < k // 2)
     else:
         tl.store(codes + row * k + columns, tl.reshape(e4m3_encode(scaled), [BLOCK]), mask=columns < k)
+
+
+def quantize(
+    of_x: Operand,
+    x: Tensor,
+    m: int,
+    k: int,
+    codes: Tensor,
+    scales: Tensor,
+    factor: Tensor,
+    tiled: bool = False,
+) -> None:
+    """x's M rows [..., K] in a format.
+
+    Args:
+        codes: uint8, row-major. scales: uint8, row-major, or `tiled` as in scales128x4_v1, also of groups past K, not of rows past M.
+        factor: of NVFP4, float32, with room for `PARTS` maxima after it.
+    """
+    stride = row_stride(x)
+    if stride < k:
+        x, stride = x.reshape(m, k).contiguous(), k
+    maxima, parts = scales, 0
+    if not of_x.emax:
+        maxima, parts = factor[1:].view(dtype=_int32()), min(m, PARTS)
+        maxima_kernel[(parts,)](x, maxima, m, k, stride, BLOCK=BLOCK)
+    quantize_kernel[(m, cdiv(k, BLOCK))](
+        x,
+        codes,
+        scales,
+        maxima,
+        factor,
+        k,
+        stride,
+        MIN_AMAX,
+        parts,
+        GROUP=of_x.group,
+        FP4=of_x.packed == 2,
+        EMAX=of_x.emax,
+        PARTS=PARTS,
+        BLOCK=BLOCK,
+        TILED=tiled,
+    )
+
+
+def _int32() -> torch.dtype:
+    import torch
+
+    return torch.int32
+
+
+def aot_case(name: str, tiled: bool = False) -> AotCase:
+    """The quantizer of a format, for the compile matrix."""
+    of_x = OPERANDS[name]
+    types = {"x": "*bf16", "codes": "*u8", "scales": "*u8", "maxima": "*i32", "factor": "*fp32"}
+    return AotCase(
+        f"quantize_{name}{'_tiled' if tiled else ''}",
+        quantize_kernel,
+        types | {"k": "i32", "stride": "i32", "least": "fp32", "parts": "i32"},
+        {
+            "GROUP": of_x.group,
+            "FP4": of_x.packed == 2,
+            "EMAX": of_x.emax,
+            "PARTS": PARTS,
+            "BLOCK": BLOCK,
+            "TILED": tiled,
+        },
+        {"num_warps": 4},
+        ("k", "stride"),
+    )

@@ -1,0 +1,1 @@
+"""Linear over block-scaled codes of weights and activations in CuTe DSL, by tcgen05 with block scales."""

@@ -1,0 +1,136 @@
+"""The end of tiles of block-scaled products on data-centre Blackwell: factors, bias, silu_mul and residual, from tensor memory to y.
+
+Without ``from __future__ import annotations``: CuTe DSL reads the annotations as objects.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+import cutlass
+from cutlass import Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from gristmill.kernel_registry.kernel import Config
+from gristmill.kernels.cutedsl._pieces import Slots, advance, swiglu
+from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, ROWS
+
+BM = ROWS
+"""Rows of x of a tile, the lanes of tensor memory; and of a piece of W."""
+PART = 32
+"""Columns of y that a thread finishes at a time."""
+COLUMNS = 512
+"""Of tensor memory."""
+
+
+class Finish:
+    """What the program of one configuration multiplies, and what it does with sums.
+
+    Attributes:
+        bn: rows of W of a tile. columns: of y, BN or half of it. bk: columns of a slot. slots: of the ring.
+        gated, biased, added, factored: what is done with sums.
+        group: columns of a scale.
+        shared: whether the sums of two tiles share columns.
+    """
+
+    def __init__(self, dtype, config: Config):
+        self.dtype = dtype
+        self.form = FORMS[str(config["scheme"])]
+        self.bn, self.slots, self.bk = int(config["bn"]), int(config["slots"]), self.form.columns
+        flags = str(config["epilogue"]).split("+")
+        self.gated, self.biased, self.added = (flag in flags for flag in ("silu_mul", "bias", "residual"))
+        self.columns = self.bn // 2 if self.gated else self.bn
+        self.group, self.factored = self.form.group, self.form.group == 16
+        types = {"e2m1": Float4E2M1FN, "e4m3": Float8E4M3FN}
+        self.of_x, self.of_w = types[self.form.x], types[self.form.w]
+        # Codes of 4 bits by codes of 8: TMA spreads them to bytes.
+        self.held_w = cutlass.Int8 if self.form.mixed else self.of_w
+        self.of_scales = Float8E4M3FN if self.factored else Float8E8M0FNU
+        self.scale_columns = (BM + self.bn) // 32 * 4
+        self.shared = 2 * self.bn + self.scale_columns > COLUMNS
+
+    def grid(self, out: cute.Tensor):
+        """Tiles down and across y."""
+        return (out.shape[0] + BM - 1) // BM, (out.shape[1] + self.columns - 1) // self.columns
+
+    def reader(self, tiles: cute.Tensor, thread: Int32):
+        """The copy of a part of row `thread` of a tile to registers, what it copies from by part and tile, and the shape of what it gives."""
+        parts = cute.flat_divide(tiles[(None, None), 0, 0, None], (BM, PART, 1))
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), Float32)
+        read = tcgen05.make_tmem_copy(atom, parts[None, None, 0, 0, 0, 0])
+        own = read.get_slice(thread)
+        shape = own.partition_D(cute.make_identity_tensor((BM, PART))).shape
+        return read, own.partition_S(parts)[None, None, None, 0, 0, None, None], shape
+
+    @cute.jit
+    def write(
+        self,
+        tiles: cute.Tensor,
+        sums: Slots,
+        factor: cute.Tensor,
+        factors: cute.Tensor,
+        bias: cute.Tensor,
+        residual: cute.Tensor,
+        out: cute.Tensor,
+    ):
+        """Finish and write tiles of y, a row each of 128 threads, `PART` columns at a time."""
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        high, wide = self.grid(out)
+        columns, parts = out.shape[1], const_expr(self.columns // PART)
+        # How many parts have the columns that the next tile waits for: all of them, unless two tiles share some.
+        waited = const_expr(
+            (2 * self.bn + self.scale_columns - COLUMNS + PART - 1) // PART if self.shared else parts
+        )
+        read, sources, shape = self.reader(tiles, thread)
+        of_x = factor[0] if const_expr(self.factored) else Float32(1)
+        tile, stage, turn = Int32(cta), Int32(0), Int32(0)
+        while tile < high * wide:
+            row = tile % high * BM + thread
+            n0 = cute.assume(tile // high * self.columns, divby=self.columns)
+            cute.arch.mbarrier_wait(sums.full + stage, turn)
+            for index in cutlass.range_constexpr(parts):
+                part = Int32(index)
+                if const_expr(self.shared):
+                    # Of two tiles, the first one shares its last columns, the second one its first.
+                    part = part if stage == 1 else parts - 1 - part
+                n = n0 + part * PART
+                values = cute.make_rmem_tensor(shape, Float32)
+                cute.copy(read, sources[None, None, None, part, stage], values)
+                if const_expr(self.gated):
+                    ups = cute.make_rmem_tensor(shape, Float32)
+                    cute.copy(read, sources[None, None, None, part + parts, stage], ups)
+                cute.arch.fence_view_async_tmem_load()
+                if const_expr(index + 1 == waited):
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(sums.empty + stage)
+                for eight in cutlass.range_constexpr(PART // 8):
+                    at = n + 8 * eight
+                    if row < out.shape[0] and at < columns:
+                        y = cute.make_rmem_tensor((8,), self.dtype)
+                        added = cute.make_rmem_tensor((8,), self.dtype)
+                        if const_expr(self.added):
+                            cute.autovec_copy(self.eight_of(residual, row, at), added)
+                        for i in cutlass.range_constexpr(8):
+                            value = self.finished(values[8 * eight + i], at + i, of_x, factors, bias)
+                            if const_expr(self.gated):
+                                up = self.finished(ups[8 * eight + i], at + columns + i, of_x, factors, bias)
+                                value = swiglu(value, up, False, Float32(1), Float32(1))
+                            if const_expr(self.added):
+                                value += added[i].to(Float32)
+                            y[i] = value.to(self.dtype)
+                        cute.autovec_copy(y, self.eight_of(out, row, at))
+            stage, turn = advance(stage, turn, 2)
+            tile += ctas
+
+    def eight_of(self, tensor: cute.Tensor, row: Int32, column: Int32):
+        """16 bytes of a row."""
+        at = tensor.iterator + Int64(row) * tensor.layout.stride[0] + column
+        return cute.make_tensor(at.align(16), cute.make_layout(8))
+
+    def finished(self, value: Float32, n: Int32, of_x: Float32, factors: cute.Tensor, bias: cute.Tensor):
+        """A sum of row n of W, times factors, plus its bias."""
+        if self.factored:
+            value *= factors[n] * of_x
+        if self.biased:
+            value += bias[n].to(Float32)
+        return value
