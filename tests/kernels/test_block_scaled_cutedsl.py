@@ -3,6 +3,9 @@ tests/integrations/cutedsl/test_block_scaled.py has the rest."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -10,7 +13,18 @@ from gristmill.kernel_registry import Target, default_registry
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernels.interpreter import install
 from gristmill.kernels.linear.block_scaled_cutedsl import spec
-from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, SHARED_BYTES, room_of
+from gristmill.kernels.linear.block_scaled_cutedsl.shapes import (
+    COLUMNS,
+    FORMS,
+    PART,
+    SHARED_BYTES,
+    TILES,
+    awaited,
+    part_of,
+    room,
+    room_of,
+    tensor_memory,
+)
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS
 from gristmill.quant.activations import quantize_activation
 from gristmill.quant.layouts._scales128x4 import untiled
@@ -61,7 +75,7 @@ def test_runs_on_the_family_of_sm_100(name: str, reason: str | None) -> None:
 def test_slots_fit_into_shared_memory(scheme: str) -> None:
     """At least three, so that two are on their way while one is multiplied; another one would not fit."""
     form = FORMS[scheme]
-    for bn in (128, 256):
+    for bn in TILES:
         used = form.slots(bn) * form.slot_bytes(bn)
         assert form.slots(bn) >= 3 and used + 4096 <= SHARED_BYTES < used + 4096 + form.slot_bytes(bn)
     of_x, of_w = (4 if codes == "e2m1" else 8 for codes in (form.x, form.w))
@@ -71,13 +85,13 @@ def test_slots_fit_into_shared_memory(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        ("m=1,n=4096,k=4096", [(128, "none"), (256, "none")]),
-        ("m=4096,n=4096,k=4096,epilogue=bias+residual", [(256, "bias+residual"), (128, "bias+residual")]),
+        ("m=1,n=4096,k=4096", [(64, "none"), (128, "none"), (256, "none")]),
+        ("m=4096,n=4096,k=4096,epilogue=bias+residual", [(bn, "bias+residual") for bn in (256, 64, 128)]),
         (
             "m=64,n=28672,k=4096,epilogue=bias+residual+silu_mul",
-            [(256, "bias+residual+silu_mul"), (128, "bias"), (256, "bias")],
+            [(256, "bias+residual+silu_mul"), (128, "bias"), (64, "bias"), (256, "bias")],
         ),
-        ("m=64,n=96,k=4096,epilogue=residual+silu_mul", [(128, "none"), (256, "none")]),
+        ("m=64,n=96,k=4096,epilogue=residual+silu_mul", [(bn, "none") for bn in (64, 128, 256)]),
     ],
 )
 def test_tiles_and_what_follows_them(problem: str, expected: list[tuple[int, str]]) -> None:
@@ -117,3 +131,73 @@ def test_the_workspace_has_room_for_all_parts() -> None:
     assert KERNEL.workspace(problem, KERNEL.config(problem, B200)).bytes == room.size
     assert room.scales >= 300 * 80 and room.factor - room.scales >= 3 * 3 * 512
     assert room.size - room.factor >= 4 * 257 and not any(part % 256 for part in room)
+
+
+@pytest.mark.parametrize("bn", TILES)
+def test_sums_and_scales_fit_into_tensor_memory(bn: int) -> None:
+    """Every instruction of a slot has 4 columns of scales for 128 rows of x and of W, after the sums of two tiles."""
+    memory = tensor_memory(bn)
+    assert memory.of_w - memory.of_x == 4 * 4 and COLUMNS - memory.of_w == 4 * 4 * cdiv(bn, 128)
+    assert memory.apart + bn <= memory.of_x and memory.apart + memory.shared == bn
+    assert memory.shared == {64: 0, 128: 0, 256: 48}[bn]
+
+
+def columns_of(bn: int, gated: bool, part: int) -> set[int]:
+    """Columns of a tile that one part of y is made of."""
+    halves = (0, bn // 2) if gated else (0,)
+    return {half + part * PART + column for half in halves for column in range(PART)}
+
+
+def run(bn: int, gated: bool, seed: int, wait: Callable[[int, int, int], tuple[int, int]] = room) -> bool:
+    """Whether nine tiles pass through tensor memory whole, when the warps that multiply and finish take turns at random."""
+    memory, parts = tensor_memory(bn), (bn // 2 if gated else bn) // PART
+    holds: list[int | None] = [None] * COLUMNS
+    full, empty = [0, 0], [0, 0]  # completed phases of the barriers
+    right = True
+
+    def multiplies() -> Iterator[bool]:
+        for tile in range(9):
+            stage, turn = tile % 2, tile // 2 % 2
+            barrier, parity = wait(stage, turn, memory.shared)
+            while empty[barrier] % 2 == parity:
+                yield False
+            for column in range(bn):
+                holds[stage * memory.apart + column] = tile
+            yield True
+            full[stage] += 1
+            yield True
+
+    def finishes() -> Iterator[bool]:
+        nonlocal right
+        for tile in range(9):
+            stage, turn = tile % 2, tile // 2 % 2
+            while full[stage] % 2 == turn:
+                yield False
+            for index in range(parts):
+                part = part_of(index, stage, parts, memory.shared)
+                right &= all(
+                    holds[stage * memory.apart + column] == tile for column in columns_of(bn, gated, part)
+                )
+                if index + 1 == awaited(parts, memory.shared):
+                    empty[stage] += 1
+                yield True
+
+    chance, warps = random.Random(seed), [multiplies(), finishes()]
+    while warps:
+        warp = chance.choice(warps)
+        if next(warp, None) is None:
+            warps.remove(warp)
+    return right
+
+
+@pytest.mark.parametrize(("bn", "gated"), [(64, False), (128, False), (256, False), (256, True)])
+def test_no_sum_is_overwritten_before_it_is_read(bn: int, gated: bool) -> None:
+    parts, memory = (bn // 2 if gated else bn) // PART, tensor_memory(bn)
+    for stage in range(2):
+        order = [part_of(index, stage, parts, memory.shared) for index in range(parts)]
+        assert sorted(order) == list(range(parts))
+    assert all(run(bn, gated, seed) for seed in range(50))
+
+
+def test_a_tile_that_waits_for_its_own_columns_only_is_seen() -> None:
+    assert not all(run(256, False, seed, lambda stage, turn, _: (stage, turn ^ 1)) for seed in range(50))

@@ -11,14 +11,17 @@ from cutlass.cute.nvgpu import tcgen05
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl._pieces import Slots, advance, swiglu
-from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, ROWS
+from gristmill.kernels.linear.block_scaled_cutedsl.shapes import (
+    FORMS,
+    PART,
+    ROWS,
+    awaited,
+    part_of,
+    tensor_memory,
+)
 
 BM = ROWS
-"""Rows of x of a tile, the lanes of tensor memory; and of a piece of W."""
-PART = 32
-"""Columns of y that a thread finishes at a time."""
-COLUMNS = 512
-"""Of tensor memory."""
+"""Rows of x of a tile, the lanes of tensor memory."""
 
 
 class Finish:
@@ -28,7 +31,7 @@ class Finish:
         bn: rows of W of a tile. columns: of y, BN or half of it. bk: columns of a slot. slots: of the ring.
         gated, biased, added, factored: what is done with sums.
         group: columns of a scale.
-        shared: whether the sums of two tiles share columns.
+        memory: where sums and scales are in tensor memory.
     """
 
     def __init__(self, dtype, config: Config):
@@ -44,8 +47,7 @@ class Finish:
         # Codes of 4 bits by codes of 8: TMA spreads them to bytes.
         self.held_w = cutlass.Int8 if self.form.mixed else self.of_w
         self.of_scales = Float8E4M3FN if self.factored else Float8E8M0FNU
-        self.scale_columns = (BM + self.bn) // 32 * 4
-        self.shared = 2 * self.bn + self.scale_columns > COLUMNS
+        self.memory = tensor_memory(self.bn)
 
     def grid(self, out: cute.Tensor):
         """Tiles down and across y."""
@@ -76,11 +78,7 @@ class Finish:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         high, wide = self.grid(out)
-        columns, parts = out.shape[1], const_expr(self.columns // PART)
-        # How many parts have the columns that the next tile waits for: all of them, unless two tiles share some.
-        waited = const_expr(
-            (2 * self.bn + self.scale_columns - COLUMNS + PART - 1) // PART if self.shared else parts
-        )
+        columns, parts, shared = out.shape[1], const_expr(self.columns // PART), self.memory.shared
         read, sources, shape = self.reader(tiles, thread)
         of_x = factor[0] if const_expr(self.factored) else Float32(1)
         tile, stage, turn = Int32(cta), Int32(0), Int32(0)
@@ -89,10 +87,7 @@ class Finish:
             n0 = cute.assume(tile // high * self.columns, divby=self.columns)
             cute.arch.mbarrier_wait(sums.full + stage, turn)
             for index in cutlass.range_constexpr(parts):
-                part = Int32(index)
-                if const_expr(self.shared):
-                    # Of two tiles, the first one shares its last columns, the second one its first.
-                    part = part if stage == 1 else parts - 1 - part
+                part = part_of(index, stage, parts, shared)
                 n = n0 + part * PART
                 values = cute.make_rmem_tensor(shape, Float32)
                 cute.copy(read, sources[None, None, None, part, stage], values)
@@ -100,7 +95,7 @@ class Finish:
                     ups = cute.make_rmem_tensor(shape, Float32)
                     cute.copy(read, sources[None, None, None, part + parts, stage], ups)
                 cute.arch.fence_view_async_tmem_load()
-                if const_expr(index + 1 == waited):
+                if const_expr(index + 1 == awaited(parts, shared)):
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(sums.empty + stage)
                 for eight in cutlass.range_constexpr(PART // 8):

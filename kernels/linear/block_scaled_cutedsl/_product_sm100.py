@@ -46,8 +46,9 @@ from gristmill.kernels.cutedsl._pieces import (
     placeholder,
     shared_tensor,
 )
-from gristmill.kernels.linear.block_scaled_cutedsl._finish_sm100 import BM, COLUMNS, Finish
-from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS
+from gristmill.kernels.cutedsl._sm100 import slots_by_tma
+from gristmill.kernels.linear.block_scaled_cutedsl._finish_sm100 import BM, Finish
+from gristmill.kernels.linear.block_scaled_cutedsl.shapes import COLUMNS, FORMS, ROWS, TILE_BYTES, room
 
 MULTIPLIER, LOADER = 4, 5
 """The warps that multiply and load."""
@@ -64,9 +65,9 @@ def product(config: Config) -> Source:
         return placeholder(Uint8, rows, cute.sym_int32(divisibility=align), align=align)
 
     def scales():
-        shape = (cute.sym_int32(), cute.sym_int32(), 512)
+        shape = (cute.sym_int32(), cute.sym_int32(), TILE_BYTES)
         return make_fake_tensor(
-            Uint8, shape, stride=(cute.sym_int64(divisibility=512), 512, 1), assumed_align=16
+            Uint8, shape, stride=(cute.sym_int64(divisibility=TILE_BYTES), TILE_BYTES, 1), assumed_align=16
         )
 
     arguments = (
@@ -85,7 +86,15 @@ def product(config: Config) -> Source:
 
 
 class Product(Finish):
-    """The program of one configuration."""
+    """The program of one configuration.
+
+    Attributes:
+        piece: rows of W that TMA loads at a time.
+    """
+
+    def __init__(self, dtype, config: Config):
+        super().__init__(dtype, config)
+        self.piece = min(self.bn, ROWS)
 
     def mma(self, columns: int):
         """tcgen05.mma of 128 rows of x by `columns` rows of W."""
@@ -117,10 +126,10 @@ class Product(Finish):
         stream,
     ):
         """Describe tiles, rings and TMA descriptors, and launch `ctas` CTAs."""
-        # W comes in pieces of 128 rows: gate and up are apart, and so are tiles of scales.
-        whole, piece = self.mma(self.bn), self.mma(BM)
-        tile, tile_of_piece = (BM, self.bn, self.bk), (BM, BM, self.bk)
-        many = self.bn // BM * self.slots
+        # W comes in pieces of up to 128 rows, and its scales in tiles of 128: gate and up are apart. Half a tile of scales is not used with 64 rows.
+        whole, piece, scaled = self.mma(self.bn), self.mma(self.piece), self.mma(ROWS)
+        tile, of_piece, of_scaled = ((BM, rows, self.bk) for rows in (self.bn, self.piece, ROWS))
+        many = self.bn // self.piece * self.slots
         k = cute.assume(x.shape[1] * (8 // self.of_x.width), divby=32)
 
         def codes(tensor, dtype):
@@ -134,10 +143,10 @@ class Product(Finish):
 
         ring_x = blackwell_helpers.make_smem_layout_a(whole, tile, self.of_x, self.slots)
         ring_w = blackwell_helpers.make_smem_layout_b(whole, tile, self.held_w, self.slots)
-        pieces = blackwell_helpers.make_smem_layout_b(piece, tile_of_piece, self.held_w, many)
+        pieces = blackwell_helpers.make_smem_layout_b(piece, of_piece, self.held_w, many)
         ring_sx = blockscaled_layout.make_smem_layout_sfa(whole, tile, self.group, self.slots)
         ring_sw = blockscaled_layout.make_smem_layout_sfb(whole, tile, self.group, self.slots)
-        pieces_s = blockscaled_layout.make_smem_layout_sfb(piece, tile_of_piece, self.group, many)
+        pieces_s = blockscaled_layout.make_smem_layout_sfb(scaled, of_scaled, self.group, many)
 
         load, cluster, one = (
             cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE),
@@ -159,7 +168,7 @@ class Product(Finish):
                 load,
                 codes(w, self.of_w),
                 cute.slice_(pieces, one),
-                tile_of_piece,
+                of_piece,
                 piece,
                 cluster,
                 internal_type=cutlass.Int8 if const_expr(self.form.mixed) else None,
@@ -168,14 +177,14 @@ class Product(Finish):
                 load,
                 scales(w_scales, w.shape[0]),
                 cute.slice_(pieces_s, one),
-                tile_of_piece,
-                piece,
+                of_scaled,
+                scaled,
                 cluster,
                 internal_type=cutlass.Int16,
             ),
         )
         self.kernel(
-            (whole, piece),
+            (whole, piece, scaled),
             loads,
             (ring_x, ring_sx, ring_w, ring_sw),
             (pieces, pieces_s),
@@ -196,7 +205,7 @@ class Product(Finish):
         steps: Int32,
     ):
         """The tiles of a CTA, rows of x fastest, so that CTAs that run at the same time share W."""
-        mma, _ = mmas
+        mma = mmas[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = SmemAllocator()
         ring, sums = allocate(memory, self.slots), allocate(memory, 2)
@@ -215,16 +224,15 @@ class Product(Finish):
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, tensor_memory)
         shape = cute.append(mma.partition_shape_C((BM, self.bn)), 2)
         layout = mma.make_fragment_C(shape).layout
-        if const_expr(self.shared):
-            apart = (COLUMNS - self.scale_columns - self.bn) * layout.stride[0][1]
-            layout = cute.make_layout(layout.shape, stride=(*layout.stride[:3], apart))
-        tiles = cute.make_tensor(pointer, layout)
+        apart = self.memory.apart * layout.stride[0][1]
+        tiles = cute.make_tensor(pointer, cute.make_layout(layout.shape, stride=(*layout.stride[:3], apart)))
 
         if warp < MULTIPLIER:
             self.write(tiles, sums, *ending, out)
         elif warp == MULTIPLIER:
-            scales = pointer + (COLUMNS - self.scale_columns)
-            self.multiply(mma, tiles, scales, (sx, sw), (sx_scales, sw_scales), rings, ring, sums, out, steps)
+            self.multiply(
+                mma, tiles, pointer, (sx, sw), (sx_scales, sw_scales), rings, ring, sums, out, steps
+            )
         elif warp == LOADER:
             slots_w = (
                 cute.make_tensor(sw.iterator, pieces[0].outer),
@@ -237,22 +245,9 @@ class Product(Finish):
             cute.arch.dealloc_tmem(pointer, COLUMNS)
 
     @cute.jit
-    def partition(
-        self,
-        load: tuple[cute.CopyAtom, cute.Tensor],
-        shared: cute.Tensor,
-        of_x: cutlass.Constexpr,
-        mma: cute.TiledMma,
-        index: Int32,
-    ):
-        """Where TMA puts and finds the slots of tile `index` of 128 rows."""
-        atom, tensor = load
-        here = cute.local_tile(tensor, (BM, self.bk), (index, None))
-        own = mma.get_slice(0)
-        part = own.partition_A(here) if const_expr(of_x) else own.partition_B(here)
-        to, source = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(part, 0, 3)
-        )
+    def partition(self, load: tuple[cute.CopyAtom, cute.Tensor], ring: cute.Tensor, tiles: cute.Tensor):
+        """Where TMA puts and finds slots, of rows as an MMA partitions them; a scale counts once."""
+        to, source = slots_by_tma(load[0], ring, tiles)
         return cute.filter_zeros(to), cute.filter_zeros(source)
 
     @cute.jit
@@ -271,21 +266,26 @@ class Product(Finish):
         ctas, _, _ = cute.arch.grid_dim()
         high, wide = self.grid(out)
         tile, slot, phase = Int32(cta), Int32(0), Int32(0)
-        count = const_expr(self.bn // BM)
-        size = const_expr((BM + self.bn) * self.bk // self.group)
+        count = const_expr(self.bn // self.piece)
+        size = const_expr((BM + ROWS * count) * self.bk // self.group)
         size = const_expr(size + (BM * self.of_x.width + self.bn * self.of_w.width) * self.bk // 8)
+        of_x, of_w, of_scales = (mma.get_slice(0) for mma in mmas)
         while tile < high * wide:
-            first = tile // high * (self.columns // BM)
-            second = first + (out.shape[1] // BM if const_expr(self.gated) else 1)
-            copies = [
-                (loads[0][0], 1, 0, *self.partition(loads[0], slots_x[0], True, mmas[0], tile % high)),
-                (loads[1][0], 1, 0, *self.partition(loads[1], slots_x[1], True, mmas[0], tile % high)),
-            ]
+            copies = []
+            for one in cutlass.range_constexpr(2):
+                rows = cute.local_tile(loads[one][1], (BM, self.bk), (tile % high, None))
+                pair = self.partition(loads[one], slots_x[one], of_x.partition_A(rows))
+                copies.append((loads[one][0], 1, 0, *pair))
             for part in cutlass.range_constexpr(count):
-                at = first if const_expr(part == 0) else second
-                for one in cutlass.range_constexpr(2):
-                    pair = self.partition(loads[2 + one], slots_w[one], False, mmas[1], at)
-                    copies.append((loads[2 + one][0], count, part, *pair))
+                n0 = tile // high * self.columns
+                if const_expr(part == 1):
+                    n0 += out.shape[1] if const_expr(self.gated) else self.piece
+                codes = cute.local_tile(loads[2][1], (self.piece, self.bk), (n0 // self.piece, None))
+                pair = self.partition(loads[2], slots_w[0], of_w.partition_B(codes))
+                copies.append((loads[2][0], count, part, *pair))
+                scales = cute.local_tile(loads[3][1], (ROWS, self.bk), (n0 // ROWS, None))
+                pair = self.partition(loads[3], slots_w[1], of_scales.partition_B(scales))
+                copies.append((loads[3][0], count, part, *pair))
             for step in range(steps):
                 cute.arch.mbarrier_wait(ring.empty + slot, phase ^ 1)
                 with cute.arch.elect_one():
@@ -300,26 +300,24 @@ class Product(Finish):
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas
 
-    def to_tensor_memory(self, shared: cute.Tensor, pointer: cute.Pointer, layout: cute.Layout):
+    def to_tensor_memory(self, shared: cute.Tensor, scales: cute.Tensor):
         """The copy of a slot's scales to tensor memory, from and to."""
-        place = cute.make_tensor(cute.recast_ptr(pointer, dtype=self.of_scales), layout)
-        source, to = cute.filter_zeros(shared), cute.filter_zeros(place)
+        source, to = cute.filter_zeros(shared), cute.filter_zeros(scales)
         atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), self.of_scales)
         copy = tcgen05.make_s2t_copy(atom, to)
         own = copy.get_slice(0)
-        return (
-            copy,
-            tcgen05.get_s2t_smem_desc_tensor(copy, own.partition_S(source)),
-            own.partition_D(to),
-            place,
-        )
+        return copy, tcgen05.get_s2t_smem_desc_tensor(copy, own.partition_S(source)), own.partition_D(to)
+
+    def scales_at(self, pointer: cute.Pointer, layout: cute.Layout):
+        """Scales in tensor memory."""
+        return cute.make_tensor(cute.recast_ptr(pointer, dtype=self.of_scales), layout)
 
     @cute.jit
     def multiply(
         self,
         mma: cute.TiledMma,
         tiles: cute.Tensor,
-        scales: cute.Pointer,
+        pointer: cute.Pointer,
         codes: tuple[cute.Tensor, ...],
         shared_scales: tuple[cute.Tensor, ...],
         rings: tuple[cute.ComposedLayout, cute.Layout, cute.ComposedLayout, cute.Layout],
@@ -336,13 +334,17 @@ class Product(Finish):
         fragments_x, fragments_w = mma.make_fragment_A(codes[0]), mma.make_fragment_B(codes[1])
         layout_x = blockscaled_layout.make_tmem_layout_sfa(mma, shape, self.group, cute.slice_(rings[1], one))
         layout_w = blockscaled_layout.make_tmem_layout_sfb(mma, shape, self.group, cute.slice_(rings[3], one))
-        copy_x, from_x, to_x, x_scales = self.to_tensor_memory(shared_scales[0], scales, layout_x)
-        copy_w, from_w, to_w, w_scales = self.to_tensor_memory(
-            shared_scales[1], scales + BM // 32 * 4, layout_w
-        )
+        x_scales = self.scales_at(pointer + self.memory.of_x, layout_x)
+        all_scales = self.scales_at(pointer + self.memory.of_w, layout_w)
+        copy_x, from_x, to_x = self.to_tensor_memory(shared_scales[0], x_scales)
+        copy_w, from_w, to_w = self.to_tensor_memory(shared_scales[1], all_scales)
         tile, slot, phase, stage, turn = Int32(cta), Int32(0), Int32(0), Int32(0), Int32(0)
         while tile < high * wide:
-            self.wait_for_room(sums, stage, turn)
+            barrier, parity = room(stage, turn, self.memory.shared)
+            cute.arch.mbarrier_wait(sums.empty + barrier, parity)
+            # Of 64 rows, every other tile has the second half of a tile of scales, 2 of its columns.
+            aside = tile // high % 2 * 2 if const_expr(self.bn < ROWS) else 0
+            w_scales = self.scales_at(pointer + self.memory.of_w + aside, layout_w)
             into = tiles[None, None, None, stage]
             mma.set(tcgen05.Field.ACCUMULATE, False)
             for _ in range(steps):
@@ -350,24 +352,15 @@ class Product(Finish):
                 cute.copy(copy_x, from_x[None, None, None, None, slot], to_x)
                 cute.copy(copy_w, from_w[None, None, None, None, slot], to_w)
                 for part in cutlass.range_constexpr(cute.size(fragments_x, mode=[2])):
-                    of_x = [fragments_x[None, None, part, slot], x_scales[None, None, part]]
-                    of_w = [fragments_w[None, None, part, slot], w_scales[None, None, part]]
-                    cute.gemm(mma, into, of_x, of_w, into)
+                    left = [fragments_x[None, None, part, slot], x_scales[None, None, part]]
+                    right = [fragments_w[None, None, part, slot], w_scales[None, None, part]]
+                    cute.gemm(mma, into, left, right, into)
                     mma.set(tcgen05.Field.ACCUMULATE, True)
                 self.tell(ring.empty + slot)
                 slot, phase = advance(slot, phase, self.slots)
             self.tell(sums.full + stage)
             stage, turn = advance(stage, turn, 2)
             tile += ctas
-
-    @cute.jit
-    def wait_for_room(self, sums: Slots, stage: Int32, turn: Int32):
-        """Wait until a tile's columns have been read: its own, or those that it shares with the tile before, which is read last."""
-        if const_expr(self.shared):
-            # The tile before is of the other stage, and of this turn if that stage comes first.
-            cute.arch.mbarrier_wait(sums.empty + (stage ^ 1), turn ^ stage ^ 1)
-        else:
-            cute.arch.mbarrier_wait(sums.empty + stage, turn ^ 1)
 
     def tell(self, barrier: cute.Pointer):
         """Arrive at a barrier when what was issued before is done."""

@@ -15,6 +15,10 @@ MAXIMA = 256
 """Parts of x whose largest magnitudes make NVFP4's factor of all of x."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a CTA of sm_100 and sm_103."""
+COLUMNS, PART = 512, 32
+"""Columns of tensor memory; columns of y that a thread finishes at a time."""
+TILES = (64, 128, 256)
+"""Rows of W of a tile."""
 
 
 class Form(NamedTuple):
@@ -81,15 +85,53 @@ def room_of(scheme: str, m: int, k: int) -> Room:
     return Room(*ends[1:])
 
 
+class TensorMemory(NamedTuple):
+    """Columns of tensor memory, 32 bits of 128 lanes each: the sums of two tiles from column 0 on, then scales, the last ones.
+
+    Attributes:
+        apart: from the sums of one tile to those of the other. shared: columns that both have.
+        of_x, of_w: the first ones of scales. A tile of scales has 4.
+    """
+
+    apart: int
+    shared: int
+    of_x: int
+    of_w: int
+
+
+def tensor_memory(bn: int) -> TensorMemory:
+    """The columns of products by BN rows of W, each by four instructions along K: every one has scales of 128 rows of x and of W."""
+    of_w = COLUMNS - 4 * GROUPS * cdiv(bn, ROWS)
+    of_x = of_w - 4 * GROUPS
+    apart = min(bn, of_x - bn)
+    return TensorMemory(apart, bn - apart, of_x, of_w)
+
+
+def part_of(index: int, stage: int, parts: int, shared: int) -> int:
+    """The part of a tile that is finished at turn `index`: shared columns first, the last ones of stage 0 and the first ones of stage 1."""
+    return stage * index + (1 - stage) * (parts - 1 - index) if shared else index
+
+
+def awaited(parts: int, shared: int) -> int:
+    """How many parts are read before the next tile may be computed: those with shared columns, or all of them."""
+    return cdiv(shared, PART) if shared else parts
+
+
+def room(stage: int, turn: int, shared: int) -> tuple[int, int]:
+    """The barrier that says that a tile's columns have been read, by stage, and its parity: the tile's own, or that of the tile before, whose columns
+    were read after those of all others. That one is of the other stage, and of this turn if its stage comes first."""
+    return (stage ^ 1, turn ^ stage ^ 1) if shared else (stage, turn ^ 1)
+
+
 def tiles(m: int, n: int, gated: bool, processors: int) -> Iterator[tuple[int, bool]]:
-    """(BN, whether the program gates), best first: the widest tiles that give every multiprocessor one, else the most tiles.
+    """(BN, whether the program gates), best first: the widest tiles that give every multiprocessor one, else as many as there can be.
 
     Gate and up of a tile of y begin at tiles of scales, 128 rows of W each. Where N / 2 is no multiple of that, gating follows in a launch of
     its own.
     """
-    inside = gated and n % (2 * ROWS) == 0
-    wide = cdiv(m, ROWS) * cdiv(n, 2 * ROWS) >= processors
-    if inside:
+    if gated and n % (2 * ROWS) == 0:
         yield 256, True
-    for bn in (256, 128) if wide else (128, 256):
+    wide = [bn for bn in TILES if cdiv(m, ROWS) * cdiv(n, bn) >= processors]
+    first = max(wide, default=TILES[0])
+    for bn in (first, *(bn for bn in TILES if bn != first)):
         yield bn, False

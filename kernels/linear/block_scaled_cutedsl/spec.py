@@ -162,10 +162,11 @@ def workspace(problem: Problem, config: Config) -> Workspace:
 def aot(target: Target) -> list[CuteDslCase | AotCase]:
     """Schemes, tiles and epilogues that differ in code; the quantizers of x."""
     cases = (
-        ("nvfp4.nvfp4", 128, "none"),
+        ("nvfp4.nvfp4", 64, "none"),
+        ("nvfp4.nvfp4", 128, "residual"),
         ("nvfp4.nvfp4", 256, "bias+residual+silu_mul"),
         ("mxfp4.mxfp4", 256, "bias"),
-        ("mxfp8.mxfp8", 256, "residual"),
+        ("mxfp8.mxfp8", 256, "none"),
         ("mxfp4.mxfp8", 128, "bias"),
         ("mxfp4.mxfp8", 256, "silu_mul"),
     )

@@ -13,13 +13,13 @@ from cutlass import cute
 from cutlass.utils.blockscaled_layout import BlockScaledBasicChunk
 
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.cutedsl import compile_program
 from gristmill.kernels.interpreter import install
 from gristmill.kernels.linear.block_scaled_cutedsl import spec
 from gristmill.kernels.linear.block_scaled_cutedsl._product_sm100 import product
-from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS
+from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, tensor_memory
 from gristmill.quant import numeric, pack, quantize
 from gristmill.quant.activations import quantize_activation
 from gristmill.quant.layouts._scales128x4 import tiled, untiled
@@ -151,6 +151,10 @@ class Ptx:
         self.sums = {
             to: (of, int(by)) for to, of, by in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (-?\d+);", text)
         }
+        # Where a register is added, it is the half of a tile of scales that rows of W have, 0 or 2 columns.
+        twice = set(re.findall(r"shl\.b32\s+(%r\d+), %r\d+, 1;", text))
+        halves = re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (%r\d+);", text)
+        self.sums |= {to: (of, 0) for to, half, of in halves if half in twice}
         self.pairs = dict(re.findall(r"mov\.b64\s+(%rd\d+), \{(%r\d+), %r\d+\};", text))
 
     def at(self, register: str) -> tuple[str, int]:
@@ -167,16 +171,18 @@ class Ptx:
         return [tuple(re.findall(r"%\w+", line)) for line in lines]
 
 
-@pytest.mark.parametrize(("scheme", "bn"), [("nvfp4.nvfp4", 256), ("mxfp4.mxfp4", 128), ("mxfp8.mxfp8", 256)])
+@pytest.mark.parametrize(
+    ("scheme", "bn"), [("nvfp4.nvfp4", 256), ("nvfp4.nvfp4", 64), ("mxfp4.mxfp4", 128), ("mxfp8.mxfp8", 256)]
+)
 def test_products_find_their_scales_in_tensor_memory(scheme: str, bn: int, tmp_path: Path) -> None:
     """A tile of scales, 512 bytes of a slot, goes to 4 columns of tensor memory; those of all rows of W and one part of K are next to each other.
     A product of 64 or 32 columns of K is given the column of the tile, and in bits 30 and 31 which of its 4 groups comes first."""
-    form, tiles_w = FORMS[scheme], bn // 128
+    form, tiles_w = FORMS[scheme], cdiv(bn, 128)
     config = spec._config(scheme, bn, "none", "bf16", 148, B200)
     compile_program(product(config), "sm_100a", "--keep-ptx", f"--dump-dir={tmp_path}")
     ptx = Ptx(next(tmp_path.glob("*.ptx")).read_text(encoding="utf-8"))
     across = form.columns // form.group // 4  # tiles of a slot along K
-    base = 512 - (128 + bn) // 32 * 4
+    base = tensor_memory(bn).of_x
     copied: dict[int, tuple[str, int]] = {}
     for to, source in ptx.found("tcgen05.cp.cta_group::1.32x128b.warpx4"):
         root, place = ptx.at(ptx.pairs[source])
