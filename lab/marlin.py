@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -33,6 +34,12 @@ def marlin_packed(q: QuantTensor, dtype: torch.dtype) -> list[torch.Tensor]:
     return [codes, marlin_permute_scales(scales, q.k, q.n, q.scheme.group_size or -1)]
 
 
+@lru_cache(maxsize=1)
+def _locks(device: torch.device, processors: int) -> torch.Tensor:
+    """The workspace, which every call leaves zero."""
+    return torch.zeros(processors * 4, dtype=torch.int32, device=device)
+
+
 def marlin_call(
     packed: Sequence[Sequence[torch.Tensor]], x: torch.Tensor, out: torch.Tensor, processors: int
 ) -> Callable[[int], object]:
@@ -40,8 +47,7 @@ def marlin_call(
     from vllm import _custom_ops as ops
     from vllm.scalar_type import scalar_types
 
-    space = torch.zeros(processors * 4, dtype=torch.int32, device=x.device)
-    none, (m, k), n = (None,), x.shape, out.shape[1]
+    space, none, (m, k), n = _locks(x.device, processors), (None,), x.shape, out.shape[1]
 
     def product(index: int) -> object:
         codes, scales = packed[index % len(packed)]

@@ -39,8 +39,12 @@ def copied(value: Any) -> Any:
 
 
 def at_other_addresses(problem: Problem, arguments: Arguments, index: int) -> Arguments:
-    """The usual `vary`: equal arguments in other memory."""
-    return [copied(argument) for argument in arguments]
+    """The usual `vary`: equal arguments in other memory, except indices and lengths, which all layers of a step share."""
+    shared = torch.int32, torch.int64
+    return [
+        argument if isinstance(argument, torch.Tensor) and argument.dtype in shared else copied(argument)
+        for argument in arguments
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

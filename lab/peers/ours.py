@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from gristmill.autotune.verify import allocate_workspace
 from gristmill.kernel_registry.grades import GRADES
 from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.op import Op
-from gristmill.kernel_registry.plan import LAST_BUCKET, bucket_index, bucket_sizes
+from gristmill.kernel_registry.plan import BUCKETS, bucket_index, bucket_sizes
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.registry import default_registry
+from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.load import load
 from gristmill.quant import QuantTensor, pack
-from gristmill.runtime.layers.plans import Plans
+from gristmill.runtime.layers.plans import LARGE_STEP, Plans
 from lab.peers.adapter import Adapter, Arguments, Run
 
 OWN = ("gristmill", "torch")
@@ -29,20 +31,22 @@ OWN = ("gristmill", "torch")
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel with its configuration, and why it was selected."""
+    """A kernel with its configuration, why it was selected, and the problem that says how large its workspace is."""
 
     kernel: Kernel
     config: Config
     layout: str | None
     source: str
+    largest: Problem
 
     @property
     def adapter(self) -> Adapter:
-        """How it is called, over weights packed in its layout."""
+        """How it is called, over weights packed in its layout. As in a model, all calls share a workspace."""
         op = default_registry().op(self.kernel.op)
+        workspace = cache(partial(allocate_workspace, op, self.kernel, self.config, self.largest))
         return Adapter(
             op=op.name,
-            bind=partial(_bind, op, self),
+            bind=partial(_bind, op, self, workspace),
             pack=partial(_packed, self.layout),
             outputs=partial(_outputs, op),
         )
@@ -68,15 +72,17 @@ class Selection:
         plan = self.plans.bind_packed(static, layouts)
         size = problem.integer(op.bucket) if op.bucket else 1
         entry = plan.entry(size)
-        chosen = Choice(resolver.kernel(op, entry.kernel), dict(entry.config), entry.layout, entry.source)
-        found = [chosen]
-        at = op.at_bucket(static, bucket_sizes()[bucket_index(size)] if op.bucket else LAST_BUCKET)
+        kernel, bucket = resolver.kernel(op, entry.kernel), bucket_index(size)
+        bound = BUCKETS[bucket] if bucket < len(BUCKETS) else cdiv(size, LARGE_STEP) * LARGE_STEP
+        largest = op.at_bucket(static, bound)
+        found = [Choice(kernel, dict(entry.config), entry.layout, entry.source, largest)]
+        at = op.at_bucket(static, bucket_sizes()[bucket])
         for candidate in resolver.select(op, at, layouts).candidates:
             kernel = candidate.kernel
             runs = candidate.verdict in ("selected", "eligible", "unverified") and kernel.language != "python"
             if runs and kernel.name != entry.kernel and len(found) <= others:
                 layout = next((name for name in kernel.layouts if name in (layouts or ())), None)
-                found.append(Choice(kernel, dict(candidate.config or {}), layout, "other"))
+                found.append(Choice(kernel, dict(candidate.config or {}), layout, "other", largest))
         return found
 
 
@@ -87,7 +93,13 @@ def _packed(layout: str | None, problem: Problem, arguments: Arguments) -> Argum
     ]
 
 
-def _bind(op: Op, choice: Choice, problem: Problem, arguments: Arguments) -> Run:
+def _bind(
+    op: Op,
+    choice: Choice,
+    workspace: Callable[[torch.device], torch.Tensor | None],
+    problem: Problem,
+    arguments: Arguments,
+) -> Run:
     launch, tensors = load(choice.kernel), [a for a in arguments if isinstance(a, torch.Tensor)]
     outs = [
         torch.full(
@@ -97,7 +109,7 @@ def _bind(op: Op, choice: Choice, problem: Problem, arguments: Arguments) -> Run
     ]
     call = op.Call(*arguments, *outs)
     if "workspace" in op.Call.names:
-        call.workspace = allocate_workspace(op, choice.kernel, choice.config, problem, tensors[0].device)
+        call.workspace = workspace(tensors[0].device)
 
     def run() -> list[torch.Tensor]:
         launch(choice.config, call)

@@ -148,6 +148,9 @@ class Race:
             found.samples |= graphs.samples(self.settings.rounds)
             found.us |= {name: statistics.median(times) for name, times in found.samples.items()}
         gc.unfreeze()
+        del graphs
+        if self.settings.device != "cpu":
+            torch.cuda.empty_cache()  # memory of graphs serves no others
 
     def _with_packed(
         self, name: str, adapter: Adapter, group: Group, cell: Cell, arguments: Arguments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,30 +19,43 @@ def accepts_pages(problem: Problem) -> str | None:
     )
 
 
+@lru_cache(maxsize=1)
+def _schedule(
+    problem: Problem,
+    dtype: torch.dtype,
+    begin: torch.Tensor,
+    lengths: torch.Tensor,
+    max_q: int,
+    max_ctx: int,
+    sides: tuple[int, int],
+) -> Any:
+    """One for all calls, as for all layers of a step."""
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+
+    return get_scheduler_metadata(
+        len(lengths),
+        max_q,
+        max_ctx,
+        *problem.integers("heads", "kv_heads", "head_dim"),
+        lengths,
+        qkv_dtype=dtype,
+        cu_seqlens_q=begin,
+        page_size=problem.integer("block_size"),
+        causal=True,
+        window_size=sides,
+        **({"has_softcap": True} if problem["softcap"] else {}),
+    )
+
+
 def bind_pages(problem: Problem, arguments: Arguments, planned: bool) -> Run:
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     q, k, v, table, begin, lengths, max_q, max_ctx, scale, window, sinks = arguments[:11]
-    softcap, sides = arguments[15], [window - 1, 0] if window else [-1, -1]
+    softcap, sides = arguments[15], (window - 1, 0) if window else (-1, -1)
     options: dict[str, Any] = {"scheduler_metadata": None}
     if planned:
-        heads, kv_heads, dim = problem.integers("heads", "kv_heads", "head_dim")
-        capped = {"has_softcap": True} if softcap else {}
-        options["scheduler_metadata"] = get_scheduler_metadata(
-            len(lengths),
-            max_q,
-            max_ctx,
-            heads,
-            kv_heads,
-            dim,
-            lengths,
-            qkv_dtype=q.dtype,
-            cu_seqlens_q=begin,
-            page_size=k.shape[1],
-            causal=True,
-            window_size=tuple(sides),
-            **capped,
-        )
+        schedule = _schedule(problem, q.dtype, begin, lengths, max_q, max_ctx, sides)
+        options["scheduler_metadata"] = schedule
     if softcap:
         options["softcap"] = softcap
     if sinks is not None:
@@ -58,7 +71,7 @@ def bind_pages(problem: Problem, arguments: Arguments, planned: bool) -> Run:
         seqused_k=lengths,
         softmax_scale=scale,
         causal=True,
-        window_size=sides,
+        window_size=[*sides],
         block_table=table,
         fa_version=3,
         num_splits=0,

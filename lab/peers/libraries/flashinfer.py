@@ -36,29 +36,43 @@ def accepts_pages(problem: Problem) -> str | None:
     return kernel.accepts(problem.with_values(softcap=False))
 
 
-def bind_pages(problem: Problem, arguments: Arguments) -> Run:
+@lru_cache(maxsize=1)
+def _planned_pages(
+    problem: Problem,
+    dtype: torch.dtype,
+    table: torch.Tensor,
+    begin: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> Any:
+    """A wrapper with its plan: one for all calls, as for all layers of a step."""
     import flashinfer
 
-    q, k, v, table, begin, lengths, max_q, _, scale, window = arguments[:10]
     heads, kv_heads, dim, block = problem.integers("heads", "kv_heads", "head_dim", "block_size")
     shared = {
         "sm_scale": scale,
-        "window_left": window - 1 if window > 0 else -1,
-        "q_data_type": q.dtype,
-        "kv_data_type": k.dtype,
+        "window_left": problem.integer("window") - 1,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
     }
-    if arguments[15]:
-        shared["logits_soft_cap"] = arguments[15]
+    if softcap:
+        shared["logits_soft_cap"] = softcap
     pages = (*_pages(table, lengths, block), heads, kv_heads, dim, block)
-    if max_q == 1 and len(q) == len(lengths):
-        tensor_cores = heads // kv_heads >= 4
+    if problem.integer("max_q") == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            _workspace(q.device), "NHD", use_tensor_cores=tensor_cores
+            _workspace(table.device), "NHD", use_tensor_cores=heads // kv_heads >= 4
         )
         wrapper.plan(*pages, **shared)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(table.device), "NHD")
         wrapper.plan(begin.cpu(), *pages, causal=True, **shared)
+    return wrapper
+
+
+def bind_pages(problem: Problem, arguments: Arguments) -> Run:
+    q, k, v, table, begin, lengths = arguments[:6]
+    wrapper = _planned_pages(problem, q.dtype, table, begin, lengths, arguments[8], arguments[15])
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=q.device)
     return partial(wrapper.run, q.contiguous(), (k, v), out=out)
 
@@ -67,15 +81,29 @@ def accepts_latents(problem: Problem) -> str | None:
     return default_registry().kernel("mla_attention", "mla_attention_flashinfer").accepts(problem)
 
 
-def bind_latents(problem: Problem, arguments: Arguments) -> Run:
+@lru_cache(maxsize=1)
+def _planned_latents(
+    problem: Problem,
+    dtype: torch.dtype,
+    table: torch.Tensor,
+    begin: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> Any:
+    """As `_planned_pages`."""
     import flashinfer
 
-    q, cache, table, begin, lengths, _, _, scale, latent = arguments[:9]
-    heads, rope, block = problem.integers("heads", "rope_dim", "block_size")
+    block = problem.integer("block_size")
     first, pages, _ = _pages(table, lengths, block)
-    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(q.device))
-    sizes = (heads, latent, rope, block, True, scale, q.dtype, cache.dtype)
-    wrapper.plan(begin.cpu(), first, pages, lengths.cpu(), *sizes)
+    sizes = problem.integers("heads", "latent_dim", "rope_dim", "block_size")
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(table.device))
+    wrapper.plan(begin.cpu(), first, pages, lengths.cpu(), *sizes, True, scale, dtype, dtype)
+    return wrapper
+
+
+def bind_latents(problem: Problem, arguments: Arguments) -> Run:
+    q, cache, table, begin, lengths, _, _, scale, latent = arguments[:9]
+    wrapper = _planned_latents(problem, q.dtype, table, begin, lengths, scale)
     parts = (q[..., :latent], q[..., latent:], cache[..., :latent], cache[..., latent:])
     out = torch.full((*q.shape[:2], latent), float("nan"), dtype=q.dtype, device=q.device)
     return partial(wrapper.run, *parts, out=out)
@@ -87,23 +115,23 @@ def accepts_dense(problem: Problem) -> str | None:
     return None if causal and widths == (192, 128) else "called causally, for MLA's 192 and 128 elements"
 
 
-def bind_dense(problem: Problem, arguments: Arguments) -> Run:
+@lru_cache(maxsize=1)
+def _planned_dense(
+    problem: Problem, dtype: torch.dtype, begin: torch.Tensor, context_begin: torch.Tensor, scale: float
+) -> Any:
+    """As `_planned_pages`."""
     import flashinfer
 
+    sizes = problem.integers("heads", "kv_heads", "qk_dim", "v_dim")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(begin.device), "NHD")
+    bounds = begin.cpu(), context_begin.cpu()
+    wrapper.plan(*bounds, *sizes, causal=True, sm_scale=scale, q_data_type=dtype)
+    return wrapper
+
+
+def bind_dense(problem: Problem, arguments: Arguments) -> Run:
     q, k, v, begin, context_begin, _, _, scale = arguments[:8]
-    heads, kv_heads, qk_dim, v_dim = problem.integers("heads", "kv_heads", "qk_dim", "v_dim")
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device), "NHD")
-    wrapper.plan(
-        begin.cpu(),
-        context_begin.cpu(),
-        heads,
-        kv_heads,
-        qk_dim,
-        v_dim,
-        causal=True,
-        sm_scale=scale,
-        q_data_type=q.dtype,
-    )
+    wrapper = _planned_dense(problem, q.dtype, begin, context_begin, scale)
     return partial(wrapper.run, q, k.contiguous(), v.contiguous())
 
 

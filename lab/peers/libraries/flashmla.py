@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,18 +18,26 @@ def accepts(problem: Problem) -> str | None:
     return None if as_deepseek else "called for latents of 512 + 64 in pages of 64"
 
 
+@lru_cache(maxsize=1)
+def _metadata(lengths: torch.Tensor) -> Any:
+    """One for all calls, as for all layers of a step."""
+    from vllm.third_party.flashmla.flash_mla_interface import get_mla_metadata
+
+    return get_mla_metadata()[0]
+
+
 def bind(problem: Problem, arguments: Arguments) -> Run:
-    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache
 
     q, cache, table, _, lengths = arguments[:5]
     scale, latent = arguments[7:9]
-    metadata = get_mla_metadata()[0]
+    metadata = _metadata(lengths)
     queries, pages = q.unsqueeze(1), cache.unsqueeze(2)
 
     def run() -> Any:
         return flash_mla_with_kvcache(queries, pages, table, lengths, latent, metadata, None, scale, True)
 
-    run()  # the first call fills in the schedule, which those of later layers use
+    run()  # the first call fills in the schedule
     return run
 
 
