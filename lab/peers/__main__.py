@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def measure(cells: Iterable[tuple[Group, Cell]], race: Race, file: ResultFile, seconds: float) -> int:
-    """Measure the cells that the file lacks; the exit status."""
-    begin, todo = time.monotonic(), [pair for pair in cells if pair[1].name not in file.done]
+    """Measure the cells that the file lacks; the exit status: 0, `LOST`, or 1 if a cell raised something."""
+    status, begin, todo = 0, time.monotonic(), [pair for pair in cells if pair[1].name not in file.done]
     for number, (group, cell) in enumerate(todo, 1):
         took = time.monotonic() - begin
         if took > seconds:
@@ -87,12 +88,16 @@ def measure(cells: Iterable[tuple[Group, Cell]], race: Race, file: ResultFile, s
             file.failed(cell, f"left the device unusable: {error}")
             print(f"{cell.name}: {error}; the same command goes on with the next cell", file=sys.stderr)
             return LOST
+        except Exception as error:  # the others are measured nevertheless
+            traceback.print_exc()
+            file.failed(cell, f"{type(error).__name__}: {str(error)[:300]}")
+            status = 1
         print(
             f"[{number}/{len(todo)} {time.monotonic() - begin:.0f} s] {line(file.rows[-1])}",
             file=sys.stderr,
             flush=True,
         )
-    return 0
+    return status
 
 
 def main(argv: Sequence[str] | None = None, known: Mapping[str, Peer] | None = None) -> int:

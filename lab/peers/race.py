@@ -58,7 +58,7 @@ class _Found:
 
     us: dict[str, float] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class Race:
         self._packed: dict[str, dict[int, Any]] = {}
 
     def row(self, group: Group, cell: Cell) -> dict[str, Any]:
-        """The row of a cell. LostDeviceError: no further cell can be measured; its `row` is that of this cell."""
+        """The row of a cell. LostDeviceError: no further cell can be measured by this process."""
         op, problem = default_registry().op(group.op), group.problem(cell)
         row: dict[str, Any] = {
             "group": group.name,
@@ -81,7 +81,7 @@ class Race:
             "op": op.name,
             "problem": cell.problem,
         }
-        row |= {"kernel": None, "config": None, "source": None, "code": None}
+        row |= {"kernel": None, "config": None, "source": None, "code": None, "others": []}
         found, adapters = _Found(), dict[str, Adapter]()
         try:
             choices = self.selection.choices(op, problem, self.settings.others)
@@ -91,6 +91,7 @@ class Race:
             chosen = choices[0]
             row |= {"kernel": chosen.kernel.name, "config": dict(chosen.config), "source": chosen.source}
             row["code"] = chosen.kernel.code_hash(chosen.config)
+            row["others"] = [choice.kernel.name for choice in choices[1:]]
             adapters |= {choice.kernel.name: choice.adapter for choice in choices}
         ours = {*adapters}
         for peer in self.peers:
@@ -111,27 +112,40 @@ class Race:
         references, limit, cost = run_reference(op, arguments), op.tolerance(problem).limit, op.cost(problem)
         count = self.settings.copies or min(MAX_SETS, cold_count(cost.bytes))
         runs, held = dict[str, list[Run]](), []
+        first = dict[str, Arguments]()
+
+        def is_right(name: str) -> bool:
+            """Whether the first call gives what it should; its outputs are held."""
+            _poison_free_memory(references)
+            held.append(result := runs[name][0]())
+            held.append(outputs := adapters[name].outputs(first[name], result))
+            compare = error_of if name in ours else group.error
+            figure = compare(op, problem, arguments, outputs, references)
+            found.errors[name] = figure if math.isfinite(figure) else None
+            if figure <= limit:
+                return True
+            found.wrong[name] = f"error {figure:.3g} is over the tolerance {limit:.3g}"
+            return False
+
         for name, adapter in adapters.items():
             try:
                 packed = self._with_packed(name, adapter, group, cell, arguments)
                 sets = [group.vary(problem, packed, index) for index in range(count)]
-                bound = [adapter.bind(problem, one) for one in sets]
-                _poison_free_memory(references)
-                held.append(result := bound[0]())
-                held.append(outputs := adapter.outputs(sets[0], result))
-                compare = error_of if name in ours else group.error
-                figure = compare(op, problem, arguments, outputs, references)
+                first[name], runs[name] = sets[0], [adapter.bind(problem, one) for one in sets]
+                if is_right(name):
+                    continue
             except Exception as error:  # whatever a library raises is a reason
                 found.refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
                 _still_usable(device)
-                continue
-            found.errors[name] = figure
-            if figure <= limit:
-                runs[name] = bound
-            else:
-                found.wrong[name] = f"error {figure:.3g} is over the tolerance {limit:.3g}"
-        del held, references
+            runs.pop(name, None)
+        held.clear()
         self._time(runs, calls_of(cost, count) if not self.settings.copies else count, found)
+        if any(parameter.mutable and parameter.name != "workspace" for parameter in op.parameters):
+            return  # its inputs are not what they were
+        for name in [*found.us]:
+            if not is_right(name):
+                found.wrong[name] += ", after it was timed"
+                del found.us[name], found.samples[name]
 
     def _time(self, runs: Mapping[str, list[Run]], calls: int, found: _Found) -> None:
         graphs = Graphs(self.settings.device)

@@ -170,6 +170,40 @@ def test_a_lost_device_ends_the_process(tmp_path: Path, monkeypatch: pytest.Monk
     assert run(out) == 0 and len(read(out)["rows"]) == 2
 
 
+def test_a_cell_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def first_fails(op: Any, arguments: Arguments) -> Any:
+        if len(arguments[0]) == 1:
+            raise MemoryError("no room for one row")
+        return run_reference(op, arguments)
+
+    run_reference = race.run_reference
+    monkeypatch.setattr(race, "run_reference", first_fails)
+    assert run(tmp_path / "peers.json") == 1
+    failed, measured = read(tmp_path / "peers.json")["rows"]
+    assert failed["refused"] == {"all": "MemoryError: no room for one row"} and measured["ratio"] > 0
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_is_wrong_later_has_no_time(tmp_path: Path) -> None:
+    """Planted fault: a peer whose first calls are right."""
+
+    def bind(problem: Problem, arguments: Arguments) -> Run:
+        product, calls = cublas.bind(problem, arguments), iter(range(10**6))
+        return lambda: product() * (1.0 if next(calls) < 2 else 1.1)
+
+    late = planted("late", lambda y: y, bind=bind)
+    assert run(tmp_path / "peers.json", known={"late": late, "right": PLANTED["right"]}) == 0
+    for row in read(tmp_path / "peers.json")["rows"]:
+        assert row["wrong"].keys() == {"late"} and row["wrong"]["late"].endswith("after it was timed")
+        assert "late" not in row["us"] and row["peer"] == "right"
+
+
+def test_help(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(None, "--help")
+    assert not end.value.code and "attention_decode" in capsys.readouterr().out
+
+
 def test_rows_of_other_versions_stay_apart(tmp_path: Path, capsys) -> None:
     out = tmp_path / "peers.json"
     assert run(out, "--cells", "1") == 0
