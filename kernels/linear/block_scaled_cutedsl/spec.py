@@ -14,7 +14,6 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
-from gristmill.kernels.aot import AotCase
 from gristmill.kernels.cutedsl import PACKAGES, CuteDslCase, program
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import (
     FORMS,
@@ -159,8 +158,8 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     return Workspace(room_of(str(config["scheme"]), *problem.integers("m", "k")).size)
 
 
-def aot(target: Target) -> list[CuteDslCase | AotCase]:
-    """Schemes, tiles and epilogues that differ in code; the quantizers of x."""
+def aot(target: Target) -> list[CuteDslCase]:
+    """Schemes, tiles and epilogues that differ in code. The Triton kernels have the quantizers of x among their cases."""
     cases = (
         ("nvfp4.nvfp4", 64, "none"),
         ("nvfp4.nvfp4", 128, "residual"),
@@ -171,16 +170,13 @@ def aot(target: Target) -> list[CuteDslCase | AotCase]:
         ("mxfp4.mxfp8", 256, "silu_mul"),
     )
     return [
-        *(
-            CuteDslCase(
-                f"{scheme.replace('.', '_')}_{bn}_{epilogue.replace('+', '_')}",
-                BUILD,
-                _config(scheme, bn, epilogue, "bf16", PROCESSORS, target),
-                ("tcgen05", "block_scaled", "tma"),
-            )
-            for scheme, bn, epilogue in cases
-        ),
-        *(quantize.aot_case(name, tiled=True) for name in quantize.OPERANDS),
+        CuteDslCase(
+            f"{scheme.replace('.', '_')}_{bn}_{epilogue.replace('+', '_')}",
+            BUILD,
+            _config(scheme, bn, epilogue, "bf16", PROCESSORS, target),
+            ("tcgen05", "block_scaled", "tma"),
+        )
+        for scheme, bn, epilogue in cases
     ]
 
 

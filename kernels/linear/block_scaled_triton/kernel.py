@@ -225,14 +225,14 @@ def _constants(scheme: QuantScheme) -> dict[str, str | int | bool]:
 
 def aot_mx(target: Target) -> list[AotCase]:
     """Every scheme of `MX`, and the quantizers of x."""
-    return [*_products(MX, target), *(aot_case(name) for name in ("mxfp8", "mxfp4"))]
+    return [*_products(MX, target), *_quantizers(("mxfp8", "mxfp4"), target)]
 
 
 def aot_nvfp4(target: Target) -> list[AotCase]:
     """NVFP4, and its quantizer of x."""
     types = {"x": "*bf16", "maxima": "*i32", "rows": "i32", "k": "i32", "stride": "i32"}
     maxima = AotCase("maxima", maxima_kernel, types, {"BLOCK": BLOCK})
-    return [*_products(NVFP4, target), aot_case("nvfp4"), maxima]
+    return [*_products(NVFP4, target), *_quantizers(("nvfp4",), target), maxima]
 
 
 def _products(schemes: tuple[str, ...], target: Target) -> Iterator[AotCase]:
@@ -252,6 +252,14 @@ def _products(schemes: tuple[str, ...], target: Target) -> Iterator[AotCase]:
             ("n", "k"),
             () if scheme == MIXED and "mma.sync.block_scale" in target.features else ("block_scaled",),
         )
+
+
+def _quantizers(names: tuple[str, ...], target: Target) -> Iterator[AotCase]:
+    """With scales in tiles, too, where another kernel takes them (`block_scaled_cutedsl`)."""
+    for name in names:
+        yield aot_case(name)
+        if "tcgen05" in target.features:
+            yield aot_case(name, tiled=True)
 
 
 EXAMPLES = (
