@@ -50,6 +50,8 @@ def arguments(
     parser.add_argument("--dry", action="store_true", help="tiny problems on the CPU")
     parser.add_argument("--json", action="store_true", help="print the content of the result file")
     options = parser.parse_args(argv)
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need at least 2")
     for name, there in (("groups", all_groups), ("peers", known)):
         chosen = [one for one in getattr(options, name).split(",") if one]
         if unknown := sorted({*chosen} - {*there}):
@@ -67,7 +69,7 @@ def thinned(cells: Sequence[Cell], count: int | None) -> list[Cell]:
 
 def line(row: Mapping[str, Any]) -> str:
     """A row on the screen."""
-    times = [f"{name} {us:.2f}" for name, us in sorted(row["us"].items(), key=lambda item: item[1])]
+    times = [f"{name} {us:.2f}" for name, us, *_ in row["candidates"]]
     times += [f"{name} WRONG: {why}" for name, why in row["wrong"].items()]
     ratio = "nothing to compare" if row["ratio"] is None else f"{row['ratio']:.3f} of {row['peer']}"
     return f"{row['group']} {row['model']} {row['problem']}: {ratio}; {row.get('kernel')} selected; {', '.join(times)}"

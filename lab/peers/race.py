@@ -14,6 +14,7 @@ import torch
 from gristmill.autotune.metrics import error_of
 from gristmill.autotune.timing import MAX_SETS
 from gristmill.autotune.verify import run_reference
+from gristmill.bench.result_text import quantiles
 from gristmill.kernel_registry.op import Cost
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.select import NoKernelError
@@ -25,6 +26,8 @@ from lab.peers.ours import Selection
 
 SAMPLE_US, MOST_CALLS = 4000.0, 400
 """A graph takes at least so long, unless it would have more calls."""
+CANDIDATES = "[name, median µs, lower quartile, upper quartile, error]"
+"""What the rows of result files have of a candidate."""
 FREE_BLOCKS = 4
 """Blocks of an output's size that a call may find free."""
 BYTES_PER_US, FLOPS_PER_US, SHORTEST_US = 4e6, 7e8, 2.0
@@ -54,13 +57,21 @@ class Settings:
 
 @dataclass
 class _Found:
-    """What is known of a cell's candidates, by name."""
+    """What is known of a cell's candidates, by name; `refused` has what they raised."""
 
-    us: dict[str, float] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, float | None] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list[list[Any]]:
+        """`CANDIDATES` of those that have times, the fastest first."""
+        quartiles = {name: quantiles(times)[2:5] for name, times in self.samples.items()}
+        rows = [
+            [name, middle, low, high, self.errors[name]] for name, (low, middle, high) in quartiles.items()
+        ]
+        return sorted(rows, key=lambda row: row[1])
 
 
 class Race:
@@ -78,7 +89,6 @@ class Race:
         row: dict[str, Any] = {
             "group": group.name,
             "model": cell.model,
-            "op": op.name,
             "problem": cell.problem,
         }
         row |= {"kernel": None, "config": None, "source": None, "code": None, "others": []}
@@ -96,13 +106,12 @@ class Race:
         ours = {*adapters}
         for peer in self.peers:
             for name, adapter in peer.of(op.name).items():
-                if reason := adapter.accepts(problem):
-                    found.refused[name] = reason
-                else:
+                if adapter.accepts(problem) is None:
                     adapters[name] = adapter
         row["limit"] = op.tolerance(problem).limit
         self._measure(group, cell, adapters, ours, found)
-        return row | vars(found) | against_best_peer(found.samples, row["kernel"], ours)
+        row |= against_best_peer(found.samples, row["kernel"], ours)
+        return row | {"candidates": found.candidates, "wrong": found.wrong, "refused": found.refused}
 
     def _measure(
         self, group: Group, cell: Cell, adapters: Mapping[str, Adapter], ours: set[str], found: _Found
@@ -142,10 +151,10 @@ class Race:
         self._time(runs, calls_of(cost, count) if not self.settings.copies else count, found)
         if any(parameter.mutable and parameter.name != "workspace" for parameter in op.parameters):
             return  # its inputs are not what they were
-        for name in [*found.us]:
+        for name in [*found.samples]:
             if not is_right(name):
                 found.wrong[name] += ", after it was timed"
-                del found.us[name], found.samples[name]
+                del found.samples[name]
 
     def _time(self, runs: Mapping[str, list[Run]], calls: int, found: _Found) -> None:
         graphs = Graphs(self.settings.device)
@@ -160,7 +169,6 @@ class Race:
         if graphs.timed:
             graphs.settle(self.settings.settle)
             found.samples |= graphs.samples(self.settings.rounds)
-            found.us |= {name: statistics.median(times) for name, times in found.samples.items()}
         gc.unfreeze()
         del graphs
         if self.settings.device != "cpu":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.peers.group import Cell
+from lab.peers.race import CANDIDATES
 from lab.result import write_result
 
 CLOSE = 1.05
@@ -35,6 +36,7 @@ class ResultFile:
         self.data: dict[str, Any] = {
             "about": dict(about),
             "libraries": dict(libraries),
+            "candidates": CANDIDATES,
             "trying": None,
             "rows": [],
         }
@@ -68,7 +70,16 @@ class ResultFile:
 
     def failed(self, cell: Cell, why: str) -> None:
         """Add a row without times."""
-        self.add({**vars(cell), "us": {}, "peer": None, "ratio": None, "wrong": {}, "refused": {"all": why}})
+        self.add(
+            {
+                **vars(cell),
+                "candidates": [],
+                "peer": None,
+                "ratio": None,
+                "wrong": {},
+                "refused": {"all": why},
+            }
+        )
 
     def retry(self) -> None:
         """Remove the rows that compare nothing, so that their cells are measured again."""

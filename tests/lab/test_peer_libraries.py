@@ -56,11 +56,11 @@ def rows(group: str, known: dict[str, Peer], out: Path) -> list[dict[str, Any]]:
 def test_what_peers_compute(group: str, known: dict[str, Peer], tmp_path: Path) -> None:
     found = rows(group, known, tmp_path / "out.json")
     expected = {*CALLED[group].split()}
-    assert {name for row in found for name in row["us"]} & {*expected} == expected
+    assert {name for row in found for name, *_ in row["candidates"]} & {*expected} == expected
     for row in found:
         assert row["wrong"] == {}
         assert not any("Error" in why for why in row["refused"].values()), row["refused"]
-        assert row["us"].keys() - {row["kernel"]} <= expected and row["ratio"] > 0
+        assert {name for name, *_ in row["candidates"]} - {row["kernel"]} <= expected and row["ratio"] > 0
 
 
 def test_every_adapter_is_called() -> None:
