@@ -79,7 +79,7 @@ def launch(config: Config, call: LinearCall) -> None:
         scales,
         factor,
         row_scale if of_w.has_global else factor,
-        y.view(-1) if call.bias is None else call.bias,
+        y.view(-1)[:1] if call.bias is None else call.bias,
         y if residual is None else residual.view(m, columns),
         y,
         min(int(config["ctas"]), cdiv(m, ROWS) * cdiv(rows, int(config["bn"]))),

@@ -151,10 +151,11 @@ class Ptx:
         self.sums = {
             to: (of, int(by)) for to, of, by in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (-?\d+);", text)
         }
-        # Where a register is added, it is the half of a tile of scales that rows of W have, 0 or 2 columns.
+        # Where a register is added, it is the half of a tile of scales that 64 rows of W have, 0 or 2 columns.
         twice = set(re.findall(r"shl\.b32\s+(%r\d+), %r\d+, 1;", text))
-        halves = re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (%r\d+);", text)
-        self.sums |= {to: (of, 0) for to, half, of in halves if half in twice}
+        added = re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (%r\d+);", text)
+        self.halves = {to: of for to, half, of in added if half in twice}
+        self.sums |= {to: (of, 0) for to, of in self.halves.items()}
         self.pairs = dict(re.findall(r"mov\.b64\s+(%rd\d+), \{(%r\d+), %r\d+\};", text))
 
     def at(self, register: str) -> tuple[str, int]:
@@ -165,6 +166,14 @@ class Ptx:
             added += by
         return register, added
 
+    def is_half(self, register: str) -> bool:
+        """Whether a half was added on the way to an address."""
+        while register not in self.halves:
+            if register not in self.sums:
+                return False
+            register, _ = self.sums[register]
+        return True
+
     def found(self, instruction: str) -> list[tuple[str, ...]]:
         """The operands of an instruction."""
         lines = re.findall(rf"\b{re.escape(instruction)}[\w.:]*\s+([^;]*);", self.text)
@@ -172,9 +181,16 @@ class Ptx:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "bn"), [("nvfp4.nvfp4", 256), ("nvfp4.nvfp4", 64), ("mxfp4.mxfp4", 128), ("mxfp8.mxfp8", 256)]
+    ("scheme", "bn"),
+    [
+        ("nvfp4.nvfp4", 256),
+        ("nvfp4.nvfp4", 64),
+        ("mxfp4.mxfp4", 128),
+        ("mxfp8.mxfp8", 256),
+        ("mxfp4.mxfp8", 128),
+    ],
 )
-def test_products_find_their_scales_in_tensor_memory(scheme: str, bn: int, tmp_path: Path) -> None:
+def test_products_are_described_and_find_their_scales(scheme: str, bn: int, tmp_path: Path) -> None:
     """A tile of scales, 512 bytes of a slot, goes to 4 columns of tensor memory; those of all rows of W and one part of K are next to each other.
     A product of 64 or 32 columns of K is given the column of the tile, and in bits 30 and 31 which of its 4 groups comes first."""
     form, tiles_w = FORMS[scheme], cdiv(bn, 128)
@@ -201,5 +217,15 @@ def test_products_find_their_scales_in_tensor_memory(scheme: str, bn: int, tmp_p
     for index, operands in enumerate(products):
         tile, first = divmod(index % 4 * step, 4)
         of_x, of_w = (ptx.at(register)[1] & 0xFFFFFFFF for register in operands[4:6])
+        assert ptx.is_half(operands[5]) == (bn < 128) and not ptx.is_half(operands[4])
         assert of_x == (first << 30) + base + 4 * tile
         assert of_w == (first << 30) + base + 16 + 4 * tile * tiles_w
+    # The instruction descriptor (PTX ISA): types of x and W, N / 8, whether scales are e8m0, M / 128. A bit that negates x is chosen at run time.
+    (described,) = {
+        int(without)
+        for negated, without in re.findall(r"selp\.b32\s+%r\d+, (\d+), (\d+), %p\d+;", ptx.text)
+        if int(negated) - int(without) == 1 << 13
+    }
+    types = {"e4m3": 0, "e2m1": 5} if "e4m3" in (form.x, form.w) else {"e2m1": 1}
+    fields = types[form.x] << 7 | types[form.w] << 10 | bn // 8 << 17 | (form.group == 32) << 23 | 1 << 27
+    assert described == fields
