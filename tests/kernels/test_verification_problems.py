@@ -157,7 +157,7 @@ def sweep(op: Op, schemes: tuple[str, ...], step: int = 1, targets: tuple[str, .
 def test_a_default_configuration_fits_the_problem_that_verifies_it(name: str) -> None:
     """All problems of all operations, but one in so many of those that have many."""
     op, schemes = REGISTRY.op(name), STATIC[name][1]
-    assert sweep(op, schemes, {"linear": 16, "grouped_linear": 2}.get(name, 1)) > 10
+    assert sweep(op, schemes, {"linear": 32, "moe": 2, "grouped_linear": 4}.get(name, 1)) > 10
 
 
 @pytest.mark.slow
