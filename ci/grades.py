@@ -3,7 +3,7 @@
 elsewhere    proof reports (`kernelbench prove`), for the code that they ran; on CPU levels that CI's processors have, the tests
 newer        proof reports of kernels that are PTX alone: it is the same PTX that the driver compiles for older GPUs
 failed       proof reports: what was wrong there, with the code that it still has
-interpreted  tests that execute the source of a kernel on a CPU
+interpreted  tests that execute the source of a kernel, or its PTX, on a CPU
 compiled     the baseline of the compile matrix, with the most bytes per thread that a case of a kernel spills; the baseline of the
              library's PTX (tests/kernels/test_ptx_targets.py); the tests of machine code of HIP kernels
 
@@ -39,6 +39,11 @@ EVERY_KERNEL = "tests/kernels/test_registry_kernels.py"
 TESTED_LEVELS = {"cpp": ("cpu:base", "cpu:avx2"), "python": ("cpu:avx2",)}
 """Language -> the CPU levels on which CI runs every example (`EVERY_KERNEL`, which fails where it does not run on them). C++ is run at each level
 of the processor; torch chooses its own code, so only the level of the whole processor counts."""
+EXECUTED = dict.fromkeys(
+    ("linear_cutedsl_sm100", "linear_fp8_cutedsl_sm100"),
+    "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
+)
+"""Kernel in CuTe DSL -> the test that executes its PTX on a CPU (`make hosts`)."""
 FIBERS, MACHINE_CODE = "tests/native/test_hip_fibers.py", "tests/native/test_hip_isa.py"
 
 CHAINS = {
@@ -229,7 +234,7 @@ def evidence(kernel: Kernel) -> Iterator[Evidence]:
         executed = next(
             (p["executed"] for part in parts(kernel.name) if "executed" in (p := ptx().get(part, {}))), ""
         )
-        interpreted = "" if kernel.language == "cutedsl" else EVERY_KERNEL
+        interpreted = EXECUTED.get(kernel.name, "") if kernel.language == "cutedsl" else EVERY_KERNEL
         if record := executed if is_ptx else interpreted:
             yield Evidence("interpreted", record, archs)
         path = PTX_BASELINE if is_ptx else BASELINE

@@ -24,7 +24,7 @@ GRADES = {
     "elsewhere": "verified on another device of the same kind",
     "emulated": "its machine code executed by an emulator",
     "newer": "the same PTX executed on a newer GPU",
-    "interpreted": "its source executed on a CPU, by Triton's interpreter or as C++",
+    "interpreted": "its source or PTX executed on a CPU, by Triton's interpreter, as C++ or by a model of PTX",
     "compiled": "compiled for the target, machine code checked",
 }
 """Grade -> its meaning, best first."""

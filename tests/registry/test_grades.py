@@ -192,3 +192,13 @@ def test_hip_kernels_are_interpreted_and_compiled_and_claim_no_more() -> None:
         for arch in kernel.requires.brings:
             found = grades.proofs(kernel, Target.parse(arch))
             assert [p.grade for p in found] == ["interpreted", "compiled"]
+
+
+@pytest.mark.parametrize("name", ["linear_cutedsl_sm100", "linear_fp8_cutedsl_sm100"])
+def test_products_on_tcgen05_are_interpreted_and_compiled_and_claim_no_more(name: str) -> None:
+    kernel = default_registry().kernel("linear", name)
+    for arch in ("sm_100", "sm_103"):
+        found = grades.proofs(kernel, Target.parse(arch))
+        assert [p.grade for p in found] == ["interpreted", "compiled"] and not kernel.proven
+    for arch in ("sm_90", "sm_110", "sm_120"):
+        assert not grades.proofs(kernel, Target.parse(arch))
