@@ -39,10 +39,11 @@ EVERY_KERNEL = "tests/kernels/test_registry_kernels.py"
 TESTED_LEVELS = {"cpp": ("cpu:base", "cpu:avx2"), "python": ("cpu:avx2",)}
 """Language -> the CPU levels on which CI runs every example (`EVERY_KERNEL`, which fails where it does not run on them). C++ is run at each level
 of the processor; torch chooses its own code, so only the level of the whole processor counts."""
-EXECUTED = dict.fromkeys(
-    ("linear_cutedsl_sm100", "linear_fp8_cutedsl_sm100"),
-    "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
-)
+EXECUTED = {
+    "linear_block_scaled_cutedsl_sm100": "tests/integrations/cutedsl/test_block_scaled_ptx.py",
+    "linear_cutedsl_sm100": "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
+    "linear_fp8_cutedsl_sm100": "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
+}
 """Kernel in CuTe DSL -> the test that executes its PTX on a CPU (`make hosts`)."""
 FIBERS, MACHINE_CODE = "tests/native/test_hip_fibers.py", "tests/native/test_hip_isa.py"
 

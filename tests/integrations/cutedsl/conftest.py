@@ -7,6 +7,7 @@ import importlib.util
 INSTALLED = importlib.util.find_spec("cutlass") is not None
 NEED_IT = [
     "test_block_scaled.py",
+    "test_block_scaled_ptx.py",
     "test_linear_sm100.py",
     "test_linear_sm100_ptx.py",
     "test_programs.py",

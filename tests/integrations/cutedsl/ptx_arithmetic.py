@@ -151,7 +151,9 @@ def result(op: str, name: str, kind: str, values: list[Array]) -> Array:
     if op == "mul.wide.s32":
         wide: Array = signed(values[0]).astype(np.int64) * signed(values[1]).astype(np.int64)
         return wide.view(np.uint64)
-    if op == "mad.lo.s64":
+    if op == "cvt.u32.u64":
+        return values[0].astype(np.uint32)
+    if op in ("mad.lo.s32", "mad.lo.s64"):
         return TWO["add"](values[0] * values[1], values[2])
     if head == "shl":
         return TWO["shl"](values[0], values[1].astype(values[0].dtype))

@@ -88,7 +88,7 @@ class Program:
 
 def parse(text: str) -> Program:
     """The one kernel of a PTX file."""
-    program = Program([], {}, re.findall(r"\.param .*?\.b8 (\w+)\[", text))
+    program = Program([], {}, re.findall(r"\.param .*?\.(?:b8|u32) (\w+)", text))
     body = text[text.index("\n{") + 2 :]
     for line in body.splitlines():
         line = line.partition("//")[0].strip()
@@ -459,11 +459,18 @@ METHODS = {
 """Beginnings of instructions -> methods of `Cta`."""
 
 
-def execute(text: str, parameters: Sequence[bytes | Map], memory: Array, grid: int, seed: int) -> None:
+def execute(
+    text: str,
+    parameters: Sequence[bytes | Map],
+    memory: Array,
+    grid: int,
+    seed: int,
+    machine: type[Cta] = Cta,
+) -> None:
     """Execute a kernel: `grid` CTAs, one after another. memory: what addresses of global memory mean, bytes."""
     program = parse(text)
     threads = re.search(r"\.reqntid (\d+)", text)
     assert threads and len(program.parameters) == len(parameters)
     chance = random.Random(seed)
     for index in range(grid):
-        Cta(program, parameters, memory, index, grid, int(threads[1]) // LANES, chance).run()
+        machine(program, parameters, memory, index, grid, int(threads[1]) // LANES, chance).run()
