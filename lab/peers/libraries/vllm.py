@@ -69,8 +69,8 @@ def bind_sample(problem: Problem, arguments: Arguments) -> Run:
     logits, temperature, top_k, top_p = arguments[:4]
 
     def run() -> torch.Tensor:
-        kept = apply_top_k_top_p_triton(logits.clone(), top_k, top_p)
-        probabilities = (kept / temperature[:, None]).softmax(-1)
+        kept = apply_top_k_top_p_triton(logits.float() / temperature[:, None], top_k, top_p)
+        probabilities = kept.softmax(-1)
         noise = torch.empty_like(probabilities).exponential_(1)
         tokens: torch.Tensor = probabilities.div(noise).argmax(-1)
         return tokens
