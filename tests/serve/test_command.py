@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import forked
 from tests.serve.server import CHATML, MODEL, ROOT
 from tests.serve.test_rules import wait_for
 
@@ -110,15 +111,8 @@ def test_render_only_needs_no_weights(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     """And status 2, before anything is loaded."""
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "gristmill.tools.cli", "serve", *arguments, "--port", "0"][
-            : None if "--port" not in arguments else -2
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-    )
+    port = [] if "--port" in arguments else ["--port", "0"]
+    done = forked.run("-m", "gristmill.tools.cli", "serve", *arguments, *port, cwd=ROOT)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
