@@ -23,21 +23,16 @@ step() {
   echo "== $name: $((SECONDS - start)) s"
 }
 
-declare -A pids=() logs=()
-trap 'kill "${pids[@]}" 2>/dev/null || true; rm -f "${logs[@]}"' EXIT
-beside() {  # starts a step beside those that follow; `result` waits for it
-  logs[$1]=$(mktemp)
-  "${@:2}" >"${logs[$1]}" 2>&1 &
-  pids[$1]=$!
-}
-result() {
+lint_log=$(mktemp)
+bash ci/lint.sh >"$lint_log" 2>&1 &  # mypy keeps one core busy: what follows uses the other
+lint=$!
+trap 'kill "$lint" 2>/dev/null || true; rm -f "$lint_log"' EXIT
+lint_result() {
   local status=0
-  wait "${pids[$1]}" || status=$?
-  unset "pids[$1]"
-  cat "${logs[$1]}"
+  wait "$lint" || status=$?
+  cat "$lint_log"
   return "$status"
 }
-beside lint bash ci/lint.sh  # mypy keeps one core busy: what follows uses the other
 
 step "time of the native build" python ci/budget.py
 step "symbols of the library" python ci/check_symbols.py
@@ -47,16 +42,14 @@ if [ -z "$full" ]; then  # each core for the highest level that it has and this 
 print("|".join(level.partition(":")[2] for level in probe_cpu().levels))')
 fi
 step "sanitizers" env GRISTMILL_CPU_LEVELS="$levels" GRISTMILL_CPU_HIGHEST="${levels:+ON}" bash ci/sanitize.sh
-step "lint, types, import contracts" result lint
+step "lint, types, import contracts" lint_result
 if [ -n "$full" ]; then
   step "a browser" bash ci/browser.sh
 fi
 budget=(-p ci.budget)
 if [ -n "$full" ]; then budget=(); fi  # the slow tests have none
-beside wheel nice -n 19 bash ci/wheel_test.sh  # on what the tests leave of both cores: they wait for a fifth of the time
 # A worker that has nothing left takes tests of the other: neither waits for the last long file.
 step "tests" python -m pytest -q -n "$jobs" --dist worksteal -m "$marks" "${budget[@]}"
-step "wheel and sdist" result wheel
 if [ -n "$full" ]; then
   step "hosts" bash ci/hosts.sh "$marks"
 fi
@@ -65,4 +58,5 @@ if [ -f ci/compile_matrix.py ]; then
 fi
 step "kernels against their ratios" bash ci/check_ratios.sh
 step "kernels against their instruction counts" bash ci/check_counts.sh
+step "wheel and sdist" bash ci/wheel_test.sh
 echo "== all passed in $((SECONDS - begin)) s"
