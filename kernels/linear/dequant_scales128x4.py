@@ -59,7 +59,6 @@ KERNEL = Kernel(
     summary="scales out of their tiles, rows dequantized, then torch's product",
     accepts=accepts,
     config=config,
-    supports=("codes",),
     layouts=("scales128x4_v1",),
     dequantizes=True,
     priority=-1,

@@ -74,7 +74,9 @@ def test_kernels_that_dequantize_declare_it() -> None:
     declared = {kernel.name for kernel in kernels if kernel.dequantizes}
     assert {"grouped_linear_torch", "moe_chain_torch"} <= declared
     named = {k.name for k in kernels if "_dequant_" in k.name or "dequantize" in k.summary}
-    assert named == {"linear_dequant_torch", "linear_dequant_frag16"} <= declared
+    assert (
+        named == {"linear_dequant_torch", "linear_dequant_frag16", "linear_dequant_scales128x4"} <= declared
+    )
 
 
 def test_a_kernel_over_tiles_takes_only_what_the_tiles_hold() -> None:
