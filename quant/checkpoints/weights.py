@@ -212,25 +212,25 @@ class Weights:
         """
         weight = self._pending[target]
         module = weight.sources[0].rpartition(".")[0]
-        keys = Shard(kv_heads, kv_heads) if weight.shard is None else weight.shard.shards[1]
-        size = keys.length // keys.heads
-        heads = slice(*(edge // size for edge in keys.range(self.rank, self.world)))
         try:
-            found = kv_scales(self.checkpoint, module, keys.heads, heads)
+            known = kv_scale_names(self.checkpoint)
+            names = known.get((module, "k")), known.get((module, "v"))
+            if names == (None, None):
+                self.without_cache_scales.append(module)
+                one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
+                return one, one.clone()
+            if self.stored is not None and self.stored.kv_cache not in (None, "fp8"):
+                raise UsageError(
+                    f"{self.checkpoint.path} has scales of a KV cache in {self.stored.kv_cache}, not in fp8; use kv_dtype='fp8_token_head', "
+                    "which needs none, or 'auto'"
+                )
+            keys = Shard(kv_heads, kv_heads) if weight.shard is None else weight.shard.shards[1]
+            size = keys.length // keys.heads
+            heads = slice(*(edge // size for edge in keys.range(self.rank, self.world)))
+            k_scale, v_scale = kv_scales(self.checkpoint, module, names, keys.heads, heads)
         except FormatError as error:
             raise CheckpointError(f"{self.checkpoint.path}: {error}") from error
-        if found is None:
-            self.without_cache_scales.append(module)
-            one = torch.ones(1, 1, 1, dtype=torch.float32, device=self.device)
-            return one, one.clone()
-        form = None if self.stored is None else self.stored.kv_cache
-        if form not in (None, "fp8"):
-            raise UsageError(
-                f"{self.checkpoint.path} has scales of a KV cache in {form}, not in fp8; use kv_dtype='fp8_token_head', "
-                "which needs none, or 'auto'"
-            )
-        (k_scale, v_scale), names = found
-        self._read.update(names)
+        self._read.update(name for name in names if name is not None)
         return k_scale.to(self.device), v_scale.to(self.device)
 
     def check_scheme(self) -> None:

@@ -67,11 +67,12 @@ def kv_scale(source: Source, name: str, heads: int) -> Tensor:
 
 
 def kv_scales(
-    source: Source, module: str, heads: int, kept: slice
-) -> tuple[tuple[Tensor, Tensor], tuple[str, str]] | None:
-    """(k_scale, v_scale) of an attention module and the tensors that hold them; None if it has none.
+    source: Source, module: str, names: tuple[str | None, str | None], heads: int, kept: slice
+) -> tuple[Tensor, Tensor]:
+    """(k_scale, v_scale) of an attention module.
 
     Args:
+        names: the tensors that hold them.
         heads: KV heads of the module.
         kept: those that are taken, of scales per head.
 
@@ -81,14 +82,11 @@ def kv_scales(
     Raises:
         FormatError: one of the two is missing, or they are not valid scales.
     """
-    names = kv_scale_names(source)
-    k_name, v_name = (names.get((module, letter)) for letter in "kv")
-    if k_name is None and v_name is None:
-        return None
+    k_name, v_name = names
     if k_name is None or v_name is None:
         raise FormatError(f"{module} has the scale {k_name or v_name} and not that of its other cache")
     scales = [kv_scale(source, name, heads) for name in (k_name, v_name)]
     local = [scale if scale.numel() == 1 else scale[kept] for scale in scales]
     count = max(scale.numel() for scale in local)
     k_scale, v_scale = (scale.expand(count).reshape(1, 1, count).contiguous() for scale in local)
-    return (k_scale, v_scale), (k_name, v_name)
+    return k_scale, v_scale
