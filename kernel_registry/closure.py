@@ -208,20 +208,9 @@ class Sources:
         self, reach: Reach, config: Mapping[str, object], candidates: tuple[Compiled, ...]
     ) -> list[Compiled]:
         """The sources among `candidates` that define the entries of `reach`, and those that they call."""
-        patterns = {entry_pattern(entry, config) for entry in reach.entries}
+        patterns = [entry_pattern(entry, config) for entry in reach.entries]
         sources: dict[str, Compiled] = {}
-        exact = {pattern for pattern in patterns if "*" not in pattern}
-        vague = patterns - exact
-        waiting = [
-            source
-            for source in candidates
-            if not exact.isdisjoint(source.entries)
-            or any(
-                fits(pattern, name)
-                for name in source.entries
-                for pattern in (patterns if "*" in name else vague)
-            )
-        ]
+        waiting = [s for s in candidates if any(fits(p, name) for p in patterns for name in s.entries)]
         by_name = {source.name: source for source in candidates}
         while waiting:
             source = waiting.pop()

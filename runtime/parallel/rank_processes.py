@@ -296,12 +296,11 @@ class RankProcesses:
                 if answer is None:
                     closed.append(open_pipes.pop(process.number))
         # The pipe of a process that dies closes before its status is known, which on a busy machine takes a while.
-        died = {p.number for p in closed if p.failure is None}
+        died = {p.number: p for p in closed if p.failure is None}
         until = time.monotonic() + GRACE
-        for process in self._processes:
-            if process.number in died:
-                with suppress(subprocess.TimeoutExpired):
-                    process.process.wait(max(0.0, until - time.monotonic()))
+        for process in died.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.process.wait(max(0.0, until - time.monotonic()))
         ends = {p.number: p.process.poll() for p in self._processes if p.failure is None}
         killed = [
             f"rank {rank} died ({'its pipe is closed' if code is None else status(code)})"
