@@ -1,4 +1,4 @@
-"""What programs of CuTe DSL have in common: placeholders, barriers of a ring in shared memory, SwiGLU.
+"""What programs of CuTe DSL have in common: placeholders, barriers of a ring in shared memory, parts of rows, SwiGLU.
 
 Without ``from __future__ import annotations``: CuTe DSL reads the annotations as objects.
 """
@@ -44,6 +44,12 @@ def initialize(barriers: Slots, slots: int, arrivals: int, readers: int):
         for slot in range(slots):
             cute.arch.mbarrier_init(barriers.full + slot, arrivals)
             cute.arch.mbarrier_init(barriers.empty + slot, readers)
+
+
+def eight(tensor: cute.Tensor, row: Int32 | Int64, column: Int32):
+    """16 bytes of a row of 16-bit numbers, which begin at a multiple of 16 bytes."""
+    at = tensor.iterator + Int64(row) * tensor.layout.stride[0] + column
+    return cute.make_tensor(at.align(16), cute.make_layout(8))
 
 
 @cute.jit

@@ -5,6 +5,7 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
+import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import (
     OperandMajorMode,
@@ -56,6 +57,26 @@ class Operands:
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
         slot = cute.select(self.halves, mode=[0, 1, 2])
         return make_tiled_tma_atom_B(load, w, slot, self.tile_of_half, self.half, CLUSTER)
+
+
+def part_reader(products: cute.Tensor, columns: int, thread: Int32):
+    """The copy of `columns` columns of row `thread` of a product from tensor memory to registers, what it copies from by part and product, and the
+    shape of what it gives."""
+    parts = cute.flat_divide(products[(None, None), 0, 0, None], (BM, columns, 1))
+    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32)
+    read = tcgen05.make_tmem_copy(atom, parts[None, None, 0, 0, 0, 0])
+    own = read.get_slice(thread)
+    shape = own.partition_D(cute.make_identity_tensor((BM, columns))).shape
+    return read, own.partition_S(parts)[None, None, None, 0, 0, None, None], shape
+
+
+@cute.jit
+def free_tensor_memory(warp: Int32, pointer: cute.Pointer, columns: cutlass.Constexpr):
+    """Free what warp 0 has allocated, when all threads are done."""
+    cute.arch.sync_threads()
+    if warp == 0:
+        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.dealloc_tmem(pointer, columns)
 
 
 def slots_by_tma(atom: cute.CopyAtom, ring: cute.Tensor, rows: cute.Tensor):

@@ -8,7 +8,7 @@ from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernel_registry.target import Target
+from gristmill.kernels.linear import dequant_torch
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import LinearCall
@@ -20,7 +20,6 @@ def launch(config: Config, call: LinearCall) -> None:
     """x [..., K], a weight packed as scales128x4_v1 -> out [..., N or N / 2], rounded as `linear_dequant_torch` does."""
     import torch
 
-    from gristmill.kernels.linear import dequant_torch
     from gristmill.kernels.linear.op import OP
     from gristmill.quant.layouts._scales128x4 import untiled
 
@@ -44,11 +43,6 @@ def accepts(problem: Problem) -> str | None:
     return "takes groups of neighbouring columns, not act-order" if problem["act_order"] else None
 
 
-def config(problem: Problem, target: Target) -> Config:
-    """The scheme, which cannot be derived from packed tensors."""
-    return {"scheme": problem.text("w")}
-
-
 KERNEL = Kernel(
     op="linear",
     name="linear_dequant_scales128x4",
@@ -58,7 +52,7 @@ KERNEL = Kernel(
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="scales out of their tiles, rows dequantized, then torch's product",
     accepts=accepts,
-    config=config,
+    config=dequant_torch.config,
     layouts=("scales128x4_v1",),
     dequantizes=True,
     priority=-1,

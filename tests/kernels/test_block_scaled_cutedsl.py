@@ -11,13 +11,12 @@ import torch
 
 from gristmill.kernel_registry import Target, default_registry
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernels.cutedsl.devices import SHARED_BYTES, TENSOR_COLUMNS
 from gristmill.kernels.interpreter import install
 from gristmill.kernels.linear.block_scaled_cutedsl import spec
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import (
-    COLUMNS,
     FORMS,
     PART,
-    SHARED_BYTES,
     TILES,
     awaited,
     part_of,
@@ -137,7 +136,7 @@ def test_the_workspace_has_room_for_all_parts() -> None:
 def test_sums_and_scales_fit_into_tensor_memory(bn: int) -> None:
     """Every instruction of a slot has 4 columns of scales for 128 rows of x and of W, after the sums of two tiles."""
     memory = tensor_memory(bn)
-    assert memory.of_w - memory.of_x == 4 * 4 and COLUMNS - memory.of_w == 4 * 4 * cdiv(bn, 128)
+    assert memory.of_w - memory.of_x == 4 * 4 and TENSOR_COLUMNS - memory.of_w == 4 * 4 * cdiv(bn, 128)
     assert memory.apart + bn <= memory.of_x and memory.apart + memory.shared == bn
     assert memory.shared == {64: 0, 128: 0, 256: 48}[bn]
 
@@ -151,7 +150,7 @@ def columns_of(bn: int, gated: bool, part: int) -> set[int]:
 def run(bn: int, gated: bool, seed: int, wait: Callable[[int, int, int], tuple[int, int]] = room) -> bool:
     """Whether nine tiles pass through tensor memory whole, when the warps that multiply and finish take turns at random."""
     memory, parts = tensor_memory(bn), (bn // 2 if gated else bn) // PART
-    holds: list[int | None] = [None] * COLUMNS
+    holds: list[int | None] = [None] * TENSOR_COLUMNS
     full, empty = [0, 0], [0, 0]  # completed phases of the barriers
     right = True
 

@@ -12,6 +12,7 @@ from gristmill.autotune import compilations
 from gristmill.kernel_registry import Target, default_registry
 from gristmill.kernel_registry.build import Build
 from gristmill.kernels import cutedsl
+from gristmill.kernels.cutedsl import devices
 from gristmill.kernels.linear.cutedsl_sm100 import shapes as sm100_shapes
 from gristmill.kernels.moe.grouped_linear import cutedsl as grouped_cutedsl
 from gristmill.kernels.moe.moe import cutedsl as moe_cutedsl
@@ -146,9 +147,9 @@ def test_every_configuration_of_linear_on_blackwell_fits(name: str) -> None:
         assert len(found) == 3 and found[0] == kernel.config(problem, BLACKWELL)
         for config in found:
             tile = sm100_shapes.Tile(*(int(config[field]) for field in sm100_shapes.Tile._fields))
-            assert tile.shared_bytes(bool(config.get("blocks"))) <= sm100_shapes.MOST_SHARED
+            assert tile.shared_bytes(bool(config.get("blocks"))) <= devices.SHARED_BYTES
             columns = tile.stages * tile.bn
-            assert columns <= sm100_shapes.TENSOR_COLUMNS and columns & (columns - 1) == 0
+            assert columns <= devices.TENSOR_COLUMNS and columns & (columns - 1) == 0
             # Each quad finishes whole parts of 32 columns, also of half a tile; two products at least, for tensor cores not to wait.
             assert tile.bn // 2 % (32 * tile.quads) == 0 and tile.stages >= 2
             assert config["epilogue"] == ("+".join(sorted(problem.flags("epilogue"))) or "none")

@@ -6,22 +6,18 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import tcgen05
+from cutlass import Float4E2M1FN, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, const_expr, cute
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cutedsl._pieces import Slots, advance, swiglu
+from gristmill.kernels.cutedsl._pieces import Slots, advance, eight, swiglu
+from gristmill.kernels.cutedsl._sm100 import BM, part_reader
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import (
     FORMS,
     PART,
-    ROWS,
     awaited,
     part_of,
     tensor_memory,
 )
-
-BM = ROWS
-"""Rows of x of a tile, the lanes of tensor memory."""
 
 
 class Finish:
@@ -53,15 +49,6 @@ class Finish:
         """Tiles down and across y."""
         return (out.shape[0] + BM - 1) // BM, (out.shape[1] + self.columns - 1) // self.columns
 
-    def reader(self, tiles: cute.Tensor, thread: Int32):
-        """The copy of a part of row `thread` of a tile to registers, what it copies from by part and tile, and the shape of what it gives."""
-        parts = cute.flat_divide(tiles[(None, None), 0, 0, None], (BM, PART, 1))
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), Float32)
-        read = tcgen05.make_tmem_copy(atom, parts[None, None, 0, 0, 0, 0])
-        own = read.get_slice(thread)
-        shape = own.partition_D(cute.make_identity_tensor((BM, PART))).shape
-        return read, own.partition_S(parts)[None, None, None, 0, 0, None, None], shape
-
     @cute.jit
     def write(
         self,
@@ -79,7 +66,7 @@ class Finish:
         ctas, _, _ = cute.arch.grid_dim()
         high, wide = self.grid(out)
         columns, parts, shared = out.shape[1], const_expr(self.columns // PART), self.memory.shared
-        read, sources, shape = self.reader(tiles, thread)
+        read, sources, shape = part_reader(tiles, PART, thread)
         of_x = factor[0] if const_expr(self.factored) else Float32(1)
         tile, stage, turn = Int32(cta), Int32(0), Int32(0)
         while tile < high * wide:
@@ -98,29 +85,24 @@ class Finish:
                 if const_expr(index + 1 == awaited(parts, shared)):
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(sums.empty + stage)
-                for eight in cutlass.range_constexpr(PART // 8):
-                    at = n + 8 * eight
+                for c in cutlass.range_constexpr(PART // 8):
+                    at = n + 8 * c
                     if row < out.shape[0] and at < columns:
                         y = cute.make_rmem_tensor((8,), self.dtype)
                         added = cute.make_rmem_tensor((8,), self.dtype)
                         if const_expr(self.added):
-                            cute.autovec_copy(self.eight_of(residual, row, at), added)
+                            cute.autovec_copy(eight(residual, row, at), added)
                         for i in cutlass.range_constexpr(8):
-                            value = self.finished(values[8 * eight + i], at + i, of_x, factors, bias)
+                            value = self.finished(values[8 * c + i], at + i, of_x, factors, bias)
                             if const_expr(self.gated):
-                                up = self.finished(ups[8 * eight + i], at + columns + i, of_x, factors, bias)
+                                up = self.finished(ups[8 * c + i], at + columns + i, of_x, factors, bias)
                                 value = swiglu(value, up, False, Float32(1), Float32(1))
                             if const_expr(self.added):
                                 value += added[i].to(Float32)
                             y[i] = value.to(self.dtype)
-                        cute.autovec_copy(y, self.eight_of(out, row, at))
+                        cute.autovec_copy(y, eight(out, row, at))
             stage, turn = advance(stage, turn, 2)
             tile += ctas
-
-    def eight_of(self, tensor: cute.Tensor, row: Int32, column: Int32):
-        """16 bytes of a row."""
-        at = tensor.iterator + Int64(row) * tensor.layout.stride[0] + column
-        return cute.make_tensor(at.align(16), cute.make_layout(8))
 
     def finished(self, value: Float32, n: Int32, of_x: Float32, factors: cute.Tensor, bias: cute.Tensor):
         """A sum of row n of W, times factors, plus its bias."""

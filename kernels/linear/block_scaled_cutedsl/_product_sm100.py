@@ -46,9 +46,10 @@ from gristmill.kernels.cutedsl._pieces import (
     placeholder,
     shared_tensor,
 )
-from gristmill.kernels.cutedsl._sm100 import slots_by_tma
-from gristmill.kernels.linear.block_scaled_cutedsl._finish_sm100 import BM, Finish
-from gristmill.kernels.linear.block_scaled_cutedsl.shapes import COLUMNS, FORMS, ROWS, TILE_BYTES, room
+from gristmill.kernels.cutedsl._sm100 import BM, CLUSTER, free_tensor_memory, slots_by_tma
+from gristmill.kernels.cutedsl.devices import TENSOR_COLUMNS
+from gristmill.kernels.linear.block_scaled_cutedsl._finish_sm100 import Finish
+from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, ROWS, TILE_BYTES, room
 
 MULTIPLIER, LOADER = 4, 5
 """The warps that multiply and load."""
@@ -148,40 +149,20 @@ class Product(Finish):
         ring_sw = blockscaled_layout.make_smem_layout_sfb(whole, tile, self.group, self.slots)
         pieces_s = blockscaled_layout.make_smem_layout_sfb(scaled, of_scaled, self.group, many)
 
-        load, cluster, one = (
-            cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE),
-            (1, 1, 1, 1),
-            (None, None, None, 0),
-        )
+        def load(atom, rows, ring, shape, mma, held=None):
+            copy, slot = (
+                cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE),
+                cute.slice_(ring, (None, None, None, 0)),
+            )
+            return atom(copy, rows, slot, shape, mma, CLUSTER, internal_type=held)
+
+        of_x, of_w, pair = make_tiled_tma_atom_A, make_tiled_tma_atom_B, cutlass.Int16
+        held_w = cutlass.Int8 if const_expr(self.form.mixed) else None
         loads = (
-            make_tiled_tma_atom_A(load, codes(x, self.of_x), cute.slice_(ring_x, one), tile, whole, cluster),
-            make_tiled_tma_atom_A(
-                load,
-                scales(x_scales, x.shape[0]),
-                cute.slice_(ring_sx, one),
-                tile,
-                whole,
-                cluster,
-                internal_type=cutlass.Int16,
-            ),
-            make_tiled_tma_atom_B(
-                load,
-                codes(w, self.of_w),
-                cute.slice_(pieces, one),
-                of_piece,
-                piece,
-                cluster,
-                internal_type=cutlass.Int8 if const_expr(self.form.mixed) else None,
-            ),
-            make_tiled_tma_atom_B(
-                load,
-                scales(w_scales, w.shape[0]),
-                cute.slice_(pieces_s, one),
-                of_scaled,
-                scaled,
-                cluster,
-                internal_type=cutlass.Int16,
-            ),
+            load(of_x, codes(x, self.of_x), ring_x, tile, whole),
+            load(of_x, scales(x_scales, x.shape[0]), ring_sx, tile, whole, pair),
+            load(of_w, codes(w, self.of_w), pieces, of_piece, piece, held_w),
+            load(of_w, scales(w_scales, w.shape[0]), pieces_s, of_scaled, scaled, pair),
         )
         self.kernel(
             (whole, piece, scaled),
@@ -214,7 +195,7 @@ class Product(Finish):
         sx_scales = memory.allocate_tensor(self.of_scales, rings[1], byte_alignment=1024)
         sw_scales = memory.allocate_tensor(self.of_scales, rings[3], byte_alignment=1024)
         if warp == 0:
-            cute.arch.alloc_tmem(COLUMNS, tensor_memory)
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, tensor_memory)
             for one in cutlass.range_constexpr(4):
                 cpasync.prefetch_descriptor(loads[one][0])
             initialize(ring, self.slots, 1, 1)
@@ -239,10 +220,7 @@ class Product(Finish):
                 cute.make_tensor(sw_scales.iterator, pieces[1]),
             )
             self.load(mmas, loads, (sx, sx_scales), slots_w, ring, out, steps)
-        cute.arch.sync_threads()
-        if warp == 0:
-            cute.arch.relinquish_tmem_alloc_permit()
-            cute.arch.dealloc_tmem(pointer, COLUMNS)
+        free_tensor_memory(warp, pointer, TENSOR_COLUMNS)
 
     @cute.jit
     def partition(self, load: tuple[cute.CopyAtom, cute.Tensor], ring: cute.Tensor, tiles: cute.Tensor):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernels.cutedsl.devices import SHARED_BYTES, TENSOR_COLUMNS
 
 ROWS, GROUPS, TILE_BYTES = 128, 4, 512
 """Rows and groups of a tile of scales, and its bytes (`quant/layouts/scales128x4_v1.py`)."""
@@ -13,10 +14,8 @@ PART_BYTES = 256
 """Parts of a workspace begin at multiples of it."""
 MAXIMA = 256
 """Parts of x whose largest magnitudes make NVFP4's factor of all of x."""
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a CTA of sm_100 and sm_103."""
-COLUMNS, PART = 512, 32
-"""Columns of tensor memory; columns of y that a thread finishes at a time."""
+PART = 32
+"""Columns of y that a thread finishes at a time."""
 TILES = (64, 128, 256)
 """Rows of W of a tile."""
 
@@ -86,7 +85,7 @@ def room_of(scheme: str, m: int, k: int) -> Room:
 
 
 class TensorMemory(NamedTuple):
-    """Columns of tensor memory, 32 bits of 128 lanes each: the sums of two tiles from column 0 on, then scales, the last ones.
+    """Columns of tensor memory: the sums of two tiles from column 0 on, then scales, the last ones.
 
     Attributes:
         apart: from the sums of one tile to those of the other. shared: columns that both have.
@@ -101,7 +100,7 @@ class TensorMemory(NamedTuple):
 
 def tensor_memory(bn: int) -> TensorMemory:
     """The columns of products by BN rows of W, each by four instructions along K: every one has scales of 128 rows of x and of W."""
-    of_w = COLUMNS - 4 * GROUPS * cdiv(bn, ROWS)
+    of_w = TENSOR_COLUMNS - 4 * GROUPS * cdiv(bn, ROWS)
     of_x = of_w - 4 * GROUPS
     apart = min(bn, of_x - bn)
     return TensorMemory(apart, bn - apart, of_x, of_w)

@@ -15,6 +15,7 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.cutedsl import PACKAGES, CuteDslCase, program
+from gristmill.kernels.cutedsl.devices import PROCESSORS
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import (
     FORMS,
     GROUPS,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from gristmill.kernels.calls import LinearCall
 
-PROCESSORS = 148
-"""Multiprocessors of a target that does not say how many it has: those of a B200."""
 BUILD = "gristmill.kernels.linear.block_scaled_cutedsl._product_sm100:product"
 
 

@@ -8,12 +8,12 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cutedsl._pieces import Slots, advance, placeholder, swiglu
-from gristmill.kernels.cutedsl._sm100 import BM
+from gristmill.kernels.cutedsl._pieces import Slots, advance, eight, placeholder, swiglu
+from gristmill.kernels.cutedsl._sm100 import BM, part_reader
 from gristmill.kernels.linear.cutedsl_sm100.shapes import SCALES, SLOT_BYTES
 
 LANES = 32
@@ -97,14 +97,7 @@ class Finish:
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         quad, lane = warp // 4, thread % LANES
-        parts = cute.flat_divide(products[(None, None), 0, 0, None], (BM, PART, 1))
-        read = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), Float32),
-            parts[None, None, 0, 0, 0, 0],
-        )
-        own = read.get_slice(thread % BM)
-        sources = own.partition_S(parts)[None, None, None, 0, 0, None, None]
-        shape = own.partition_D(cute.make_identity_tensor((BM, PART))).shape
+        read, sources, shape = part_reader(products, PART, thread % BM)
         staged = so[lane, None, warp]
         stage, turn, slot, phase = Int32(0), Int32(0), Int32(0), Int32(0)
         count, per = self.tiles(out), self.bn // (PART * self.quads)
@@ -255,11 +248,10 @@ class Finish:
             residual = ending[-1]
             for c in cutlass.range_constexpr(PART // 8):
                 if row < out.shape[0] and n + 8 * c < out.shape[1]:
-                    of_row = residual.iterator + Int64(row) * residual.layout.stride[0] + (n + 8 * c)
-                    eight = cute.make_rmem_tensor((8,), self.dtype)
-                    cute.autovec_copy(cute.make_tensor(of_row.align(16), cute.make_layout(8)), eight)
+                    added = cute.make_rmem_tensor((8,), self.dtype)
+                    cute.autovec_copy(eight(residual, row, n + 8 * c), added)
                     for i in cutlass.range_constexpr(8):
-                        y[8 * c + i] += eight[i].to(Float32)
+                        y[8 * c + i] += added[i].to(Float32)
         if const_expr(at == 0):
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was here has been stored
             cute.arch.sync_warp()

@@ -20,7 +20,14 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
 from gristmill.kernels.cutedsl._pieces import Slots, advance, allocate, initialize, shared_tensor
-from gristmill.kernels.cutedsl._sm100 import BM, Operands, copy_halves, multiply_part, slots_by_tma
+from gristmill.kernels.cutedsl._sm100 import (
+    BM,
+    Operands,
+    copy_halves,
+    free_tensor_memory,
+    multiply_part,
+    slots_by_tma,
+)
 from gristmill.kernels.linear.cutedsl_sm100._finish import LANES, Finish
 from gristmill.kernels.linear.cutedsl_sm100.shapes import SLOT_BYTES
 
@@ -113,10 +120,7 @@ class Product(Finish):
             elif warp == self.finishers + 1:
                 both = cute.make_tensor(sw.iterator, halves.outer)
                 self.load(mma, half, load_x, load_w, load_scales, sx, both, ss, ring, of_x, out, steps)
-        cute.arch.sync_threads()
-        if warp == 0:
-            cute.arch.relinquish_tmem_alloc_permit()
-            cute.arch.dealloc_tmem(pointer, self.stages * self.bn)
+        free_tensor_memory(warp, pointer, self.stages * self.bn)
 
     @cute.jit
     def load(

@@ -11,17 +11,14 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.cutedsl import PACKAGES
+from gristmill.kernels.cutedsl.devices import PROCESSORS
 
 ROWS, SLOT_BYTES = 128, 128
 """Rows of x of a tile; bytes of a row of a slot."""
 SCALES = 4
 """Slots of the scales of x, for products with scales of blocks."""
-PROCESSORS = 148
-"""Multiprocessors of a target that does not say how many it has."""
-MOST_SHARED, BARRIERS = 227 << 10, 1 << 10
-"""Shared memory that a CTA may have, and what is before its rings."""
-TENSOR_COLUMNS = 512
-"""Columns of 32 bits of tensor memory."""
+BARRIERS = 1 << 10
+"""Shared memory before the rings."""
 
 
 class Tile(NamedTuple):

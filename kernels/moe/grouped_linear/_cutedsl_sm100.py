@@ -13,14 +13,30 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
-from gristmill.kernels.cutedsl._pieces import Slots, advance, allocate, initialize, shared_tensor, swiglu
-from gristmill.kernels.cutedsl._sm100 import BM, Operands, copy_halves, multiply_part, slots_by_tma
+from gristmill.kernels.cutedsl._pieces import (
+    Slots,
+    advance,
+    allocate,
+    eight,
+    initialize,
+    shared_tensor,
+    swiglu,
+)
+from gristmill.kernels.cutedsl._sm100 import (
+    BM,
+    Operands,
+    copy_halves,
+    free_tensor_memory,
+    multiply_part,
+    part_reader,
+    slots_by_tma,
+)
 from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
 
 BK = 64
@@ -108,7 +124,7 @@ class GroupedLinear(Program):
         steps = (x.shape[1] + BK - 1) // BK
         if warp < MULTIPLIER:
             self.write(tiles, sums, offsets, *ending, out)
-            self.clear(offsets, out)
+            self.clear(offsets, out, cute.arch.thread_idx()[0], 128)
         elif warp == MULTIPLIER:
             self.multiply(mma, tiles, sx, sw, ring, sums, offsets, out, steps)
         elif warp == LOADER:
@@ -117,10 +133,7 @@ class GroupedLinear(Program):
         if const_expr(self.gathered):  # noqa: SIM102  (this one is decided when it is compiled)
             if warp >= GATHERERS:
                 self.gather(sx, ring, x, offsets, permutation, out, top_k, steps)
-        cute.arch.sync_threads()
-        if warp == 0:
-            cute.arch.relinquish_tmem_alloc_permit()
-            cute.arch.dealloc_tmem(pointer, 2 * self.bn)
+        free_tensor_memory(warp, pointer, 2 * self.bn)
 
     @cute.jit
     def load(
@@ -203,9 +216,9 @@ class GroupedLinear(Program):
             for step in range(steps):
                 cute.arch.mbarrier_wait(ring.empty + slot, phase ^ 1)
                 for i in cutlass.range_constexpr(BM // 16):
-                    at = Int64(sources[i]) * x.layout.stride[0] + step * BK + thread % 8 * 8
-                    eight = cute.make_tensor((x.iterator + at).align(16), cute.make_layout(8))
-                    cute.copy(copy, eight, to[(None, 0), i, 0, slot])
+                    cute.copy(
+                        copy, eight(x, sources[i], step * BK + thread % 8 * 8), to[(None, 0), i, 0, slot]
+                    )
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas
@@ -268,27 +281,20 @@ class GroupedLinear(Program):
         ctas, _, _ = cute.arch.grid_dim()
         columns = out.shape[1]
         wide = (columns + self.columns - 1) // self.columns
-        parts = cute.flat_divide(tiles[(None, None), 0, 0, None], (BM, PART, 1))
-        read = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), Float32),
-            parts[None, None, 0, 0, 0, 0],
-        )
-        own = read.get_slice(thread)
-        sources = own.partition_S(parts)
-        places = own.partition_D(cute.make_identity_tensor((BM, PART)))
+        read, sources, shape = part_reader(tiles, PART, thread)
         tile, stage, turn = Int32(cta), Int32(0), Int32(0)
         expert, start, first, before = find(offsets, BM, wide, tile, Int32(0), Int32(0))
         while expert < offsets.shape[0] - 1:
             row0, end, n0 = place(offsets, expert, BM, self.columns, tile - start)
             cute.arch.mbarrier_wait(sums.full + stage, turn)
-            row = row0 + places[0][0]
+            row = row0 + thread
             for part in cutlass.range_constexpr(self.columns // PART):
                 n = n0 + part * PART
                 y = cute.make_rmem_tensor((PART,), self.dtype)
-                values = self.sums_of(read, sources, places, part, stage, bias, expert, n)
+                values = self.sums_of(read, sources, shape, part, stage, bias, expert, n)
                 if const_expr(self.gated):
                     up = part + self.columns // PART
-                    ups = self.sums_of(read, sources, places, up, stage, bias, expert, n + columns)
+                    ups = self.sums_of(read, sources, shape, up, stage, bias, expert, n + columns)
                     for i in cutlass.range(PART, unroll_full=True):
                         y[i] = swiglu(values[i], ups[i], self.clamped, alpha, limit).to(self.dtype)
                 else:
@@ -296,9 +302,7 @@ class GroupedLinear(Program):
                         y[i] = values[i].to(self.dtype)
                 for c in cutlass.range_constexpr(PART // 8):
                     if row < end and n + 8 * c < columns:
-                        to = out.iterator + Int64(row) * out.layout.stride[0] + (n + 8 * c)
-                        eight = cute.make_tensor(y.iterator + 8 * c, cute.make_layout(8))
-                        cute.autovec_copy(eight, cute.make_tensor(to.align(16), cute.make_layout(8)))
+                        cute.autovec_copy(cute.local_tile(y, (8,), (c,)), eight(out, row, n + 8 * c))
             cute.arch.fence_view_async_tmem_load()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(sums.empty + stage)
@@ -311,7 +315,7 @@ class GroupedLinear(Program):
         self,
         read: cute.TiledCopy,
         sources: cute.Tensor,
-        places: cute.Tensor,
+        shape: cutlass.Constexpr,
         part: cutlass.Constexpr,
         stage: Int32,
         bias: cute.Tensor,
@@ -319,24 +323,9 @@ class GroupedLinear(Program):
         n: Int32,
     ):
         """This thread's sums of `PART` columns, from column n of W on, with their biases."""
-        values = cute.make_rmem_tensor(places.shape, Float32)
-        cute.copy(read, sources[None, None, None, 0, 0, part, stage], values)
+        values = cute.make_rmem_tensor(shape, Float32)
+        cute.copy(read, sources[None, None, None, part, stage], values)
         if const_expr(self.biased):
             for i in cutlass.range(PART, unroll_full=True):
                 values[i] += bias[expert, cutlass.min(n + i, bias.shape[1] - 1)].to(Float32)
         return values
-
-    @cute.jit
-    def clear(self, offsets: cute.Tensor, out: cute.Tensor):
-        """Zero this CTA's share of the rows past those of the last expert, by 128 threads."""
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        begin, across = offsets[offsets.shape[0] - 1], out.shape[1] // 8
-        zeros = cute.make_rmem_tensor((8,), self.dtype)
-        zeros.fill(0.0)
-        index = Int64(cta) * 128 + thread
-        while index < Int64(out.shape[0] - begin) * across:
-            to = out.iterator + (begin + index // across) * out.layout.stride[0] + index % across * 8
-            cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(8)))
-            index += Int64(ctas) * 128

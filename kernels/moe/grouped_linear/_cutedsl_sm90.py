@@ -12,13 +12,13 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
-from gristmill.kernels.cutedsl._pieces import advance, allocate, initialize, shared_tensor, swiglu
+from gristmill.kernels.cutedsl._pieces import advance, allocate, eight, initialize, shared_tensor, swiglu
 from gristmill.kernels.cutedsl._sm90 import LOADERS, Store, ring_layout, tile_layout, wgmma
 from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, arguments, find, place
 
@@ -119,8 +119,6 @@ class GroupedLinear(Program):
     ):
         """The tiles of a CTA; then its share of the rows past those of the last expert, which are zero."""
         thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         memory = SmemAllocator()
@@ -145,16 +143,7 @@ class GroupedLinear(Program):
             steps = (x_by_tma.shape[1] + BK - 1) // BK
             self.multiply(mma, mma_out, sx, sw, so, *barriers, offsets, bias, out, steps, alpha, limit)
 
-            rest = offsets[offsets.shape[0] - 1]
-            across = out.shape[1] // 8
-            zeros = cute.make_rmem_tensor((8,), self.dtype)
-            zeros.fill(0.0)
-            index = Int64(cta) * (self.groups * 128) + thread - LOADERS
-            while index < Int64(out.shape[0] - rest) * across:
-                row = rest + index // across
-                to = out.iterator + row * out.layout.stride[0] + index % across * 8
-                cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(8)))
-                index += Int64(ctas) * (self.groups * 128)
+            self.clear(offsets, out, thread - LOADERS, self.groups * 128)
 
     @cute.jit
     def load(
@@ -235,9 +224,8 @@ class GroupedLinear(Program):
                         )
                 if const_expr(self.gathered):
                     for i in cutlass.range_constexpr(self.bm // 16):
-                        at = Int64(sources[i]) * x.layout.stride[0] + step * BK + thread % 8 * 8
-                        eight = cute.make_tensor((x.iterator + at).align(16), cute.make_layout(8))
-                        cute.copy(gather, eight, to_x[(None, 0), i, 0, slot])
+                        part = eight(x, sources[i], step * BK + thread % 8 * 8)
+                        cute.copy(gather, part, to_x[(None, 0), i, 0, slot])
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas

@@ -8,10 +8,10 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from gristmill.kernel_registry.kernel import Config
-from gristmill.kernels.cutedsl._pieces import placeholder
+from gristmill.kernels.cutedsl._pieces import eight, placeholder
 
 
 def arguments(dtype):
@@ -48,6 +48,19 @@ class Program:
         self.gated, self.biased, self.clamped = (flag in flags for flag in ("silu_mul", "bias", "clamp"))
         self.gathered = bool(config["gather"])
         self.columns = self.bn // 2 if self.gated else self.bn
+
+    @cute.jit
+    def clear(self, offsets: cute.Tensor, out: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
+        """Zero this CTA's share of the rows past those of the last expert, by so many threads."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        begin, across = offsets[offsets.shape[0] - 1], out.shape[1] // 8
+        zeros = cute.make_rmem_tensor((8,), self.dtype)
+        zeros.fill(0.0)
+        index = Int64(cta) * threads + thread
+        while index < Int64(out.shape[0] - begin) * across:
+            cute.autovec_copy(zeros, eight(out, begin + index // across, index % across * 8))
+            index += Int64(ctas) * threads
 
 
 @cute.jit

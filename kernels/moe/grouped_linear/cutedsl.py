@@ -13,6 +13,7 @@ from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import need
 from gristmill.kernels.cutedsl import PACKAGES, CuteDslCase, program
+from gristmill.kernels.cutedsl.devices import PROCESSORS
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import GroupedLinearCall
@@ -69,7 +70,7 @@ MACHINES = (
         {(128, 256): 3, (128, 128): 6, (64, 256): 4, (64, 128): 6},
         132,
     ),
-    Machine("sm100", "tcgen05", "sm_100f", "sm_100a", {(128, 256): 4, (128, 128): 6}, 148),
+    Machine("sm100", "tcgen05", "sm_100f", "sm_100a", {(128, 256): 4, (128, 128): 6}, PROCESSORS),
 )
 
 
