@@ -58,6 +58,7 @@ class Group:
         vary: ``vary(problem, packed arguments, index)`` -> the arguments of call `index`, none of which another call writes. Together
             they have left the cache when they are used again.
         error: the error of a peer's outputs, where `error_of` is for an implementation of the operation alone.
+        limit: of errors, where the operation's tolerance is for fewer outputs than these problems have; None = that tolerance.
     """
 
     name: str
@@ -67,9 +68,14 @@ class Group:
     inputs: Callable[[Problem, str], Arguments]
     vary: Callable[[Problem, Arguments, int], Arguments] = at_other_addresses
     error: Callable[..., float] = error_of
+    limit: Callable[[Problem], float] | None = None
 
     def problem(self, cell: Cell) -> Problem:
         return default_registry().op(self.op).problem(cell.problem)
+
+    def limit_of(self, problem: Problem) -> float:
+        """What an error may be."""
+        return self.limit(problem) if self.limit else default_registry().op(self.op).tolerance(problem).limit
 
     @property
     def cells(self) -> Iterator[Cell]:

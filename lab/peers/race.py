@@ -108,7 +108,7 @@ class Race:
             for name, adapter in peer.of(op.name).items():
                 if adapter.accepts(problem) is None:
                     adapters[name] = adapter
-        row["limit"] = op.tolerance(problem).limit
+        row["limit"] = group.limit_of(problem)
         self._measure(group, cell, adapters, ours, found)
         row |= against_best_peer(found.samples, row["kernel"], ours)
         return row | {"candidates": found.candidates, "wrong": found.wrong, "refused": found.refused}
@@ -118,7 +118,7 @@ class Race:
     ) -> None:
         op, problem, device = default_registry().op(group.op), group.problem(cell), self.settings.device
         arguments = group.inputs(problem, device)
-        references, limit, cost = run_reference(op, arguments), op.tolerance(problem).limit, op.cost(problem)
+        references, limit, cost = run_reference(op, arguments), group.limit_of(problem), op.cost(problem)
         count = self.settings.copies or min(MAX_SETS, cold_count(cost.bytes))
         runs, held = dict[str, list[Run]](), []
         first = dict[str, Arguments]()

@@ -20,6 +20,10 @@ OP = default_registry().op("paged_attention")
 KERNEL = default_registry().kernel("paged_attention", "paged_attention_sm80_split")
 MORE = default_registry().kernel("paged_attention", "paged_attention_sm80_more_split")
 
+LARGEST = {"bf16": 2**-7 + 6 * 1.65e-3, "fp16": 2**-10 + 6 * 2.1e-4}
+"""Limits of the worst of millions of values: the roundings of the result and of the reference, and six standard deviations of what rounding each
+weight to 16 bits does to a sum of many. The operation's tolerance is for the few thousand values of its examples."""
+
 
 @pytest.mark.parametrize("kernel", [KERNEL, MORE], ids=lambda kernel: kernel.name)
 def test_every_example(kernel: Kernel) -> None:
@@ -86,7 +90,10 @@ def test_batches_with_prompts(kernel: Kernel, dim: int, cache: str, x: str, flag
             )
             problem = OP.problem(text)
             result = verify(OP, kernel, kernel.config(problem, TARGET), problem, DEVICE)
-            assert result.ok, (text, result)
+            assert result.error is not None and result.error <= max(result.tolerance, LARGEST[x]), (
+                text,
+                result,
+            )
 
 
 def test_a_graph_takes_other_lengths_and_repeats_its_bits() -> None:

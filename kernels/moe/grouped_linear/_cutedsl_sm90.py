@@ -24,6 +24,8 @@ from gristmill.kernels.moe.grouped_linear._cutedsl_tiles import Program, argumen
 
 BK = 64
 """Columns of a slot: 128 bytes, the width of the swizzle."""
+REGISTERS = 64 * 1024
+"""Of a multiprocessor, and so of a CTA."""
 
 
 def grouped_linear(config: Config) -> Source:
@@ -38,12 +40,15 @@ class GroupedLinear(Program):
     Attributes:
         bm: rows of x of a tile.
         groups: warpgroups that multiply, 64 rows of a tile each.
+        registers: of a thread that loads, and of one that multiplies; the increase waits forever if a CTA has fewer than all of them.
     """
 
     def __init__(self, dtype, config: Config):
         super().__init__(dtype, config)
         self.bm = int(config["bm"])
         self.groups = self.bm // 64
+        load = 72 if self.gathered else 40
+        self.registers = (load, min(240, (REGISTERS // 128 - load) // self.groups // 8 * 8))
 
     @cute.jit
     def __call__(
@@ -134,12 +139,12 @@ class GroupedLinear(Program):
         cute.arch.sync_threads()
 
         if warp_index < LOADERS // 32:
-            cute.arch.setmaxregister_decrease(72 if const_expr(self.gathered) else 40)
+            cute.arch.setmaxregister_decrease(self.registers[0])
             self.load(
                 tma_x, x_by_tma, tma_w, w_by_tma, sx, sw, *barriers, x, offsets, permutation, out, top_k
             )
         else:
-            cute.arch.setmaxregister_increase(232 if const_expr(self.groups == 2) else 240)
+            cute.arch.setmaxregister_increase(self.registers[1])
             steps = (x_by_tma.shape[1] + BK - 1) // BK
             self.multiply(mma, mma_out, sx, sw, so, *barriers, offsets, bias, out, steps, alpha, limit)
 
@@ -293,7 +298,8 @@ class GroupedLinear(Program):
                 cute.arch.mbarrier_arrive(empty + previous)
 
             y = cute.make_rmem_tensor(mma_out.partition_shape_C((self.bm, self.columns)), self.dtype)
-            self.finish(sums, y, bias, own, expert, n0, columns, alpha, limit)
+            places = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.bm, self.bn)))
+            self.finish(sums, y, bias, places, expert, n0, columns, alpha, limit)
             store(y, cute.domain_offset((row0, n0), out), end - row0, columns - n0)
             tile += ctas
             expert, start, first, before = find(offsets, self.bm, wide, tile, first, before)
@@ -304,16 +310,15 @@ class GroupedLinear(Program):
         sums: cute.Tensor,
         y: cute.Tensor,
         bias: cute.Tensor,
-        own: cute.ThrMma,
+        places: cute.Tensor,
         expert: Int32,
         n0: Int32,
         columns: Int32,
         alpha: Float32,
         limit: Float32,
     ):
-        """Add biases, apply the activation, round. Gate and up of a column are half of a thread's sums apart."""
+        """Add biases, apply the activation, round. Gate and up of a column are half of a thread's sums apart. places: of its sums in the tile."""
         if const_expr(self.biased):
-            places = own.partition_C(cute.make_identity_tensor((self.bm, self.bn)))
             for i in cutlass.range_constexpr(cute.size(sums) // 4):
                 for column in cutlass.range_constexpr(2):  # two of two rows
                     n = n0 + places[4 * i + column][1]

@@ -2,13 +2,14 @@
 
 from lab.peers.arguments import of_operation
 from lab.peers.group import Group
-from lab.peers.groups.attention import decode, prefill
+from lab.peers.groups.attention import decode, limit, prefill
 
 GROUPS = (
     Group(
         name="mla_decode",
         op="mla_attention",
         inputs=of_operation,
+        limit=limit,
         models={
             "DeepSeek-V3": (
                 f"{decode(1, 4096)},heads=128",
@@ -29,6 +30,7 @@ GROUPS = (
         name="mla_prefill",
         op="varlen_attention",
         inputs=of_operation,
+        limit=limit,
         models={
             "DeepSeek-V3": (
                 f"{prefill(2048)},heads=128,kv_heads=128",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from gristmill.kernel_registry import closure
+from gristmill.kernel_registry.kernel import load_attribute
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
@@ -146,3 +148,30 @@ def test_the_fp8_product_is_given_what_its_program_reads(
         cutedsl_fp8_sm90.launch(kernel.config(problem, Target.parse("sm_90")), call)
         expected = given.dequantize() @ weight.dequantize("fp32").T
         torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-2)
+
+
+def moved_registers(ptx: str) -> int:
+    """Registers of a CTA after its warpgroups have exchanged them: one releases, the others ask for more."""
+    (threads,) = (int(number) for number in re.findall(r"\.reqntid (\d+)", ptx))
+    released, asked = (
+        {int(number) for number in re.findall(rf"setmaxnreg\.{way}\.sync\.aligned\.u32\s+(\d+)", ptx)}
+        for way in ("dec", "inc")
+    )
+    assert len(released) == len(asked) == 1
+    return 128 * released.pop() + (threads - 128) * asked.pop()
+
+
+@pytest.mark.parametrize(
+    "pair", [pair for pair in PAIRS if pair.target == "sm_90"], ids=lambda pair: pair.key
+)
+def test_no_warpgroup_waits_for_registers_that_a_cta_lacks(pair: compile_matrix.Pair, tmp_path: Path) -> None:
+    """setmaxnreg.inc would wait forever."""
+    case = next(
+        one
+        for one in load_attribute(pair.kernel.aot or "")(Target.parse(pair.target))
+        if one.name == pair.case
+    )
+    source = load_attribute(case.build)(case.config)
+    cutedsl.compile_program(source, "sm_90a", "--keep-ptx", f"--dump-dir={tmp_path}")
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert 0 < moved_registers(ptx) <= 64 * 1024
