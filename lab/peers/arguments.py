@@ -17,6 +17,7 @@ from gristmill.kernels.moe._clamped import ALPHA, LIMIT
 from gristmill.kernels.quantized_inputs import random_weight
 from gristmill.kernels.random_inputs import Draw
 from gristmill.quant import QuantTensor
+from gristmill.runtime.layers.codes import new_codes
 from lab.peers.adapter import Arguments
 
 
@@ -42,8 +43,16 @@ def linear(problem: Problem, device: str) -> Arguments:
     weight = _weight(default_registry().op("linear").static(problem), device)
     draw = Draw(problem, 1, device, source=device)
     (x,) = draw.stored(draw.rows(m, k, spread=0.5))
-    codes = given_codes.codes_of(x, str(weight.scheme.activation)) if problem["codes"] else (None, None)
-    return [x, weight, None, None, False, n, None, *codes]
+    return [x, weight, None, None, False, n, None, *(_codes(x, weight) if problem["codes"] else (None, None))]
+
+
+def _codes(x: torch.Tensor, weight: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of x in memory as a layer's kernel writes them; peers are given them in their own layouts."""
+    form = str(weight.scheme.activation)
+    made = new_codes(x, x.shape[-1], form)
+    for there, value in zip(made, given_codes.codes_of(x, form), strict=True):
+        there.copy_(value)
+    return made
 
 
 @lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ READ = Reading(size=1_000_000, copies=64, us=12.0, how="dot")
             "read kernel of 1000000 bytes, 64 in turn (dot)",
         ),
         (Cost(bytes=1_000_000, flops=40_000_000), 12.0, 20.0, "compute", "compute"),
-        (Cost(bytes=1, flops=1), 2.0, 3.0, "launch", "launch"),
+        (Cost(bytes=1, flops=1), 2.0, 2.0, "launch", "read kernel of 1 bytes, 64 in turn (dot)"),
         (Cost(bytes=1, flops=1), 3.5, 3.5, "launch", "read kernel of 1 bytes, 64 in turn (dot)"),
         (
             Cost(bytes=1_000_000, flops=10**12, unit="fp4"),

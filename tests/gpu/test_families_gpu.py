@@ -1,8 +1,7 @@
 """Every family on the GPU, compared with transformers as `tests/runtime` compares it on the CPU: in float32 by the same checks, and in bfloat16
 by the error that transformers itself has in bfloat16 on this device.
 
-A case whose shapes no kernel of the device serves fails; nothing here is skipped. A run of the whole file is recorded in RECORD, in the form of
-pytest_gpu.json; without it no family is listed as proven on a GPU.
+A case whose shapes no kernel of the device serves fails; nothing here is skipped. What runs of these tests proved is in RECORD.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tests.runtime.test_families import IDS, LIMITS, PARAMS, PROMPTS, Expected, 
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-RECORD = "bench/results/*/families.json"
+RECORD = "bench/results/h200/pytest_gpu.json"
 WITHOUT_GRAPHS: dict[str, Any] = {"decode_graphs": False, "prompt_graphs": 0}
 EXCESS = 1.5
 """The largest mean square of an error in bfloat16, as a multiple of that of transformers' result. Both round the same weights, and activations at
