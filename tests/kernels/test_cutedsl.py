@@ -238,3 +238,18 @@ def test_a_launch_names_rows_that_are_not_aligned() -> None:
     call = SimpleNamespace(x=x, weight=(torch.zeros(2, 8, 64, dtype=torch.bfloat16),), out=torch.zeros(4, 8))
     with pytest.raises(ValueError, match=r"multiples of 16 bytes, got strides \(68, 1\)"):
         grouped_cutedsl.launch(KERNEL.config(OP.problem(KERNEL.examples[0]), HOPPER), call)
+
+
+def test_tiles_give_every_multiprocessor_work() -> None:
+    """Few experts with few rows take narrow tiles, where wide ones would leave multiprocessors idle; many take wide ones."""
+    hopper = grouped_cutedsl.MACHINES[0]
+
+    def first(rows: int, experts: int, n: int) -> tuple[int, int]:
+        tile = hopper.ranked(rows, experts, n, 132)[0]
+        return int(tile["bm"]), int(tile["bn"])
+
+    assert first(8, 128, 1536) == first(8, 128, 2048) == (64, 128)  # 96 and 128 tiles
+    assert first(2, 8, 14336) == (64, 256) and first(2, 8, 4096) == (64, 64)
+    assert first(128, 8, 14336) == (64, 128)  # seven turns of 896 tiles, not four of 448 that are twice as wide
+    assert first(512, 128, 1536) == (64, 256) and first(8192, 8, 14336) == (128, 256)
+    assert len(hopper.ranked(0, 8, 64, 132)) == len(hopper.tiles)

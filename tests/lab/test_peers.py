@@ -133,6 +133,14 @@ def test_a_run_goes_on_where_one_ended(tmp_path: Path, capsys) -> None:
     assert read(out)["rows"][0] == first and len(read(out)["rows"]) == 2
 
 
+def test_cells_are_chosen_by_what_they_are_called(tmp_path: Path) -> None:
+    assert (
+        run(tmp_path / "peers.json", "--groups", "linear_dense,linear_int4", "--where", "m=7,n=96,k=256") == 0
+    )
+    [row] = read(tmp_path / "peers.json")["rows"]
+    assert row["problem"] == "m=7,n=96,k=256,w=int4_g128"
+
+
 def test_json_alone_on_stdout(tmp_path: Path, capsys) -> None:
     def loud(y: torch.Tensor) -> torch.Tensor:
         print("INFO: a library greets")

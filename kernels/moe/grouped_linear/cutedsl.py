@@ -3,13 +3,13 @@ grouped_linear_cutedsl_sm100 for data-centre Blackwell (`_cutedsl_sm100.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from gristmill.kernel_registry.kernel import Config, ConfigValue, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import need
 from gristmill.kernels.cutedsl import PACKAGES, CuteDslCase, program
@@ -49,16 +49,28 @@ class Machine(NamedTuple):
             features=features, vendors=("nvidia",), packages=PACKAGES, code=f"cutedsl:{self.code}"
         )
 
-    def ranked(self, rows: float) -> Iterator[dict[str, ConfigValue]]:
-        """The tiles, best first for an expert of so many rows: as few rows of x as hold them."""
-        high = 64 if rows <= 64 else 128
-        for bm, bn in sorted(self.tiles, key=lambda tile: (tile[0] != high, -tile[1])):
-            yield {"bm": bm, "bn": bn, "slots": self.tiles[bm, bn]}
+    def ranked(self, rows: int, experts: int, n: int, ctas: int) -> list[dict[str, ConfigValue]]:
+        """The tiles, best first for so many rows of x, which the experts share evenly, and N rows of W.
+
+        As few rows of x as hold those of an expert; then as little as possible of W, and of x beside it, for the CTA that has most tiles.
+        """
+        active = max(1, min(experts, rows))
+        high = 64 if rows <= 64 * active else 128
+
+        def order(tile: tuple[int, int]) -> tuple[bool, float]:
+            bm, bn = tile
+            tiles = active * cdiv(cdiv(rows, active), bm) * cdiv(n, bn)
+            return bm != high, cdiv(tiles, ctas) * (bn + bm / 4)
+
+        return [{"bm": bm, "bn": bn, "slots": self.tiles[bm, bn]} for bm, bn in sorted(self.tiles, key=order)]
+
+    def ctas(self, target: Target) -> int:
+        """One for each multiprocessor."""
+        return target.multiprocessors or self.processors
 
     def fixed(self, x: str, target: Target) -> dict[str, ConfigValue]:
-        """What every configuration has: one CTA per multiprocessor, the type, the architecture."""
-        ctas = target.multiprocessors or self.processors
-        return {"ctas": ctas, "x": x, "arch": target.nvcc_arch or self.arch}
+        """What every configuration has: CTAs, the type, the architecture."""
+        return {"ctas": self.ctas(target), "x": x, "arch": target.nvcc_arch or self.arch}
 
 
 MACHINES = (
@@ -67,7 +79,7 @@ MACHINES = (
         "wgmma",
         "sm_90a",
         "sm_90a",
-        {(128, 256): 3, (128, 128): 6, (64, 256): 4, (64, 128): 6},
+        {(128, 256): 3, (128, 128): 6, (64, 256): 4, (64, 128): 6, (64, 64): 12},
         132,
     ),
     Machine("sm100", "tcgen05", "sm_100f", "sm_100a", {(128, 256): 4, (128, 128): 6}, PROCESSORS),
@@ -149,6 +161,7 @@ def aot(target: Target) -> list[CuteDslCase]:
             (128, 128, "bias+clamp+silu_mul", True),
             (64, 256, "silu_mul", True),
             (64, 128, "bias", False),
+            (64, 64, "silu_mul", True),
         )
         if (bm, bn) in machine.tiles
     ]
@@ -158,9 +171,9 @@ def kernel(machine: Machine) -> Kernel:
     """The spec of the kernel of an architecture."""
 
     def space(problem: Problem, target: Target) -> Iterable[Config]:
-        (m, e), flags = problem.integers(*"me"), problem.flags("epilogue")
+        (m, e, n), flags = problem.integers(*"men"), problem.flags("epilogue")
         epilogue, gather = "+".join(sorted(flags)) or "none", bool(problem["gather"])
-        for tile in machine.ranked(m / e):
+        for tile in machine.ranked(m, e, n, machine.ctas(target)):
             yield {**tile, "epilogue": epilogue, "gather": gather, **machine.fixed(problem.text("x"), target)}
 
     def config(problem: Problem, target: Target) -> Config:

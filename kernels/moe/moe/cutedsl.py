@@ -47,16 +47,25 @@ def kernel(machine: Machine) -> Kernel:
     """The spec of the kernel of an architecture."""
 
     def space(problem: Problem, target: Target) -> Iterable[Config]:
-        (m, top_k, e), flags = problem.integers("m", "top_k", "e"), problem.flags("epilogue")
+        m, top_k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
+        flags, rows, ctas = problem.flags("epilogue"), m * top_k, machine.ctas(target)
         first = {"silu_mul"} | ({"bias"} if "w13_bias" in flags else set()) | ({"clamp"} & set(flags))
         rest: dict[str, ConfigValue] = {
             "epilogue1": "+".join(sorted(first)),
             "epilogue2": "bias" if "w2_bias" in flags else "none",
             **machine.fixed(problem.text("x"), target),
         }
-        for tile in machine.ranked(m * top_k / e):
-            both = {f"{name}{product}": tile[name] for product in (1, 2) for name in TILE}
-            yield both | rest
+        best1, *others1 = machine.ranked(rows, e, 2 * i, ctas)
+        best2, *others2 = machine.ranked(rows, e, h, ctas)
+        pairs = [
+            (best1, best2),
+            *((other, best2) for other in others1),
+            *((best1, other) for other in others2),
+        ]
+        for pair in pairs:
+            yield {
+                f"{name}{product}": tile[name] for product, tile in enumerate(pair, 1) for name in TILE
+            } | rest
 
     def config(problem: Problem, target: Target) -> Config:
         return next(iter(space(problem, target)))
