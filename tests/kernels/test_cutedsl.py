@@ -85,19 +85,16 @@ def test_the_architecture_is_that_of_the_target(op: str, name: str) -> None:
         ("m=16,n=64,k=144,x=fp16,w=fp8_ch.fp8_token,epilogue=bias+silu_mul", None),
         ("m=16,n=64,k=136,w=fp8_ch.fp8_token", "K a multiple of 16"),
         ("m=16,n=60,k=128,w=fp8.fp8_token", "N of 8"),
+        ("m=16,n=24,k=128,w=fp8.fp8_token,epilogue=silu_mul", "multiples of 8, got 12"),
         ("m=16,n=64,k=128,x=fp32,w=fp8_ch.fp8_token", "not fp32"),
         ("m=16,n=64,k=128,w=fp8_ch", "not fp8_ch"),
         ("m=16,n=64,k=128,w=int8_ch.int8_token", "not int8_ch.int8_token"),
     ],
 )
 def test_accepts_fp8(problem: str, reason: str | None) -> None:
-    kernel = default_registry().kernel("linear", "linear_fp8_cutedsl_sm90")
+    kernel = default_registry().kernel("linear", "linear_fp8_cutedsl_sm100")
     refusal = kernel.accepts(LINEAR.problem(problem))
     assert refusal is None if reason is None else refusal is not None and reason in refusal
-    if refusal is None:
-        config = kernel.config(LINEAR.problem(problem), HOPPER)
-        ring, out = int(config["slots"]) * 256 * 128, 128 * 128 * 2
-        assert config["blocks"] is problem.endswith("fp8_g128") and ring + out + 1024 + 96 <= SHARED
 
 
 @pytest.mark.parametrize(
@@ -250,6 +247,9 @@ def test_tiles_give_every_multiprocessor_work() -> None:
 
     assert first(8, 128, 1536) == first(8, 128, 2048) == (64, 128)  # 96 and 128 tiles
     assert first(2, 8, 14336) == (64, 256) and first(2, 8, 4096) == (64, 64)
-    assert first(128, 8, 14336) == (64, 128)  # seven turns of 896 tiles, not four of 448 that are twice as wide
+    assert first(128, 8, 14336) == (
+        64,
+        128,
+    )  # seven turns of 896 tiles, not four of 448 that are twice as wide
     assert first(512, 128, 1536) == (64, 256) and first(8192, 8, 14336) == (128, 256)
     assert len(hopper.ranked(0, 8, 64, 132)) == len(hopper.tiles)

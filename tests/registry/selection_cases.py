@@ -473,7 +473,7 @@ linear | m=512,n=4096,k=4096,w=fp8_ch.fp8_token,epilogue=silu_mul | sm_103 | cut
 linear | m=512,n=4096,k=4096,x=fp16,w=fp8.fp8_token,codes=true | sm_100 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm100
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl89 | - | linear_w8a8_sm89
 linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | cutedsl | linear_w8a8_sm89
-linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | cutedsl | linear_fp8_cutedsl_sm90
+linear | m=512,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | cutedsl | linear_w8a8_sm90
 moe | m=64,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
 grouped_linear | m=16,e=128,n=1536,k=2048,w=mxfp4 | cpu:avx2 | x86 | - | grouped_linear_cpu@avx2
 grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_linear_torch
@@ -791,8 +791,6 @@ grouped_linear | m=16,e=128,n=1536,k=2048 | sm_120 | cutedsl | - | grouped_linea
 grouped_linear | m=16,e=128,n=1536,k=2048 | sm_100 | cutedsl | - | grouped_linear_cutedsl_sm90 | hardware | lacks wgmma
 grouped_linear | m=16,e=128,n=1536,k=2048 | sm_90 | cutedsl-old | - | grouped_linear_cutedsl_sm90 | build | 4.8 or newer is needed
 grouped_linear | m=16,e=128,n=1536,k=2044 | sm_90 | cutedsl | - | grouped_linear_cutedsl_sm90 | problem | multiples of 8
-linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_100 | cutedsl | - | linear_fp8_cutedsl_sm90 | hardware | lacks wgmma
-linear | m=1024,n=4096,k=4096,w=int8_ch.int8_token | sm_90 | cutedsl | - | linear_fp8_cutedsl_sm90 | problem | not int8_ch.int8_token
 linear | m=1024,n=4096,k=4096 | sm_90 | cutedsl | - | linear_cutedsl_sm100 | hardware | lacks tcgen05
 linear | m=1024,n=4096,k=4096 | sm_110 | cutedsl | - | linear_cutedsl_sm100 | hardware | runs only on its family
 linear | m=1024,n=4096,k=4096 | sm_120 | cutedsl | - | linear_cutedsl_sm100 | hardware | lacks tcgen05

@@ -10,7 +10,7 @@ from cutlass import Float8E4M3FN, Int32, const_expr, cute
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
-from gristmill.kernels.linear._cutedsl_codes import scaled_codes
+from gristmill.kernels.linear.cutedsl_sm100._codes import scaled_codes
 from gristmill.kernels.linear.cutedsl_sm100._product import Product
 
 

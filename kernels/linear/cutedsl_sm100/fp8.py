@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, ConfigValue, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.scheme import BLOCK, cdiv
+from gristmill.kernel_registry.scheme import BLOCK, QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.cutedsl import CuteDslCase, program
-from gristmill.kernels.linear.cutedsl_fp8_sm90 import accepts as refusal
 from gristmill.kernels.linear.cutedsl_sm100.shapes import BLOCKS, WHOLE, configs, requirement
 from gristmill.kernels.linear.w8a8_sm80.shapes import Room, pitch_of
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gristmill.kernels.calls import LinearCall
+
+SCHEMES = ("fp8.fp8_token", "fp8_ch.fp8_token", "fp8_block.fp8_g128")
 
 
 def launch(config: Config, call: LinearCall) -> None:
@@ -105,10 +106,18 @@ def _quantized(config: Config, call: LinearCall, m: int, k: int) -> tuple[Tensor
 
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
-    n, gated = problem.integer("n"), "silu_mul" in problem.flags("epilogue")
-    if gated and n % 16:
+    scheme, (n, k) = str(QuantScheme.parse(problem.text("w"))), problem.integers(*"nk")
+    if scheme not in SCHEMES:
+        return f"multiplies {', '.join(SCHEMES)}, not {scheme}"
+    if problem.text("x") not in ("fp16", "bf16"):
+        return f"takes fp16 or bf16 activations, not {problem.text('x')}"
+    if problem["act_order"]:
+        return "takes no act-order"
+    if k % 16 or n % 8:
+        return f"copies rows of whole 16 bytes: needs K a multiple of 16 and N of 8, got N={n}, K={k}"
+    if "silu_mul" in problem.flags("epilogue") and n % 16:
         return f"stores rows of whole 16 bytes: needs y's columns in multiples of 8, got {n // 2}"
-    return refusal(problem)
+    return None
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:

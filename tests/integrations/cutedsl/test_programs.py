@@ -14,20 +14,13 @@ import torch
 from gristmill.kernel_registry import closure
 from gristmill.kernel_registry.kernel import load_attribute
 from gristmill.kernel_registry.registry import default_registry
-from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels import cutedsl
-from gristmill.kernels.linear import cutedsl_fp8_sm90
-from gristmill.quant import pack, quantize
-from gristmill.quant.activations import quantize_activation
-from gristmill.quant.sharding import concat
 from tests.integrations.cutedsl.doubled import doubled
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "ci"))
 import compile_matrix  # noqa: E402
-
-from tests.calls import make_call  # noqa: E402
 
 CONFIG = {"arch": "sm_90a", "squared": False}
 PAIRS = [pair for pair in compile_matrix.pairs(None, None) if pair.kernel.language == "cutedsl"]
@@ -103,51 +96,6 @@ def test_the_kernels_compile_as_the_baseline_says(pair: compile_matrix.Pair) -> 
 def test_every_kernel_has_cases() -> None:
     kernels = {kernel for kernel in default_registry().all_kernels() if kernel.language == "cutedsl"}
     assert {kernel for kernel in kernels if kernel.aot} == {pair.kernel for pair in PAIRS}
-
-
-@pytest.mark.parametrize("scheme", ["fp8_block.fp8_g128", "fp8_ch.fp8_token", "fp8.fp8_token"])
-def test_the_fp8_product_is_given_what_its_program_reads(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a program in torch, for whole blocks, and for blocks that were cut and joined."""
-
-    def in_torch(*arguments: torch.Tensor) -> None:
-        x, w, x_scales, w_scales, rows, z, _ = arguments
-        factors = w_scales[rows.long()] if scheme.startswith("fp8_block") else w_scales
-        left, right = (
-            codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)[:, : codes.shape[1]]
-            if scales.shape[1] > 1
-            else codes.view(torch.float8_e4m3fn).float() * scales
-            for codes, scales in ((x, x_scales), (w, factors))
-        )
-        z.copy_(left @ right.T)
-
-    monkeypatch.setattr(cutedsl_fp8_sm90, "program", lambda build, config: in_torch)
-    generator = torch.Generator().manual_seed(0)
-    stored = QuantScheme.parse(scheme).without_activation
-    whole = quantize(torch.randn(384, 272, generator=generator), stored)
-    x = torch.randn(9, 272, generator=generator).bfloat16()
-    given = quantize_activation(x, str(QuantScheme.parse(scheme).activation))
-    kernel = default_registry().kernel("linear", "linear_fp8_cutedsl_sm90")
-    for weight in (whole, concat([whole.narrow(0, 64, 72), whole.narrow(0, 200, 128)], -2)):
-        problem = default_registry().op("linear").problem(f"m=9,n={weight.shape[0]},k=272,w={scheme}")
-        out = torch.empty(9, weight.shape[0]).bfloat16()
-        tensors = list(pack(weight, "plain_v1").slots.values())
-        call = make_call(
-            "linear",
-            x=x,
-            weight=tensors,
-            bias=None,
-            residual=None,
-            silu_mul=False,
-            n=weight.shape[0],
-            codes=given.values,
-            scales=given.scales,
-            out=out,
-        )
-        cutedsl_fp8_sm90.launch(kernel.config(problem, Target.parse("sm_90")), call)
-        expected = given.dequantize() @ weight.dequantize("fp32").T
-        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-2)
 
 
 def moved_registers(ptx: str) -> int:
