@@ -16,14 +16,14 @@ PAGE = ROOT / "docs" / "performance" / "peers.md"
 MARK = "peers-table"
 
 
-def table(data: Mapping[str, Any]) -> str:
-    """A line per group."""
+def table(data: Mapping[str, Any], problems: Mapping[str, int] | None = None) -> str:
+    """A line per group. problems: how many a group has, where not those of the file are meant."""
     lines = [
         "| group | problems compared | ours over the best peer, geometric mean | at most 1.05 | worst | wrong |",
         "|---|---:|---:|---:|---|---:|",
     ]
     for group in data.get("summary", ()):
-        compared = f"{group['compared']} of {group['cells']}"
+        compared = f"{group['compared']} of {(problems or {}).get(group['group'], group['cells'])}"
         if (worst := group["worst"]) is None:
             lines.append(f"| {group['group']} | {compared} | - | - | - | {group['wrong']} |")
             continue
@@ -49,15 +49,17 @@ def compared() -> str:
 
 def results(root: Path = ROOT) -> str:
     """The tables of all result files; without one, that nothing is measured yet."""
-    parts = []
+    parts, problems = [], {group.name: len(list(group.cells)) for group in groups().values()}
     for path in sorted((root / "bench" / "results").glob("*/peers.json")):
         data, name = json.loads(path.read_text(encoding="utf-8")), path.relative_to(root)
         about = data["about"]
         driver = (about["gpu"] or {}).get("driver_version", "none")
         found = ", ".join(f"{peer}: {text}" for peer, text in data["libraries"].items())
+        left = [name for name in problems if name not in {group["group"] for group in data["summary"]}]
+        missing = f"\n\nNot measured there: {', '.join(left)}." if left else ""
         parts.append(
             f"{about['device']}, driver {driver}, torch {about['torch']}, triton {about['triton']}; {found} "
-            f"([{name}](../../{name}), `{about['command']}`).\n\n{table(data)}"
+            f"([{name}](../../{name}), `{about['command']}`).\n\n{table(data, problems)}{missing}"
         )
     return "\n\n".join(parts) or "Not measured yet: there is no result file."
 
