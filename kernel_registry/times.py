@@ -11,14 +11,18 @@ from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.store import NEAR_LIMIT, Store, Timing, config_key, distance, target_key
 from gristmill.kernel_registry.target import Target
 
+CODES = "codes"
+"""The axis that says that x was quantized before the call: the product is the same, so its tuned configuration serves without times of its own."""
+
 
 @dataclass(frozen=True)
 class _Near:
     """A measured time and the distance of its problem from the requested one.
 
     Attributes:
-        same: the static problem is the same.
+        same: the static problem is the same, but for `floats`.
         sibling: taken on another device.
+        floats: taken with x in floats, where the problem gives codes.
     """
 
     timing: Timing
@@ -26,6 +30,12 @@ class _Near:
     far: float
     same: bool
     sibling: bool
+    floats: bool
+
+    @property
+    def rank(self) -> tuple[bool, bool, float, float]:
+        """Smaller is better: what was taken here, of this problem, near, fast."""
+        return self.sibling, self.floats, self.far, self.timing.us
 
 
 class Times:
@@ -36,22 +46,24 @@ class Times:
         self._near: dict[str, list[_Near]] = {}
         own = target_key(target)
         for place in (own, *store.siblings(op.name, target)):
-            for at, timings in store.alike(op, place, problem):
-                if (far := distance(problem, at, op.dynamic)) > NEAR_LIMIT:
-                    continue
-                same = op.static(problem) == op.static(at)
-                for timing in timings:
-                    interpreted = timing.toolchain.endswith(",interpreter")
-                    if deployed(timing) and interpreted == build.triton_interpreter:
-                        self._near.setdefault(timing.kernel, []).append(
-                            _Near(timing, at, far, same, place != own)
-                        )
+            for wanted in (problem, *_in_floats(problem)):
+                for at, timings in store.alike(op, place, wanted):
+                    if (far := distance(wanted, at, op.dynamic)) > NEAR_LIMIT:
+                        continue
+                    same, floats = op.static(wanted) == op.static(at), wanted is not problem
+                    for timing in timings:
+                        interpreted = timing.toolchain.endswith(",interpreter")
+                        if deployed(timing) and interpreted == build.triton_interpreter:
+                            self._near.setdefault(timing.kernel, []).append(
+                                _Near(timing, at, far, same, place != own, floats)
+                            )
 
     def config(self, kernel: Kernel) -> Config | None:
         """The fastest configuration that the present code of `kernel` was measured with, for the same static problem.
 
         A configuration contains what the launcher needs of the static problem, so the one of another static problem cannot
-        be used, however near that is; nor can one that does not fit the dynamic sizes of this problem.
+        be used, however near that is; nor can one that does not fit the dynamic sizes of this problem. Where x is given as codes, the
+        one of x in floats is used if the kernel has it for codes too.
         """
         best = _nearest(
             [
@@ -60,6 +72,7 @@ class Times:
                 if n.same
                 and of_present_code(kernel, n.timing)
                 and kernel.misfit(self.problem, n.timing.config) is None
+                and (not n.floats or self._has(kernel, n.timing.config))
             ]
         )
         return None if best is None else dict(best.timing.config)
@@ -75,7 +88,7 @@ class Times:
             n for n in self._records_of(kernel) if not failed or config_key(n.timing.config) not in failed
         ]
         toolchain = self.build.key()
-        exact = [n.timing for n in candidates if n.far == 0 and not n.sibling]
+        exact = [n.timing for n in candidates if n.far == 0 and not n.sibling and not n.floats]
         fresh = [t.us for t in exact if t.toolchain == toolchain and of_present_code(kernel, t)]
         if fresh:
             return min(fresh), "measured"
@@ -90,13 +103,18 @@ class Times:
         toolchain = self.build.key()
         ranked = []
         for n in self._records_of(kernel):
-            exact = n.far == 0 and not n.sibling and n.timing.toolchain == toolchain
+            exact = n.far == 0 and not n.sibling and not n.floats and n.timing.toolchain == toolchain
             fresh = exact and of_present_code(kernel, n.timing)
             ranked.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
         order = ("measured", "near", "sibling")
         return sorted(
             ranked, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config))
         )
+
+    def _has(self, kernel: Kernel, config: Config) -> bool:
+        """Whether a configuration is one of those that the kernel has for the problem."""
+        space = kernel.space(self.problem, self.target) if kernel.space is not None else ()
+        return config_key(config) in map(config_key, space)
 
     def _records_of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])
@@ -131,12 +149,18 @@ def deployed(timing: Timing) -> bool:
     return not {"hot", "isolated"} & set(timing.timing.split(","))
 
 
+def _in_floats(problem: Problem) -> tuple[Problem, ...]:
+    """The problem without codes, if it has them."""
+    given = dict(problem.values).get(CODES)
+    return (problem.with_values(**{CODES: False}),) if given else ()
+
+
 def _nearest(known: list[_Near]) -> _Near | None:
     """The nearest, then fastest; among equals by the text of the configuration, so that no order of records matters."""
     if not known:
         return None
-    best = min((n.sibling, n.far, n.timing.us) for n in known)
+    best = min(n.rank for n in known)
     return min(
-        (n for n in known if (n.sibling, n.far, n.timing.us) == best),
+        (n for n in known if n.rank == best),
         key=lambda n: (str(n.at), config_key(n.timing.config)),
     )
