@@ -100,7 +100,13 @@ def test_without_evidence_there_is_no_letter(monkeypatch: pytest.MonkeyPatch, re
         assert not any(one.levels for one in grades.evidence(registry.kernel("linear", name))), name
     remaining = dict(grades.compiled())
     remaining["rms_norm_triton"] -= {"sm_80"}
-    for chain in ("moe_chain", "moe_chain_w", "moe_chain_invariant", "moe_chain_w_invariant"):
+    for chain in (
+        "moe_chain",
+        "moe_chain_w",
+        "moe_chain_invariant",
+        "moe_chain_w_invariant",
+        "moe_few_tokens",
+    ):
         remaining[f"{chain}_triton"] -= {"gfx942"}
     monkeypatch.setattr(grades, "compiled", lambda: remaining)
     monkeypatch.setattr(grades, "_judged", tuple)

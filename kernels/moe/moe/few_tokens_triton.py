@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import cdiv, next_power_of_2
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.lazy_triton import jit, tl
-from gristmill.kernels.linear.triton import accepts_dense
 from gristmill.kernels.moe import _chain
 
 if TYPE_CHECKING:
@@ -167,10 +166,13 @@ def launch(config: Config, call: MoeCall) -> None:
 
 def accepts(problem: Problem) -> str | None:
     """None, or the reason why not."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    if not scheme.is_dense:
+        return f"multiplies dense weights, not {scheme}"
     m, top_k, e = problem.integers("m", "top_k", "e")
     if m > 1 and SHARE * m * top_k > e:
         return f"reads weights once per token and expert: needs one token, or at most {e // SHARE} entries of {e} experts, got {m * top_k}"
-    return accepts_dense(problem)
+    return None
 
 
 def space(problem: Problem, target: Target) -> Iterable[Config]:
