@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from gristmill.kernel_registry.build import Build
 from gristmill.kernel_registry.kernel import Config, Kernel
@@ -33,6 +34,11 @@ class _Near:
     floats: bool
 
     @property
+    def exact(self) -> bool:
+        """Taken here, of this very problem."""
+        return self.far == 0 and not self.sibling and not self.floats
+
+    @property
     def rank(self) -> tuple[bool, bool, float, float]:
         """Smaller is better: what was taken here, of this problem, near, fast."""
         return self.sibling, self.floats, self.far, self.timing.us
@@ -45,18 +51,18 @@ class Times:
         self.op, self.problem, self.target, self.build = op, problem, target, build
         self._near: dict[str, list[_Near]] = {}
         own = target_key(target)
-        for place in (own, *store.siblings(op.name, target)):
-            for wanted in (problem, *_in_floats(problem)):
-                for at, timings in store.alike(op, place, wanted):
-                    if (far := distance(wanted, at, op.dynamic)) > NEAR_LIMIT:
-                        continue
-                    same, floats = op.static(wanted) == op.static(at), wanted is not problem
-                    for timing in timings:
-                        interpreted = timing.toolchain.endswith(",interpreter")
-                        if deployed(timing) and interpreted == build.triton_interpreter:
-                            self._near.setdefault(timing.kernel, []).append(
-                                _Near(timing, at, far, same, place != own, floats)
-                            )
+        places = (own, *store.siblings(op.name, target))
+        for place, wanted in product(places, (problem, *_in_floats(problem))):
+            for at, timings in store.alike(op, place, wanted):
+                if (far := distance(wanted, at, op.dynamic)) > NEAR_LIMIT:
+                    continue
+                same, floats = op.static(wanted) == op.static(at), wanted is not problem
+                for timing in timings:
+                    interpreted = timing.toolchain.endswith(",interpreter")
+                    if deployed(timing) and interpreted == build.triton_interpreter:
+                        self._near.setdefault(timing.kernel, []).append(
+                            _Near(timing, at, far, same, place != own, floats)
+                        )
 
     def config(self, kernel: Kernel) -> Config | None:
         """The fastest configuration that the present code of `kernel` was measured with, for the same static problem.
@@ -65,14 +71,15 @@ class Times:
         be used, however near that is; nor can one that does not fit the dynamic sizes of this problem. Where x is given as codes, the
         one of x in floats is used if the kernel has it for codes too.
         """
+        known = [n for n in self._records_of(kernel) if n.same]
+        own = self._configs(kernel) if any(n.floats for n in known) else frozenset()
         best = _nearest(
             [
                 n
-                for n in self._records_of(kernel)
-                if n.same
-                and of_present_code(kernel, n.timing)
+                for n in known
+                if of_present_code(kernel, n.timing)
                 and kernel.misfit(self.problem, n.timing.config) is None
-                and (not n.floats or self._has(kernel, n.timing.config))
+                and (not n.floats or config_key(n.timing.config) in own)
             ]
         )
         return None if best is None else dict(best.timing.config)
@@ -88,7 +95,7 @@ class Times:
             n for n in self._records_of(kernel) if not failed or config_key(n.timing.config) not in failed
         ]
         toolchain = self.build.key()
-        exact = [n.timing for n in candidates if n.far == 0 and not n.sibling and not n.floats]
+        exact = [n.timing for n in candidates if n.exact]
         fresh = [t.us for t in exact if t.toolchain == toolchain and of_present_code(kernel, t)]
         if fresh:
             return min(fresh), "measured"
@@ -103,18 +110,17 @@ class Times:
         toolchain = self.build.key()
         ranked = []
         for n in self._records_of(kernel):
-            exact = n.far == 0 and not n.sibling and not n.floats and n.timing.toolchain == toolchain
-            fresh = exact and of_present_code(kernel, n.timing)
+            fresh = n.exact and n.timing.toolchain == toolchain and of_present_code(kernel, n.timing)
             ranked.append((n.timing, n.far, "measured" if fresh else "sibling" if n.sibling else "near"))
         order = ("measured", "near", "sibling")
         return sorted(
             ranked, key=lambda f: (order.index(f[2]), f[1], f[0].us, f[0].problem, config_key(f[0].config))
         )
 
-    def _has(self, kernel: Kernel, config: Config) -> bool:
-        """Whether a configuration is one of those that the kernel has for the problem."""
+    def _configs(self, kernel: Kernel) -> frozenset[str]:
+        """The configurations that the kernel has for the problem, as `config_key`s."""
         space = kernel.space(self.problem, self.target) if kernel.space is not None else ()
-        return config_key(config) in map(config_key, space)
+        return frozenset(map(config_key, space))
 
     def _records_of(self, kernel: Kernel) -> list[_Near]:
         return self._near.get(kernel.name, [])

@@ -55,7 +55,8 @@ def results(root: Path = ROOT) -> str:
         about = data["about"]
         driver = (about["gpu"] or {}).get("driver_version", "none")
         found = ", ".join(f"{peer}: {text}" for peer, text in data["libraries"].items())
-        left = [name for name in problems if name not in {group["group"] for group in data["summary"]}]
+        measured = {group["group"] for group in data.get("summary", ())}
+        left = [group for group in problems if group not in measured]
         missing = f"\n\nNot measured there: {', '.join(left)}." if left else ""
         parts.append(
             f"{about['device']}, driver {driver}, torch {about['torch']}, triton {about['triton']}; {found} "

@@ -247,9 +247,7 @@ def test_tiles_give_every_multiprocessor_work() -> None:
 
     assert first(8, 128, 1536) == first(8, 128, 2048) == (64, 128)  # 96 and 128 tiles
     assert first(2, 8, 14336) == (64, 256) and first(2, 8, 4096) == (64, 64)
-    assert first(128, 8, 14336) == (
-        64,
-        128,
-    )  # seven turns of 896 tiles, not four of 448 that are twice as wide
+    # Seven turns of 896 tiles, not four of 448 that are twice as wide.
+    assert first(128, 8, 14336) == (64, 128)
     assert first(512, 128, 1536) == (64, 256) and first(8192, 8, 14336) == (128, 256)
     assert len(hopper.ranked(0, 8, 64, 132)) == len(hopper.tiles)

@@ -480,6 +480,8 @@ grouped_linear | m=16,e=128,n=1536,k=2048,w=nvfp4 | gfx1030 | hip | - | grouped_
 combine | m=16,top_k=8,h=7168 | sm_75 | cuda | - | combine_triton
 combine | m=16,top_k=8,h=7168 | cpu:neon | arm | - | combine_cpu@neon
 moe | m=16,top_k=8,e=128,h=2048,i=768 | sm_120 | cuda | - | moe_chain_triton
+moe | m=1,top_k=8,e=128,h=2048,i=768 | gfx942 | hip | - | moe_few_tokens_triton
+moe | m=1,top_k=8,e=128,h=2048,i=768 | sm_90 | cutedsl | - | moe_cutedsl_sm90
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=fp8_block | gfx950 | hip | - | moe_chain_w_triton
 moe | m=1,top_k=8,e=128,h=2048,i=768,w=int4_g128 | sm_80 | ptx80 | - | moe_sm80
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=int4_g128_zp,x=fp16 | sm_86 | ptx80 | - | moe_sm80
@@ -804,6 +806,8 @@ linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_90 | cutedsl89 | - | lin
 linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_110 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | runs only on its family
 linear | m=1024,n=4096,k=4096,w=fp8_block.fp8_g128 | sm_120 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | hardware | lacks tcgen05
 linear | m=1024,n=4096,k=4096,w=fp8.fp8 | sm_100 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | problem | not fp8.fp8
+linear | m=1024,n=4096,k=4096,w=int8_ch.int8_token | sm_100 | cutedsl89 | - | linear_fp8_cutedsl_sm100 | problem | not int8_ch.int8_token
+moe | m=5,top_k=8,e=128,h=2048,i=768 | sm_80 | cuda | - | moe_few_tokens_triton | problem | at most 32 entries
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | hardware | runs only on its family
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
 linear | m=64,n=4096,k=4096,w=mxfp8.mxfp8 | sm_90 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | hardware | lacks mma.block_scale, tcgen05

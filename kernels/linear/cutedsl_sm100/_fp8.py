@@ -6,11 +6,12 @@ Without ``from __future__ import annotations``: CuTe DSL reads the annotations a
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 import cutlass
-from cutlass import Float8E4M3FN, Int32, const_expr, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint8, const_expr, cute
+from cutlass.cute.runtime import make_fake_tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
-from gristmill.kernels.linear.cutedsl_sm100._codes import scaled_codes
+from gristmill.kernels.cutedsl._pieces import placeholder
 from gristmill.kernels.linear.cutedsl_sm100._product import Product
 
 
@@ -21,8 +22,15 @@ def fp8_product(config: Config) -> Source:
     dtype = cutlass.BFloat16 if config["x"] == "bf16" else cutlass.Float16
     product = Fp8Product(dtype, Float8E4M3FN, config, "blocks" if config["blocks"] else "rows")
     m, n, columns = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    codes = scaled_codes(m, n, product.blocks, align=16)
-    return Source(product, (*codes, *product.last_arguments(m, n, columns)))
+    k, groups = cute.sym_int32(divisibility=16), cute.sym_int32()
+    x, w = (placeholder(Uint8, rows, k, align=16) for rows in (m, n))
+    # The scales of all rows of a group lie behind each other.
+    of_x = make_fake_tensor(
+        Float32, (m, groups), stride=(1, cute.sym_int64(divisibility=4)), assumed_align=16
+    )
+    of_w = placeholder(Float32, cute.sym_int32(), cute.sym_int32(), align=4)
+    row_block = placeholder(Int32, n, align=4) if product.blocks else of_w
+    return Source(product, (x, w, of_x, of_w, row_block, *product.last_arguments(m, n, columns)))
 
 
 class Fp8Product(Product):

@@ -129,7 +129,8 @@ def launch(config: Config, call: MoeCall) -> None:
     inner, experts = _chain.sizes_of(call.w13, call.inter)
     (space,) = _chain.carve(call.workspace, call.x, (entries * inner * call.x.element_size(),))
     activations = space.view(call.x.dtype)
-    rows, options = int(config["rows"]), {"ROWS": int(config["rows"]), "num_warps": int(config["warps"])}
+    rows = int(config["rows"])
+    options = {"ROWS": rows, "num_warps": int(config["warps"])}
     gate_and_up_kernel[(cdiv(inner, rows), entries)](
         call.x,
         call.ids,

@@ -18,8 +18,8 @@ GEMMA = "heads=16,kv_heads=8,head_dim=256"
 
 def limit(problem: Problem) -> float:
     """Of the worst of up to 10⁸ values, where the operation's tolerance is for a few thousand: the roundings of the result and of the reference,
-    and six standard deviations of what rounding the weights to bf16 does to a sum of many."""
-    return {"bf16": 2**-7 + 6 * 1.65e-3}[problem.text("x")]
+    and six standard deviations of what rounding the weights to 16 bits does to a sum of many."""
+    return {"bf16": 2**-7 + 6 * 1.65e-3, "fp16": 2**-10 + 6 * 2.1e-4}[problem.text("x")]
 
 
 def decode(seqs: int, context: int, total: int | None = None, tokens: int = 1) -> str:
