@@ -17,8 +17,9 @@ tokenizer, which --tokenizer copies to a model that is made.
         --workloads mixed,mixed_penalties,mixed_logprobs,mixed_grammar,mixed_special --out FILE
 
 vllm must be importable in its process: --path vllm=FOLDER puts a folder in front of its PYTHONPATH. vllm-gristmill is vLLM's own model and
-engine with every linear layer that gristmill's kernels serve (`--quantization gristmill`, ``take: all``). With --distinct only so
-many layers of a model are made, and the others are their copies.
+engine with every linear layer that gristmill's kernels serve (`--quantization gristmill`, ``take: all``). gristmill-replicas@2 has a copy of
+the model on each of two GPUs (`Replicas`). With --distinct only so many layers of a model are made, and the others are their copies: --layers in
+all. Several comparisons can load and compile at the same time: each begins its rounds when its --start-file exists.
 """
 
 from __future__ import annotations
@@ -89,6 +90,13 @@ def many(draw: random.Random, top: int, scale: float) -> Requests:
     return Requests(prompts, [max(2, round(256 * scale))] * count)
 
 
+def crowd(draw: random.Random, top: int, scale: float) -> Requests:
+    """256 requests of 128 tokens and 96 of output."""
+    count = max(2, round(256 * scale))
+    prompts = [ids(draw, max(1, round(128 * scale)), top) for _ in range(count)]
+    return Requests(prompts, [max(2, round(96 * scale))] * count)
+
+
 def prefill(draw: random.Random, top: int, scale: float) -> Requests:
     """64 requests of 2,000 tokens and 50 of output."""
     count = max(2, round(64 * scale))
@@ -119,12 +127,13 @@ WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
     "single": single,
     "few": few,
     "many": many,
+    "crowd": crowd,
     "prefill": prefill,
     "prefix": prefix,
     **{f"mixed_{kind}": with_special(kind) for kind in SPECIAL},
     "mixed_special": with_special(*SPECIAL),
 }
-PLAIN = ("mixed", "single", "few", "many", "prefill", "prefix")
+PLAIN = ("mixed", "single", "few", "many", "crowd", "prefill", "prefix")
 """The workloads of the default, which need no tokenizer."""
 
 
@@ -213,7 +222,17 @@ def made(options: argparse.Namespace, folder: Path) -> Path:
         model = quantized(model, options.quant, folder)
     if options.model not in SHAPES or distinct is None:
         return model
-    return repeat_layers(model, distinct, SHAPES[options.model]["num_hidden_layers"], folder / "repeated")
+    layers = options.layers or SHAPES[options.model]["num_hidden_layers"]
+    return repeat_layers(model, distinct, layers, folder / "repeated")
+
+
+def wait_for(file: Path, seconds: float) -> None:
+    """Return when the file exists; SystemExit if it does not after so many seconds."""
+    end = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"{file} did not appear within {seconds:g} seconds")
+        time.sleep(0.2)
 
 
 def add_tokenizer(model: Path, tokenizer: Path) -> None:
@@ -273,6 +292,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quant", help="number format in which the model is stored first")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer a model that is made gets")
     parser.add_argument("--distinct", type=int, help="layers of a model that is made that are no copies")
+    parser.add_argument("--layers", type=int, help="layers, with --distinct. Default: those of the shape")
     parser.add_argument(
         "--engines", default="gristmill,vllm", help="engine[@ranks][:max_seqs:max_batch_tokens],..."
     )
@@ -287,6 +307,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--path", action="append", default=[], help="engine=FOLDER for its PYTHONPATH")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a workload")
+    parser.add_argument("--start-file", type=Path, help="begin the rounds when this file exists")
     parser.add_argument("--logs", type=Path, help="folder for the output of the engines")
     parser.add_argument("--out", required=True, help="where the JSON goes")
     options = parser.parse_args(argv)
@@ -317,6 +338,8 @@ def main(argv: list[str] | None = None) -> None:
                 engines.append(EngineProcess(name, model, options, paths, logs / f"engine{index}.log"))
             starts = [{"engine": engine.name, **engine.answer()} for engine in engines]
             print(json.dumps(starts), flush=True)
+            if options.start_file is not None:
+                wait_for(options.start_file, options.timeout)
             command = f"python -m lab.engine_turns {shlex.join(argv)}"
             about = environment(device_target(options.device, Policy()), command)
 

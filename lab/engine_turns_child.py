@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -106,6 +107,38 @@ class Gristmill:
         return sum(len(result.token_ids) for result in self.llm.generate(prompts, params))
 
 
+class Replicated:
+    """`ranks` copies of the model on a GPU each. Steps are those of the copies, and are not seen here."""
+
+    step = "unseen"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from gristmill import Replicas, SamplingParams
+
+        self.version = "gristmill"
+        self.params = SamplingParams
+        limits = {name: options[name] for name in ("max_seqs", "max_batch_tokens", "max_model_len", "device")}
+        self.loop = asyncio.new_event_loop()
+        self.replicas = Replicas(options["model"], options["ranks"], memory=options["memory"], **limits)
+        self.loop.run_until_complete(self.replicas.__aenter__())
+
+    def unseen(self) -> list[Any]:
+        """A step has no results here."""
+        return []
+
+    def generate(self, prompts: list[list[int]], outputs: list[int], special: list[str]) -> int:
+        if any(special):
+            raise ValueError("workloads with special requests are not for replicas")
+
+        async def run() -> int:
+            params = [self.params(**wishes(count, "")) for count in outputs]
+            pairs = zip(prompts, params, strict=True)
+            done = await asyncio.gather(*(self.replicas.generate(prompt, one) for prompt, one in pairs))
+            return sum(len(result[0].token_ids) for result in done)
+
+        return self.loop.run_until_complete(run())
+
+
 class Vllm:
     """vLLM with its own kernels and its default settings, those of its asynchronous scheduler included."""
 
@@ -163,7 +196,12 @@ class VllmGristmill(Vllm):
         super().__init__(options)
 
 
-ENGINES: dict[str, type[Turns]] = {"gristmill": Gristmill, "vllm": Vllm, "vllm-gristmill": VllmGristmill}
+ENGINES: dict[str, type[Turns]] = {
+    "gristmill": Gristmill,
+    "gristmill-replicas": Replicated,
+    "vllm": Vllm,
+    "vllm-gristmill": VllmGristmill,
+}
 
 
 def main() -> None:
