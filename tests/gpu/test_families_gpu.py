@@ -73,7 +73,7 @@ def captured(llm: LLM) -> bool:
 @proves("logits and ids", "a GPU", family_cases.ARCHITECTURES, record=RECORD)
 @pytest.mark.parametrize("name", family_cases.CASES)
 def test_float32(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
-    expected = Expected.of(family_cases.build(name, tmp_path))
+    expected = Expected(family_cases.build(name, tmp_path))
     for graphs in (True, False):
         llm = make(tmp_path, **LIMITS, **({} if graphs else WITHOUT_GRAPHS))
         check_family(name, llm, expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +203,24 @@ WRITTEN = {"kimi-k2": {"model_type": "kimi_k2"}}
 
 
 def build(name: str, folder: Path, **changes: Any) -> Any:
-    """Saves the model of a case, and returns it. No parameter has its initial value: norms, biases and biases of routers are random too."""
+    """Saves the model of a case, and returns it: a copy, which a test may change. No parameter has its initial value: norms, biases and
+    biases of routers are random too."""
+    key = name + json.dumps(changes, sort_keys=True)
+    if key not in _made:
+        _made[key] = _make(name, changes)
+    model, files, state = _made[key]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, data in files.items():
+        (folder / file).write_bytes(data)
+    torch.set_rng_state(state)  # tests draw numbers after it
+    return copy.deepcopy(model)
+
+
+_made: dict[str, tuple[Any, dict[str, bytes], torch.Tensor]] = {}
+"""The model, its files, and the state of the random numbers after it was made."""
+
+
+def _make(name: str, changes: dict[str, Any]) -> tuple[Any, dict[str, bytes], torch.Tensor]:
     import transformers
 
     family, settings = CASES[name]
@@ -216,10 +235,13 @@ def build(name: str, folder: Path, **changes: Any) -> Any:
                 tensor += (0.05 if "correction" in key else 0.3) * torch.randn_like(tensor)
             else:
                 tensor.normal_(0, 1.5 / tensor.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | WRITTEN.get(name, {})))
-    return model
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        model.save_pretrained(folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | WRITTEN.get(name, {})))
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return model, files, torch.get_rng_state()
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

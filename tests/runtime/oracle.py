@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,18 +133,31 @@ def answer(name: str, prompt: tuple[int, ...], count: int = 64) -> Answer:
 
 def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:
     """Returns transformers' greedy answer of a model, `count` ids or up to its end token."""
-    prompt = tuple(prompt)
     with torch.no_grad():
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=2)
+        out = model.generate(torch.tensor([[*prompt]]), max_new_tokens=count, do_sample=False, pad_token_id=2)
     ids = tuple(out[0, len(prompt) :].tolist())
+    return replace(answer_along(model, prompt, ids, count), ids=ids)
+
+
+def answer_along(model: Any, prompt: Sequence[int], ids: Sequence[int], count: int) -> Answer:
+    """Returns what `answer_of` does, up to and including the first id that differs from `ids`, by one forward pass instead of one per id.
+
+    What follows that id is the choice after the wrong beginning; a `Comparison` does not look at it.
+    """
     with router_gaps(model) as gaps:
-        all_logits = logits(model, [*prompt, *ids])
-    top = all_logits[len(prompt) - 1 : -1].topk(2, -1).values
-    nearest = (
-        torch.stack(gaps).amin(0).cummin(0).values if gaps else torch.full((len(all_logits),), torch.inf)
-    )
+        rows = logits(model, [*prompt, *ids])[len(prompt) - 1 :][:count]
+    chosen, ends = rows.argmax(-1).tolist(), model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    length = next((place + 1 for place, token in enumerate(chosen) if token in ends), len(chosen))
+    top = rows.topk(2, -1).values
+    nearest = torch.full((len(rows),), torch.inf)
+    if gaps:
+        nearest = torch.stack(gaps).amin(0).cummin(0).values[len(prompt) - 1 :]
     return Answer(
-        prompt, ids, tuple((top[:, 0] - top[:, 1]).tolist()), tuple(nearest[len(prompt) - 1 : -1].tolist())
+        tuple(prompt),
+        tuple(chosen[:length]),
+        tuple((top[:, 0] - top[:, 1]).tolist()),
+        tuple(nearest.tolist()),
     )
 
 

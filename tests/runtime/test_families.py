@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +93,19 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
 """Configurations that a family could read wrongly, by the entries that are wrong."""
 
 
-@dataclass(frozen=True)
 class Expected:
-    """What transformers computes in float32.
+    """What transformers computes in float32, each answer once."""
 
-    Attributes:
-        logits: of `IDS`, [300, vocab].
-        answers: greedy, to `PROMPTS`.
-    """
+    def __init__(self, model: Any) -> None:
+        self.logits = oracle.logits(model, IDS)
+        self._model, self._answers = model, dict[tuple[int, ...], oracle.Answer]()
 
-    logits: torch.Tensor
-    answers: tuple[oracle.Answer, ...]
-
-    @classmethod
-    def of(cls, model: Any) -> Expected:
-        return cls(oracle.logits(model, IDS), tuple(oracle.answer_of(model, given, NEW) for given in PROMPTS))
+    def answer(self, prompt: list[int], ids: Sequence[int]) -> oracle.Answer:
+        """The greedy answer to a prompt, as far as `ids` follow it."""
+        key = (*prompt, *ids)
+        if key not in self._answers:
+            self._answers[key] = oracle.answer_along(self._model, prompt, ids, NEW)
+        return self._answers[key]
 
 
 def check_family(name: str, llm: LLM, expected: Expected) -> None:
@@ -116,8 +114,8 @@ def check_family(name: str, llm: LLM, expected: Expected) -> None:
     assert oracle.error(window_logits(llm.engine, IDS), expected.logits) < 1e-4
     for _ in range(2):
         compared = oracle.Comparison(name)
-        for done, answer in zip(llm.generate(PROMPTS, PARAMS), expected.answers, strict=True):
-            compared.add(done.token_ids, answer)
+        for done, given in zip(llm.generate(PROMPTS, PARAMS), PROMPTS, strict=True):
+            compared.add(done.token_ids, expected.answer(given, done.token_ids))
         compared.finish()
     assert {chunk.cached_tokens for chunk in llm.stream(PROMPTS[-1], PARAMS)} == {288}
 
@@ -125,7 +123,7 @@ def check_family(name: str, llm: LLM, expected: Expected) -> None:
 @proves("logits and ids", GREEDY, ARCHITECTURES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_family(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
-    expected = Expected.of(build(name, tmp_path))
+    expected = Expected(build(name, tmp_path))
     check_family(name, make(tmp_path, **LIMITS), expected)
 
 
@@ -239,7 +237,7 @@ def test_preemption(name: str, make: Callable[..., LLM], tmp_path: Path) -> None
     scheduler._preempt = lambda request: (preempted.append(request.id), preempt(request))[1]  # type: ignore[method-assign]
     compared = oracle.Comparison(name)
     for done, given in zip(llm.generate(prompts, params), prompts, strict=True):
-        compared.add(done.token_ids, oracle.answer_of(model, given, 40))
+        compared.add(done.token_ids, oracle.answer_along(model, given, done.token_ids, 40))
     compared.finish()
     assert preempted
 
@@ -260,7 +258,7 @@ def test_frequencies_by_length(
         assert (error < 1e-4) == right, (length, error)
     given, compared = prompt(410), oracle.Comparison("beyond the original length")
     (done,) = long.generate([given], SamplingParams(max_tokens=NEW, temperature=0))
-    compared.add(done.token_ids, oracle.answer_of(model, given, NEW))
+    compared.add(done.token_ids, oracle.answer_along(model, given, done.token_ids, NEW))
     compared.finish()
     with pytest.raises(RequestTooLarge, match="401 prompt tokens"):
         short.generate([prompt(401)], SamplingParams(max_tokens=1))
