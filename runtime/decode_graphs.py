@@ -39,7 +39,14 @@ from gristmill.kernels.call_list import UnrecordableError
 from gristmill.runtime.batch import shard_context
 from gristmill.runtime.decode_inputs import Buffers, DecodeInputs, RowState
 from gristmill.runtime.errors import is_out_of_memory
-from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, why_not_captured
+from gristmill.runtime.graph_memory import (
+    ELSEWHERE,
+    NO_MEMORY,
+    OVER_BOUND,
+    GraphMemory,
+    together,
+    why_not_captured,
+)
 from gristmill.runtime.hidden_states import KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
@@ -265,12 +272,21 @@ class DecodeGraphs:
         if self.taken.is_full:
             made.reason = OVER_BOUND
             return made
-        made.reason, failure = why_not_captured(partial(self._capture, made, self._stream))
-        if failure:
-            self._leave_out(made, failure)
-        elif self.taken.is_full and made.captured:
-            self._end_captures(made)
+        reason, failure = why_not_captured(partial(self._capture, made, self._stream))
+        if reason := self.taken.settled(reason):
+            self._give_up(made, reason)
+        if reason == OVER_BOUND:
+            self._tell_of_bound(made)
+        elif reason == NO_MEMORY:
+            self._tell_of_memory(made, failure or ELSEWHERE)
         return made
+
+    def _give_up(self, made: DecodeGraph, reason: str) -> None:
+        """Run the steps of this graph without it, and give back what its capture took."""
+        self.taken.give_back(made.nbytes)
+        made.graph, made.reason, made.holds, made.nbytes = None, reason, (), 0
+        if self._stream is not None:
+            torch.cuda.empty_cache()
 
     def _capture(self, made: DecodeGraph, stream: torch.cuda.Stream) -> None:
         """The step of a graph, run once and captured on the stream, for which the current one waits."""
@@ -279,7 +295,8 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(stream):
                 made.buffers.clear()
-                self.compute(made)
+                with together(self.model.plans.mesh):
+                    self.compute(made)
                 made.holds = self.model.plans.workspaces.held()
             try:
                 made.graph = self._record(made, stream)
@@ -317,11 +334,8 @@ class DecodeGraphs:
             ) from error
         return graph
 
-    def _leave_out(self, made: DecodeGraph, failure: str) -> None:
-        """Run the steps of this graph without it, and give back what its capture took."""
-        made.holds = ()
-        if self._cuda:
-            torch.cuda.empty_cache()
+    def _tell_of_memory(self, made: DecodeGraph, failure: str) -> None:
+        """Say once that there was no memory for a graph."""
         if not self._told_of_memory:
             self._told_of_memory = True
             LOG.warning(
@@ -333,11 +347,8 @@ class DecodeGraphs:
                 failure,
             )
 
-    def _end_captures(self, made: DecodeGraph) -> None:
-        """Give up the graph that went over the bound, and say which are left out with it."""
-        self.taken.give_back(made.nbytes)
-        made.graph, made.reason, made.holds, made.nbytes = None, OVER_BOUND, (), 0
-        torch.cuda.empty_cache()
+    def _tell_of_bound(self, made: DecodeGraph) -> None:
+        """Say which graphs are left out with one that went over the bound."""
         LOG.warning(
             "%s: decode graphs that are not captured yet are left out, and their steps run kernel by kernel, which is slower: %s. A larger "
             "graph_memory, or a smaller max_seqs or max_model_len, has all of them",
@@ -376,8 +387,9 @@ class DecodeGraphs:
         made.graph, made.holds = step, self.model.plans.workspaces.held()
         made.nbytes = self._step_memory.nbytes - before
         self.taken.add(made.nbytes)
-        if self.taken.is_full:
-            self._end_captures(made)
+        if reason := self.taken.settled(""):
+            self._give_up(made, reason)
+            self._tell_of_bound(made)
 
     @torch.inference_mode()
     def compute(self, made: DecodeGraph) -> None:

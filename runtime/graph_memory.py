@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from gristmill.autotune.errors import UnpreparedError
 from gristmill.runtime.errors import UsageError, is_out_of_memory
+from gristmill.runtime.parallel.mesh import Mesh
 
 NO_MEMORY = "there was no memory to capture it"
 OVER_BOUND = "the memory that graph_memory allows is used up"
+ELSEWHERE = "another rank cannot capture it"
+REASONS = ("", NO_MEMORY)
 MIB = 1 << 20
+DRIVER = 64 * MIB
+"""The most that a capture is taken to cost beside the memory of torch's allocator: nodes of a graph take the driver some kilobytes each. What
+the device lost beyond that went to other processes."""
 SHARE = 0.05
 """The default bound, as a fraction of the device's memory."""
 
@@ -32,17 +38,24 @@ class GraphMemory:
 
     Args:
         memory: the most bytes (an int), or a fraction of the device's memory (a float); None = `SHARE` of it.
+        agree: returns, by place, the greatest of some numbers over all ranks of a model; all of them call it.
 
     Attributes:
         used: bytes of all captures so far, those given back not counted.
-        is_full: whether a capture has gone over the bound: no further one is tried.
+        is_full: whether a capture has gone over the bound, on any rank: no further one is tried.
     """
 
-    def __init__(self, memory: int | float | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        memory: int | float | None,
+        device: torch.device,
+        agree: Callable[[Sequence[int]], Sequence[int]] = list,
+    ) -> None:
         self.device = device
         self.used = 0
         self.is_full = False
         self._memory = memory
+        self._agree = agree
 
     @property
     def bound(self) -> int:
@@ -54,9 +67,25 @@ class GraphMemory:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Count what the block takes: of torch's allocator, which a graph keeps, and of the driver. One that fails has given it back."""
-        before = free_bytes(self.device)
+        before, own = free_bytes(self.device), torch.cuda.memory_reserved(self.device)
         yield
-        self.add(max(0, before - free_bytes(self.device)))
+        lost, grown = before - free_bytes(self.device), torch.cuda.memory_reserved(self.device) - own
+        self.add(max(0, grown, min(lost, grown + DRIVER)))
+
+    def settled(self, reason: str) -> str:
+        """Why steps cannot use what was captured, "" if they can: the same on all ranks, which call this after each capture.
+
+        A graph that one rank replays and another one has not got would leave both waiting in a collective call.
+
+        Args:
+            reason: why this rank could not capture it; "" if it could.
+        """
+        own = REASONS.index(reason) if reason in REASONS else len(REASONS)
+        full, worst = self._agree([int(self.is_full), own])
+        self.is_full = bool(full)
+        if worst > own:
+            return REASONS[worst] if worst < len(REASONS) else ELSEWHERE
+        return reason or (OVER_BOUND if self.is_full else "")
 
     def add(self, nbytes: int) -> None:
         """Count what a capture took."""
@@ -72,6 +101,23 @@ class GraphMemory:
 
     def __str__(self) -> str:
         return f"graphs take {self.used / MIB:.0f} MiB, and graph_memory allows {self.bound / MIB:.0f}"
+
+
+class StepMemoryError(Exception):
+    """A rank has no memory for a step that all ranks have begun."""
+
+
+@contextmanager
+def together(mesh: Mesh) -> Iterator[None]:
+    """A step of all ranks that runs: one rank without memory for it ends them all (`StepMemoryError`), since the others wait for its values."""
+    try:
+        yield
+    except Exception as error:
+        if mesh.world == 1 or not is_out_of_memory(error):
+            raise
+        raise StepMemoryError(
+            f"rank {mesh.rank} has no memory for a step (a smaller cache by memory or num_blocks leaves more): {error}"
+        ) from None
 
 
 def why_not_captured(capture: Callable[[], None]) -> tuple[str, str]:

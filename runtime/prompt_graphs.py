@@ -25,7 +25,7 @@ from torch import Tensor
 from gristmill.autotune.captures import capturing_on
 from gristmill.runtime.batch import Apart, Batch, Cuts, with_groups
 from gristmill.runtime.config import ModelConfig
-from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, why_not_captured
+from gristmill.runtime.graph_memory import OVER_BOUND, GraphMemory, together, why_not_captured
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.models import Model
 
@@ -167,13 +167,12 @@ class PromptGraphs:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
-            made.reason, failure = why_not_captured(partial(self._capture, made, self._stream))
+            reason, failure = why_not_captured(partial(self._capture, made, self._stream))
         finally:
             current.wait_stream(self._stream)
-        if self.taken.is_full and not made.reason:
-            made.reason = OVER_BOUND
-            self.taken.give_back(made.nbytes)
+        made.reason = self.taken.settled(reason)
         if made.reason:
+            self.taken.give_back(made.nbytes)
             made.pieces, made.calls, made.holds, made.nbytes = [], [], (), 0
         if made.reason == OVER_BOUND:
             torch.cuda.empty_cache()
@@ -199,7 +198,8 @@ class PromptGraphs:
                 self._hidden(made.size)
                 self._inputs[:2, : made.size] = 0
                 self._inputs[2:, : made.size] = -1
-                self._compute(made.size, lambda call, group: None)
+                with together(self.model.plans.mesh):
+                    self._compute(made.size, lambda call, group: None)
                 made.holds = self.model.plans.workspaces.held()
             if not any(graph.pieces for graph in self.graphs.values()):
                 # A pool ends with its last graph, also with one whose capture failed: torch refuses it from then on.

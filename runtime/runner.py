@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +20,7 @@ from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
 from gristmill.runtime.logprobs import PromptPart
 from gristmill.runtime.models import Model
+from gristmill.runtime.parallel.mesh import greatest
 from gristmill.runtime.prompt_graphs import PromptGraphs, most_tokens
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
@@ -76,7 +78,8 @@ class Runner:
         self._most_drafts = 0
         self._kept: KeptStates | None = None
         self._left: HiddenStates | None = None  # by the part of a step that ran last
-        self._graph_memory = GraphMemory(graph_memory, self.device)
+        agree = partial(greatest, mesh=model.plans.mesh)
+        self._graph_memory = GraphMemory(graph_memory, self.device, agree)
         self.decode: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
         on_gpu = self.device.type == "cuda"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,13 +38,18 @@ ALONE = Mesh()
 """A model in one process."""
 
 
+def greatest(values: Sequence[int], mesh: Mesh) -> list[int]:
+    """By place, the greatest value of all ranks; every rank has to call it."""
+    if mesh.world == 1:
+        return [*values]
+    held = torch.tensor(values, dtype=torch.int64, device=mesh.device)
+    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, enter(mesh.group, mesh.world))
+    return [int(value) for value in held.tolist()]
+
+
 def least(value: int, mesh: Mesh) -> int:
     """The least value of all ranks; every rank has to call it."""
-    if mesh.world == 1:
-        return value
-    values = torch.tensor([value], dtype=torch.int64, device=mesh.device)
-    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, enter(mesh.group, mesh.world))
-    return int(values)
+    return -greatest([-value], mesh)[0]
 
 
 def local_config(config: ModelConfig, mesh: Mesh) -> ModelConfig:

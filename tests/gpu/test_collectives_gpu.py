@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gristmill.autotune.captures import capturing
+from gristmill.autotune.place import place
 from gristmill.autotune.worker_group import WorkerGroup
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.target import Target
@@ -55,6 +56,9 @@ def pair() -> Iterator[WorkerGroup]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_two_ranks_match_the_reference(pair: WorkerGroup, kernel: Any) -> None:
+    here = place(None)
+    if reasons := kernel.requires.check_build(here.target, here.build):
+        pytest.skip("; ".join(reasons))
     op, checked = REGISTRY.op(kernel.op), 0
     for shape in SHAPES:
         problem = op.problem(f"{shape},world=2")

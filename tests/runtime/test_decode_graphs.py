@@ -3,10 +3,10 @@ itself: tests/gpu."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain, count, pairwise, repeat
+from itertools import chain, count, pairwise, product, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from gristmill.runtime.engine_config import EngineConfig
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.layers.plans import Workspaces
 from gristmill.runtime.llm import LLM
+from gristmill.runtime.parallel.mesh import ALONE, Mesh
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime import oracle
@@ -203,10 +204,81 @@ def test_a_graph_without_memory_is_left_out(
         row["steps"] for row in llm.explain_graphs() if row["seqs"] is None and "memory" in row["reason"]
     ]
     assert refused[0] > 10 and rows[2]["steps"] > 5
-    assert cuda.captured == [2] and cuda.emptied == 3  # before each second attempt
+    assert (
+        cuda.captured == [2] and cuda.emptied == 3 + 2
+    )  # before each second attempt, and after those that failed
     assert cuda.ended and len(cuda.used) == 1
     [said] = [record for record in caplog.records if "no memory to capture" in record.message]
     assert "decode steps of 4 sequences" in said.message
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["bound", "memory"])
+def test_a_graph_that_another_rank_has_not_is_given_up(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: bool
+) -> None:
+    """Two ranks that run a step in different ways would wait for each other forever. After one that was full no further graph is tried."""
+    llm = make(LLAMA, decode_graphs=True, max_seqs=8)
+    runner = llm.engine.runner
+    assert isinstance(runner, Runner) and runner.decode is not None
+    cuda, asked = FakeCuda(monkeypatch, {}), list[list[int]]()
+
+    def agree(values: Sequence[int]) -> Sequence[int]:
+        """The other rank cannot capture the second graph."""
+        asked.append([*values])
+        return values if len(asked) != 2 else [int(full), 0 if full else 1]
+
+    monkeypatch.setattr(runner._graph_memory, "_agree", agree)
+    runner.decode._stream = cuda  # type: ignore[assignment]
+    for seqs in (1, 2, 4, 8):
+        runner.decode.graph(seqs, 1)
+    captured = [row["seqs"] for row in llm.explain_graphs() if row["captured"]]
+    assert captured == ([1] if full else [1, 4, 8])
+    assert asked == [[0, 0]] * (2 if full else 4)
+    assert ("graph_memory allows" if full else "no memory to capture") in caplog.text
+
+
+OUTCOMES = ("", graph_memory.NO_MEMORY, "a kernel cannot be captured", graph_memory.OVER_BOUND)
+
+
+def settle(outcome: str, agree: Callable[[Sequence[int]], Sequence[int]]) -> tuple[str, bool]:
+    """What a rank makes of the outcome of a capture, and whether it tries the next one."""
+    rank = graph_memory.GraphMemory(10, torch.device("cpu"), agree)
+    rank.add(11 if outcome == graph_memory.OVER_BOUND else 1)
+    return rank.settled("" if outcome == graph_memory.OVER_BOUND else outcome), not rank.is_full
+
+
+@pytest.mark.parametrize("outcomes", [*product(OUTCOMES, OUTCOMES)], ids=repr)
+def test_ranks_agree_on_every_capture(outcomes: tuple[str, str]) -> None:
+    """All have a graph or none, and all try the next one or none."""
+    said = list[Sequence[int]]()
+    for outcome in outcomes:
+        settle(outcome, lambda values: (said.append(values), values)[1])
+    most = [max(values) for values in zip(*said, strict=True)]
+    (reason, next_one), (other, other_next) = (settle(outcome, lambda values: most) for outcome in outcomes)
+    assert (reason == "") == (other == "") == (outcomes == ("", ""))
+    assert next_one == other_next == (graph_memory.OVER_BOUND not in outcomes)
+
+
+def test_what_other_processes_take_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device loses 9 GiB in a capture of 30 MiB: another process has begun to load a model."""
+    free, own = iter((20 << 30, 11 << 30)), iter((0, 30 << 20))
+    monkeypatch.setattr(graph_memory, "free_bytes", lambda _: next(free))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: next(own))
+    memory = graph_memory.GraphMemory(1 << 30, torch.device("cpu"))
+    with memory.measured():
+        pass
+    assert memory.used == (30 << 20) + graph_memory.DRIVER and not memory.is_full
+
+
+def test_a_rank_without_memory_for_a_step_ends_all() -> None:
+    """Its peers have begun the step, and wait for its values: leaving out a graph would not help them."""
+    with (
+        pytest.raises(graph_memory.StepMemoryError, match="rank 1 has no memory"),
+        graph_memory.together(Mesh(rank=1, world=2)),
+    ):
+        raise NO_MEMORY
+    with pytest.raises(torch.OutOfMemoryError), graph_memory.together(ALONE):
+        raise NO_MEMORY
 
 
 @pytest.mark.parametrize("bound", [None, 250, 0.03], ids=["default", "bytes", "fraction"])
