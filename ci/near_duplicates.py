@@ -52,12 +52,16 @@ ACCEPTED = {
         "kernels/moe/grouped_linear/frag16_sm75/grouped.cuh",
         "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
     ): "the rows of x that a thread gathers and the walk over tiles, for the same reason",
-    ("kernels/linear/block_scaled_sm120/product.cuh", "kernels/linear/w8a8_sm80/product.cuh"): (
-        "copies, parts along K and the end of a tile: what differs is between them, where scales come with the codes"
+    ("kernels/linear/block_scaled_sm120/tile.cuh", "kernels/linear/frag16_sm80/gemm_tile.cuh"): (
+        "the transposition of eight rows: in a common header it would change the code that the records of sm_80 name"
     ),
     ("kernels/linear/block_scaled_sm120/entry.h", "kernels/linear/w8a8_sm80/entry.h"): (
         "the checks and the grid of a launch, whose parameters are other structs"
     ),
+    (
+        "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
+        "kernels/moe/moe/block_scaled_sm120/grouped.cuh",
+    ): "the activation: in a common header it would change the code that the records of sm_80 name",
     (
         "kernels/linear/w8a8_sm80/quantize_fp8.h",
         "kernels/linear/w8a8_sm90/_quantize_rows_sm90.cu",

@@ -79,13 +79,18 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor, form: str) -> torch.T
 
 
 def activations(
-    x: torch.Tensor, form: str | None, codes: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    x: torch.Tensor,
+    form: str | None,
+    codes: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    *,
+    by_row: bool = False,
 ) -> torch.Tensor:
-    """The float32 values that are multiplied: x, as quantized in a format, or the given codes of it."""
+    """The float32 values that are multiplied: x, as quantized in a format, `by_row` as in `quantize_activation`, or the given codes of it."""
     if form is None:
         return x.float()
     if codes is not None and scales is not None:
         return dequantized(codes, scales, form)
     from gristmill.quant.activations import quantize_activation
 
-    return quantize_activation(x, form).dequantize()
+    return quantize_activation(x, form, by_row=by_row).dequantize()

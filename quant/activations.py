@@ -57,7 +57,7 @@ class QuantAct:
         values, scales: as in the table above.
         k: K, which packed 4-bit values do not determine.
         layout: order of the scales; "row" is row-major [..., groups].
-        global_scale: nvfp4's float32 [1] multiplier, else None.
+        global_scale: nvfp4's float32 multiplier, [1] or, one for each row, [..., 1]; else None.
     """
 
     format: str
@@ -89,15 +89,19 @@ class QuantAct:
         return (value if self.global_scale is None else value * self.global_scale).to(dtype)
 
 
-def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) -> QuantAct:
+def quantize_activation(
+    x: Tensor, format: str, *, scale: Tensor | None = None, by_row: bool = False
+) -> QuantAct:
     """Quantizes activations x [..., K], float32, float16 or bfloat16, by the rules of the module.
 
     Args:
         scale: fp8: the static scale, float32 of one element. nvfp4: the static global multiplier (ModelOpt's
             input_scale). None: taken from the tensor, as amax / 448 and amax / (6 * 448).
+        by_row: nvfp4: a global multiplier for each row, taken from that row. Other formats but fp8 have nothing that rows share.
 
     Raises:
-        ValueError: unknown format; K not a multiple of the group of mxfp8, mxfp4, nvfp4; a scale for another format.
+        ValueError: unknown format; K not a multiple of the group of mxfp8, mxfp4, nvfp4; a scale for another format; fp8, or a given
+            scale, by row.
         TypeError: x is not floating point.
     """
     if format not in ACTIVATION_FORMATS:
@@ -117,6 +121,10 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
         if scale.numel() != 1:
             raise ValueError(f"the given scale is one number, got shape {list(scale.shape)}")
         scale = scale.to(device=x.device, dtype=torch.float32).reshape(1)
+    if by_row and (format == "fp8" or scale is not None):
+        raise ValueError(
+            f"by_row computes what rows of {format} share from each row; expected another format, and no scale"
+        )
     w = x.to(torch.float32)
     if format == "fp8":
         tensor_scale = (
@@ -124,7 +132,7 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
         )
         return QuantAct(format, _e4m3(w / tensor_scale), tensor_scale, k)
     if format == "nvfp4":
-        return _nvfp4(w, scale)
+        return _nvfp4(w, scale, by_row)
     if group is None:
         amax = w.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
         if format == "int8_token":
@@ -148,10 +156,11 @@ def quantize_activation(x: Tensor, format: str, *, scale: Tensor | None = None) 
     return QuantAct(format, _e4m3(scaled) if format == "mxfp8" else _e2m1(scaled), byte, k)
 
 
-def _nvfp4(w: Tensor, scale: Tensor | None) -> QuantAct:
+def _nvfp4(w: Tensor, scale: Tensor | None, by_row: bool) -> QuantAct:
     multiplier = scale
     if multiplier is None:
-        multiplier = divide(_tensor_amax(w).clamp(min=MIN_AMAX), numeric.E2M1_MAX * numeric.E4M3_MAX)
+        amax = w.abs().amax(-1, keepdim=True) if by_row else _tensor_amax(w)
+        multiplier = divide(amax.clamp(min=MIN_AMAX), numeric.E2M1_MAX * numeric.E4M3_MAX)
     grouped = w.unflatten(-1, (-1, 16))
     unrounded_scales = grouped.abs().amax(-1) / (numeric.E2M1_MAX * multiplier)
     scales = unrounded_scales.clamp(2.0**-9, numeric.E4M3_MAX).to(torch.float8_e4m3fn)

@@ -21,6 +21,7 @@ from gristmill.kernel_registry.problem import AxisValue, Problem
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme, cdiv
 from gristmill.kernels.common import ITEM_BYTES, dtype_name
+from gristmill.kernels.given_codes import GROUPS
 from gristmill.kernels.moe.moe.op import ROWS
 from gristmill.quant import QuantTensor
 from gristmill.runtime.kv_cache.paged import AUTO, CacheFormat
@@ -199,7 +200,7 @@ class Plans:
         """The format in which a product is given codes by the layer before it: where its weight has a format of activations, and a compiled
         kernel multiplies given codes. None = it takes floats."""
         form = QuantScheme.parse(problem.text("w")).activation
-        if form not in ROWS or not self.compiled(problem.with_values(codes=True)):
+        if form not in ROWS or form not in GROUPS or not self.compiled(problem.with_values(codes=True)):
             return None
         return form
 

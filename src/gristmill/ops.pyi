@@ -659,8 +659,8 @@ def moe(
     (gate rows first) and e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. Biases are in x's dtype:
     w13_bias [E, 2 I], w2_bias [E, H]. clamp: h = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and
     u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
-    an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
-    the host.
+    an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time: nvfp4 has a multiplier
+    for each row. Reads the ids on the host.
 
     activation: another function than silu, as of `activation`. gated: False = h = f(W13[e] · x[t] + b13[e]), with w13 [E, I, H] and w13_bias
     [E, I] (Nemotron's relu²).

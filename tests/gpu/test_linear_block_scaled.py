@@ -49,21 +49,19 @@ CONFIGS: list[Config] = [
 little to share."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The library itself on sm_120 and sm_121, elsewhere one in which other instructions multiply."""
+def library_for(sources: list[Path], build: Path) -> Iterator[None]:
+    """The library itself on sm_120 and sm_121, elsewhere one of these sources in which other instructions multiply."""
     if CAPABILITY[0] == 12:
         yield
         return
     if shutil.which("nvcc") is None or shutil.which("cmake") is None:
         pytest.skip("needs nvcc and cmake to build the library for this GPU")
-    build = tmp_path_factory.mktemp("build")
     options = {
         "SKBUILD_STATE": "wheel",
         "GRISTMILL_CUDA": "on",
         "GRISTMILL_HIP": "off",
         "GRISTMILL_SM90_SOURCES": str(ROOT / "tests/packaging/_scale_sm90.cu"),
-        "GRISTMILL_SM120f_SOURCES": ";".join(map(str, SOURCES)),
+        "GRISTMILL_SM120f_SOURCES": ";".join(map(str, sources)),
         "GRISTMILL_SM120f_AS": f"{CAPABILITY[0]}{CAPABILITY[1]}",
         "GRISTMILL_NVCC_FLAGS": "-DGM_BLOCK_SCALE_BY_BF16",
     }
@@ -77,6 +75,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
     for cached in (native.cuda_library, native.cuda_function, ptx_entry_of):
         cached.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of linear's sources."""
+    yield from library_for(SOURCES, tmp_path_factory.mktemp("build"))
 
 
 def rows_of(m: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> torch.Tensor:

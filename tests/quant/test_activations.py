@@ -51,6 +51,26 @@ def expected(x: np.ndarray, name: str) -> np.ndarray:
     return out
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4", "fp8_g128"])
+def test_by_row_every_row_is_quantized_as_it_would_be_alone(name: str) -> None:
+    x = tokens()
+    assert not quantize_activation(x, name, by_row=True).dequantize()[4].any()  # a row of zeros
+    x[4] = x[0] / 3
+    q = quantize_activation(x, name, by_row=True)
+    alone = [expected(row[None], name) for row in x.numpy()]
+    assert np.array_equal(q.dequantize().numpy(), np.concatenate(alone))
+    if name == "nvfp4":
+        assert q.global_scale is not None and q.global_scale.shape == (9, 1)
+        assert not np.array_equal(q.dequantize().numpy(), expected(x.numpy(), name))
+
+
+def test_what_rows_of_fp8_share_is_not_computed_by_row() -> None:
+    with pytest.raises(ValueError, match="another format, and no scale"):
+        quantize_activation(tokens(), "fp8", by_row=True)
+    with pytest.raises(ValueError, match="another format, and no scale"):
+        quantize_activation(tokens(), "nvfp4", by_row=True, scale=torch.ones(1))
+
+
 @pytest.mark.parametrize("name", ACTIVATION_FORMATS)
 def test_every_format_is_the_oracle(name: str) -> None:
     x = tokens()

@@ -138,6 +138,20 @@ def test_experts_of_other_devices_and_shapes_keep_activations_in_their_dtype(
     assert experts_on("h200", monkeypatch, "fp8_block", "fp8_g128", epilogue="w2_bias") == "fp8_block"
 
 
+@pytest.mark.skipif(
+    not (library_dir() / "libgristmill_cuda_compute120f.so").is_file(),
+    reason="not in this build: needs nvcc and GRISTMILL_RARE=on",
+)
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "mxfp8"])
+def test_experts_of_a_blackwell_are_multiplied_in_blocks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert experts_on("sm_120", monkeypatch, form, form, i=384) == f"{form}.{form}"
+    assert experts_on("sm_120", monkeypatch, form, form, i=200) == form
+    assert experts_on("sm_90", monkeypatch, form, form, i=384) == form
+    plans = plans_on("sm_120", monkeypatch)
+    problem = plans.problem("moe", top_k=2, e=4, h=256, i=384, w=f"{form}.{form}")
+    assert plans.takes_codes(problem) is None, "no layer before quantizes in blocks"
+
+
 def test_experts_declare_a_format_if_all_of_them_do() -> None:
     def declared(floats: str) -> str | None:
         tensors, parts = {}, ("gate", "up")

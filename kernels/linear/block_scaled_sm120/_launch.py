@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspa
 from gristmill.kernels.cuda_ptx_of import ptx_entry_of
 from gristmill.kernels.linear._epilogue import finish
 from gristmill.kernels.linear.block_scaled_sm120.args import ARGS, QUANTIZE
-from gristmill.kernels.linear.block_scaled_sm120.shapes import Room, room_of
+from gristmill.kernels.linear.block_scaled_sm120.shapes import room_of
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES
 from gristmill.kernels.native import check
 
@@ -56,7 +56,10 @@ def launch(config: Config, call: LinearCall) -> None:
         workspace[:COUNTER_BYTES].zero_()
     need_workspace("linear", workspace, room.size, x.device)
     start = workspace.data_ptr()
-    _quantize(x, form, m, start, room)
+    places = Places(start + room.codes, start + room.scales)
+    if scheme.has_global:
+        places = places._replace(factor=start + room.factor, maxima=start + room.maxima)
+    quantize(x, form, m, places)
     device = x.get_device()
     args = ARGS.new(device, torch.cuda.current_stream(device).cuda_stream)
     args.counters, args.sums = start, start + room.sums
@@ -84,17 +87,25 @@ def launch(config: Config, call: LinearCall) -> None:
         finish(out.view(*call.out.shape[:-1], rows), None, call.residual, True, call.out)
 
 
-def _quantize(x: Tensor, form: str, m: int, start: int, room: Room) -> None:
-    """The codes and scales of x's M rows, and the factor of nvfp4, to their places in a workspace that begins at `start`."""
+class Places(NamedTuple):
+    """Addresses: of codes, of scales, of the factor or factors of nvfp4, and of the maxima of its one factor."""
+
+    codes: int
+    scales: int
+    factor: int = 0
+    maxima: int = 0
+
+
+def quantize(x: Tensor, form: str, m: int, to: Places, *, by_row: bool = False) -> None:
+    """The codes and scales of x's M rows, and of nvfp4 the factor of all of them, or `by_row` one for each."""
     k, stride = x.shape[-1], row_stride(x)
     if stride % 8 or stride < k or x.data_ptr() % 16:
         x, stride = x.reshape(m, k).clone(memory_format=torch.contiguous_format), k
     device = x.get_device()
     args = QUANTIZE.new(device, m, k, DTYPE_CODES[dtype_name(x.dtype)], FORMATS[form])
+    args.by_row = by_row and form == "nvfp4"
     args.stream = torch.cuda.current_stream(device).cuda_stream
-    args.codes, args.scales = start + room.codes, start + room.scales
-    if form == "nvfp4":
-        args.factor, args.maxima = start + room.factor, start + room.maxima
+    args.codes, args.scales, args.factor, args.maxima = to
     args.x, args.ldx = x.data_ptr(), stride
     check(ptx_entry_of("gm_quantize_blocks_sm120f", QUANTIZE, ARCH)(args), f"quantizing to {form}")
 

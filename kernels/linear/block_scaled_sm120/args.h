@@ -45,7 +45,7 @@ struct GmLinearBlockScaledArgs {
 
 // The arguments of gm_quantize_blocks_sm120f.
 struct GmQuantizeBlocksArgs {
-  static constexpr uint64_t kDigest = 0x3a84b5b4c93a3561;
+  static constexpr uint64_t kDigest = 0x1feff67751c67ab2;
   int32_t device;
   // k: a multiple of 128
   int32_t m, k;
@@ -53,15 +53,17 @@ struct GmQuantizeBlocksArgs {
   int32_t x_type;
   // of the codes: 0 nvfp4, 1 mxfp4, 2 mxfp8
   int32_t format;
+  // nvfp4: 1 = a factor for each row, 0 = one of all of x
+  int32_t by_row;
   // a CUstream of the device
   void* stream;
   // [m, k], packed
   void* codes;
   // [m, k / group]
   void* scales;
-  // nvfp4: that of all of x, to write; else null
+  // nvfp4: that of all of x, or [m], to write; else null
   float* factor;
-  // nvfp4: room for 256
+  // nvfp4 with one factor: room for 256; else null
   float* maxima;
   // [m, k], rows ldx elements apart, 16-byte aligned
   const void* x;

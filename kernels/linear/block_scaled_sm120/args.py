@@ -35,11 +35,12 @@ QUANTIZE = ArgumentStruct(
     int32_t m, k;  // k: a multiple of 128
     int32_t x_type;  // 1 fp16, 2 bf16
     int32_t format;  // of the codes: 0 nvfp4, 1 mxfp4, 2 mxfp8
+    int32_t by_row;  // nvfp4: 1 = a factor for each row, 0 = one of all of x
     void* stream;  // a CUstream of the device
     void* codes;  // [m, k], packed
     void* scales;  // [m, k / group]
-    float* factor;  // nvfp4: that of all of x, to write; else null
-    float* maxima;  // nvfp4: room for 256
+    float* factor;  // nvfp4: that of all of x, or [m], to write; else null
+    float* maxima;  // nvfp4 with one factor: room for 256; else null
     const void* x;  // [m, k], rows ldx elements apart, 16-byte aligned
     int64_t ldx;
     """,

@@ -21,6 +21,7 @@ GM_SHAPES(GM_KERNEL)
 
 #else  // host
 #include "args.h"
+#include "instance.h"
 #include "sm80/stream_k.cuh"
 
 namespace {
@@ -28,18 +29,8 @@ namespace {
 using Args = GmLinearBlockScaledArgs;
 using Slot = gm::BlockSlot<GM_FORMAT>;
 
-struct Instance {
-  int mt, warps, slots;
-  gm::CudaKernel kernel;
-};
 #define GM_INSTANCE(mt, warps, slots, ctas) {mt, warps, slots, {GM_CUBIN, "block_scaled_" #mt "x" #warps}},
-Instance g_instances[] = {GM_SHAPES(GM_INSTANCE)};
-
-Instance* find(const Args& a) {
-  for (Instance& one : g_instances)
-    if (one.mt == a.mt && one.warps == a.warps) return &one;
-  return nullptr;
-}
+gm::block_scaled::Instance g_instances[] = {GM_SHAPES(GM_INSTANCE)};
 
 }  // namespace
 
@@ -49,10 +40,10 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearBlockScaledArgs)(const GmLinearBlockScaledArgs* a
   const Args& a = *args;
   if (a.y_type != 1 && a.y_type != 2) return GM_E_DTYPE;
   if (a.m < 0 || a.n < 1 || a.k < 1 || a.k % Slot::kColumns) return GM_E_SHAPE;
-  Instance* one = find(a);
+  gm::block_scaled::Instance* one = gm::block_scaled::find(g_instances, a.mt, a.warps);
   if (one == nullptr || a.grid < 1) return GM_E_ARG;
-  const int rows = one->warps * gm::block_scaled::kWarpRows, x_rows = (one->mt + 31) / 32 * 32;
-  const int smem = one->slots * ((one->mt + rows) * Slot::kBytes + (x_rows + rows) * Slot::kScales);
+  const int rows = one->warps * gm::block_scaled::kWarpRows;
+  const int smem = gm::block_scaled::ring_bytes<Slot>(*one);
   const int64_t high = (int64_t(a.m) + one->mt - 1) / one->mt, blocks = high * gm::ceil_div(a.n, rows);
   gm::block_scaled::Params p{};
   p.y = a.y, p.bias = a.bias, p.residual = a.residual;

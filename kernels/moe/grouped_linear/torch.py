@@ -31,7 +31,7 @@ def launch(config: Config, call: GroupedLinearCall) -> None:
     for e, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         if start == stop:
             continue
-        part = activations(source[start:stop], scheme.activation)
+        part = activations(source[start:stop], scheme.activation, by_row=True)
         if len(call.weight) == 1:
             dense = call.weight[0][e].float()
         else:

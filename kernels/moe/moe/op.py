@@ -51,8 +51,8 @@ def reference(
     (gate rows first) and e = ids[t, k]; ids outside 0...E-1 (an expert of another rank) add nothing. Biases are in x's dtype:
     w13_bias [E, 2 I], w2_bias [E, H]. clamp: h = g · sigmoid(alpha · g) · (u + 1), where g = min(gate, limit) and
     u = clamp(up, -limit, limit), as in gpt-oss (arXiv:2508.10925). All in float32, summed over k in order, rounded once. A scheme with
-    an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time. Reads the ids on
-    the host.
+    an activation part quantizes x, and h after it was rounded to x's dtype, by that format's rule, a row at a time: nvfp4 has a multiplier
+    for each row. Reads the ids on the host.
 
     activation: another function than silu, as of `activation`. gated: False = h = f(W13[e] · x[t] + b13[e]), with w13 [E, I, H] and w13_bias
     [E, I] (Nemotron's relu²).
@@ -62,7 +62,7 @@ def reference(
     import torch
 
     w13, w2 = as_quant(w13), as_quant(w2)
-    values = activations(x, w13.scheme.activation, codes, scales)
+    values = activations(x, w13.scheme.activation, codes, scales, by_row=True)
     terms = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for e, (up_proj, down_proj) in enumerate(zip(w13.experts(), w2.experts(), strict=True)):
         token, place = torch.where(ids == e)
@@ -72,7 +72,7 @@ def reference(
                 z = z + w13_bias[e].float()
             inner_values = clamped(z, alpha, limit) if clamp else activated(z, activation, gated)
             if w2.scheme.activation is not None:
-                inner_values = activations(inner_values.to(x.dtype), w2.scheme.activation)
+                inner_values = activations(inner_values.to(x.dtype), w2.scheme.activation, by_row=True)
             y = inner_values @ down_proj.dequantize().T
             terms[token, place] = y if w2_bias is None else y + w2_bias[e].float()
     out = torch.zeros_like(values)
@@ -222,7 +222,7 @@ def _rows_of_w13(problem: Problem) -> int:
 
 
 EPILOGUE = ("w13_bias", "w2_bias", "clamp")
-ROWS = ("fp8_token", "fp8_g128", "int8_token", "int8_g32", "int8_g128")
+ROWS = ("fp8_token", "fp8_g128", "int8_token", "int8_g32", "int8_g128", "mxfp8", "mxfp4", "nvfp4")
 """Formats of activations: those whose scales do not depend on other rows, so that a token's result does not either."""
 
 OP = Op(
@@ -296,6 +296,8 @@ OP = Op(
         m=4,top_k=2,e=3,h=64,i=48,x=fp32,w=nvfp4  m=11,top_k=2,e=4,h=64,i=96,w=mxfp4,epilogue=w13_bias+w2_bias+clamp
         m=8,top_k=2,e=3,h=40,i=17,x=fp32,w=fp32,epilogue=w13_bias+w2_bias+clamp  m=6,top_k=2,e=3,h=48,i=32,x=fp16,w=fp16,epilogue=clamp
         m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=fp8_ch.fp8_token
+        m=7,top_k=2,e=3,h=96,i=64,w=mxfp4.mxfp4  m=9,top_k=3,e=4,h=64,i=48,x=fp32,w=nvfp4.nvfp4,epilogue=w13_bias+w2_bias+clamp
+        m=8,top_k=2,e=3,h=64,i=160,x=fp16,w=mxfp8.mxfp8  m=8,top_k=2,e=3,h=96,i=32,w=mxfp4.mxfp8,activation=relu2,gated=false
         m=7,top_k=2,e=3,h=144,i=136,w=fp8_block.fp8_g128,codes=true  m=9,top_k=3,e=4,h=67,i=33,x=fp32,w=int8_ch.int8_token,codes=true
         m=5,top_k=2,e=3,h=33,i=32,epilogue=w2_bias  m=5,top_k=2,e=3,h=32,i=40,w=int4_g32,epilogue=w13_bias
         m=13,top_k=3,e=5,h=67,i=35,x=fp32,w=fp32,activation=gelu_tanh
