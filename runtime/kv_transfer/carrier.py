@@ -101,6 +101,8 @@ def all_places(first: int, length: int, groups: int) -> list[Place]:
 
 def wanted_keys(keys: Sequence[bytes], first: int, groups: int) -> list[bytes]:
     """The keys of the blocks of `all_places`."""
+    if groups == 1:  # the key of a block in the first group is its own
+        return list(keys[first:])
     return [group_key(key, group) for key in keys[first:] for group in range(groups)]
 
 
