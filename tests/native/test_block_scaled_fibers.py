@@ -8,7 +8,6 @@ import ctypes
 import math
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from gristmill.quant import numeric
 from gristmill.quant.activations import quantize_activation
 from gristmill.quant.tensor import QuantTensor
 from tests import forked
+from tests.native import compiled_library
 from tests.native.test_sm80_fibers import ROOT, address, poisoned
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -33,16 +33,12 @@ BY_BF16 = "-DGM_BLOCK_SCALE_BY_BF16"
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     """With the model of the instruction, and with what replaces it on other GPUs."""
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing"]
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    flags += [text for folder in folders for text in ("-I", str(folder))]
-    made = {}
-    for name, extra in (("model", ()), ("bf16", (BY_BF16,))):
-        out = tmp_path_factory.mktemp("block_scaled") / f"{name}.so"
-        source = ROOT / "tests/native/block_scaled_fibers.cpp"
-        subprocess.run(["g++", *flags, *extra, source, "-o", out], check=True)
-        made[name] = ctypes.CDLL(str(out))
-    return made
+    folder, source = tmp_path_factory.mktemp("block_scaled"), ROOT / "tests/native/block_scaled_fibers.cpp"
+    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
+    return {
+        name: compiled_library.load(folder / f"{name}.so", source, flags=[*flags, *extra])
+        for name, extra in (("model", ()), ("bf16", (BY_BF16,)))
+    }
 
 
 LAYOUTS = {

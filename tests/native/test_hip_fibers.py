@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from gristmill.kernels.linear.wv_splitk_hip import _launch
 from gristmill.kernels.linear.wv_splitk_hip.spec import COUNTERS, KERNELS
 from gristmill.quant.argument_struct import ArgumentStruct, check_struct
 from tests.calls import make_call
+from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "linear" / "wv_splitk_hip" / "_linear_wv_splitk.hip"
@@ -34,20 +34,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not 
 def compiled(out: Path, lanes: int) -> ctypes.CDLL:
     """The source as a library for the CPU. RDNA multiplies bf16 by its dot product, CDNA 3 in float32."""
     defines = ["-DGM_HIP_FIBERS", f"-DGM_LANES={lanes}", f"-DGM_DOT2_BF16={int(lanes == 32)}"]
-    include = [f"-I{ROOT / 'kernels' / '_native'}", f"-I{ROOT / 'tests' / 'native'}"]
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-shared",
-        "-Wall",
-        "-Wno-unknown-pragmas",
-        "-Werror",
-    ]
-    subprocess.run([*command, *defines, *include, "-x", "c++", str(SOURCE), "-o", str(out)], check=True)
-    return ctypes.CDLL(str(out))
+    flags = ["-O1", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Werror", *defines]
+    return compiled_library.load(
+        out, SOURCE, flags=flags, folders=[ROOT / "kernels" / "_native", ROOT / "tests" / "native"]
+    )
 
 
 @pytest.fixture(scope="module")

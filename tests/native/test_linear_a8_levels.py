@@ -24,6 +24,7 @@ from gristmill.kernels.native import cpu_library
 from gristmill.kernels.native_call import CallEntry, Options
 from gristmill.quant import pack, quantize
 from tests.kernels.test_linear_a8_groups import FACTORED, output, weight
+from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 LINEAR = ROOT / "kernels" / "linear" / "a8_cpu"
@@ -33,18 +34,9 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not 
 
 def compiled(out: Path, flags: list[str], folder: Path = LINEAR) -> Path:
     """The kernel of a folder of sources, with serial threads, as a library; without optimization, which takes nine times longer to compile."""
-    command = ["g++", "-std=c++20", "-O0", "-Wno-psabi", "-ffp-contract=off", "-fPIC", "-shared", *flags]
-    command += [
-        "-I",
-        str(ROOT / "kernels" / "_native"),
-        "-I",
-        str(ROOT / "kernels"),
-        str(folder / "_linear_a8_cpu.cpp"),
-    ]
-    subprocess.run(
-        [*command, str(ROOT / "tests" / "native" / "serial_threads.cpp"), "-o", str(out)], check=True
-    )
-    return out
+    sources = folder / "_linear_a8_cpu.cpp", ROOT / "tests" / "native" / "serial_threads.cpp"
+    flags = ["-O0", "-Wno-psabi", "-ffp-contract=off", *flags]
+    return compiled_library.make(out, *sources, flags=flags, folders=compiled_library.FOLDERS[1:])
 
 
 def called(library: ctypes.CDLL, level: str, entry: CallEntry, config: Any, call: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from gristmill.kernels.attention.lengths import error as attention_error
 from gristmill.kernels.attention.mla_attention.sm80.spec import ROWS, parts_at
 from gristmill.kernels.attention.mla_attention.sm90.spec import LATENT
 from tests import forked
+from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -45,14 +45,8 @@ class Call(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     out = tmp_path_factory.mktemp("mla_sm80") / "mla_sm80.so"
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing"]
-    flags.append("-fno-extern-tls-init")
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    include = [text for folder in folders for text in ("-I", str(folder))]
-    subprocess.run(
-        ["g++", *flags, *include, ROOT / "tests/native/mla_sm80_fibers.cpp", "-o", out], check=True
-    )
-    return ctypes.CDLL(str(out))
+    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-extern-tls-init"]
+    return compiled_library.load(out, ROOT / "tests/native/mla_sm80_fibers.cpp", flags=flags)
 
 
 def run(

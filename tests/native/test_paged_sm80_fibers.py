@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernels.attention.lengths import error as attention_error
 from gristmill.kernels.attention.paged_attention.sm80.more import PADDED, part_rows
 from tests import forked
+from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -70,21 +70,8 @@ class Call(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     out = tmp_path_factory.mktemp("paged_sm80") / "paged_sm80.so"
-    flags = [
-        "-std=c++20",
-        "-O0",
-        "-fPIC",
-        "-shared",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-fno-extern-tls-init",
-    ]
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    include = [text for folder in folders for text in ("-I", str(folder))]
-    subprocess.run(
-        ["g++", *flags, *include, ROOT / "tests/native/paged_sm80_fibers.cpp", "-o", out], check=True
-    )
-    return ctypes.CDLL(str(out))
+    flags = ["-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-extern-tls-init"]
+    return compiled_library.load(out, ROOT / "tests/native/paged_sm80_fibers.cpp", flags=flags)
 
 
 def run(

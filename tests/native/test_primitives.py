@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
-import subprocess
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from tests.native import compiled_library
 
 from .levels import runnable_levels
 
@@ -38,19 +38,9 @@ def flags_of(level: str) -> list[str]:
 def lib(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     level = request.param
     out = tmp_path_factory.mktemp("primitives") / f"{level}.so"
-    command = ["g++", *flags_of(level), f"-DGM_LEVEL={level}", "-Wno-psabi", "-Wno-maybe-uninitialized"]
-    command += [
-        "-fPIC",
-        "-shared",
-        "-Wl,--allow-shlib-undefined",
-        "-I",
-        str(ROOT / "kernels" / "_native"),
-        str(SOURCE),
-        "-o",
-        str(out),
-    ]
-    subprocess.run([word for word in command if word != "-fvisibility=hidden"], check=True)
-    library = ctypes.CDLL(str(out))
+    flags = [*flags_of(level), f"-DGM_LEVEL={level}", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+    flags = [word for word in flags if word != "-fvisibility=hidden"] + ["-Wl,--allow-shlib-undefined"]
+    library = compiled_library.load(out, SOURCE, flags=flags, folders=[ROOT / "kernels" / "_native"])
     signatures = {
         "t_exp": (c_void_p, c_void_p, c_int64),
         "t_narrow": (c_void_p, c_void_p, c_void_p, c_int64, c_int),

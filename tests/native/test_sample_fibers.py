@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from gristmill.kernels.sampling import sample
 from gristmill.kernels.sampling.sample_sm90 import MOST_RANKS
 from tests import forked
+from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -33,19 +33,7 @@ NONE, BLOCK_BARRIERS, CLUSTER_BARRIERS, WRONG_PEER = range(4)
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     out = tmp_path_factory.mktemp("sample") / "sample.so"
     source = ROOT / "tests" / "native" / "sample_fibers.cpp"
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-ffp-contract=off",
-        str(source),
-        "-o",
-        str(out),
-    ]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(out))
+    return compiled_library.load(out, source, flags=["-O2", "-ffp-contract=off"])
 
 
 def differences(

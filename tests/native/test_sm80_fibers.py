@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from gristmill.kernels.moe.grouped_linear.op import reference
 from tests import forked
+from tests.native import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -27,21 +27,9 @@ NONE, NO_BARRIERS, _, _, EARLY_READS = range(5)
 
 def built(name: str, folder: Path) -> ctypes.CDLL:
     """The library of `<name>_fibers.cpp`."""
-    out = folder / f"{name}.so"
-    flags = [
-        "-std=c++20",
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-fno-extern-tls-init",
-        "-fno-gnu-unique",  # inline variables are each library's own
-    ]
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    include = [text for folder in folders for text in ("-I", str(folder))]
-    subprocess.run(["g++", *flags, *include, ROOT / f"tests/native/{name}_fibers.cpp", "-o", out], check=True)
-    return ctypes.CDLL(str(out))
+    flags = ["-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-extern-tls-init"]
+    flags.append("-fno-gnu-unique")  # inline variables are each library's own
+    return compiled_library.load(folder / f"{name}.so", ROOT / f"tests/native/{name}_fibers.cpp", flags=flags)
 
 
 @pytest.fixture(scope="module")

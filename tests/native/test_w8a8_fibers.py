@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from gristmill.kernels.linear.w8a8_sm80.shapes import (
 )
 from gristmill.quant.activations import quantize_activation
 from tests import forked
+from tests.native import compiled_library
 from tests.native.test_sm80_fibers import ROOT, address, poisoned
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -36,11 +36,8 @@ Partition = tuple[tuple[int, int], int, int]
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     out = tmp_path_factory.mktemp("w8a8") / "w8a8.so"
-    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing"]
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    include = [text for folder in folders for text in ("-I", str(folder))]
-    subprocess.run(["g++", *flags, *include, ROOT / "tests/native/w8a8_fibers.cpp", "-o", out], check=True)
-    return ctypes.CDLL(str(out))
+    flags = ["-O2", "-ffp-contract=off", "-fno-strict-aliasing"]
+    return compiled_library.load(out, ROOT / "tests/native/w8a8_fibers.cpp", flags=flags)
 
 
 def codes(low: int, rows: int, columns: int, seed: int) -> Tensor:
