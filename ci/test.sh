@@ -51,7 +51,7 @@ if [ -n "$full" ]; then budget=(); fi  # the slow tests have none
 # A worker that has nothing left takes tests of the other: neither waits for the last long file.
 step "tests" python -m pytest -q -n "$jobs" --dist worksteal -m "$marks" "${budget[@]}"
 if [ -n "$full" ]; then
-  step "hosts" bash ci/hosts.sh "$marks"
+  step "hosts" env JOBS="$jobs" bash ci/hosts.sh "$marks"
 fi
 if [ -f ci/compile_matrix.py ]; then
   step "compile matrix" python ci/compile_matrix.py --jobs "$jobs" ${full:+--full}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "examples" / "models"
-CACHE = Path(sys.prefix) / "cache"
-"""Kept with the environment: kernels that were verified, and what vLLM finds out about model classes."""
-INSTALLED = importlib.util.find_spec("vllm") is not None
+SPEC = importlib.util.find_spec("vllm")
+INSTALLED = SPEC is not None
+CACHE = Path(SPEC.origin).parents[1] / "cache" if SPEC is not None and SPEC.origin else Path()
+"""Kept beside the packages, which clones share: kernels that were verified, and what vLLM finds out about model classes, for which it starts
+a process each."""
 collect_ignore_glob = [] if INSTALLED else ["test_[!i]*.py"]  # test_installed.py says so
 
 # Before vLLM is imported, which reads them once. The scheduler runs in this process. Ranks share one NUMA node.
