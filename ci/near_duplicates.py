@@ -26,6 +26,9 @@ ACCEPTED = {
     ("kernels/linear/triton.py", "kernels/moe/grouped_linear/triton.py"): (
         "the call of the tile product: the arguments of a jitted function are passed one by one"
     ),
+    ("kernels/linear/block_scaled_triton/kernel.py", "kernels/moe/moe/block_scaled_triton.py"): (
+        "the call of the tile product, for the same reason"
+    ),
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (
         "two calls of the same search, over a short and a long list: a constexpr cannot be chosen at run time"
     ),

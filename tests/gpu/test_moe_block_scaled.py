@@ -160,6 +160,19 @@ def test_whole_calls_are_those_of_the_reference(format: str, m: int) -> None:
             assert outcome.ok, (axes, config, outcome.reason)
 
 
+@pytest.mark.parametrize("name", ["mx", "nvfp4"])
+def test_the_kernels_in_triton(name: str) -> None:
+    """Where tensor cores have no scales, Triton decodes both operands to bf16, exactly."""
+    kernel = default_registry().kernel("moe", f"moe_{name}_triton")
+    schemes = ("nvfp4.nvfp4",) if name == "nvfp4" else ("mxfp8.mxfp8", "mxfp4.mxfp8", "mxfp4.mxfp4")
+    further = [f"m=257,top_k=8,e=64,h=256,i=128,w={scheme}" for scheme in schemes]
+    for text in (*kernel.examples, *further):
+        problem = OP.problem(text)
+        for target in ("sm_120", "sm_100"):  # tiles of 16 to 64 rows, and of 128
+            outcome = verify(OP, kernel, kernel.config(problem, Target.parse(target)), problem, DEVICE)
+            assert outcome.ok, (text, target, outcome.reason)
+
+
 def call_of(format: str, m: int, seed: int) -> tuple[Any, Config]:
     """A call of the operation with a workspace, and a configuration."""
     problem = OP.problem(f"m={m},top_k=3,e=5,h=384,i=256,w={format}.{format}")

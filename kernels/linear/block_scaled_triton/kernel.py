@@ -19,12 +19,12 @@ from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import need, need_workspace
 from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.linear.block_scaled_triton._product import block_scaled_product
 from gristmill.kernels.linear.block_scaled_triton.quantize import (
-    BLOCK,
     OPERANDS,
     PARTS,
     aot_case,
-    maxima_kernel,
+    maxima_case,
     quantize,
 )
 
@@ -37,6 +37,16 @@ ALIGNMENT = 256
 MX, NVFP4 = ("mxfp8.mxfp8", "mxfp4.mxfp8", "mxfp4.mxfp4"), ("nvfp4.nvfp4",)
 MIXED = "mxfp4.mxfp8"
 """The scheme whose operands have codes of different widths."""
+FEATURES = {
+    "mx": (frozenset({"mma.block_scale", "mma.mxf8", "mma.mxf4"}), frozenset({"mfma.mxf8", "mfma.mxf4"})),
+    "nvfp4": (frozenset({"mma.block_scale", "mma.nvf4"}),),
+}
+"""Kernel -> what the hardware must have, in alternatives."""
+
+
+def schemes_of(name: str) -> tuple[str, ...]:
+    """The schemes of a kernel of `FEATURES`."""
+    return MX if name == "mx" else NVFP4
 
 
 def _refusal(schemes: tuple[str, ...], problem: Problem) -> str | None:
@@ -56,10 +66,10 @@ def config(problem: Problem, target: Target) -> Config:
     """Tiles with as many rows as M needs; tcgen05 multiplies 128 rows."""
     m, scheme = problem.integer("m"), str(QuantScheme.parse(problem.text("w")))
     rows = 128 if "tcgen05" in target.features or m > 64 else 64 if m > 32 else 32 if m > 16 else 16
-    return {"scheme": scheme, **_tile(scheme, rows, m > 16, target)}
+    return {"scheme": scheme, **tile(scheme, rows, m > 16, target)}
 
 
-def _tile(scheme: str, rows: int, wide: bool, target: Target) -> dict[str, ConfigValue]:
+def tile(scheme: str, rows: int, wide: bool, target: Target) -> dict[str, ConfigValue]:
     """A tile of so many rows of x. Operands that are decoded take registers of a quarter of the columns."""
     decoded = scheme == MIXED and "mma.sync.block_scale" in target.features
     columns = 32 if decoded else 128 if wide else 64
@@ -112,35 +122,27 @@ def block_scaled_kernel(
     n_mask = ns < n
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     row_mask = rows < m
-    groups = k // GROUP
     for half in tl.static_range(2 if SILU else 1):  # gate, then up
-        w_rows = (ns + half * n).to(tl.int64)
-        z = tl.zeros([BM, BN], tl.float32)
-        for k0 in range(0, k, BK):
-            x_at = k0 // X_PACKED + tl.arange(0, BK // X_PACKED)
-            w_at = k0 // W_PACKED + tl.arange(0, BK // W_PACKED)
-            at = k0 // GROUP + tl.arange(0, BK // GROUP)
-            inside = (at < groups)[None, :]
-            a = tl.load(
-                x + rows[:, None] * (k // X_PACKED) + x_at[None, :],
-                mask=row_mask[:, None] & (x_at < k // X_PACKED)[None, :],
-                other=0,
-            )
-            b = tl.load(
-                weight + w_rows[:, None] * (k // W_PACKED) + w_at[None, :],
-                mask=n_mask[:, None] & (w_at < k // W_PACKED)[None, :],
-                other=0,
-            )
-            a_scale = tl.load(
-                x_scales + rows[:, None] * groups + at[None, :], mask=row_mask[:, None] & inside, other=0
-            )
-            b_scale = tl.load(
-                w_scales + w_rows[:, None] * groups + at[None, :], mask=n_mask[:, None] & inside, other=0
-            )
-            if NVFP4:
-                a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
-                b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
-            z = tl.dot_scaled(a, a_scale, X, tl.trans(b), b_scale, W, z)
+        z = block_scaled_product(
+            x,
+            x_scales,
+            weight,
+            w_scales,
+            rows,
+            row_mask,
+            (ns + half * n).to(tl.int64),
+            n_mask,
+            k,
+            X,
+            W,
+            X_PACKED,
+            W_PACKED,
+            GROUP,
+            NVFP4,
+            BM,
+            BN,
+            BK,
+        )
         if NVFP4:
             z *= tl.load(row_scale + ns + half * n, mask=n_mask, other=0.0)[None, :] * tl.load(factor)
         if BIAS:
@@ -199,7 +201,7 @@ def launch(config: Config, call: LinearCall) -> None:
         m,
         columns,
         k,
-        **_constants(scheme),
+        **constants(scheme),
         BIAS=call.bias is not None,
         RESIDUAL=call.residual is not None,
         SILU=call.silu_mul,
@@ -211,7 +213,8 @@ def launch(config: Config, call: LinearCall) -> None:
     )
 
 
-def _constants(scheme: QuantScheme) -> dict[str, str | int | bool]:
+def constants(scheme: QuantScheme) -> dict[str, str | int | bool]:
+    """What the product of a scheme is compiled for."""
     of_w, of_x = OPERANDS[scheme.weights], OPERANDS[str(scheme.activation)]
     return {
         "X": of_x.name,
@@ -230,9 +233,7 @@ def aot_mx(target: Target) -> list[AotCase]:
 
 def aot_nvfp4(target: Target) -> list[AotCase]:
     """NVFP4, and its quantizer of x."""
-    types = {"x": "*bf16", "maxima": "*i32", "rows": "i32", "k": "i32", "stride": "i32"}
-    maxima = AotCase("maxima", maxima_kernel, types, {"BLOCK": BLOCK})
-    return [*_products(NVFP4, target), *_quantizers(("nvfp4",), target), maxima]
+    return [*_products(NVFP4, target), *_quantizers(("nvfp4",), target), maxima_case()]
 
 
 def _products(schemes: tuple[str, ...], target: Target) -> Iterator[AotCase]:
@@ -240,15 +241,15 @@ def _products(schemes: tuple[str, ...], target: Target) -> Iterator[AotCase]:
     pointers = dict.fromkeys(("x", "x_scales", "weight", "w_scales"), "*u8") | {"factor": "*fp32"}
     pointers |= {"row_scale": "*fp32"} | dict.fromkeys(("bias", "residual", "out"), "*bf16")
     for scheme in schemes:
-        tile = _tile(scheme, rows, True, target)
-        sizes = {name.upper(): tile[name] for name in ("bm", "bn", "bk")}
+        shape = tile(scheme, rows, True, target)
+        sizes = {name.upper(): shape[name] for name in ("bm", "bn", "bk")}
         switches = {"BIAS": True, "RESIDUAL": False, "SILU": scheme == MIXED}
         yield AotCase(
             scheme.replace(".", "_"),
             block_scaled_kernel,
             pointers | dict.fromkeys("mnk", "i32"),
-            _constants(QuantScheme.parse(scheme)) | switches | sizes,
-            {"num_warps": int(tile["warps"]), "num_stages": int(tile["stages"])},
+            constants(QuantScheme.parse(scheme)) | switches | sizes,
+            {"num_warps": int(shape["warps"]), "num_stages": int(shape["stages"])},
             ("n", "k"),
             () if scheme == MIXED and "mma.sync.block_scale" in target.features else ("block_scaled",),
         )
@@ -279,22 +280,12 @@ KERNELS = tuple(
         aot=f"{__name__}:aot_{name}",
         requires=Requirement(features=features, code="triton"),
         summary="x quantized in launches of its own; codes and scales of both operands to block-scaled tensor cores",
-        accepts=partial(_refusal, schemes),
+        accepts=partial(_refusal, schemes_of(name)),
         config=config,
         workspace=workspace,
         layouts=("plain_v1",),
-        examples=tuple(example.format(w=w) for w in schemes for example in EXAMPLES),
+        examples=tuple(example.format(w=w) for w in schemes_of(name) for example in EXAMPLES),
         priority=52,
     )
-    for name, schemes, features in (
-        (
-            "mx",
-            MX,
-            (
-                frozenset({"mma.block_scale", "mma.mxf8", "mma.mxf4"}),
-                frozenset({"mfma.mxf8", "mfma.mxf4"}),
-            ),
-        ),
-        ("nvfp4", NVFP4, (frozenset({"mma.block_scale", "mma.nvf4"}),)),
-    )
+    for name, features in FEATURES.items()
 )

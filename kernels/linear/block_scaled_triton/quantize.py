@@ -88,10 +88,12 @@ def quantize_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILED: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """A row's block of columns. EMAX: the exponent of the largest code; 0 = scales are e4m3, under a factor of the tensor (NVFP4).
 
-    TILED: scales are in tiles of 128 rows by 4 groups, of which the last ones may have groups past K, with any number as scale."""
+    TILED: scales are in tiles of 128 rows by 4 groups, of which the last ones may have groups past K, with any number as scale. BY_ROW: NVFP4 has a
+    factor for each row, of its own maximum."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     columns = start + tl.arange(0, BLOCK)
@@ -104,14 +106,20 @@ def quantize_kernel(
         decoded = tl.where(byte == 0, 1 << 22, tl.where(byte == 255, 0x7FC00000, byte << 23))
         scale = decoded.to(tl.float32, bitcast=True)
     else:
-        part = tl.arange(0, PARTS)
-        most = tl.max(tl.load(maxima + part, mask=part < parts, other=0), 0).to(tl.float32, bitcast=True)
+        if BY_ROW:
+            most = tl.load(maxima + row).to(tl.float32, bitcast=True)
+        else:
+            part = tl.arange(0, PARTS)
+            most = tl.max(tl.load(maxima + part, mask=part < parts, other=0), 0).to(tl.float32, bitcast=True)
         one = tl.zeros([BLOCK // GROUP], tl.float32)
         multiplier = tl.div_rn(one + tl.where(most < least, least, most), one + 2688.0)  # 6 times 448
         unrounded = tl.div_rn(bits.to(tl.float32, bitcast=True), multiplier * 6.0)
         byte = e4m3_encode(tl.where(unrounded < 0.001953125, 0.001953125, unrounded)).to(tl.int32)
         scale = e4m3_decode(byte.to(tl.uint8), tl.float32, False) * multiplier
-        if tl.program_id(0) + tl.program_id(1) == 0:
+        if BY_ROW:
+            if tl.program_id(1) == 0:
+                tl.store(factor + row, tl.max(multiplier, 0))
+        elif tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(factor, tl.max(multiplier, 0))
     groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
     if TILED:
@@ -139,19 +147,20 @@ def quantize(
     scales: Tensor,
     factor: Tensor,
     tiled: bool = False,
+    by_row: bool = False,
 ) -> None:
     """x's M rows [..., K] in a format.
 
     Args:
         codes: uint8, row-major. scales: uint8, row-major, or `tiled` as in scales128x4_v1, also of groups past K, not of rows past M.
-        factor: of NVFP4, float32, with room for `PARTS` maxima after it.
+        factor: of NVFP4, float32, with room for `PARTS` maxima after it; `by_row` M of them, with room for M maxima.
     """
     stride = row_stride(x)
     if stride < k:
         x, stride = x.reshape(m, k).contiguous(), k
     maxima, parts = scales, 0
     if not of_x.emax:
-        maxima, parts = factor[1:].view(dtype=_int32()), min(m, PARTS)
+        maxima, parts = factor[m if by_row else 1 :].view(dtype=_int32()), m if by_row else min(m, PARTS)
         maxima_kernel[(parts,)](x, maxima, m, k, stride, BLOCK=BLOCK)
     quantize_kernel[(m, cdiv(k, BLOCK))](
         x,
@@ -169,6 +178,7 @@ def quantize(
         PARTS=PARTS,
         BLOCK=BLOCK,
         TILED=tiled,
+        BY_ROW=by_row,
     )
 
 
@@ -178,7 +188,13 @@ def _int32() -> torch.dtype:
     return torch.int32
 
 
-def aot_case(name: str, tiled: bool = False) -> AotCase:
+def maxima_case() -> AotCase:
+    """The maxima of NVFP4, for the compile matrix."""
+    types = {"x": "*bf16", "maxima": "*i32", "rows": "i32", "k": "i32", "stride": "i32"}
+    return AotCase("maxima", maxima_kernel, types, {"BLOCK": BLOCK})
+
+
+def aot_case(name: str, tiled: bool = False, by_row: bool = False) -> AotCase:
     """The quantizer of a format, for the compile matrix."""
     of_x = OPERANDS[name]
     types = {"x": "*bf16", "codes": "*u8", "scales": "*u8", "maxima": "*i32", "factor": "*fp32"}
@@ -193,6 +209,7 @@ def aot_case(name: str, tiled: bool = False) -> AotCase:
             "PARTS": PARTS,
             "BLOCK": BLOCK,
             "TILED": tiled,
+            "BY_ROW": by_row,
         },
         {"num_warps": 4},
         ("k", "stride"),

@@ -1,0 +1,319 @@
+"""MoE over block-scaled codes in Triton: moe_mx_triton, moe_nvfp4_triton.
+
+As moe_fp4_sm120 (block_scaled_sm120/spec.py): tokens are quantized once, and gathered as codes by the first product, whose epilogue has biases and
+silu(gate) · up; its rows are quantized in turn. Products are those of linear_mx_triton and linear_nvfp4_triton, by `tl.dot_scaled`, on tiles of
+rows of one expert; NVFP4 has a factor for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
+from gristmill.kernel_registry.problem import Problem
+from gristmill.kernel_registry.requirement import Requirement
+from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
+from gristmill.kernel_registry.target import Target
+from gristmill.kernels.aot import AotCase
+from gristmill.kernels.common import ITEM_BYTES, need
+from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.linear.block_scaled_triton._product import block_scaled_product
+from gristmill.kernels.linear.block_scaled_triton.kernel import FEATURES, MIXED, constants, schemes_of, tile
+from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS, aot_case, maxima_case, quantize
+from gristmill.kernels.moe import _chain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gristmill.kernels.calls import GroupedLinearCall, MoeCall
+
+
+@jit
+def tile_of_expert(offsets, experts, tile, BE: tl.constexpr, BM: tl.constexpr):
+    """The expert of a tile of BM rows, BE past the last tile; the tile's first row, and the end of the expert's rows."""
+    e = tl.arange(0, BE)
+    starts = tl.load(offsets + e, mask=e < experts, other=0)
+    ends = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    tiles = (ends - starts + BM - 1) // BM
+    through = tl.cumsum(tiles, 0)
+    expert = tl.sum((through <= tile).to(tl.int32), 0)
+    own = e == expert
+    first = tl.sum(tl.where(own, starts + (tile - through + tiles) * BM, 0), 0)
+    return expert, first, tl.sum(tl.where(own, ends, 0), 0)
+
+
+@jit
+def experts_kernel(
+    x,
+    x_scales,
+    x_factor,
+    weight,
+    w_scales,
+    w_factor,
+    offsets,
+    permutation,
+    bias,
+    out,
+    alpha,
+    limit,
+    experts,
+    n,
+    k,
+    top_k,
+    X: tl.constexpr,
+    W: tl.constexpr,
+    X_PACKED: tl.constexpr,
+    W_PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    NVFP4: tl.constexpr,
+    GATHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    CLAMP: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """n: columns of the output; with SILU an expert's weight has 2 n rows, gate first. Rows of no expert are not written."""
+    expert, first, end = tile_of_expert(offsets, experts, tl.program_id(1), BE, BM)
+    if expert < BE:
+        ns = tl.program_id(0) * BN + tl.arange(0, BN)
+        n_mask = ns < n
+        rows = first + tl.arange(0, BM)
+        row_mask = rows < end
+        source = rows.to(tl.int64)
+        if GATHER:
+            source = (tl.load(permutation + rows, mask=row_mask, other=0) // top_k).to(tl.int64)
+        start = expert.to(tl.int64) * (n * (2 if SILU else 1))
+        for half in tl.static_range(2 if SILU else 1):  # gate, then up
+            w_rows = start + ns + half * n
+            z = block_scaled_product(
+                x,
+                x_scales,
+                weight,
+                w_scales,
+                source,
+                row_mask,
+                w_rows,
+                n_mask,
+                k,
+                X,
+                W,
+                X_PACKED,
+                W_PACKED,
+                GROUP,
+                NVFP4,
+                BM,
+                BN,
+                BK,
+            )
+            if NVFP4:
+                of_x = tl.load(x_factor + source, mask=row_mask, other=0.0)
+                z *= of_x[:, None] * tl.load(w_factor + w_rows, mask=n_mask, other=0.0)[None, :]
+            if BIAS:
+                z += tl.load(bias + w_rows, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+            if half == 0:
+                y = z
+            elif CLAMP:
+                # Comparisons with NaN are false, so that NaN passes.
+                y = tl.where(y > limit, limit, y)
+                z = tl.where(z > limit, limit, z)
+                z = tl.where(z < -limit, -limit, z)
+                y = y / (1.0 + tl.exp(-alpha * y)) * (z + 1.0)
+            else:
+                y = y / (1.0 + tl.exp(-y)) * z
+        to = rows.to(tl.int64)[:, None] * n + ns[None, :]
+        tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+
+
+def product(config: Config, room: Tensor, call: GroupedLinearCall) -> None:
+    """Rows [R, K], in the order of experts or gathered by a permutation, six tensors of plain_v1 -> out [P, N or N / 2].
+
+    Rows of no expert are not written.
+
+    Args:
+        room: bytes for the codes, scales and factors of the R rows.
+
+    Raises:
+        ValueError: tensors that are not those of a weight in the format, in the order of x's columns.
+    """
+    import torch
+
+    x, (codes, scales, _, w_factor, _, perm) = call.x, call.weight
+    scheme, (given, k), (rows, columns) = QuantScheme.parse(str(config["scheme"])), x.shape, call.out.shape
+    experts, n = call.expert_offsets.shape[0] - 1, columns * (2 if call.silu_mul else 1)
+    of_w, of_x = OPERANDS[scheme.weights], OPERANDS[str(scheme.activation)]
+    shapes = ((experts, n, k // of_w.packed), (experts, n, k // of_w.group))
+    need(
+        (tuple(codes.shape), tuple(scales.shape)) == shapes and not perm.numel(),
+        f"moe of {scheme}: expected codes {list(shapes[0])} and scales {list(shapes[1])} in the order of x's columns, "
+        f"got {list(codes.shape)} and {list(scales.shape)}" + (" and a permutation" if perm.numel() else ""),
+    )
+    if not rows:
+        return
+    x_codes, x_scales, factors = room.split([*_sizes(str(scheme.activation), given, k)])
+    x_factor = factors.view(torch.float32)
+    quantize(of_x, x, given, k, x_codes, x_scales, x_factor, by_row=True)
+    bm, bn = int(config["bm"]), int(config["bn"])
+    # Each expert wastes less than one tile.
+    grid = (cdiv(columns, bn), min(rows, cdiv(rows, bm) + experts))
+    experts_kernel[grid](
+        x_codes,
+        x_scales,
+        x_factor,
+        codes,
+        scales.view(torch.uint8),
+        w_factor,
+        call.expert_offsets,
+        call.expert_offsets if call.permutation is None else call.permutation,
+        x if call.bias is None else call.bias,
+        call.out,
+        call.alpha,
+        call.limit,
+        experts,
+        columns,
+        k,
+        call.top_k,
+        **constants(scheme),
+        GATHER=call.permutation is not None,
+        BIAS=call.bias is not None,
+        SILU=call.silu_mul,
+        CLAMP=call.clamp,
+        BE=next_power_of_2(experts),
+        BM=bm,
+        BN=bn,
+        BK=config["bk"],
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+    )
+
+
+def launch(config: Config, call: MoeCall) -> None:
+    """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation."""
+    from gristmill.kernels.moe.combine import triton as combine_triton
+    from gristmill.kernels.moe.permute import triton as permute_triton
+
+    (tokens, hidden), entries, item = call.x.shape, call.ids.numel(), call.x.element_size()
+    if not tokens:
+        return
+    inner, experts = _chain.sizes_of(call.w13, call.inter)
+    form = str(QuantScheme.parse(str(config["scheme"])).activation)
+    of = (sum(_sizes(form, tokens, hidden)), sum(_sizes(form, entries, inner)))
+    sizes = (*_chain.pieces(entries, experts, hidden, inner, item), max(of))
+    memory = _chain.memory(call.workspace, call.x, sizes)
+    room = _chain.carve(memory, call.x, sizes)[-1]
+    first, second = (partial(product, config, room[:size]) for size in of)
+    combine = partial(combine_triton.launch, combine_triton.block_config(hidden))
+    parts = _chain.Parts(partial(permute_triton.launch, {}), first, second, combine)
+    _chain.run(parts, call.replace(workspace=memory))
+
+
+def _sizes(form: str, rows: int, k: int) -> tuple[int, int, int]:
+    """Bytes of codes, of scales, and of the factors of rows and the maxima that they come from."""
+    of_x = OPERANDS[form]
+    sizes = (rows * k // of_x.packed, rows * (k // of_x.group), 0 if of_x.emax else 8 * rows)
+    codes, scales, factors = (cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes)
+    return codes, scales, factors
+
+
+def workspace(problem: Problem, config: Config) -> Workspace:
+    """Bytes of the chain's intermediate tensors, and of quantized rows: tokens, then those between the products."""
+    m, top_k, h, i = problem.integers("m", "top_k", "h", "i")
+    form, entries = str(QuantScheme.parse(problem.text("w")).activation), m * top_k
+    chain = _chain.pieces(entries, problem.integer("e"), h, i, ITEM_BYTES[problem.text("x")])
+    sizes = (*chain, max(sum(_sizes(form, m, h)), sum(_sizes(form, entries, i))))
+    return Workspace(sum(cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes))
+
+
+def _refusal(schemes: tuple[str, ...], problem: Problem) -> str | None:
+    """Why a problem is refused; None if it is not."""
+    scheme = QuantScheme.parse(problem.text("w"))
+    if str(scheme) not in schemes:
+        return f"multiplies {', '.join(schemes)}, not {scheme}"
+    if problem["act_order"]:
+        return "takes groups of neighbouring columns, not act-order"
+    group, (h, i) = OPERANDS[str(scheme.activation)].group, problem.integers(*"hi")
+    if h % group or i % group:
+        return f"needs H and I multiples of {group}, the columns of a scale, got H={h}, I={i}"
+    return None
+
+
+def config(problem: Problem, target: Target) -> Config:
+    """Tiles with as many rows as an expert has on average; tcgen05 multiplies 128 rows."""
+    m, top_k, e = problem.integers("m", "top_k", "e")
+    return _config(str(QuantScheme.parse(problem.text("w"))), cdiv(m * top_k, e), target)
+
+
+def _config(scheme: str, share: int, target: Target) -> Config:
+    """For `share` rows of an expert. Sums of gate and up take the registers of twice the columns where they are not in tensor memory."""
+    tcgen05 = "tcgen05" in target.features
+    rows = 128 if tcgen05 else 64 if share > 32 else 32 if share > 16 else 16
+    return {"scheme": scheme, **tile(scheme, rows, tcgen05 and share > 16, target)}
+
+
+def _aot(name: str, target: Target) -> Iterator[AotCase]:
+    """Every scheme of a kernel, as the first product of experts and as the second, and its quantizers."""
+    pointers = dict.fromkeys(("x", "x_scales", "weight", "w_scales"), "*u8")
+    pointers |= dict.fromkeys(("x_factor", "w_factor"), "*fp32") | dict.fromkeys(("bias", "out"), "*bf16")
+    pointers |= dict.fromkeys(("offsets", "permutation"), "*i32")
+    types = pointers | dict.fromkeys(("alpha", "limit"), "fp32")
+    types |= dict.fromkeys(("experts", "n", "k", "top_k"), "i32")
+    for scheme in schemes_of(name):
+        shape = _config(scheme, 128, target)
+        sizes = {key.upper(): shape[key] for key in ("bm", "bn", "bk")} | {"BE": 128}
+        decoded = scheme == MIXED and "mma.sync.block_scale" in target.features
+        for which, first in (("first", True), ("second", False)):
+            switches = {"GATHER": first, "BIAS": True, "SILU": first, "CLAMP": False}
+            yield AotCase(
+                f"{scheme.replace('.', '_')}_{which}",
+                experts_kernel,
+                types,
+                constants(QuantScheme.parse(scheme)) | switches | sizes,
+                {"num_warps": int(shape["warps"]), "num_stages": int(shape["stages"])},
+                ("n", "k"),
+                () if decoded else ("block_scaled",),
+            )
+    for form in dict.fromkeys(scheme.partition(".")[2] for scheme in schemes_of(name)):
+        yield aot_case(form, by_row=True)
+        if not OPERANDS[form].emax:
+            yield maxima_case()
+
+
+def aot_mx(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of moe_mx_triton."""
+    return [*_aot("mx", target)]
+
+
+def aot_nvfp4(target: Target) -> list[AotCase]:
+    """What the compile matrix builds of moe_nvfp4_triton."""
+    return [*_aot("nvfp4", target)]
+
+
+EXAMPLES = (
+    "m=0,top_k=2,e=3,h=32,i=32,w={w}",
+    "m=9,top_k=3,e=5,h=96,i=64,w={w}",
+    "m=70,top_k=2,e=4,h=64,i=160,x=fp16,w={w},epilogue=w13_bias+w2_bias+clamp",
+    "m=33,top_k=1,e=1,h=128,i=96,x=fp32,w={w},epilogue=w2_bias",
+)
+KERNELS = tuple(
+    Kernel(
+        op="moe",
+        name=f"moe_{name}_triton",
+        provider="gristmill",
+        language="triton",
+        target=f"{__name__}:launch",
+        aot=f"{__name__}:aot_{name}",
+        requires=Requirement(features=features, code="triton"),
+        summary="tokens quantized once and gathered as codes; both operands to block-scaled tensor cores; biases and activation as epilogues",
+        accepts=partial(_refusal, schemes_of(name)),
+        config=config,
+        workspace=workspace,
+        layouts=("plain_v1",),
+        examples=tuple(example.format(w=w) for w in schemes_of(name) for example in EXAMPLES),
+        priority=52,
+    )
+    for name, features in FEATURES.items()
+)
