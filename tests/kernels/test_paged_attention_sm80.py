@@ -201,6 +201,12 @@ STACK_ON_RECORD = {
     **dict.fromkeys(("codes_d256", "codes_d256_cap"), 40),
 }
 """Bytes of stack allowed, by the end of a kernel's name: those of floats are what the schedule has on Hopper too."""
+STACK_OF_CODES_ON_HOPPER = {
+    **dict.fromkeys(("codes_d192", "codes_d192_cap"), 24),
+    **dict.fromkeys(("codes_d256", "codes_d256_cap"), 56),
+}
+"""With the same PTX and all 255 registers, ptxas 13.0 and 13.4 spill more for sm_90 than for sm_80 (0 and 40) and sm_86 (0 and 32), of which
+alone the record was taken."""
 
 
 @needs_assembler
@@ -214,7 +220,8 @@ def test_machine_code(source: str, arch: str) -> None:
     for kernel, (registers, stack) in used.items():
         dim = int(re.search(r"_d(\d+)", kernel)[1])  # type: ignore[index]
         threads = 64 if dim > 128 and not flash else 128
-        allowed = STACK_ON_RECORD.get(kernel.split("_", 2 if codes else 3)[-1], 0)
+        record = STACK_ON_RECORD | (STACK_OF_CODES_ON_HOPPER if arch == "sm_90" else {})
+        allowed = record.get(kernel.split("_", 2 if codes else 3)[-1], 0)
         assert stack <= allowed, f"{kernel}: {stack} bytes of stack"
         assert registers * threads * 2 <= 65536, f"{kernel}: {registers} registers"
         for instruction in ("HMMA.16816.F32", "LDSM.16.M88.4", "LDGSTS.E.BYPASS"):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +14,11 @@ import httpx
 import pytest
 
 from gristmill import LLM, SamplingParams
+from tests.integrations.ports import free_port
 from tests.runtime.oracle import LLAMA, MODELS
 
 MODEL = str(MODELS / LLAMA)
 BODY = {"model": LLAMA, "prompt": "The index", "max_tokens": 12, "temperature": 0}
-
-
-def free_port() -> int:
-    """Below 32768: Dynamo reads the port of the system server as an i16."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, log: Path) -> None:

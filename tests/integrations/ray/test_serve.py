@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -20,6 +19,7 @@ from gristmill import LLM, EngineStatus, SamplingParams
 from gristmill.integrations.ray import build
 from gristmill.integrations.ray.serve import Server, _read
 from gristmill.runtime.errors import UsageError
+from tests.integrations.ports import free_port
 from tests.runtime.oracle import LLAMA, MODELS
 
 MODEL = str(MODELS / LLAMA)
@@ -33,9 +33,7 @@ def served(cluster: Any) -> Iterator[tuple[Any, str]]:
     """(handle, address) of a deployment."""
     from ray import serve
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     application = build(
         {"model": MODEL, "dtype": "fp32", "num_blocks": "512", "max_queued": "4", "max_seqs": "2"}

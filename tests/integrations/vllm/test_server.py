@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import psutil
 import pytest
 
 import gristmill
+from tests.integrations.ports import free_port
 from tests.integrations.vllm.conftest import MODELS, ROOT
 from tests.integrations.vllm.test_worker import own, texts
 
@@ -68,9 +68,7 @@ class Server:
 @contextlib.contextmanager
 def serve(folder: Path, environment: dict[str, str], option: str = "") -> Iterator[Server]:
     """The page's server; option: which one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *page_command("vllm serve", option)[1:]]
     command += ["--port", str(port), "--host", "127.0.0.1", "--max-num-batched-tokens", "256"]
     log = folder / "server.log"
