@@ -73,8 +73,6 @@ CHAINS = {
     "moe_cutedsl_sm90": ("permute_triton", "grouped_linear_cutedsl_sm90", "combine_triton"),
     "moe_fp4_sm120": ("permute_triton", "moe_fp4_sm120", "combine_triton"),
     "moe_mxfp8_sm120": ("permute_triton", "moe_mxfp8_sm120", "combine_triton"),
-    "moe_mx_triton": ("permute_triton", "moe_mx_triton", "combine_triton"),
-    "moe_nvfp4_triton": ("permute_triton", "moe_nvfp4_triton", "combine_triton"),
     "moe_sm75": ("permute_triton", "grouped_linear_sm75", "combine_triton"),
     "moe_sm80": ("permute_triton", "grouped_linear_sm80", "combine_triton"),
     "paged_attention_sm80_more_split": ("paged_attention_sm80_more_split", "paged_attention_triton_split"),

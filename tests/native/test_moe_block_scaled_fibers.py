@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from gristmill.kernels.moe.permute import torch as permute_torch
 from gristmill.kernels.moe.permute import triton as permute_triton
 from gristmill.quant.activations import quantize_activation
 from tests import forked
+from tests.native import compiled_library
 from tests.native.test_block_scaled_fibers import (
     BY_BF16,
     EARLY_READS,
@@ -52,13 +52,9 @@ ALPHA, LIMIT = 1.702, 7.0
 
 def built(folder: Path, *extra: str) -> ctypes.CDLL:
     """The library of moe_block_scaled_fibers.cpp."""
-    out = folder / "moe.so"
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", *extra]
-    folders = [ROOT / "tests/native/on_cpu", ROOT / "kernels", ROOT / "kernels/_native"]
-    flags += [text for folder in folders for text in ("-I", str(folder))]
+    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", *extra]
     source = ROOT / "tests/native/moe_block_scaled_fibers.cpp"
-    subprocess.run(["g++", *flags, source, "-o", out], check=True)
-    return ctypes.CDLL(str(out))
+    return compiled_library.load(folder / "moe.so", source, flags=flags)
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +237,8 @@ class Entries:
     "problem",
     [
         "m=5,top_k=2,e=3,h=128,i=128,w=nvfp4.nvfp4",
-        "m=9,top_k=3,e=4,h=256,i=128,x=fp16,w=mxfp8.mxfp8,epilogue=w13_bias+w2_bias+clamp",
-        "m=17,top_k=2,e=2,h=128,i=256,w=mxfp4.mxfp4,epilogue=w2_bias",
+        "m=5,top_k=2,e=3,h=128,i=128,x=fp16,w=mxfp8.mxfp8,epilogue=w13_bias+w2_bias+clamp",
+        pytest.param("m=17,top_k=2,e=2,h=128,i=256,w=mxfp4.mxfp4,epilogue=w2_bias", marks=pytest.mark.slow),
     ],
 )
 def test_whole_calls_are_those_of_the_reference(
@@ -257,7 +253,7 @@ def test_whole_calls_are_those_of_the_reference(
     monkeypatch.setattr(combine_triton, "launch", combine_torch.launch)
     given = OP.problem(problem)
     (kernel,) = (one for one in spec.KERNELS if not one.accepts(given))
-    for config in kernel.space(given, Target.parse("sm_120")):  # type: ignore[misc]
+    for config in list(kernel.space(given, Target.parse("sm_120")))[:2]:  # type: ignore[misc]
         outcome = verify(OP, kernel, config, given, "cpu")
         assert outcome.ok, (config, outcome.reason)
 
@@ -276,7 +272,7 @@ def is_seen(library: ctypes.CDLL, format: str, fault: int) -> bool:
     return forked.run("-c", program, path=[ROOT]).returncode != 3
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("format", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_a_planted_fault_is_seen(library: ctypes.CDLL, format: str) -> None:
     """Barriers that do nothing, slots that are read before their copies have landed, halves of a column of x swapped, scales of another tile."""
     faults = (NONE, NO_BARRIERS, EARLY_READS, HALVES, OF_A, OF_B)
