@@ -212,10 +212,15 @@ class GrowingChoices(dict[int, GrowingCompletion]):
         return [self[choice].completion(prompt_ids) for choice in sorted(self)]
 
 
-def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> TextStream | None:
-    """A decoder for one completion; None for a model without a tokenizer, unless stop strings need one (NoTokenizerError)."""
+def text_stream(
+    tokenizer: Callable[[], Tokenizer], params: SamplingParams, *, whole: bool = False
+) -> TextStream | None:
+    """A decoder for one completion; None for a model without a tokenizer, unless stop strings need one (NoTokenizerError).
+
+    whole: the text of all its tokens comes at its end, unless stop strings are looked for in it.
+    """
     try:
-        return tokenizer().stream(params.skip_special_tokens)
+        return tokenizer().stream(params.skip_special_tokens, whole=whole and not params.stop)
     except NoTokenizerError:
         if params.stop:
             raise

@@ -156,7 +156,7 @@ class LLM:
         ids = self._prompts(prompts)
         growing = defaultdict[tuple[int, int], GrowingCompletion](GrowingCompletion)
         params_by_prompt = self._params(params, len(ids))
-        for chunk in self._run(ids, params_by_prompt, _priorities(priority, len(ids))):
+        for chunk in self._run(ids, params_by_prompt, _priorities(priority, len(ids)), whole=True):
             growing[chunk.index, chunk.choice].add(chunk)
         return [
             growing[index, choice].completion(prompt)
@@ -375,8 +375,14 @@ class LLM:
         return runner.explain_graphs()
 
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], priorities: list[int]
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        priorities: list[int],
+        *,
+        whole: bool = False,
     ) -> Iterator[Chunk]:
+        """The chunks of all prompts as they come. whole: text comes with the last one, where no stop string is looked for in it."""
         engine = self.engine
         engine.ownership.take(STREAMED, any_thread=True)
         outputs: dict[str, TextOutput] = {}
@@ -392,7 +398,8 @@ class LLM:
                 for choice, grammar in enumerate(self.compile_grammars(request_params)):
                     name = f"llm-{self._requests}"
                     self._requests += 1
-                    text = TextOutput(index, choice, request_params, text_stream(tokenizer, request_params))
+                    decoder = text_stream(tokenizer, request_params, whole=whole)
+                    text = TextOutput(index, choice, request_params, decoder)
                     choice_params = engine_params(request_params, choice, tokenizer)
                     engine.add_request(name, prompt, choice_params, priority, first, grammar)
                     outputs[name] = text

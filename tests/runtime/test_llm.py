@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -47,6 +47,23 @@ def test_stream_is_generate_in_pieces(llm: LLM) -> None:
     assert texts == [r.text for r in results]
     assert [tuple(i) for i in ids] == [r.token_ids for r in results]
     assert ends == ["length", "length"]
+
+
+def test_results_are_decoded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a result is decoded at its end, and that of every token only where somebody reads it, or a stop string is looked for in it."""
+    decoded, decode = list[int](), Tokenizer.decode
+
+    def counted(self: Tokenizer, ids: Sequence[int], skip: bool = True) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids, skip)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    whole = llm.generate([TEXT, "import"], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert decoded == [20, 20]
+    stopped = llm.generate(TEXT, SamplingParams(max_tokens=20, ignore_eos=True, stop=("\0 never",)))
+    assert len(decoded) > 20 and stopped[0].text == whole[0].text
+    hidden = SamplingParams(max_tokens=20, ignore_eos=True, skip_special_tokens=False)
+    assert llm.generate(TEXT, hidden)[0].text == decode(llm.tokenizer, whole[0].token_ids, False)
 
 
 def test_chunks_say_what_was_cached(llm: LLM) -> None:
