@@ -12,10 +12,12 @@ import torch
 
 from gristmill.kernel_registry.policy import Policy
 from gristmill.runtime.errors import RankError
+from gristmill.runtime.graph_memory import OVER_BOUND
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.parallel.driver import ParallelRunner
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.tools.evaluate import window_logits
+from tests.gpu import scarce_rank
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -96,6 +98,25 @@ def test_contexts_spread_over_two_gpus(name: str, tmp_path_factory: pytest.TempP
         assert {"all_gather", "all_to_all"} <= {row["op"] for row in two.explain()}
     finally:
         two.close()
+
+
+@needs_two
+def test_a_rank_without_room_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Both ranks run every step kernel by kernel then, and neither waits for the other: with prompts and without, in the warm-up and after it."""
+    policy = Policy(cache=str(tmp_path_factory.mktemp("gristmill")))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "policy": policy, "num_blocks": 256}
+    prompts, params = oracle.prompts()[:PROMPTS], SamplingParams(max_tokens=24)
+    monkeypatch.setattr(ParallelRunner, "module", scarce_rank.MODULE)
+    llm = LLM(MODELS / LLAMA, tensor_parallel=2, rank_timeout=30, **options)
+    try:
+        completions = llm.generate(prompts, params)
+        rows = llm.explain_graphs()
+    finally:
+        llm.close()
+    assert all(len(one.token_ids) for one in completions)
+    assert not any(row["captured"] for row in rows) and OVER_BOUND in {row["reason"] for row in rows}
 
 
 @needs_two
