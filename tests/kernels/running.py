@@ -3,6 +3,7 @@ planted faults."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,20 @@ def runnables(op: str) -> list[Runnable]:
             ):
                 runnable.append(Runnable(REGISTRY.op(op), kernel, target))
     return runnable
+
+
+def scheme_of(implementation: Runnable, axes: str, schemes: Sequence[str]) -> str | None:
+    """The first of some schemes of weights in which the kernel takes a token of a problem of experts with these axes; None if it takes none."""
+    kernel, axes = implementation.kernel, re.sub(r"\bm=\d+", "m=1", axes)
+    for scheme in schemes:
+        held = any(REGISTRY.layout(name).accepts(scheme) for name in kernel.layouts)
+        if held and kernel.accepts(implementation.op.problem(f"{axes},w={scheme}")) is None:
+            return scheme
+    return None
+
+
+BLOCKS = ("mxfp8.mxfp8", "nvfp4.nvfp4")
+"""Schemes of weights and activations in blocks."""
 
 
 def verify_fault(op: str, module: str, launcher: str, problem: str) -> Outcome:

@@ -23,7 +23,7 @@ from gristmill.quant.packed import pack
 from gristmill.quant.rtn import quantize
 from gristmill.quant.tensor import QuantTensor
 from tests.calls import make_call, positional
-from tests.kernels.running import CPU, Runnable, runnables, verify_fault
+from tests.kernels.running import BLOCKS, CPU, Runnable, runnables, scheme_of, verify_fault
 
 MOE, GROUPED = runnables("moe"), runnables("grouped_linear")
 SILU = (None, None, False, 1.702, 7.0)
@@ -126,8 +126,8 @@ ROUTINGS = {
 @pytest.mark.parametrize("case", ROUTINGS)
 def test_moe_routings(implementation: Runnable, case: str) -> None:
     op, ids = implementation.op, ROUTINGS[case]
-    scheme = "int4_g32" if implementation.kernel.layouts == ("plain_v1",) else "fp32"
-    problem = op.problem(f"m={ids.shape[0]},top_k=2,e=4,h=64,i=32,x=fp32,w={scheme}")
+    axes = f"m={ids.shape[0]},top_k=2,e=4,h=64,i=32,x=fp32"
+    problem = op.problem(f"{axes},w={scheme_of(implementation, axes, ('fp32', 'int4_g32', *BLOCKS))}")
     arguments = op.inputs(problem, 6, "cpu")
     arguments[2] = ids
     kernel = implementation.kernel
@@ -143,8 +143,8 @@ def test_moe_routings(implementation: Runnable, case: str) -> None:
 @pytest.mark.parametrize("implementation", MOE, ids=str)
 def test_moe_in_a_workspace_of_exactly_its_size(implementation: Runnable) -> None:
     op, kernel = implementation.op, implementation.kernel
-    scheme = "mxfp4" if kernel.layouts == ("plain_v1",) else "bf16"
-    problem = op.problem(f"m=5,top_k=2,e=4,h=64,i=32,w={scheme}")
+    axes = "m=5,top_k=2,e=4,h=64,i=32"
+    problem = op.problem(f"{axes},w={scheme_of(implementation, axes, ('bf16', 'mxfp4', *BLOCKS))}")
     arguments = kernel_arguments(op, kernel, op.inputs(problem, 7, "cpu"))
     config = kernel.config(problem, implementation.target)
     size = kernel.workspace(problem, config).bytes
