@@ -38,6 +38,19 @@ from gristmill.autotune.environment import environment
 from gristmill.kernel_registry.policy import Policy
 from lab.result import write_result
 
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 32000,
+}
+"""The width and the latent attention of DeepSeek-V3, with a small vocabulary."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
@@ -89,33 +102,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
     },
     "deepseek-mla": {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
+        **DEEPSEEK,
         "num_hidden_layers": 8,
         "first_k_dense_replace": 8,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "intermediate_size": 4096,
-        "vocab_size": 32000,
         "max_position_embeddings": 1 << 18,
     },
     "deepseek-experts": {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
+        **DEEPSEEK,
         "num_hidden_layers": 4,
         "first_k_dense_replace": 0,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 64,
@@ -125,7 +121,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "topk_group": 4,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "vocab_size": 32000,
         "max_position_embeddings": 8192,
     },
 }

@@ -76,25 +76,15 @@ def single(draw: random.Random, top: int, scale: float) -> Requests:
     return Requests([ids(draw, max(1, round(128 * scale)), top)], [max(2, round(256 * scale))])
 
 
-def few(draw: random.Random, top: int, scale: float) -> Requests:
-    """16 requests of 128 tokens and 256 of output."""
-    count = max(2, round(16 * scale))
-    prompts = [ids(draw, max(1, round(128 * scale)), top) for _ in range(count)]
-    return Requests(prompts, [max(2, round(256 * scale))] * count)
+def equal(count: int, prompt: int, output: int) -> Callable[[random.Random, int, float], Requests]:
+    """`count` requests with as many tokens of prompt and of output."""
 
+    def requests(draw: random.Random, top: int, scale: float) -> Requests:
+        scaled = max(2, round(count * scale))
+        prompts = [ids(draw, max(1, round(prompt * scale)), top) for _ in range(scaled)]
+        return Requests(prompts, [max(2, round(output * scale))] * scaled)
 
-def many(draw: random.Random, top: int, scale: float) -> Requests:
-    """128 requests of 128 tokens and 256 of output."""
-    count = max(2, round(128 * scale))
-    prompts = [ids(draw, max(1, round(128 * scale)), top) for _ in range(count)]
-    return Requests(prompts, [max(2, round(256 * scale))] * count)
-
-
-def crowd(draw: random.Random, top: int, scale: float) -> Requests:
-    """256 requests of 128 tokens and 96 of output."""
-    count = max(2, round(256 * scale))
-    prompts = [ids(draw, max(1, round(128 * scale)), top) for _ in range(count)]
-    return Requests(prompts, [max(2, round(96 * scale))] * count)
+    return requests
 
 
 def prefill(draw: random.Random, top: int, scale: float) -> Requests:
@@ -125,9 +115,9 @@ def with_special(*kinds: str) -> Callable[[random.Random, int, float], Requests]
 WORKLOADS: dict[str, Callable[[random.Random, int, float], Requests]] = {
     "mixed": mixed,
     "single": single,
-    "few": few,
-    "many": many,
-    "crowd": crowd,
+    "few": equal(16, 128, 256),
+    "many": equal(128, 128, 256),
+    "crowd": equal(256, 128, 96),
     "prefill": prefill,
     "prefix": prefix,
     **{f"mixed_{kind}": with_special(kind) for kind in SPECIAL},

@@ -81,6 +81,13 @@ def ends(result: Any) -> bool:
     return result.finish_reason is not None if finished is None else bool(finished)
 
 
+def own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of an engine of this library, by its own names."""
+    return {
+        name: options[name] for name in ("device", "memory", "max_seqs", "max_batch_tokens", "max_model_len")
+    }
+
+
 class Gristmill:
     """This library. Limits of the engine that are None are its defaults."""
 
@@ -93,10 +100,7 @@ class Gristmill:
         self.version = "gristmill"
         self.params = SamplingParams
         self.grammar: dict[str, Any] = {"structured_output": StructuredOutput(json_schema=SCHEMA)}
-        limits = {"max_seqs": options["max_seqs"], "max_batch_tokens": options["max_batch_tokens"]}
-        limits |= {"max_model_len": options["max_model_len"], "device": options["device"]}
-        limits |= {"tensor_parallel": options["ranks"]}
-        self.llm = LLM(options["model"], memory=options["memory"], **limits)
+        self.llm = LLM(options["model"], tensor_parallel=options["ranks"], **own_options(options))
         self.llm.engine.warm_up()
 
     def generate(self, prompts: list[list[int]], outputs: list[int], special: list[str]) -> int:
@@ -117,9 +121,8 @@ class Replicated:
 
         self.version = "gristmill"
         self.params = SamplingParams
-        limits = {name: options[name] for name in ("max_seqs", "max_batch_tokens", "max_model_len", "device")}
         self.loop = asyncio.new_event_loop()
-        self.replicas = Replicas(options["model"], options["ranks"], memory=options["memory"], **limits)
+        self.replicas = Replicas(options["model"], options["ranks"], **own_options(options))
         self.loop.run_until_complete(self.replicas.__aenter__())
 
     def unseen(self) -> list[Any]:

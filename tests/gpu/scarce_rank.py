@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gristmill.runtime.parallel import child_process, rank
 
 MODULE = __name__
@@ -10,17 +12,10 @@ MODULE = __name__
 class ScarceRank(rank.Rank):
     """Its first graph is over the bound."""
 
-    def allocate(
-        self,
-        num_blocks: int,
-        max_seqs: int,
-        decode_graphs: bool | None,
-        prompt_graphs: int | None,
-        graph_memory: int | float | None,
-    ) -> int:
-        """As `Rank.allocate`, with a bound of a byte on the second rank."""
-        bound = 1 if self.job.rank == 1 else graph_memory
-        return super().allocate(num_blocks, max_seqs, decode_graphs, prompt_graphs, bound)
+    def allocate(self, *arguments: Any) -> int:
+        """As `Rank.allocate`, with a bound of a byte, its last argument, on the second rank."""
+        *others, graph_memory = arguments
+        return super().allocate(*others, 1 if self.job.rank == 1 else graph_memory)
 
 
 if __name__ == "__main__":

@@ -261,26 +261,31 @@ INSTRUCTIONS = {
 }
 
 
+FORMATS_AND_TARGETS = [
+    ("nvfp4", "sm_120f"),
+    *(
+        pytest.param(format, arch, marks=pytest.mark.slow)
+        for format in INSTRUCTIONS
+        for arch in ("sm_120f", "sm_120a", "sm_121a")
+        if (format, arch) != ("nvfp4", "sm_120f")
+    ),
+]
+"""Of machine code: one is fast enough for every run."""
+
+
 @needs_tools
-@pytest.mark.parametrize(
-    ("format", "arch"),
-    [
-        ("nvfp4", "sm_120f"),
-        *(
-            pytest.param(format, arch, marks=pytest.mark.slow)
-            for format in INSTRUCTIONS
-            for arch in ("sm_120f", "sm_120a", "sm_121a")
-            if (format, arch) != ("nvfp4", "sm_120f")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("format", "arch"), FORMATS_AND_TARGETS)
 def test_machine_code(format: str, arch: str) -> None:
-    cubin = compiled(f"_linear_{format}_sm120f", f"-arch={arch}")
+    check_tiles(format, compiled(f"_linear_{format}_sm120f", f"-arch={arch}"), "block_scaled")
+
+
+def check_tiles(format: str, cubin: Path, prefix: str) -> None:
+    """The machine code of the kernels `prefix`_<rows>x<warps>: nothing spills, and a slot is multiplied, read and copied once."""
     used = {name: (registers, stack) for name, registers, stack in usage(cubin)}
     code, steps = by_kernel(ask("nvdisasm", "-c", "-ndf", cubin)), 2 if format != "mxfp8" else 4
     assert len(used) == len(SHAPES[format])
     for shape in SHAPES[format]:
-        name = f"block_scaled_{shape.mt}x{shape.warps}"
+        name = f"{prefix}_{shape.mt}x{shape.warps}"
         (registers, stack), text = used[name], code[name]
         assert stack == 0 and "STL" not in text and "LDL" not in text, f"{name} spills"
         assert registers * shape.warps * 32 * shape.ctas <= 65536, f"{name}: {registers} registers"

@@ -3,7 +3,6 @@ the launcher, machine code, grades. tests/native/test_moe_block_scaled_fibers.py
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +23,14 @@ from gristmill.kernels.moe.moe.block_scaled_sm120 import shapes, spec
 from gristmill.kernels.moe.moe.block_scaled_sm120.args import ARGS
 from gristmill.quant import QuantTensor, pack, quantize
 from tests.calls import make_call
-from tests.kernels.machine_code import ask, by_kernel, usage
-from tests.kernels.test_linear_block_scaled import INSTRUCTIONS, compiled, needs_library, needs_tools
+from tests.kernels.machine_code import ask
+from tests.kernels.test_linear_block_scaled import (
+    FORMATS_AND_TARGETS,
+    check_tiles,
+    compiled,
+    needs_library,
+    needs_tools,
+)
 from tests.quant.oracle import round_trip
 from tests.quant.test_activations import expected, tokens
 
@@ -260,32 +265,11 @@ def test_workspace_is_what_the_launcher_takes(format: str) -> None:
 
 
 @needs_tools
-@pytest.mark.parametrize(
-    ("format", "arch"),
-    [
-        ("nvfp4", "sm_120f"),
-        *(
-            pytest.param(format, arch, marks=pytest.mark.slow)
-            for format in INSTRUCTIONS
-            for arch in ("sm_120f", "sm_120a", "sm_121a")
-            if (format, arch) != ("nvfp4", "sm_120f")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("format", "arch"), FORMATS_AND_TARGETS)
 def test_machine_code(format: str, arch: str) -> None:
+    """The tiles are those of linear."""
     cubin = compiled(f"_grouped_{format}_sm120f", f"-arch={arch}", folder=SOURCES)
-    used = {name: (registers, stack) for name, registers, stack in usage(cubin)}
-    code, steps = by_kernel(ask("nvdisasm", "-c", "-ndf", cubin)), 2 if format != "mxfp8" else 4
-    assert len(used) == len(SHAPES[format])
-    for shape in SHAPES[format]:
-        name = f"grouped_block_{shape.mt}x{shape.warps}"
-        (registers, stack), text = used[name], code[name]
-        assert stack == 0 and "STL" not in text and "LDL" not in text, f"{name} spills"
-        assert registers * shape.warps * 32 * shape.ctas <= 65536, f"{name}: {registers} registers"
-        # A slot, once: two tiles of W and each 8 rows of x for each step.
-        assert len(re.findall(INSTRUCTIONS[format], text)) == steps * 2 * shape.mt // 8, name
-        assert len(re.findall(r"LDSM\.16\.M88\.4", text)) == steps * (2 + shape.mt // 16), name
-        assert "LDGSTS.E.BYPASS.128" in text and re.search(r"LDGSTS\.E(\.64)? ", text), name
+    check_tiles(format, cubin, "grouped_block")
 
 
 @needs_tools

@@ -75,10 +75,6 @@ def _verified(implementation: Runnable, text: str, seed: int = 6) -> None:
     assert error <= op.tolerance(problem).limit
 
 
-def _scheme(implementation: Runnable) -> str:
-    return "mxfp4" if "_w_" in implementation.kernel.name else "bf16"
-
-
 @pytest.mark.parametrize("implementation", MOE, ids=str)
 @pytest.mark.parametrize("shape", ["m=0,h=32,i=32", "m=1,h=96,i=160", "m=7,h=64,i=35", "m=70,h=40,i=32"])
 def test_moe_of_odd_shapes(implementation: Runnable, shape: str) -> None:
@@ -96,10 +92,10 @@ def test_moe_of_odd_shapes(implementation: Runnable, shape: str) -> None:
 @pytest.mark.parametrize("epilogue", ["bias", "bias+silu_mul", "silu_mul+clamp", "bias+silu_mul+clamp"])
 def test_grouped_linear_of_odd_shapes(implementation: Runnable, epilogue: str) -> None:
     """More than one tile of rows and of columns, neither whole."""
+    axes = f"e=3,n=134,k=33,epilogue={epilogue},gather=2"
+    scheme = scheme_of(implementation, f"m=1,{axes}", ("bf16", "mxfp4"))
     for m in (1, 75):
-        _verified(
-            implementation, f"m={m},e=3,n=134,k=33,w={_scheme(implementation)},epilogue={epilogue},gather=2"
-        )
+        _verified(implementation, f"m={m},{axes},w={scheme}")
 
 
 @pytest.mark.parametrize("implementation", GROUPED, ids=str)
