@@ -10,6 +10,7 @@ fields in tables of kernels, and what a host of `gristmill.integrations` calls.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -122,4 +123,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # trees of whole files, and hardly any garbage
     sys.exit(main())

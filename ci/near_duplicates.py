@@ -11,6 +11,7 @@ ACCEPTED lists the known ones: two files and a reason. An entry without duplicat
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections import defaultdict
@@ -145,9 +146,10 @@ def runs(files: dict[str, str]) -> Iterator[tuple[Place, Place, int]]:
     read = {name: tokens(name, text) for name, text in files.items()}
     windows: dict[tuple[str, ...], list[Place]] = defaultdict(list)
     for name, body in read.items():
+        texts = [token for _, token in body]
         for at in range(len(body) - WINDOW + 1):
-            windows[tuple(token for _, token in body[at : at + WINDOW])].append((name, at))
-    pairs = {pair for places in windows.values() for pair in combinations(places, 2)}
+            windows[tuple(texts[at : at + WINDOW])].append((name, at))
+    pairs = {pair for places in windows.values() if len(places) > 1 for pair in combinations(places, 2)}
     for (left, i), (right, j) in sorted(pairs):
         if ((left, i - 1), (right, j - 1)) in pairs or (left == right and j < i + WINDOW):
             continue  # the run began earlier, or a table repeats itself
@@ -180,4 +182,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # trees of whole files, and hardly any garbage
     sys.exit(main())
