@@ -33,7 +33,7 @@ class ActiveChoice:
 
 
 class ActiveRequest:
-    """The completions of one prompt, used in one event loop. `first` is the engine's id of the first one.
+    """The completions of one prompt, used in one event loop. `first` is the engine's id of the first one; `whole` as of `TextOutput`.
 
     Attributes:
         open: the completions that have not ended, by the engine's id; the engine's thread reads it too.
@@ -50,12 +50,14 @@ class ActiveRequest:
         params: SamplingParams,
         streams: Sequence[TextStream | None],
         first: str,
+        *,
+        whole: bool = False,
     ) -> None:
         self.loop = loop
         self.name = name
         self.open = {
             f"{first}/{choice}" if choice else first: ActiveChoice(
-                TextOutput(0, choice, params, stream), Timing(prompt_tokens)
+                TextOutput(0, choice, params, stream, whole=whole), Timing(prompt_tokens)
             )
             for choice, stream in enumerate(streams)
         }

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import SampledTokens
 
 LOG = logging.getLogger("gristmill")
+_COUNT, _COUNTS = attrgetter("count"), attrgetter("count", "drafts")
+_START, _SAMPLES = attrgetter("start"), attrgetter("samples")
 SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 """Sequences of the graphs: padding costs at most 7 sequences up to 64, and 15 above, where the arithmetic of a step grows with them."""
 CPU_SIZES = tuple(range(1, 65))
@@ -180,7 +183,7 @@ class DecodeGraphs:
             self.refused[reason] += 1
             return None
         per_seq = self._per_seq(entries)
-        context = max(entry.start for entry in entries) + per_seq
+        context = max(map(_START, entries)) + per_seq
         graph = self.graph(len(entries), context, per_seq)
         if graph.reason:
             self.refused[graph.reason] += 1
@@ -203,12 +206,13 @@ class DecodeGraphs:
 
     def why_not(self, entries: Sequence[ScheduledRequest]) -> str:
         """Why a step cannot run as a graph; "" if it can."""
-        if any(entry.count != 1 + entry.drafts for entry in entries):
+        counts = set(map(_COUNTS, entries))
+        if any(count != 1 + drafts for count, drafts in counts):
             return "a sequence has several new tokens"
-        if not all(entry.samples for entry in entries):
+        if not all(map(_SAMPLES, entries)):
             return "a sequence is inside its prompt"
         per_seq = self._per_seq(entries)
-        if not self.pads and any(entry.count != per_seq for entry in entries):
+        if not self.pads and len(counts) > 1:
             return "sequences have different numbers of drafts"
         if len(entries) > self.largest or self.padded(len(entries)) * per_seq > self.largest:
             return f"over {self.largest} " + ("sequences" if per_seq == 1 else "tokens with drafts")
@@ -227,7 +231,7 @@ class DecodeGraphs:
 
     def _per_seq(self, entries: Sequence[ScheduledRequest]) -> int:
         """Tokens per sequence of the graph for a step."""
-        most = max(entry.count for entry in entries)
+        most: int = max(map(_COUNT, entries))
         return most if most == 1 or not self.pads else max(most, 1 + self.most_drafts)
 
     def bound(self, context: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from gristmill.runtime.kv_cache.groups import first_needed
 from gristmill.runtime.sampler import SamplingRow, SamplingTensors
 from gristmill.runtime.scheduler import ScheduledRequest
 from gristmill.runtime.steps_in_flight import DEPTH, SampledTokens
+
+_COUNT, _START, _ROW, _TOKENS = map(attrgetter, ("count", "start", "row", "tokens"))
+_INDEX = attrgetter("index")
 
 
 class RowState:
@@ -52,8 +56,8 @@ class RowState:
     ) -> list[int]:
         """Bring the state up to a step, whose entries all sample; the row of each entry. Entries without rows get the first ones, again
         in each step."""
-        tables, written = self._tables, self._written
-        places = [entry.row for entry in entries]
+        tables, written, windowed = self._tables, self._written, len(self.windows) > 1
+        places = list(map(_ROW, entries))
         if min(places, default=0) < 0:
             places = list(range(len(entries)))
             for place in places:
@@ -67,7 +71,7 @@ class RowState:
             if written[place] < len(blocks):
                 self._write(place, written[place], blocks)
                 written[place] = len(blocks)
-            if len(self.windows) > 1:
+            if windowed:
                 self._clear(place, entry.start, block_size)
         return places
 
@@ -213,12 +217,12 @@ class Buffers:
     ) -> None:
         """Write the inputs of a step to the host memory of this slot of the ring, which no copy reads."""
         host, seqs, width = self.host[slot], len(entries), self.per_seq
-        counts = np.array([entry.count for entry in entries], np.int64)
+        counts = np.fromiter(map(_COUNT, entries), np.int64, seqs)
         firsts = rows
         if len(rows) > seqs:
             firsts = [rows[row] for row in (np.cumsum(counts) - counts).tolist()]
         places = np.array(state.update(entries, firsts, block_size), np.int64)
-        starts = np.array([entry.start for entry in entries], np.int64)
+        starts = np.fromiter(map(_START, entries), np.int64, seqs)
         host["rows"][:seqs] = places
         host["seq_lens"][:seqs] = starts + width
         for table, out in zip(state.table, host["table"], strict=True):
@@ -228,15 +232,17 @@ class Buffers:
         positions = np.where(known, starts[:, None] + offsets, 0)
         blocks = state.table[:, places[:, None], positions // block_size].astype(np.int64)
         slots = np.where(known, blocks * block_size + positions % block_size, -1)
-        tokens = np.zeros(known.shape, np.int64)
-        tokens[known] = [t for entry in entries for t in ((-1,) if entry.tokens is None else entry.tokens)]
+        tokens = np.full(known.shape, -1, np.int64)
+        if any(map(_TOKENS, entries)):  # else all are on the device, as in most steps of a large batch
+            tokens[~known] = 0
+            tokens[known] = [t for entry in entries for t in entry.tokens or (-1,)]
         host["slots"][:, : seqs * width] = slots.reshape(len(slots), -1)
         for name, values in (("positions", positions), ("tokens", tokens)):
             host[name][: seqs * width] = values.reshape(-1)
         host["on_device"][:seqs] = tokens[:, 0] < 0
         count = len(rows)
         host["logit_rows"][:count] = np.flatnonzero(known)
-        host["index"][:count] = [row.index for row in rows]
+        host["index"][:count] = np.fromiter(map(_INDEX, rows), np.int64, count)
         places_of_rows = places.repeat(counts)
         for name in ("seed", "top_k", "temperature", "top_p", "min_p"):
             host[name][:count] = getattr(state, name)[places_of_rows]

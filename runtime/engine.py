@@ -242,7 +242,7 @@ class Engine(EngineMemory):
             self.scheduler,
             DEPTH if async_steps else 1,
             partial(
-                _sampling_row, self._active
+                _sampling_rows, self._active
             ),  # not a bound method: the engine is freed with its last reference
             self._prompts,
             self.speculator,
@@ -548,7 +548,11 @@ def _next_row(active: Mapping[str, _Active], request_id: str) -> SamplingRow:
     return SamplingRow(one.params, one.seed, len(one.request.tokens) - one.request.prompt_len)
 
 
-def _sampling_row(active: Mapping[str, _Active], entry: ScheduledRequest) -> SamplingRow:
-    """How the first token that an entry samples is sampled, which a step in flight may precede."""
-    one = active[entry.id]
-    return SamplingRow(one.params, one.seed, entry.context - entry.drafts - one.request.prompt_len)
+def _sampling_rows(active: Mapping[str, _Active], entries: Sequence[ScheduledRequest]) -> list[SamplingRow]:
+    """How the first token that each of these entries samples is sampled, which a step in flight may precede."""
+    rows = []
+    for entry in entries:
+        one = active[entry.id]
+        index = entry.start + entry.count - entry.drafts - one.request.prompt_len
+        rows.append(SamplingRow(one.params, one.seed, index))
+    return rows

@@ -382,7 +382,7 @@ class LLM:
         *,
         whole: bool = False,
     ) -> Iterator[Chunk]:
-        """The chunks of all prompts as they come. whole: text comes with the last one, where no stop string is looked for in it."""
+        """The chunks of all prompts as they come. whole: as of `TextOutput`."""
         engine = self.engine
         engine.ownership.take(STREAMED, any_thread=True)
         outputs: dict[str, TextOutput] = {}
@@ -398,8 +398,8 @@ class LLM:
                 for choice, grammar in enumerate(self.compile_grammars(request_params)):
                     name = f"llm-{self._requests}"
                     self._requests += 1
-                    decoder = text_stream(tokenizer, request_params, whole=whole)
-                    text = TextOutput(index, choice, request_params, decoder)
+                    decoder = text_stream(tokenizer, request_params)
+                    text = TextOutput(index, choice, request_params, decoder, whole=whole)
                     choice_params = engine_params(request_params, choice, tokenizer)
                     engine.add_request(name, prompt, choice_params, priority, first, grammar)
                     outputs[name] = text
@@ -410,7 +410,7 @@ class LLM:
                         engine.residency.reason or "the engine is paused: call resume, then generate"
                     )
                 for output in engine.step():
-                    if (text_output := outputs.get(output.id)) is None:
+                    if (text_output := outputs.get(output.id)) is None or text_output.keep(output):
                         continue
                     chunk = text_output.push(output)
                     if chunk.finish_reason is not None:

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gristmill.runtime.completion import Chunk
 from gristmill.runtime.engine_load import EngineLoad
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.kv_transfer.statistics import TransferStatus
@@ -199,9 +198,9 @@ class Metrics:
         """So many tokens have arrived, of all completions in a step."""
         self._metrics["generation_tokens"].inc(tokens)
 
-    def output(self, timing: Timing, chunk: Chunk, now: float) -> None:
-        """A chunk of a completion has arrived at a time; its tokens are counted by `generated`."""
-        metrics, count = self._metrics, len(chunk.token_ids)
+    def output(self, timing: Timing, count: int, now: float) -> None:
+        """So many tokens of a completion have arrived at a time, which `generated` counts."""
+        metrics = self._metrics
         if count and timing.first_token is None:
             timing.first_token = timing.last_token = now
             metrics["prompt_tokens"].inc(timing.prompt_tokens)
@@ -211,8 +210,6 @@ class Metrics:
                 metrics["inter_token_latency_seconds"].observe((now - timing.last_token) / count)
             timing.last_token = now
         timing.tokens += count
-        if chunk.finish_reason is not None:
-            self.ended(timing, chunk.finish_reason)
 
     def ended(self, timing: Timing, finish_reason: str) -> None:
         """A completion has ended."""

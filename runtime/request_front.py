@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
-from gristmill.runtime.async_request import ActiveRequest, ActiveRequests, AsyncPrompts
+from gristmill.runtime.async_request import ActiveChoice, ActiveRequest, ActiveRequests, AsyncPrompts
 from gristmill.runtime.completion import Chunk, Completion, GrowingChoices
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.grammars import Grammar
@@ -48,6 +48,7 @@ class RequestFront(ABC):
         *,
         priority: int = 0,
         request_id: str | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream one prompt in chunks, those of its n completions as they come; leaving the iterator aborts the request.
 
@@ -56,6 +57,8 @@ class RequestFront(ABC):
             params: None = greedy, 128 tokens.
             priority: lower values first, in an engine made with queue_order="priority".
             request_id: a name for `abort` and traces; None = one is made.
+            whole: one chunk for each completion, at its end, for who reads nothing before: it takes a tenth of the host's time. Those with stop
+                strings come in several.
 
         Raises:
             UsageError, RequestTooLarge, QueueFull, EngineDraining: as `Engine.add_request`; a request_id in use.
@@ -75,6 +78,7 @@ class RequestFront(ABC):
             params,
             self._prompts.streams(params),
             self._id(name),
+            whole=whole,
         )
         self._requests.register(request)
         try:
@@ -104,7 +108,7 @@ class RequestFront(ABC):
         aborts the request."""
         ids = await self._prompts.encode(prompt)
         return await GrowingChoices().of(
-            self.stream(ids, params, priority=priority, request_id=request_id), ids
+            self.stream(ids, params, priority=priority, request_id=request_id, whole=True), ids
         )
 
     @abstractmethod
@@ -168,6 +172,9 @@ class RequestFront(ABC):
             choice = request.open.get(output.id)
             if choice is None:
                 continue  # it ended by a stop string, or its caller has left
+            if choice.text.keep(output):
+                tokens += self._count(request, choice, len(output.new_ids), now)
+                continue
             try:
                 chunk = choice.text.push(output)
             except Exception as error:  # a tokenizer that cannot decode ends its own request alone
@@ -179,11 +186,14 @@ class RequestFront(ABC):
                 ended.append((request, output.id))
                 if output.finish_reason is None:
                     stopped.append(output.id)
-            if self._metrics is not None:
-                self._metrics.output(choice.timing, chunk, now)
-                tokens += len(chunk.token_ids)
-            if request.span is not None:
-                request.span.output(chunk)
+            # The chunk of a whole completion has tokens that were counted as they came.
+            count = len(output.new_ids) if choice.text.whole else len(chunk.token_ids)
+            tokens += self._count(request, choice, count, now)
+            if chunk.finish_reason is not None:
+                if self._metrics is not None:
+                    self._metrics.ended(choice.timing, chunk.finish_reason)
+                if request.span is not None:
+                    request.span.finished(chunk)
             request.put(chunk)
         if tokens and self._metrics is not None:
             self._metrics.generated(tokens)
@@ -191,6 +201,14 @@ class RequestFront(ABC):
             self._abort(stopped)
         for request, name in ended:
             self._requests.free(request, [name])
+
+    def _count(self, request: ActiveRequest, choice: ActiveChoice, count: int, now: float) -> int:
+        """Report new tokens of a completion; how many they are."""
+        if self._metrics is not None:
+            self._metrics.output(choice.timing, count, now)
+        if request.span is not None:
+            request.span.output(choice.text.choice, count)
+        return count
 
     def _leave(self, request: ActiveRequest) -> None:
         """Drop everything that belongs to a request whose caller has left."""

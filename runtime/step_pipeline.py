@@ -69,7 +69,7 @@ class StepPipeline:
     """Runs the steps of a scheduler, up to `depth` of them at a time.
 
     Args:
-        sampling_row: how the first token that an entry samples is sampled.
+        sampling_rows: how the first token that each of these entries samples is sampled.
         prompts: the log-probabilities of those prompts that are read.
         speculator: drafts before a step, which has the results of all steps before it then; None = no drafts.
     """
@@ -79,7 +79,7 @@ class StepPipeline:
         runner: Runner | ParallelRunner,
         scheduler: Scheduler,
         depth: int,
-        sampling_row: Callable[[ScheduledRequest], SamplingRow],
+        sampling_rows: Callable[[Sequence[ScheduledRequest]], list[SamplingRow]],
         prompts: Mapping[str, PromptLogprobs],
         speculator: Speculator | None,
     ) -> None:
@@ -89,7 +89,7 @@ class StepPipeline:
         self.in_flight: list[_InFlight] = []  # oldest first
         self.last_step: ScheduledStep | None = None
         self.last_launched = 0.0
-        self._sampling_row = sampling_row
+        self._sampling_rows = sampling_rows
         self._prompts = prompts
 
     def advance(self) -> tuple[list[RequestOutput], Mapping[str, list[TokenLogprobs]]]:
@@ -154,9 +154,10 @@ class StepPipeline:
             return False
         self.scheduler.commit(scheduled)
         try:
-            rows = [self._sampling_row(entry) for entry in scheduled.sampling()]
+            sampling = scheduled.sampling()
+            rows = self._sampling_rows(sampling)
             if scheduled.has_drafts:
-                pairs = zip(scheduled.sampling(), rows, strict=True)
+                pairs = zip(sampling, rows, strict=True)
                 rows = [row for entry, first in pairs for row in sampling_rows(entry, first)]
             parts = prompt_parts(scheduled.entries, self._prompts) if self._prompts else {}
             step = self.runner.launch(scheduled.entries, rows, parts)

@@ -43,17 +43,19 @@ class RequestSpan:
         """The completion has lost its blocks, and waits again."""
         self._span.add_event("PREEMPTED", {"choice": choice})
 
-    def output(self, chunk: Chunk) -> None:
-        """A chunk has arrived."""
-        if chunk.token_ids and chunk.choice not in self._begun:
-            self._begun.add(chunk.choice)
-            self._span.add_event("FIRST_TOKEN", {"choice": chunk.choice})
-        self._tokens += len(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            cause = {} if chunk.error is None else {"error": str(chunk.error)}
-            self._span.add_event(
-                "FINISHED", {"choice": chunk.choice, "finish_reason": chunk.finish_reason, **cause}
-            )
+    def output(self, choice: int, count: int) -> None:
+        """So many tokens of a completion have arrived."""
+        if count and choice not in self._begun:
+            self._begun.add(choice)
+            self._span.add_event("FIRST_TOKEN", {"choice": choice})
+        self._tokens += count
+
+    def finished(self, chunk: Chunk) -> None:
+        """The last chunk of a completion has arrived."""
+        cause = {} if chunk.error is None else {"error": str(chunk.error)}
+        self._span.add_event(
+            "FINISHED", {"choice": chunk.choice, "finish_reason": str(chunk.finish_reason), **cause}
+        )
 
     def failed(self, error: BaseException) -> None:
         """The caller gets this exception."""

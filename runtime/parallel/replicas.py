@@ -147,10 +147,11 @@ class Replicas(PoolingMethods, ReplicaCalls):
         *,
         priority: int = 0,
         request_id: str | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """As `AsyncEngine.stream`, by one of the replicas. ReplicaError names it if it dies, and none can take its place. QueueFull: too
         many requests wait."""
-        return self._stream(prompt, params, priority, request_id, None)
+        return self._stream(prompt, params, priority, request_id, None, whole=whole)
 
     async def generate(
         self,
@@ -163,7 +164,8 @@ class Replicas(PoolingMethods, ReplicaCalls):
         """As `AsyncEngine.generate`. What a replica that dies has computed is computed again by another one, unless `retry` is False."""
         growing = GrowingChoices()
         ids = await self._prompts.encode(prompt)
-        return await growing.of(self._stream(ids, params, priority, request_id, growing.clear), ids)
+        stream = self._stream(ids, params, priority, request_id, growing.clear, whole=True)
+        return await growing.of(stream, ids)
 
     async def _stream(
         self,
@@ -172,8 +174,11 @@ class Replicas(PoolingMethods, ReplicaCalls):
         priority: int,
         request_id: str | None,
         again: Callable[[], None] | None,
+        *,
+        whole: bool,
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a request. `again` is called before it is run anew, and takes back what was yielded; None = nobody can."""
+        """The chunks of a request; `whole` as of `AsyncEngine.stream`. `again` is called before it is run anew, and takes back what was yielded;
+        None = nobody can."""
         if self._pooling is not None:
             raise UsageError(f"the model {NO_TEXT}")
         ids = await self._prompts.encode(prompt)
@@ -181,7 +186,9 @@ class Replicas(PoolingMethods, ReplicaCalls):
         with self._name(request_id):
             for tries_left in reversed(range(TRIES)):
                 begun = False
-                stream = self._choose(ids).stream(ids, params, priority=priority, request_id=name)
+                stream = self._choose(ids).stream(
+                    ids, params, priority=priority, request_id=name, whole=whole
+                )
                 try:
                     async with aclosing(stream):
                         async for chunk in stream:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gristmill.runtime.async_engine import AsyncEngine
-from gristmill.runtime.completion import Chunk
+from gristmill.runtime.completion import Chunk, GrowingCompletion
 from gristmill.runtime.engine import Engine, EngineDraining
 from gristmill.runtime.engine_thread import EngineDeadError
 from gristmill.runtime.errors import UsageError
@@ -81,6 +81,28 @@ def test_streams_come_in_pieces_and_leaving_aborts(make: Callable[..., LLM]) -> 
     assert llm.generate(TEXT, SamplingParams(max_tokens=20)) == [expected], (
         "after close it is an LLM as before"
     )
+
+
+def test_a_whole_stream_is_one_chunk_of_each_completion(make: Callable[..., LLM]) -> None:
+    """Which are the chunks of the same stream, joined. With a stop string it comes in several."""
+    llm = make(LLAMA)
+    two = SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1)
+    stopped = SamplingParams(max_tokens=20, stop=["\0 never"])
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            pieces = await collect(engine, TEXT, two)
+            whole = [chunk async for chunk in engine.stream(TEXT, two, whole=True)]
+            assert len(pieces) > 4 and len(whole) == 2
+            for chunk in whole:
+                growing = GrowingCompletion()
+                for piece in pieces:
+                    if piece.choice == chunk.choice:
+                        growing.add(piece)
+                assert chunk == growing.chunk()
+            assert len([chunk async for chunk in engine.stream(TEXT, stopped, whole=True)]) > 2
+
+    run(main())
 
 
 def test_cancelled_callers_leave_nothing_behind() -> None:

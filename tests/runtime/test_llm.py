@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from gristmill.runtime.completion import text_stream
+from gristmill.runtime.completion import GrowingCompletion, text_stream
 from gristmill.runtime.engine import Engine
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.explain import summarize
@@ -36,17 +37,25 @@ def test_text_ids_and_lists(llm: LLM) -> None:
     assert by_text[0].finish_reason == "length" and len(by_text[0].token_ids) == 12
 
 
-def test_stream_is_generate_in_pieces(llm: LLM) -> None:
-    prompts, params = [TEXT, "import numpy as"], SamplingParams(max_tokens=20)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=20, stop=["e", "the"], logprobs=1),
+    ],
+)
+def test_stream_is_generate_in_pieces(llm: LLM, params: SamplingParams) -> None:
+    prompts = [TEXT, "import numpy as"]
+    llm.engine.reset_prefix_cache()
     results = llm.generate(prompts, params)
-    texts, ids, ends = ["", ""], [[], []], [None, None]
-    for chunk in llm.stream(prompts, params):
-        texts[chunk.index] += chunk.text
-        ids[chunk.index] += chunk.token_ids
-        ends[chunk.index] = chunk.finish_reason
-    assert texts == [r.text for r in results]
-    assert [tuple(i) for i in ids] == [r.token_ids for r in results]
-    assert ends == ["length", "length"]
+    llm.engine.reset_prefix_cache()
+    growing = defaultdict[tuple[int, int], GrowingCompletion](GrowingCompletion)
+    chunks = list(llm.stream(prompts, params))
+    for chunk in chunks:
+        growing[chunk.index, chunk.choice].add(chunk)
+    assert len(chunks) > 2 * len(results)
+    assert results == [growing[i, c].completion(results[i * params.n].prompt_ids) for i, c in sorted(growing)]
 
 
 def test_results_are_decoded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
