@@ -26,7 +26,7 @@ from gristmill.autotune.bound import BoundPlan
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.kernels.common import dtype_name
 from gristmill.kernels.sampling.process_logits import NOTHING, PART
-from gristmill.runtime.batch import send, send_arrays
+from gristmill.runtime.batch import columns, send, send_arrays
 from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.grammars import Grammar, HostGrammar, given_tokens, next_tokens
 from gristmill.runtime.layers.plans import Plans
@@ -53,17 +53,22 @@ class ProcessedRows:
         """The places of the rows, ascending."""
         return [row.place for row in self._rows]
 
-    def process(self, logits: Tensor, fed: Tensor) -> tuple[Tensor, Tensor]:
+    def process(
+        self, logits: Tensor, fed: Tensor, arrays: Sequence[NDArray[Any]] = ()
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The processed rows of a step's logits [rows, vocab] as float32 [processed, vocab], and their places, int64 [processed], on the device
         without synchronization.
 
         Args:
             fed: int64 [at least rows], the token whose successor each row predicts.
+            arrays: others that are sent in the same copy, and returned as tensors.
         """
         known = {row.request: row.known for row in self._rows}
         with self._processors.prepared(known):
-            out, self._largest, places = self._processors.edit(logits, fed, self._rows, self._mask)
-        return out, places
+            out, self._largest, places, sent = self._processors.edit(
+                logits, fed, self._rows, self._mask, arrays
+            )
+        return out, places, sent
 
     def errors(self, ids: Sequence[int]) -> dict[str, ErrorInfo]:
         """Why requests end here, by request id: those whose first row has no id, of the ids of all rows. The step has ended. Rows after a draft may
@@ -186,36 +191,40 @@ class LogitsProcessors:
         return request.advanced_grammar(request.grammar).allowed(drafts)
 
     def edit(
-        self, logits: Tensor, fed: Tensor, rows: Sequence[ProcessedRow], mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        logits: Tensor,
+        fed: Tensor,
+        rows: Sequence[ProcessedRow],
+        mask: Tensor | None = None,
+        arrays: Sequence[NDArray[Any]] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Bias, bans, penalties and grammars of these rows, whose requests have slots: float32 [processed, vocab], the largest values as
-        `process_logits` returns them, and the rows' places, int64 [processed].
+        `process_logits` returns them, the rows' places, int64 [processed], and the arrays as tensors on the device.
 
         Args:
             logits: those of a step, [rows, vocab]; fed: int64 [at least rows], the token whose successor each row predicts.
             mask: on the host, as `next_tokens` returns it, for each row with a grammar.
+            arrays: others that are sent in the same copy.
         """
-        order = iter(range(len(rows)))
-        params = [row.request.params for row in rows]
-        penalties = [
-            [p.repetition_penalty for p in params],
-            [p.frequency_penalty for p in params],
-            [p.presence_penalty for p in params],
-        ]
-        places, slots, numbers, counted, barred, mask_rows = send_arrays(
+        order, count = iter(range(len(rows))), len(rows)
+        requests = [row.request for row in rows]
+        masked = [NOTHING if request.grammar is None else next(order) for request in requests]
+        penalties = np.array([request.penalties for request in requests], np.float32).T
+        places, integers, numbers, counted, barred, *sent = send_arrays(
             [
                 np.array([row.place for row in rows], np.int64),
-                np.array([_slot(row.request) for row in rows], np.int32),
-                np.array(penalties, np.float32),
+                columns([[_slot(request) for request in requests], masked], np.int32),
+                penalties,
                 _padded([row.counted for row in rows], NOTHING),
                 _padded([row.barred for row in rows], (NOTHING, NOTHING)),
-                np.array([NOTHING if row.request.grammar is None else next(order) for row in rows], np.int32),
+                *arrays,
             ],
             self.device,
         )
+        slots, mask_rows = integers[:, :count].unbind()
         words = self._no_mask if mask is None else mask.to(self.device, non_blocking=True)
         out, largest = self._process(logits, places, fed, slots, numbers, counted, barred, words, mask_rows)
-        return out, largest, places
+        return out, largest, places, sent
 
     def rehearse(self, logits: Tensor) -> Tensor:
         """What a step calls for these logits [rows, vocab], all of them processed, without requests: for a warm-up."""
@@ -378,7 +387,8 @@ def _write_bias(bias: Tensor, slots: Sequence[tuple[int, SamplingParams]]) -> No
 
 def _padded(rows: Sequence[Sequence[Any]], nothing: int | tuple[int, int]) -> NDArray[np.int32]:
     """Lists of tokens, or of pairs of them, as one array [rows, longest] or [rows, longest, 2]."""
-    longest = max(map(len, rows))
+    if not (longest := max(map(len, rows))):
+        return np.empty((len(rows), 0, *np.shape(nothing)), np.int32)
     padded = [[*row, *([nothing] * (longest - len(row)))] for row in rows]
     return np.array(padded, np.int32).reshape(len(rows), longest, *np.shape(nothing))
 

@@ -101,9 +101,7 @@ def read_rows(parts: Sequence[Tensor], ids: Sequence[int], tops: Sequence[int]) 
     logprobs = []
     rows = (row for part in parts for row in part.tolist())
     for token, top, row in zip(ids, tops, rows, strict=True):
-        most = len(row) // 2 - 1
-        likeliest = zip(row[2 + most : 2 + most + top], row[2 : 2 + top], strict=True)
-        logprobs.append(
-            TokenLogprobs(token, row[1], 1 + int(row[0]), tuple((int(i), p) for i, p in likeliest))
-        )
+        first_id = 1 + len(row) // 2
+        likeliest = zip(map(int, row[first_id : first_id + top]), row[2 : 2 + top], strict=True)
+        logprobs.append(TokenLogprobs(token, row[1], 1 + int(row[0]), tuple(likeliest)))
     return logprobs

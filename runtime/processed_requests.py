@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from gristmill.kernels.sampling.process_logits import FED, NOTHING
 from gristmill.runtime.errors import INVALID_LOGITS, ErrorInfo
@@ -26,6 +26,8 @@ class ProcessedRequest:
         slot: None before its first step.
         counted: the number of tokens that its slot contains.
         ended: whether it was removed.
+        penalties: those of repetition, of frequency and of presence.
+        penalized: whether any of them changes logits.
     """
 
     id: str
@@ -39,11 +41,15 @@ class ProcessedRequest:
     counted: int = 0
     ended: bool = False
     consumed: int = 0  # known tokens that are the prompt's, or that the grammar has seen
+    penalties: tuple[float, float, float] = field(init=False)
+    penalized: bool = field(init=False)
+    _bars: bool = field(init=False)
 
-    @property
-    def penalized(self) -> bool:
+    def __post_init__(self) -> None:
         p = self.params
-        return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+        self.penalties = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+        self.penalized = self.penalties != (1.0, 0.0, 0.0)
+        self._bars = bool(p.min_tokens or self.bad_words)
 
     def advanced_grammar(self, grammar: Grammar) -> Grammar:
         """The request's grammar, advanced past the known tokens."""
@@ -64,11 +70,9 @@ class ProcessedRequest:
 
     def rows(self, place: int, entry: ScheduledRequest, pending: bool) -> Iterator[ProcessedRow]:
         """The rows of an entry that samples, of which the first is at `place`. pending: whether the host does not know the token that it is fed."""
-        for count, drafted in enumerate(_drafted_prefixes(entry)):
-            bans = self.bans(drafted, pending)
-            yield ProcessedRow(
-                place + count, self, len(self.tokens), drafted, pending, *bans, first=count == 0
-            )
+        for count, drafted in enumerate(_drafted_prefixes(entry) if entry.drafts else _NO_DRAFTS):
+            counted, barred = self.counts(drafted, pending), self.bars(drafted, pending)
+            yield ProcessedRow(place + count, self, len(self.tokens), drafted, counted, barred, count == 0)
 
     def why_no_token(self, largest: float, processed: float) -> ErrorInfo:
         """Why no token could be sampled from a row, by the largest of the model's logits, NaN if one is, and of the processed ones."""
@@ -89,6 +93,19 @@ class ProcessedRequest:
         if self.grammar is None or not self.grammar.failed:
             return None
         return ErrorInfo("grammar_failed", f"structured_output cannot go on: {self.grammar.error}")
+
+    def counts(self, drafted: Sequence[int], pending: bool) -> Sequence[int]:
+        """Tokens that penalties count besides the known ones, as `process_logits` takes them."""
+        if not self.penalized:
+            return ()
+        return (*drafted, FED) if pending else drafted
+
+    def bars(self, drafted: Sequence[int], pending: bool) -> Sequence[tuple[int, int]]:
+        """Tokens that are barred, as pairs that `process_logits` takes."""
+        if not self._bars:
+            return ()
+        bans, bans_after = self.bans(drafted, pending)
+        return [*((NOTHING, token) for token in bans), *bans_after]
 
     def bans(self, drafted: Sequence[int], pending: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens that are barred after the known tokens and `drafted`, in addition to those that are always barred: the tokens; and
@@ -111,16 +128,14 @@ class ProcessedRequest:
         return banned, after
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessedRow:
+class ProcessedRow(NamedTuple):
     """A row of logits that is processed, as far as the host knows it at its launch.
 
     Attributes:
         place: its place among all rows of the step.
         known: the number of known tokens of its request.
         drafted: the drafts that precede the row.
-        pending: whether the token that the row is fed follows the known ones, and is on the device only.
-        bans, bans_after: as `ProcessedRequest.bans` returns them.
+        counted, barred: as `ProcessedRequest.counts` and `ProcessedRequest.bars` return them.
         first: whether it is its request's first.
     """
 
@@ -128,22 +143,12 @@ class ProcessedRow:
     request: ProcessedRequest
     known: int
     drafted: Sequence[int]
-    pending: bool
-    bans: list[int]
-    bans_after: list[tuple[int, int]]
+    counted: Sequence[int]
+    barred: Sequence[tuple[int, int]]
     first: bool
 
-    @property
-    def counted(self) -> list[int]:
-        """Tokens that its penalties count besides the known ones, as `process_logits` takes them."""
-        if not self.request.penalized:
-            return []
-        return [*self.drafted, FED] if self.pending else [*self.drafted]
 
-    @property
-    def barred(self) -> list[tuple[int, int]]:
-        """Tokens that are barred, as pairs that `process_logits` takes."""
-        return [*((NOTHING, token) for token in self.bans), *self.bans_after]
+_NO_DRAFTS: tuple[Sequence[int], ...] = ((),)
 
 
 def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gristmill.autotune.bound import BoundPlan
-from gristmill.runtime.batch import send_arrays
+from gristmill.runtime.batch import columns, send_arrays
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.sampling_params import SamplingParams
 
@@ -55,20 +57,31 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """logits [rows, vocab] -> ids int64 [rows] as in a call, on the device, without synchronization."""
+        return self.sample_sent(logits, send_arrays(self.arrays(rows), logits.device))
+
+    def arrays(self, rows: Sequence[SamplingRow]) -> list[NDArray[Any]]:
+        """The parameters of rows for `sample_sent`, which are sent to the device before."""
         params, most = [row.params for row in rows], self.vocab_size
-        sent = send_arrays(
-            [
-                np.array([one.temperature for one in params], np.float32),
-                np.array([one.top_p for one in params], np.float32),
-                np.array([one.min_p for one in params], np.float32),
-                np.array([row.seed for row in rows], np.int64),
-                np.array([row.index for row in rows], np.int64),
-                np.array([min(one.top_k, most) for one in params], np.int32),
-            ],
-            logits.device,
-        )
-        ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        self.draw(logits, SamplingTensors(*sent), ids)
+        return [
+            columns(
+                [
+                    [one.temperature for one in params],
+                    [one.top_p for one in params],
+                    [one.min_p for one in params],
+                ],
+                np.float32,
+            ),
+            columns([[row.seed for row in rows], [row.index for row in rows]], np.int64),
+            np.array([min(one.top_k, most) for one in params], np.int32),
+        ]
+
+    def sample_sent(self, logits: Tensor, sent: Sequence[Tensor]) -> Tensor:
+        """As `sample`, with the `arrays` of the rows on the device."""
+        floats, integers, top_k = sent
+        count = len(top_k)
+        ids = torch.empty(count, dtype=torch.int64, device=logits.device)
+        parameters = (*floats[:, :count].unbind(), *integers[:, :count].unbind(), top_k)
+        self.draw(logits, SamplingTensors(*parameters), ids)
         return ids
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, ids: Tensor) -> None:

@@ -134,9 +134,9 @@ class StepDetails:
     def _sample(
         self, processed: ProcessedRows, logits: Tensor, fed: Tensor, ids: Tensor, sampler: Sampler
     ) -> None:
-        values, places = processed.process(logits, fed)
-        drawn = sampler.sample(values, [self._rows[place] for place in processed.places])
-        ids.index_copy_(0, places, drawn)
+        arrays = sampler.arrays([self._rows[place] for place in processed.places])
+        values, places, sent = processed.process(logits, fed, arrays)
+        ids.index_copy_(0, places, sampler.sample_sent(values, sent))
 
     def _read_logprobs(self, logits: Tensor, ids: Tensor) -> None:
         if not self._read:
@@ -157,13 +157,15 @@ class StepDetails:
             prompts[name] = read_rows(parts, targets, [top] * len(targets))
         if not self._read:
             return StepResult(ids, {}, errors, prompts)
-        names = [e.id for e in self._entries if e.samples for _ in range(1 + e.drafts)]
         read = read_rows(
             self._of_rows,
             [ids[place] for place in self._read],
             [self._rows[place].params.logprobs or 0 for place in self._read],
         )
         logprobs: dict[str, list[TokenLogprobs]] = {}
+        names = [e.id for e in self._entries if e.samples]
+        if len(names) < len(self._rows):
+            names = [e.id for e in self._entries if e.samples for _ in range(1 + e.drafts)]
         for place, one in zip(self._read, read, strict=True):
             if ids[place] >= 0:
                 logprobs.setdefault(names[place], []).append(one)

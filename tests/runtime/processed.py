@@ -39,7 +39,7 @@ def apply(
         fed = torch.zeros(len(logits), dtype=torch.int64)
     parts = [part for part in (now, None if later is None else later.ready()) if part is not None]
     for rows in parts:
-        values, places = rows.process(logits, fed)
+        values, places, _ = rows.process(logits, fed)
         assert places.tolist() == rows.places
         processed[places] = values
     return processed if parts else logits

@@ -267,7 +267,7 @@ class Uncounted(LateRunner):
         if step.details is not None and step.details._processed:
             [rows] = step.details._processed
             process = rows.process
-            rows.process = lambda logits, fed: process(logits, torch.zeros_like(fed))  # type: ignore[method-assign]
+            rows.process = lambda logits, fed, arrays: process(logits, torch.zeros_like(fed), arrays)  # type: ignore[method-assign]
         return step
 
 
