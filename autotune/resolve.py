@@ -18,7 +18,7 @@ from gristmill.autotune.compilations import keep_below
 from gristmill.autotune.device import device_target
 from gristmill.autotune.errors import UnpreparedError, UnverifiableError
 from gristmill.autotune.mark import Mark
-from gristmill.autotune.store import save
+from gristmill.autotune.store import present, save, state_of
 from gristmill.autotune.worker import Worker, Workers, shared_workers
 from gristmill.autotune.worker_group import WorkerGroup, close_shared_groups, shared_group
 from gristmill.kernel_registry.build import Build
@@ -82,7 +82,7 @@ class Resolver:
         """Candidates that were verified for this resolver."""
         self._fitting: dict[str, tuple[tuple[Kernel, ...], Fitting]] = {}
         self._recording = True
-        self._seen = _state(self.policy.store_path)
+        self._seen = state_of(self.policy.store_path)
         self.store = self._read()
         self._changed = threading.Condition()  # guards the store and `_trials`
         self._trials: set[tuple[str, ...]] = set()  # keys of records that threads are making
@@ -243,7 +243,7 @@ class Resolver:
             self._record(result)
             if self.target.vendor != "cpu":
                 self._writer.flush()
-                self._seen = _state(self.policy.store_path)  # nobody else writes while the mark is held
+                self._seen = state_of(self.policy.store_path)  # nobody else writes while the mark is held
         return result
 
     def _judged(self, trying: Verification, outcome: dict[str, Any]) -> Verification:
@@ -256,16 +256,14 @@ class Resolver:
 
     def _made_elsewhere(self, trying: Verification) -> Verification | None:
         """The record of a trial, if another process has written it since this one read the store; with it all others that are new."""
-        state = _state(self.policy.store_path)
+        state = state_of(self.policy.store_path)
         with self._changed:
             if not self._recording or state == self._seen:
                 return None
             self._seen = state
             known = self.store.verifications
             new = {
-                key: record
-                for key, record in self._read(Store.read).verifications.items()
-                if key not in known
+                key: record for key, record in self._read(present).verifications.items() if key not in known
             }
             for record in new.values():
                 self.store.add(record)
@@ -362,15 +360,6 @@ class _Writer:
             _save(self.path, self.waiting, self._saving)
             end = time.monotonic()
             self.due = end + 20 * (end - begin)
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """What differs between two states of a file, which is always replaced; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _save(path: Path, waiting: list[Verification], saving: threading.Lock) -> None:

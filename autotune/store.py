@@ -36,9 +36,37 @@ def update(path: Path, change: Callable[[Store], Store]) -> Store:
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(path.name + ".lock")):
-        store = change(Store.read(path))
+        store = change(present(path))
         _replace(path, dump(store))
+        _remember(path, store)
     return store
+
+
+def present(path: Path) -> Store:
+    """The store at `path`, as `Store.read`: one of its own, not read again if this process wrote the file and nobody has replaced it since."""
+    path = path.resolve()
+    state, known = state_of(path), _written
+    if known is None or known[:2] != (path, state):
+        return Store.read(path)
+    return known[2].copy()
+
+
+def state_of(path: Path) -> tuple[int, int, int] | None:
+    """What differs between two states of a file, which is always replaced; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+_written: tuple[Path, tuple[int, int, int] | None, Store] | None = None
+"""The file that this process wrote last, its state then, and what it held."""
+
+
+def _remember(path: Path, store: Store) -> None:
+    global _written
+    _written = path, state_of(path), store.copy()
 
 
 def dump(store: Store) -> str:

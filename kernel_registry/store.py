@@ -113,6 +113,11 @@ class Store:
         self._by_place.setdefault((record.op, record.target), {})[record.key] = record
         self._alike.pop((record.op, record.target), None)
 
+    def copy(self) -> Store:
+        """A store of the same records, to which others can be added."""
+        by_place = {place: dict(timings) for place, timings in self._by_place.items()}
+        return Store(dict(self.verifications), dict(self._timings), by_place)
+
     @property
     def timings(self) -> list[Timing]:
         """Every measured time."""
@@ -184,10 +189,7 @@ class Store:
     @staticmethod
     def read_over_shipped(path: Path) -> Store:
         """The store in `path` on top of the times that come with gristmill; what is in `path` replaces what was shipped."""
-        shipped = _shipped_store()
-        store = Store(
-            _timings=dict(shipped._timings), _by_place={k: dict(v) for k, v in shipped._by_place.items()}
-        )
+        store = _shipped_store().copy()
         own = Store.read(path)
         for timing in own.timings:
             store.add(timing)

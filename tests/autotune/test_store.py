@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.autotune.place import place
-from gristmill.autotune.store import save
+from gristmill.autotune.store import dump, present, save
 from gristmill.autotune.store_tools import diff, lint, merge, records
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.store import (
@@ -60,6 +60,25 @@ def verification(problem: str = "m=4,n=64", ok: bool = True, **changes) -> Verif
             **changes,
         }
     )
+
+
+def test_what_this_process_wrote_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody else has replaced it; and nobody's additions are in what others get."""
+    path, other = tmp_path / "store.json", tmp_path / "other.json"
+    given = save(path, [timing()])
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "read", lambda path: pytest.fail("read again"))
+        present(path).add(verification("m=1,n=64"))
+        given.add(verification("m=2,n=64"))
+        assert save(path, [verification()]) == present(path)
+        [first] = present(path).verifications.values()
+        assert first == verification() and present(path).timings == [timing()]
+    assert Store.read(path) == present(path)
+    other.write_text(dump(Store()))
+    other.replace(path)
+    assert not present(path).timings and save(path, [timing()]).verifications == {}
+    path.unlink()
+    assert present(path) == Store()
 
 
 @pytest.mark.parametrize(
