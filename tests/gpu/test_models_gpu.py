@@ -25,7 +25,7 @@ def test_greedy_ids(name: str, policy: Policy | None) -> None:
     prompts = oracle.prompts()[2:18:3]
     actual = Comparison(f"{name} on the GPU")
     for prompt, result in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
-        actual.add(result.token_ids, answer(name, tuple(prompt)))
+        actual.add(result.token_ids, answer(name, tuple(prompt), result.token_ids))
     actual.finish()
 
 

@@ -125,10 +125,9 @@ class Answer:
 
 
 @cache
-def answer(name: str, prompt: tuple[int, ...], count: int = 64) -> Answer:
-    """Returns transformers' greedy answer of an example model, `count` ids or up to its end token; computed
-    once."""
-    return answer_of(oracle(name), prompt, count)
+def answer(name: str, prompt: tuple[int, ...], ids: tuple[int, ...], count: int = 64) -> Answer:
+    """Returns transformers' greedy answer of an example model, as far as `ids` follow it; computed once."""
+    return answer_along(oracle(name), prompt, ids, count)
 
 
 def answer_of(model: Any, prompt: Sequence[int], count: int) -> Answer:

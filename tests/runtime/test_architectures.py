@@ -152,10 +152,8 @@ def test_a_configuration(family: str, name: str, make: Callable[..., LLM], tmp_p
     assert largest_error(llm, prompt, expected) <= LIMIT
     # One token after another, from the cache, which a single window does not test.
     actual = Comparison(f"{family}, {name}")
-    actual.add(
-        llm.generate([prompt[:21]], PARAMS)[0].token_ids,
-        oracle.answer_of(model, prompt[:21], PARAMS.max_tokens),
-    )
+    (done,) = llm.generate([prompt[:21]], PARAMS)
+    actual.add(done.token_ids, oracle.answer_along(model, prompt[:21], done.token_ids, PARAMS.max_tokens))
     if name == "plain":
         return
     # Planted fault: the same weights read by a configuration that lacks the entry.
@@ -186,9 +184,8 @@ def test_every_way(
     )
     assert largest_error(llm, prompt, oracle.logits(model, prompt)) <= LIMIT
     actual = Comparison(f"{family}, {kernel_set}")
-    actual.add(
-        llm.generate([prompt], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer_of(model, prompt, 2)
-    )
+    (done,) = llm.generate([prompt], SamplingParams(max_tokens=2))
+    actual.add(done.token_ids, oracle.answer_along(model, prompt, done.token_ids, 2))
     kernel_sets.check(llm, kernel_set)
 
 

@@ -9,21 +9,17 @@ import pytest
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime import kernel_sets, oracle
-from tests.runtime.oracle import NAMES, Answer, Comparison, answer
+from tests.runtime.oracle import NAMES, Comparison, answer
 
 FEW, MANY = 40, 64
 """Tokens per answer: past two boundaries of blocks, or past four, which the slow tests take."""
 
 
-def expected(name: str, prompts: list[list[int]], count: int) -> list[Answer]:
-    return [answer(name, tuple(prompt), count) for prompt in prompts]
-
-
 def compare(what: str, llm: LLM, name: str, prompts: list[list[int]], count: int = FEW) -> None:
     actual = Comparison(f"{name}, {what}")
     results = llm.generate(prompts, SamplingParams(max_tokens=count))
-    for result, reference in zip(results, expected(name, prompts, count), strict=True):
-        actual.add(result.token_ids, reference)
+    for result, prompt in zip(results, prompts, strict=True):
+        actual.add(result.token_ids, answer(name, tuple(prompt), result.token_ids, count))
     actual.finish()
     llm.engine.scheduler.check()
 

@@ -95,7 +95,7 @@ def answers(llm: LLM, what: str) -> None:
     done = llm.generate(prompts, SamplingParams(max_tokens=8))
     compared = oracle.Comparison(what)
     for prompt, one in zip(prompts, done, strict=True):
-        compared.add(one.token_ids, oracle.answer(DEEPSEEK, tuple(prompt), 8))
+        compared.add(one.token_ids, oracle.answer(DEEPSEEK, tuple(prompt), one.token_ids, 8))
     compared.finish()
 
 

@@ -50,9 +50,8 @@ def test_logits_and_ids_of_a_short_prompt_by_triton(name: str, make_strict: Call
     llm, ids = make_strict(name, "triton"), oracle.window(0)[:5]
     assert float((window_logits(llm.engine, ids) - oracle.window_logits(name, 0)[:5]).abs().max()) <= LIMIT
     actual = oracle.Comparison(f"{name}, triton")
-    actual.add(
-        llm.generate([ids], SamplingParams(max_tokens=2))[0].token_ids, oracle.answer(name, tuple(ids), 2)
-    )
+    (done,) = llm.generate([ids], SamplingParams(max_tokens=2))
+    actual.add(done.token_ids, oracle.answer(name, tuple(ids), done.token_ids, 2))
     kernel_sets.check(llm, "triton")
 
 

@@ -88,7 +88,7 @@ def test_logits_and_ids(family: str, make: Callable[..., LLM], tmp_path: Path) -
     assert float((window_logits(llm.engine, ids) - expected).abs().max() / expected.abs().max()) < 1e-4
     (done,) = llm.generate([ids[:30]], SamplingParams(max_tokens=8, temperature=0))
     compared = oracle.Comparison(family)
-    compared.add(done.token_ids, oracle.answer_of(model, ids[:30], 8))
+    compared.add(done.token_ids, oracle.answer_along(model, ids[:30], done.token_ids, 8))
     assert not any("vision" in name or "projector" in name for name in open_checkpoint(tmp_path))
 
 
