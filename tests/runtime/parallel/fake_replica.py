@@ -1,5 +1,5 @@
 """A replica without a model: the output repeats the prompt. It speaks the protocol of `EngineHost`, one step for all requests, and costs
-nothing, so that what is measured and broken is the front end."""
+nothing, so that what is measured and broken is the front end. It does not import torch, which a process of its own would wait for."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from typing import Any
 from gristmill.runtime.engine_load import EngineLoad
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.parallel import child_process
-from gristmill.runtime.parallel.replicas import Replicas
 from gristmill.runtime.scheduler import FinishReason
 
 POISON, HANG, REFUSED = 666, 667, 668
 """Prompts that begin with these end the process, stop it, and are refused."""
-
-
-class FakeReplicas(Replicas):
-    """Replicas of nothing."""
-
-    _module = __name__
 
 
 def serve(connection: Connection) -> None:

@@ -17,12 +17,21 @@ import pytest
 
 from gristmill.runtime.errors import ReplicaError, UsageError
 from gristmill.runtime.parallel import replica_front, restarts
+from gristmill.runtime.parallel.replicas import Replicas
 from gristmill.runtime.parallel.restarts import WINDOW_SECONDS, Restarts
 from gristmill.runtime.sampling_params import SamplingParams
 from tests.runtime.oracle import LLAMA, MODELS
-from tests.runtime.parallel.fake_replica import HANG, POISON, REFUSED, FakeReplicas
+from tests.runtime.parallel import fake_replica
+from tests.runtime.parallel.fake_replica import HANG, POISON, REFUSED
 from tests.runtime.parallel.test_ranks import is_gone
 from tests.runtime.parallel.test_replicas import until
+
+
+class FakeReplicas(Replicas):
+    """Replicas of nothing."""
+
+    _module = fake_replica.__name__
+
 
 Make = Callable[..., FakeReplicas]
 
