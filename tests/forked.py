@@ -1,8 +1,8 @@
 """Programs in processes of their own that need not import torch: each is a fork of one process that has.
 
 `run` is for what a program prints, writes and returns; within `forked_children`, children of the runtime (ranks and replicas) are such
-forks too, of a process that has imported the runtime. What a program imports, how fast it starts, or how its interpreter is started is
-asked of `subprocess.run`.
+forks too, of a process that has imported the runtime, and so are their own children and those that verify kernels for them. What a program
+imports, how fast it starts, or how its interpreter is started is asked of `subprocess.run`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +39,9 @@ FREE = 1000
 RUNTIME = "gristmill.runtime.llm"
 """What ranks and replicas import before anything else. It starts no thread and does not import Triton, whose interpreter the environment
 of a fork chooses."""
+TORCH = "torch.distributed"
+_asked: socket.socket | None = None
+"""In a fork: where it asks the process that forked it for others."""
 
 
 def run(
@@ -46,17 +49,20 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     path: Sequence[Path] = (),
+    imported: str = TORCH,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, which starts with ``-m MODULE``, ``-c CODE`` or a file.
 
-    env: its environment, that of this process by default. path: folders to import from first, also for its children.
+    env: its environment, that of this process by default. path: folders to import from first, also for its children. imported: as of
+    `Process`; with `RUNTIME`, the children of the program are forks too.
     """
     folders = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
     environment = {**(os.environ if env is None else env), "PYTHONPATH": folders}
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
         with out.open("wb") as to, err.open("wb") as errors:
-            process = Process(command, {1: to.fileno(), 2: errors.fileno()}, environment, cwd)
+            descriptors = {1: to.fileno(), 2: errors.fileno()}
+            process = Process(command, descriptors, environment, cwd, imported=imported)
         try:
             status = process.wait()
         except BaseException:  # such as a test's time-out
@@ -90,12 +96,37 @@ def _child(
     return Process(command[1:], descriptors, env, own_group=True, imported=RUNTIME)
 
 
+def _worker(
+    command: Sequence[str],
+    *,
+    stdin: int,
+    stdout: int,
+    stderr: int | None,
+    text: bool,
+    env: Mapping[str, str],
+    process_group: int,
+) -> Process:
+    """What `gristmill.autotune.child` asks of `subprocess.Popen`."""
+    asked = (command[0], stdin, stdout, stderr, text, process_group)
+    assert asked == (sys.executable, subprocess.PIPE, subprocess.PIPE, None, True, 0)
+    tasks, to_it = os.pipe()
+    from_it, answers = os.pipe()
+    process = Process(command[1:], {0: tasks, 1: answers, 2: 2}, env, own_group=True, imported=RUNTIME)
+    _close((tasks, answers))
+    process.stdin, process.stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
+    return process
+
+
 class Process:
     """``python COMMAND`` as a fork, with the interface of `subprocess.Popen`.
 
-    descriptors: its descriptors, each with the one of this process that it is; its standard input is empty. env: its environment, whose
-    PYTHONPATH is all that it imports from. own_group: it is in a process group of its own. imported: a module that the forked process has.
+    descriptors: its descriptors, each with the one of this process that it is; its standard input is empty if it is not among them. env: its
+    environment, whose PYTHONPATH is all that it imports from. own_group: it is in a process group of its own. imported: a module that the
+    forked process has.
     """
+
+    stdin: IO[str] | None = None
+    stdout: IO[str] | None = None
 
     def __init__(
         self,
@@ -104,7 +135,7 @@ class Process:
         env: Mapping[str, str],
         cwd: Path | None = None,
         own_group: bool = False,
-        imported: str = "torch.distributed",
+        imported: str = TORCH,
     ) -> None:
         self.returncode: int | None = None
         self._lock = threading.Lock()
@@ -116,9 +147,9 @@ class Process:
             "cwd": str(cwd or Path.cwd()),
             "own_group": own_group,
         }
-        text, server = json.dumps(request).encode(), _server(imported)
-        socket.send_fds(server, [len(text).to_bytes(4, "little")], [theirs.fileno(), *descriptors.values()])
-        server.sendall(text)
+        server = _asked or _server(imported)
+        # One packet, since other processes may ask at the same time.
+        socket.send_fds(server, [json.dumps(request).encode()], [theirs.fileno(), *descriptors.values()])
         theirs.close()
         self.pid = int.from_bytes(_exactly(self._status, 4), "little")
 
@@ -152,13 +183,19 @@ class Process:
 
 @cache
 def _server(imported: str) -> socket.socket:
-    """The process that forks and has imported a module; it ends with this end of its socket."""
-    ours, theirs = socket.socketpair()
+    """The process that forks and has imported a module; it ends with this process, or when this end of its socket is shut down."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked", str(theirs.fileno()), imported],
+        [
+            sys.executable,
+            "-m",
+            "tests.forked",
+            *map(str, (os.getpid(), theirs.fileno(), ours.fileno())),
+            imported,
+        ],
         stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
+        pass_fds=[theirs.fileno(), ours.fileno()],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         process_group=0,
@@ -166,6 +203,7 @@ def _server(imported: str) -> socket.socket:
     theirs.close()
 
     def end() -> None:
+        ours.shutdown(socket.SHUT_RDWR)
         ours.close()
         server.wait()
 
@@ -183,13 +221,15 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """Turns this fork into the program, and ends with it."""
+def _become(request: dict[str, Any], descriptors: Sequence[int], ask: int) -> None:
+    """Turns this fork into the program, and ends with it. `ask`: where it can ask for other forks."""
+    global _asked
     if request["own_group"]:
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     aside = [fcntl.fcntl(one, fcntl.F_DUPFD, FREE) for one in descriptors]
     null = fcntl.fcntl(os.open(os.devnull, os.O_RDONLY), fcntl.F_DUPFD, FREE)
+    ask = fcntl.fcntl(ask, fcntl.F_DUPFD_CLOEXEC, FREE)
     os.closerange(0, FREE)
     for one, number in zip((null, *aside), (0, *request["numbers"]), strict=True):
         os.dup2(one, number)
@@ -198,6 +238,13 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.path[:] = request["env"]["PYTHONPATH"].split(os.pathsep)
+    if RUNTIME in sys.modules:
+        from gristmill.autotune import child
+        from gristmill.runtime.parallel import child_process
+
+        _asked = socket.socket(fileno=ask)
+        child.__dict__["subprocess"] = SimpleNamespace(Popen=_worker, PIPE=subprocess.PIPE)
+        child_process.__dict__["subprocess"] = SimpleNamespace(Popen=_child, DEVNULL=subprocess.DEVNULL)
     status = 0
     try:
         _execute(*request["command"])
@@ -228,27 +275,28 @@ def _execute(kind: str, *rest: str) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def _serve(requests: socket.socket) -> None:
-    """Forks for each request, and tells its status connection the id of the process and then how it ended.
+def _serve(parent: int, requests: socket.socket, ask: int) -> None:
+    """Forks for each request, and tells its status connection the id of the process and then how it ended; until `parent` has ended.
 
     A process is a zombie until nobody holds the other end of its connection, as one of `subprocess.Popen` is until it is waited for.
     """
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
+    selector.register(end := os.pidfd_open(parent), selectors.EVENT_READ)
     processes: dict[socket.socket, int] = {}
     while True:
         for key, _ in selector.select():
-            if key.fileobj is requests:
-                head, descriptors, _, _ = socket.recv_fds(requests, 4, 64)
-                if not head:
+            if key.fd == end or key.fileobj is requests:
+                text, descriptors = (b"", []) if key.fd == end else _packet(requests)
+                if not text:
                     for pid in processes.values():
                         _reap(pid)
                     return
-                request = json.loads(_exactly(requests, int.from_bytes(head, "little")))
+                request = json.loads(text)
                 status = socket.socket(fileno=descriptors[0])
                 pid = os.fork()
                 if pid == 0:
-                    _become(request, descriptors[1:])
+                    _become(request, descriptors[1:], ask)
                 _close(descriptors[1:])
                 processes[status] = pid
                 selector.register(status, selectors.EVENT_READ)
@@ -265,6 +313,12 @@ def _serve(requests: socket.socket) -> None:
                 if status in processes:
                     with suppress(BrokenPipeError):  # the event of its end follows
                         status.sendall(_exit_code(processes[status]).to_bytes(4, "little", signed=True))
+
+
+def _packet(requests: socket.socket) -> tuple[bytes, list[int]]:
+    """The next request, with its descriptors; empty when there will be none."""
+    text, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 64)
+    return text, descriptors
 
 
 def _exit_code(pid: int) -> int:
@@ -287,11 +341,12 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def main() -> None:
-    importlib.import_module("torch.distributed")
-    importlib.import_module(sys.argv[2])
+    parent, requests, ask = map(int, sys.argv[1:4])
+    importlib.import_module(TORCH)
+    importlib.import_module(sys.argv[4])
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their processes
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(parent, socket.socket(fileno=requests), ask)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_as_a_program(cache: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0 and result.stdout.strip() and "4 tokens in" in result.stderr
     assert result.stderr.startswith("gristmill: device auto: ")
-    wrong = forked.run(*options, "--device", "cpu", "--prompt", "", env=environment)
+    wrong = forked.run(*options, "--device", "cpu", "--prompt", "", env=environment, imported=forked.RUNTIME)
     assert (wrong.returncode, wrong.stdout) == (2, "") and len(wrong.stderr.strip().splitlines()) == 1
 
 

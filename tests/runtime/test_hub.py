@@ -362,14 +362,16 @@ def test_the_command_line_and_the_variables(tmp_path: Path) -> None:
         (tmp_path / "policy.toml").write_text(f'cache = "{tmp_path}"\n')
         command = ("-m", "gristmill.tools.cli", "generate", "--model", "org/docs", "--prompt", "The index")
         command = (*command, "--max-tokens", "4", "--device", "cpu", "--num-blocks", "32")
-        first = forked.run(*command, "--json", env=environment)
+        first = forked.run(*command, "--json", env=environment, imported=forked.RUNTIME)
         assert first.returncode == 0, first.stderr
         assert len(json.loads(first.stdout)["token_ids"]) == 4
         assert list((tmp_path / "home" / "hub").glob("models--org--docs/snapshots/*/config.json"))
         asked = len(hub.asked)
-        again = forked.run(*command, "--json", env={**environment, "HF_HUB_OFFLINE": "1"})
+        offline = {**environment, "HF_HUB_OFFLINE": "1"}
+        again = forked.run(*command, "--json", env=offline, imported=forked.RUNTIME)
         assert (
             json.loads(again.stdout)["text"] == json.loads(first.stdout)["text"] and len(hub.asked) == asked
         )
-        absent = forked.run(*command[:4], "org/docz", *command[5:], env=environment)
+        wrong = (*command[:4], "org/docz", *command[5:])
+        absent = forked.run(*wrong, env=environment, imported=forked.RUNTIME)
         assert absent.returncode == 2 and "org/docz is neither a path here nor" in absent.stderr
