@@ -109,10 +109,16 @@ def _worker(
     """What `gristmill.autotune.child` asks of `subprocess.Popen`."""
     asked = (command[0], stdin, stdout, stderr, text, process_group)
     assert asked == (sys.executable, subprocess.PIPE, subprocess.PIPE, None, True, 0)
-    tasks, to_it = os.pipe()
-    from_it, answers = os.pipe()
-    process = Process(command[1:], {0: tasks, 1: answers, 2: 2}, env, own_group=True, imported=RUNTIME)
-    _close((tasks, answers))
+    return start(command[1:], env)
+
+
+def start(command: Sequence[str], env: Mapping[str, str]) -> Process:
+    """``python COMMAND`` as a fork of a process that has imported the runtime, in a group of its own, with pipes to its standard input and from
+    its output; `env` as of `Process`."""
+    given, to_it = os.pipe()
+    from_it, printed = os.pipe()
+    process = Process(command, {0: given, 1: printed, 2: 2}, env, own_group=True, imported=RUNTIME)
+    _close((given, printed))
     process.stdin, process.stdout = os.fdopen(to_it, "w"), os.fdopen(from_it)
     return process
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gristmill import LLM, SamplingParams
+from gristmill.kernel_registry.policy import Policy
 from gristmill.tools.cli import main
 from tests import forked
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
@@ -39,10 +40,10 @@ Command = Callable[..., CommandResult]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One store of verifications for the commands of this file."""
+def cache(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy for the commands of this file: the cache of this run."""
     folder = tmp_path_factory.mktemp("cli")
-    (folder / "policy.toml").write_text(f'cache = "{folder}"\n')
+    (folder / "policy.toml").write_text(f'cache = "{policy.cache}"\n')
     return folder
 
 

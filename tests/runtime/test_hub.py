@@ -19,6 +19,7 @@ from huggingface_hub import constants
 
 from gristmill import LLM, SamplingParams
 from gristmill.bench.shapes import load_config as bench_config
+from gristmill.kernel_registry.policy import Policy
 from gristmill.quant.errors import ConfigError, UsageError
 from gristmill.runtime.hub import HubName, local_model
 from gristmill.runtime.hub_files import model_files
@@ -349,7 +350,7 @@ def test_several_at_once_fetch_it_once(hub: Hub) -> None:
     assert hub.fetched() == ["small-Q4_K_M.gguf"]
 
 
-def test_the_command_line_and_the_variables(tmp_path: Path) -> None:
+def test_the_command_line_and_the_variables(policy: Policy, tmp_path: Path) -> None:
     """A process of its own, since the client reads its variables when it is imported."""
     with serving() as hub:
         hub.repositories["org/docs"] = Repository({"main": DIRECTORY})
@@ -359,7 +360,7 @@ def test_the_command_line_and_the_variables(tmp_path: Path) -> None:
             "HF_HOME": str(tmp_path / "home"),
             "GRISTMILL_POLICY": str(tmp_path / "policy.toml"),
         }
-        (tmp_path / "policy.toml").write_text(f'cache = "{tmp_path}"\n')
+        (tmp_path / "policy.toml").write_text(f'cache = "{policy.cache}"\n')
         command = ("-m", "gristmill.tools.cli", "generate", "--model", "org/docs", "--prompt", "The index")
         command = (*command, "--max-tokens", "4", "--device", "cpu", "--num-blocks", "32")
         first = forked.run(*command, "--json", env=environment, imported=forked.RUNTIME)

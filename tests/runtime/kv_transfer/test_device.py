@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from gristmill.runtime.kv_transfer.table import HEAD, SUFFIX, OwnTable, PeerTabl
 from gristmill.runtime.kv_transfer.transport import MappedSource
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
+from tests import forked
 from tests.runtime.kv_transfer.test_transfer import PARAMS, PROMPTS, WHOLE, again, ids, status, windowed
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -278,18 +278,19 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def peer() -> Iterator[subprocess.Popen[str]]:
+def peer() -> Iterator[forked.Process]:
     """A process that has computed a prompt."""
-    command = [sys.executable, "-c", PROGRAM, str(MODELS / LLAMA), POOL, ""]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+    process = forked.start(["-c", PROGRAM, str(MODELS / LLAMA), POOL, ""], environment)
+    try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
+    finally:
         process.kill()
+        process.wait()
 
 
-def test_a_process_that_is_killed_has_nothing(peer: subprocess.Popen[str], make: Callable[..., LLM]) -> None:
+def test_a_process_that_is_killed_has_nothing(peer: forked.Process, make: Callable[..., LLM]) -> None:
     prompt = [[token % 300 for token in range(100)]]
     expected = ids(make(LLAMA), prompt)
     llm = make(LLAMA, kv_transfer=f"device:{NAME}")
