@@ -31,15 +31,15 @@ from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tries three exponents of AWQ instead of twenty: which are chosen does not matter to what is written."""
-    monkeypatch.setattr(awq, "ALPHAS", awq.ALPHAS[::8])
+    """Tries two exponents of AWQ instead of twenty: which are chosen does not matter to what is written."""
+    monkeypatch.setattr(awq, "ALPHAS", awq.ALPHAS[::10])
 
 
 def write(
     name: str, out: Path, form: str, scheme: str, method: str = "rtn", policy: Policy | None = None
 ) -> Path:
     tokens = None if method == "rtn" else oracle.eval_tokens()[200_000:]
-    chosen = make_method(method, MODELS / name, tokens, window=256, windows=4, policy=policy)
+    chosen = make_method(method, MODELS / name, tokens, window=256, windows=2, policy=policy)
     table = model_table(load_config(MODELS / name))
     write_quantized(MODELS / name, out, table, QuantScheme.parse(scheme), form=form, method=chosen)
     return out
