@@ -50,11 +50,13 @@ def run(
     cwd: Path | None = None,
     path: Sequence[Path] = (),
     imported: str = TORCH,
+    workers: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python COMMAND``, which starts with ``-m MODULE``, ``-c CODE`` or a file.
 
     env: its environment, that of this process by default. path: folders to import from first, also for its children. imported: as of
-    `Process`; with `RUNTIME`, the children of the program are forks too.
+    `Process`; with `RUNTIME`, the children of the program are forks too. workers: those that verify kernels for it are; a sitecustomize.py
+    is nothing to them.
     """
     folders = os.pathsep.join([*map(str, path), *filter(None, sys.path)])
     environment = {**(os.environ if env is None else env), "PYTHONPATH": folders}
@@ -62,7 +64,7 @@ def run(
         out, err = (Path(folder, name) for name in ("out", "err"))
         with out.open("wb") as to, err.open("wb") as errors:
             descriptors = {1: to.fileno(), 2: errors.fileno()}
-            process = Process(command, descriptors, environment, cwd, imported=imported)
+            process = Process(command, descriptors, environment, cwd, imported=imported, workers=workers)
         try:
             status = process.wait()
         except BaseException:  # such as a test's time-out
@@ -96,25 +98,20 @@ def _child(
     return Process(command[1:], descriptors, env, own_group=True, imported=RUNTIME)
 
 
-def _worker(
-    command: Sequence[str],
-    *,
-    stdin: int,
-    stdout: int,
-    stderr: int | None,
-    text: bool,
-    env: Mapping[str, str],
-    process_group: int,
-) -> Process:
-    """What `gristmill.autotune.child` asks of `subprocess.Popen`."""
-    asked = (command[0], stdin, stdout, stderr, text, process_group)
-    assert asked == (sys.executable, subprocess.PIPE, subprocess.PIPE, None, True, 0)
-    return start(command[1:], env)
+class _Popen(subprocess.Popen[Any]):
+    """In a fork: `subprocess.Popen`, but for workers of `gristmill.autotune.worker`."""
+
+    def __new__(cls, command: Any, *rest: Any, **options: Any) -> Any:
+        if command[:3] != [sys.executable, "-m", "gristmill.autotune.worker"]:
+            return super().__new__(cls)
+        asked = [options[name] for name in ("stdin", "stdout", "stderr", "text", "process_group")]
+        assert asked == [subprocess.PIPE, subprocess.PIPE, None, True, 0] and not rest
+        return start(command[1:], options["env"])
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> Process:
-    """``python COMMAND`` as a fork of a process that has imported the runtime, in a group of its own, with pipes to its standard input and from
-    its output; `env` as of `Process`."""
+    """``python COMMAND`` as a fork of a process that has imported the runtime, or, in a fork, of what it is one of: in a group of its own, with
+    pipes to its standard input and from its output. `env` as of `Process`."""
     given, to_it = os.pipe()
     from_it, printed = os.pipe()
     process = Process(command, {0: given, 1: printed, 2: 2}, env, own_group=True, imported=RUNTIME)
@@ -128,7 +125,7 @@ class Process:
 
     descriptors: its descriptors, each with the one of this process that it is; its standard input is empty if it is not among them. env: its
     environment, whose PYTHONPATH is all that it imports from. own_group: it is in a process group of its own. imported: a module that the
-    forked process has.
+    forked process has. workers: as of `run`.
     """
 
     stdin: IO[str] | None = None
@@ -142,6 +139,7 @@ class Process:
         cwd: Path | None = None,
         own_group: bool = False,
         imported: str = TORCH,
+        workers: bool = False,
     ) -> None:
         self.returncode: int | None = None
         self._lock = threading.Lock()
@@ -152,6 +150,7 @@ class Process:
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "own_group": own_group,
+            "workers": workers or imported == RUNTIME,
         }
         server = _asked or _server(imported)
         # One packet, since other processes may ask at the same time.
@@ -244,12 +243,12 @@ def _become(request: dict[str, Any], descriptors: Sequence[int], ask: int) -> No
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.path[:] = request["env"]["PYTHONPATH"].split(os.pathsep)
+    _asked = socket.socket(fileno=ask)
+    if request["workers"]:
+        subprocess.__dict__["Popen"] = _Popen
     if RUNTIME in sys.modules:
-        from gristmill.autotune import child
         from gristmill.runtime.parallel import child_process
 
-        _asked = socket.socket(fileno=ask)
-        child.__dict__["subprocess"] = SimpleNamespace(Popen=_worker, PIPE=subprocess.PIPE)
         child_process.__dict__["subprocess"] = SimpleNamespace(Popen=_child, DEVNULL=subprocess.DEVNULL)
     status = 0
     try:

@@ -54,6 +54,7 @@ def ask(folder: Path, *arguments: str) -> list[dict]:
         *("-m", "gristmill.bench.cli", *arguments, "--target", "cpu", "--json"),
         env={**os.environ, "GRISTMILL_POLICY": str(policy)},
         path=(folder,),
+        workers=True,
     )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)

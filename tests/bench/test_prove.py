@@ -286,7 +286,9 @@ def test_a_wrong_kernel_is_in_the_report_and_in_the_exit_status(tmp_path: Path) 
     install(tmp_path, "toy", PLUGIN)
     path = tmp_path / "p.json"
     command = ("-m", "gristmill.bench.cli", "prove", "--kernel", "rms_norm_toy", "--target", "cpu:avx2")
-    process: subprocess.CompletedProcess[str] = forked.run(*command, "--out", str(path), path=(tmp_path,))
+    process: subprocess.CompletedProcess[str] = forked.run(
+        *command, "--out", str(path), path=(tmp_path,), workers=True
+    )
     assert process.returncode == 1, process.stderr
     rows = proofs.read(path)["rows"]
     wrong = [row for row in rows if row["ok"] is False]

@@ -72,6 +72,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
         cwd=place,
         env={**outer, "GRISTMILL_POLICY": str(place / "policy.toml")},
         path=(ROOT,),
+        workers=True,
     )
     assert (place / "out.json").exists(), process.stdout + process.stderr
     return process.stdout, json.loads((place / "out.json").read_text())

@@ -69,7 +69,7 @@ def test_a_command_prints_what_is_shown(
     program, *arguments = shlex.split(command[2:])
     environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    process = forked.run(*PROGRAMS[program], *arguments, env=environment, cwd=ROOT)
+    process = forked.run(*PROGRAMS[program], *arguments, env=environment, cwd=ROOT, workers=True)
     assert process.returncode == 0, process.stderr
     printed, expected = lines_of(process.stdout, measured), lines_of(shown, measured)
     assert matches(expected, printed), "\n".join(["shown:", *expected, "", "printed:", *printed])

@@ -42,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernelbench(folder: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "COLUMNS": "240"}
     environment.pop("TRITON_INTERPRET", None)
-    process = forked.run("-m", "gristmill.bench.cli", *arguments, env=environment, path=(folder,))
+    process = forked.run(
+        "-m", "gristmill.bench.cli", *arguments, env=environment, path=(folder,), workers=True
+    )
     assert process.returncode == status, process.stderr
     return process
 
