@@ -107,6 +107,15 @@ class LinearCall(Call):
     scales: Tensor | None
     out: Tensor
 
+class LogprobsCall(Call):
+    logits: Tensor
+    places: Tensor
+    ids: Tensor
+    k: int
+    workspace: Tensor | None
+    logprobs: Tensor
+    tokens: Tensor
+
 class MergeAttentionStatesCall(Call):
     a: Tensor
     a_lse: Tensor

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gristmill.autotune.bound import BoundPlan
+from gristmill.kernel_registry.scheme import next_power_of_2
+from gristmill.kernels.common import dtype_name
+from gristmill.runtime.batch import fetch
+from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
 
 ROWS = 64
-"""Rows of logits per log-softmax; bounds the memory of float32 results."""
-ONE = 2.0**40
-"""The largest weight of a row as an integer; the sum over a vocabulary of up to 2^22 tokens fits in int64."""
+"""Tokens of a prompt whose logits are computed at a time."""
+USUAL = 20
+"""Most likely tokens that are read for all requests that want no more: kernels of another number would be selected when one asks for it."""
+ReadRows = tuple[Tensor, Tensor]
+"""On the host: log-probabilities, float32 [rows, 1 + k], and tokens, int32 [rows, 1 + k], as of the op `logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +70,47 @@ def prompt_parts(
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def log_sums(x: Tensor, peak: Tensor) -> Tensor:
-    """log(sum(exp(x - peak))) of each row of float32 [rows, vocab], whose largest number is peak [rows, 1] -> float64 [rows, 1].
+class LogprobReader:
+    """Reads log-probabilities of rows of logits of `vocab_size` tokens, on the device of `plans`."""
 
-    Weights are added as integers: the order in which a reduction adds depends on its number of rows, and the same logits have the same
-    log-probabilities in every batch.
-    """
-    weights = (x - peak).exp_().mul_(ONE).to(torch.int64)
-    return weights.sum(1, keepdim=True).double().div_(ONE).log_()
+    def __init__(self, plans: Plans, vocab_size: int) -> None:
+        self._plans, self._vocab_size = plans, vocab_size
+        self._bound: dict[tuple[torch.dtype, int], BoundPlan] = {}
+        self._plan(plans.dtype, 0)
+
+    def read(self, logits: Tensor, places: Tensor, ids: Tensor, most: int) -> ReadRows:
+        """The rows `places`, int64 [n], of logits [rows, vocab], each with the token in ids, int64 [id rows], at its place; on the way to the
+        host, without synchronization.
+
+        Args:
+            most: at least so many of the most likely tokens are read with it; those past the vocabulary are not.
+        """
+        plan = self._plan(logits.dtype, most)
+        k = plan.static.integer("k")
+        logprobs = torch.empty(len(places), 1 + k, dtype=torch.float32, device=logits.device)
+        tokens = torch.empty(len(places), 1 + k, dtype=torch.int32, device=logits.device)
+        plan(logits, places, ids, k, self._plans.workspace(plan, len(places)), logprobs, tokens)
+        return fetch(logprobs), fetch(tokens)
+
+    def rehearse(self, logits: Tensor) -> None:
+        """What a step calls for all of these logits: for a warm-up."""
+        places = torch.arange(len(logits), device=logits.device)
+        self.read(logits, places, torch.zeros_like(places), 0)
+
+    def _plan(self, dtype: torch.dtype, most: int) -> BoundPlan:
+        k = min(USUAL if most <= USUAL else next_power_of_2(most), self._vocab_size)
+        if (dtype, k) not in self._bound:
+            plan = self._plans.bind("logprobs", v=self._vocab_size, k=k, x=dtype_name(dtype))
+            self._bound[dtype, k] = plan
+        return self._bound[dtype, k]
 
 
-def logprob_rows(logits: Tensor, ids: Tensor, most: int) -> Tensor:
-    """The log-probability of one token for each row of logits [rows, vocab], computed in float32, on the device.
-
-    Args:
-        ids: int64 [rows], the token of each row.
-        most: the number of most likely tokens that are read with it; those past the vocabulary are not.
-
-    Returns:
-        float64 [rows, 2 + 2 * most]: how many tokens are likelier, the log-probability, then those of the most likely tokens, and their ids.
-        float64 represents counts and ids exactly, and one tensor is one copy to the host.
-    """
-    x = logits.float()
-    chosen = x.gather(1, ids[:, None])
-    values, places = x.topk(min(most, x.shape[1]), 1)
-    peak = values[:, :1] if most else x.amax(1, keepdim=True)
-    read = x.new_empty(len(x), 2 + 2 * places.shape[1], dtype=torch.float64)
-    likelier, logprobs, tokens = read.split((1, 1 + places.shape[1], places.shape[1]), 1)
-    torch.sum(x > chosen, 1, keepdim=True, dtype=torch.float64, out=likelier)
-    torch.sub(torch.cat((chosen, values), 1).sub_(peak), log_sums(x, peak), out=logprobs)
-    tokens.copy_(places)
-    return read
-
-
-def read_rows(parts: Sequence[Tensor], ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
-    """What `logprob_rows` returned for the rows of these ids, in parts on the host, with the `tops` most likely tokens of each."""
+def read_rows(parts: Sequence[ReadRows], ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """What `LogprobReader.read` returned for the rows of these ids, in parts, whose copies have ended, with the `tops` most likely tokens of
+    each."""
     logprobs = []
-    rows = (row for part in parts for row in part.tolist())
-    for token, top, row in zip(ids, tops, rows, strict=True):
-        first_id = 1 + len(row) // 2
-        likeliest = zip(map(int, row[first_id : first_id + top]), row[2 : 2 + top], strict=True)
-        logprobs.append(TokenLogprobs(token, row[1], 1 + int(row[0]), tuple(likeliest)))
+    rows = (row for part in parts for row in zip(*(tensor.tolist() for tensor in part), strict=True))
+    for token, top, (values, tokens) in zip(ids, tops, rows, strict=True):
+        likeliest = tuple(zip(tokens[1 : 1 + top], values[1 : 1 + top], strict=True))
+        logprobs.append(TokenLogprobs(token, values[0], 1 + tokens[0], likeliest))
     return logprobs

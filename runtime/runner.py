@@ -18,7 +18,7 @@ from gristmill.runtime.graph_memory import GraphMemory
 from gristmill.runtime.hidden_states import HiddenStates, KeptStates
 from gristmill.runtime.kv_cache.paged import PagedCache
 from gristmill.runtime.logits_processors import LogitsProcessors
-from gristmill.runtime.logprobs import PromptPart
+from gristmill.runtime.logprobs import LogprobReader, PromptPart
 from gristmill.runtime.models import Model
 from gristmill.runtime.parallel.mesh import greatest
 from gristmill.runtime.prompt_graphs import PromptGraphs, most_tokens
@@ -73,6 +73,7 @@ class Runner:
         self.sampler = Sampler(model.plans, model.config.vocab_size)
         self.max_seqs = max_seqs
         self.processors = LogitsProcessors(model.config.vocab_size, model.plans)
+        self.logprob_reader = LogprobReader(model.plans, model.config.vocab_size)
         self._sampled = SampledTokens(max_seqs, self.device)
         self._ring = StepRing(self.device)
         self._most_drafts = 0
@@ -163,7 +164,7 @@ class Runner:
         Raises RuntimeError if two steps are in flight already.
         """
         step = self._ring.take(len(rows))
-        step.details = details = StepDetails.of(entries, rows, prompts, self.processors)
+        step.details = details = StepDetails.of(entries, rows, prompts, self.processors, self.logprob_reader)
         work: Callable[[], Tensor | None] | None = self._graph(entries, rows, step.slot, details)
         if work is None:
             work = self._kernel_by_kernel(entries, rows, details)

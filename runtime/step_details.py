@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gristmill.runtime.batch import fetch, send
+from gristmill.runtime.batch import send
 from gristmill.runtime.errors import ErrorInfo
 from gristmill.runtime.logits_processors import GrammarRows, LogitsProcessors, ProcessedRows
-from gristmill.runtime.logprobs import ROWS, PromptPart, logprob_rows, read_rows
+from gristmill.runtime.logprobs import ROWS, LogprobReader, PromptPart, ReadRows, read_rows
 from gristmill.runtime.sampler import Sampler, SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest, TokenLogprobs
 
@@ -44,6 +44,7 @@ class StepDetails:
         prompts: by request id, the tokens of prompts whose log-probabilities are read.
         processed: the rows that are processed before they are sampled.
         later: those that wait for the results of the step before.
+        reader: reads log-probabilities.
 
     Attributes:
         write_tokens: gives the ids of all rows to the step after this one, on the device; called behind `complete`.
@@ -56,14 +57,16 @@ class StepDetails:
         prompts: Mapping[str, PromptPart],
         processed: ProcessedRows | None,
         later: GrammarRows | None,
+        reader: LogprobReader,
     ) -> None:
         self._entries, self._rows = entries, rows
+        self._reader = reader
         self._prompts = prompts
         self._processed = [] if processed is None else [processed]
         self._later, self._has_rest = later, later is not None
         self._read = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
-        self._of_rows: list[Tensor] = []
-        self._of_prompts: dict[str, list[Tensor]] = {}
+        self._of_rows: list[ReadRows] = []
+        self._of_prompts: dict[str, list[ReadRows]] = {}
         self._first_part: tuple[Tensor, Tensor, Tensor] | None = None
         self.write_tokens: Callable[[Tensor], None] = lambda ids: None
 
@@ -73,13 +76,14 @@ class StepDetails:
         rows: Sequence[SamplingRow],
         prompts: Mapping[str, PromptPart],
         processors: LogitsProcessors,
+        reader: LogprobReader,
     ) -> StepDetails | None:
         """The details of a step; None if it has none."""
         processed, later = processors.prepare(entries) if processors else (None, None)
         plain = processed is None and later is None and not prompts
         if plain and all(row.params.logprobs is None for row in rows):
             return None
-        return StepDetails(entries, rows, prompts, processed, later)
+        return StepDetails(entries, rows, prompts, processed, later, reader)
 
     @property
     def waits(self) -> bool:
@@ -96,7 +100,8 @@ class StepDetails:
                     some = part.targets[first : first + ROWS]
                     logits = logits_of(hidden[begin + first : begin + first + len(some)])
                     targets = send(some, torch.int64, hidden.device)
-                    read.append(fetch(logprob_rows(logits, targets, part.top)))
+                    places = torch.arange(len(some), device=hidden.device)
+                    read.append(self._reader.read(logits, places, targets, part.top))
             begin += entry.count
 
     def finish(self, logits: Tensor, fed: Tensor, ids: Tensor, sampler: Sampler) -> None:
@@ -142,11 +147,8 @@ class StepDetails:
         if not self._read:
             return
         places = send(self._read, torch.int64, ids.device)
-        tokens = ids[places].clamp_(min=0)
         most = max(self._rows[place].params.logprobs or 0 for place in self._read)
-        for first in range(0, len(self._read), ROWS):
-            some = slice(first, first + ROWS)
-            self._of_rows.append(fetch(logprob_rows(logits[places[some]], tokens[some], most)))
+        self._of_rows.append(self._reader.read(logits, places, ids, most))
 
     def result(self, ids: list[int]) -> StepResult:
         """The results of the step, which has ended, with its ids."""

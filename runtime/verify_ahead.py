@@ -28,6 +28,7 @@ from gristmill.runtime.config import ModelConfig
 from gristmill.runtime.kv_cache.size import step_limits
 from gristmill.runtime.layers.plans import Plans
 from gristmill.runtime.logprobs import ROWS as PROMPT_ROWS
+from gristmill.runtime.logprobs import LogprobReader
 
 MOST_WORKERS = 8
 """Processes that verify kernels of one device at a time."""
@@ -71,7 +72,7 @@ class VerifiedAhead:
         self.close()
 
     def start(self, plans: Plans, config: ModelConfig, weights: Weights) -> None:
-        """Begin with the linear layers, for which loading waits, and, where there are several processes, the sampler, whose kernels take longest.
+        """Begin with the linear layers, for which loading waits, and, where there are several processes, with sampling, whose kernels take longest.
         Plans follow as they are bound."""
         self._plans, self._vocab = plans, head_rows(config, weights)
         self._tried = plans.resolver.tried
@@ -87,10 +88,10 @@ class VerifiedAhead:
         for problem in linear_problems(plans, weights):
             self._pool.submit(self._layouts, problem)
         plans.on_bind = self._bound
-        for dtype in (
-            () if self._workers == 1 else dict.fromkeys(("bf16" if plans.x == "bf16" else "fp32", "fp32"))
-        ):
-            plans.bind("sample", v=config.vocab_size, x=dtype)
+        if self._workers > 1:
+            for dtype in dict.fromkeys(("bf16" if plans.x == "bf16" else "fp32", "fp32")):
+                plans.bind("sample", v=config.vocab_size, x=dtype)
+            LogprobReader(plans, config.vocab_size)
 
     @property
     def verified(self) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.resolve import Resolver
@@ -192,7 +193,7 @@ def _compiling(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Ste
     steps = [*_prompts(runner, config)]
     if isinstance(runner.model, HiddenStateModel):
         steps += _states(runner.model, config)
-    return [*steps, *_samples(runner, config, drafts)]
+    return [*steps, *_logprobs(runner, config, drafts), *_samples(runner, config, drafts)]
 
 
 def _capturing(runner: Runner, config: SchedulerConfig, drafts: int) -> list[Step]:
@@ -334,19 +335,37 @@ def _states(model: HiddenStateModel, config: SchedulerConfig) -> Iterator[Callab
 
 
 def _samples(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:
-    """Logits and samples of rows of prompts, and samples of processed logits, which are float32; logits for the log-probabilities of prompts."""
-    model = runner.model
-    most = min(config.max_seqs * (1 + drafts), config.max_batch_tokens)
+    """Samples of the logits of rows of prompts, and of processed logits, which are float32."""
 
     @torch.inference_mode()
     def step(rows: int) -> None:
-        hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.plans.dtype, device=runner.device)
-        logits = model.logits(hidden)
-        if rows <= most:
-            runner.sampler(logits, [_ROW] * rows)
-            runner.sampler(runner.processors.rehearse(logits), [_ROW] * rows)
+        logits = _logits(runner, rows)
+        runner.sampler(logits, [_ROW] * rows)
+        runner.sampler(runner.processors.rehearse(logits), [_ROW] * rows)
 
-    for rows in dict.fromkeys(
-        [*sizes_up_to(most), *sizes_up_to(max(most, min(PROMPT_ROWS, config.max_batch_tokens)))]
-    ):
+    for rows in sizes_up_to(_most_rows(config, drafts)):
         yield partial(step, rows)
+
+
+def _logprobs(runner: Runner, config: SchedulerConfig, drafts: int) -> Iterator[Callable[[], object]]:
+    """Log-probabilities of tokens that are sampled, and of those of prompts."""
+
+    @torch.inference_mode()
+    def step(rows: int) -> None:
+        runner.logprob_reader.rehearse(_logits(runner, rows))
+
+    most = max(_most_rows(config, drafts), min(PROMPT_ROWS, config.max_batch_tokens))
+    for rows in sizes_up_to(most):
+        yield partial(step, rows)
+
+
+def _most_rows(config: SchedulerConfig, drafts: int) -> int:
+    """The most rows that a step samples."""
+    return min(config.max_seqs * (1 + drafts), config.max_batch_tokens)
+
+
+def _logits(runner: Runner, rows: int) -> Tensor:
+    """The logits of so many hidden states."""
+    model = runner.model
+    hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.plans.dtype, device=runner.device)
+    return model.logits(hidden)

@@ -550,6 +550,45 @@ def linear(
         NoKernelError: no kernel runs this here under the policy.
     """
 
+def logprobs(
+    logits: Tensor,
+    places: Tensor,
+    ids: Tensor,
+    k: int = 0,
+    workspace: Tensor | None = None,
+    *,
+    plan: BoundPlan | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of one token of a row and of its most likely ones.
+
+    logits [rows, V], of which the rows places int64 [M] are read; ids int64 [id rows], whose element at a row's place is the row's token
+    -> float32 [M, 1 + k], the log-probability of the token and those of the k most likely tokens, in order; int32 [M, 1 + k], how many tokens
+    are
+    likelier than the token, and the ids of the most likely ones. Which of equally likely tokens comes first is not defined.
+
+    A token of -1 has the log-probability NaN, and none is likelier. So it is with everything of a row with a NaN or +inf, or with nothing above
+    -inf, whose ids are 0: such logits are an upstream fault.
+
+    A place or token that is not there is an error: on a CPU it raises; a device kernel, which cannot raise without synchronising, reads nothing
+    for
+    it.
+
+    Axes of its problems:
+        m: rows that are read; an integer of at least 0
+        v: vocabulary; an integer of at least 1
+        k: most likely tokens of each row; an integer of at least 0
+        x: dtype of the logits; a dtype, one of fp32, fp16, bf16
+
+    plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+
+    Raises:
+        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        TypeError: a dtype that it does not take, or arguments of another number or name.
+        NoKernelError: no kernel runs this here under the policy.
+    """
+
 def merge_attention_states(
     a: Tensor,
     a_lse: Tensor,

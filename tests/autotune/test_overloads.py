@@ -22,6 +22,7 @@ TAGGED = {
     "activation",
     "combine",
     "grouped_topk",
+    "logprobs",
     "merge_attention_states",
     "mla_attention",
     "permute",

@@ -82,6 +82,10 @@ SCHEMAS = {
         "Tensor(a!)? lse=None, Tensor(w!)? workspace=None, Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0.0",
         ("out",),
     ),
+    "logprobs": (
+        "Tensor logits, Tensor places, Tensor ids, int k=0, Tensor(w!)? workspace=None",
+        ("logprobs", "tokens"),
+    ),
     "permute": ("Tensor ids, int experts", ("expert_offsets", "permutation", "inverse")),
     "process_logits": (
         "Tensor logits, Tensor places, Tensor fed, Tensor slots, Tensor penalties, Tensor seen, Tensor bias, Tensor counted, "

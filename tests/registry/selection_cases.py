@@ -507,6 +507,11 @@ grouped_linear | m=16,e=32,n=5760,k=2880,w=mxfp4,epilogue=bias+silu_mul+clamp | 
 process_logits | m=16,v=151936 | sm_80 | cuda | - | process_logits_triton
 process_logits | m=16,v=151936,x=fp16 | gfx942 | hip | - | process_logits_triton
 process_logits | m=16,v=151936,x=fp32 | cpu:avx2 | x86 | - | process_logits_torch
+logprobs | m=16,v=151936,k=20 | sm_80 | cuda | - | logprobs_triton
+logprobs | m=16,v=151936,k=65 | sm_80 | cuda | - | logprobs_torch
+logprobs | m=16,v=8388609,k=20 | h200 | cuda | - | logprobs_torch
+logprobs | m=16,v=151936,k=20,x=fp16 | gfx942 | hip | - | logprobs_triton
+logprobs | m=16,v=151936,k=20,x=fp32 | cpu:avx2 | x86 | - | logprobs_torch
 sample | m=16,v=128256 | sm_121 | cuda | - | sample_triton
 sample | m=16,v=128256 | h200 | sm90a | - | sample_sm90
 sample | m=16,v=128256 | h200 | cuda | - | sample_triton

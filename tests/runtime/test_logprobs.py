@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.runtime import step_details
+from gristmill.kernels.sampling.logprobs_torch import log_sums
 from gristmill.runtime.completion import Completion
 from gristmill.runtime.errors import UsageError
 from gristmill.runtime.llm import LLM
-from gristmill.runtime.logprobs import log_sums, logprob_rows, read_rows
+from gristmill.runtime.logprobs import LogprobReader, read_rows
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import ScheduledStep, TokenLogprobs
 from tests.runtime import oracle
 from tests.runtime.oracle import DEEPSEEK, LLAMA
+from tests.runtime.processed import cpu_plans
 
 LIMIT = 1e-3
 PROMPT = oracle.eval_tokens()[2000:2070]
@@ -114,8 +115,9 @@ def test_preemption_inside_the_prompt(make: Callable[..., LLM]) -> None:
 def test_a_planted_fault_shows(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: each token is compared with the distribution of the next position."""
     llm = make(LLAMA)
+    read = LogprobReader.read
     monkeypatch.setattr(
-        step_details, "logprob_rows", lambda logits, ids, most: logprob_rows(logits.roll(1, 0), ids, most)
+        LogprobReader, "read", lambda self, logits, *given: read(self, logits.roll(1, 0), *given)
     )
     [result] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))
     with pytest.raises(AssertionError):
@@ -126,9 +128,11 @@ def test_rows_in_slices_and_a_top_past_the_vocabulary() -> None:
     logits = torch.randn(9, 7, dtype=torch.float64).bfloat16()
     ids, tops = [0, 1, 2, 3, 4, 5, 6, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 0]
 
+    reader = LogprobReader(cpu_plans(), 7)
+
     def read(size: int) -> list[TokenLogprobs]:
-        parts = zip(logits.split(size), torch.tensor(ids).split(size), strict=True)
-        return read_rows([logprob_rows(*part, 9) for part in parts], ids, tops)
+        parts = torch.arange(9).split(size)
+        return read_rows([reader.read(logits, part, torch.tensor(ids), 9) for part in parts], ids, tops)
 
     unsliced = read(9)
     assert read(2) == unsliced
