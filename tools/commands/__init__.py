@@ -1,0 +1,1 @@
+"""Commands of gristmill, a file for each."""
