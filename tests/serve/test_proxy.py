@@ -61,19 +61,17 @@ def _status(url: str) -> int:
 
 
 def test_streams_are_not_buffered(proxied: tuple[str, ScriptedEngine]) -> None:
-    """The first part comes long before the last."""
-    url, engine = proxied
-    begin = time.monotonic()
+    """The first part comes long before the last: parts that are buffered come at once."""
+    url, _ = proxied
     arrived = []
     with httpx.stream(
         "POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 10, "stream": True}
     ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
-                arrived.append(time.monotonic() - begin)
+                arrived.append(time.monotonic())
     assert len(arrived) == 11
-    assert arrived[0] < 0.5
-    assert arrived[-1] > 0.9
+    assert arrived[-1] - arrived[0] > 0.4
 
 
 def test_a_client_that_leaves(proxied: tuple[str, ScriptedEngine]) -> None:
