@@ -10,6 +10,7 @@ from gristmill.kernel_registry import Kernel, Target, default_registry
 from gristmill.kernels.interpreter import install
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS
 from gristmill.kernels.linear.block_scaled_triton.quantize import quantize as quantize_rows
+from gristmill.kernels.moe._block_scaled_chain import sizes_of_rows
 from gristmill.kernels.moe.moe import block_scaled_triton
 from gristmill.quant import pack, quantize
 from gristmill.quant.activations import quantize_activation
@@ -31,7 +32,7 @@ def repaired() -> None:
 @pytest.mark.parametrize(("m", "k"), [(3, 32), (5, 1056)])
 def test_each_row_is_quantized_alone_bit_for_bit(form: str, m: int, k: int) -> None:
     x, of_x = rows(m, k), OPERANDS[form]
-    sizes = block_scaled_triton._sizes(form, m, k)
+    sizes = sizes_of_rows(form, m, k)
     codes, scales = (torch.full((size,), 0xAA, dtype=torch.uint8) for size in sizes[:2])
     factors = torch.full((sizes[2] // 4,), float("nan"))
     quantize_rows(of_x, x, m, k, codes, scales, factors, by_row=True)

@@ -653,30 +653,41 @@ moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_121 | family120 | - | mo
 moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_121 | family120 | - | moe_mxfp8_sm120
 moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_121 | family120 | - | moe_mxfp8_sm120
 moe | m=16,top_k=4,e=32,h=2944,i=2944,x=fp16,w=mxfp4.mxfp4,epilogue=w13_bias+w2_bias+clamp | sm_120 | family120 | - | moe_fp4_sm120
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_nvfp4_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_nvfp4_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_nvfp4_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_mx_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_103 | cutedsl | - | moe_nvfp4_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_103 | cutedsl | - | moe_nvfp4_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_103 | cutedsl | - | moe_nvfp4_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_mx_triton
-moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_mx_triton
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp4 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=4096,top_k=8,e=256,h=7168,i=2048,x=fp16,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=16,top_k=4,e=32,h=2944,i=2944,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_100 | cutedsl | - | moe_mx_triton
+moe | m=16,top_k=8,e=128,h=2048,i=704,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_nvfp4_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4,x=fp32 | sm_100 | cutedsl | - | moe_nvfp4_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | moe_nvfp4_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | family120 | - | moe_mx_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | moe_nvfp4_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_110 | cutedsl | - | moe_mx_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | moe_nvfp4_triton
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_121 | cutedsl | - | moe_mx_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_110 | family120 | - | moe_nvfp4_triton
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_120 | ptx80 | - | moe_nvfp4_triton
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_121 | family120 | - | moe_mx_triton
@@ -869,6 +880,13 @@ linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | linear_bl
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_block_scaled_cutedsl_sm100 | build | nvidia-cutlass-dsl
 linear | m=64,n=4096,k=4096,w=nvfp4 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | not nvfp4
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4,x=fp32 | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | fp16 or bf16
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | runs only on its family
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_121 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_90 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks mma.block_scale, tcgen05
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | moe_block_scaled_cutedsl_sm100 | build | 4.8 or newer is needed
+moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | problem | not nvfp4
+moe | m=16,top_k=8,e=128,h=2048,i=704,w=mxfp8.mxfp8 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | problem | N / 2 a multiple of 128
 grouped_linear | m=16,e=128,n=1536,k=2048,w=int4_g128,x=fp32 | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | takes fp16 or bf16
 grouped_linear | m=16,e=4,n=1536,k=2048,w=int4_g128,act_order=true | sm_80 | ptx80 | - | grouped_linear_sm80 | problem | act-order
 grouped_linear | m=16,e=4,n=1520,k=2048,w=int4_g128,epilogue=silu_mul | sm_89 | ptx80 | - | grouped_linear_sm80 | problem | whole tiles of 16 rows

@@ -26,33 +26,22 @@ from cutlass import (
     cute,
 )
 from cutlass.cute.nvgpu import (
-    OperandMajorMode,
-    cpasync,
     make_tiled_tma_atom_A,
-    make_tiled_tma_atom_B,
     tcgen05,
 )
 from cutlass.cute.runtime import make_fake_tensor
-from cutlass.memory import SmemAllocator
-from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernels.cutedsl import Source
 from gristmill.kernels.cutedsl._pieces import (
     Slots,
     advance,
-    allocate,
-    initialize,
     placeholder,
-    shared_tensor,
 )
-from gristmill.kernels.cutedsl._sm100 import BM, CLUSTER, free_tensor_memory, slots_by_tma
+from gristmill.kernels.cutedsl._sm100 import BM, free_tensor_memory
 from gristmill.kernels.cutedsl.devices import TENSOR_COLUMNS
-from gristmill.kernels.linear.block_scaled_cutedsl._finish_sm100 import Finish
+from gristmill.kernels.linear.block_scaled_cutedsl._main_loop_sm100 import LOADER, MULTIPLIER, MainLoop
 from gristmill.kernels.linear.block_scaled_cutedsl.shapes import FORMS, ROWS, TILE_BYTES, room
-
-MULTIPLIER, LOADER = 4, 5
-"""The warps that multiply and load."""
 
 
 def product(config: Config) -> Source:
@@ -86,30 +75,8 @@ def product(config: Config) -> Source:
     return Source(Product(dtype, config), arguments)
 
 
-class Product(Finish):
-    """The program of one configuration.
-
-    Attributes:
-        piece: rows of W that TMA loads at a time.
-    """
-
-    def __init__(self, dtype, config: Config):
-        super().__init__(dtype, config)
-        self.piece = min(self.bn, ROWS)
-
-    def mma(self, columns: int):
-        """tcgen05.mma of 128 rows of x by `columns` rows of W."""
-        major = OperandMajorMode.K
-        return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-            self.of_x,
-            self.of_w,
-            major,
-            major,
-            self.of_scales,
-            self.group,
-            tcgen05.CtaGroup.ONE,
-            (BM, columns),
-        )
+class Product(MainLoop):
+    """The program of one configuration."""
 
     @cute.jit
     def __call__(
@@ -127,48 +94,20 @@ class Product(Finish):
         stream,
     ):
         """Describe tiles, rings and TMA descriptors, and launch `ctas` CTAs."""
-        # W comes in pieces of up to 128 rows, and its scales in tiles of 128: gate and up are apart. Half a tile of scales is not used with 64 rows.
-        whole, piece, scaled = self.mma(self.bn), self.mma(self.piece), self.mma(ROWS)
-        tile, of_piece, of_scaled = ((BM, rows, self.bk) for rows in (self.bn, self.piece, ROWS))
-        many = self.bn // self.piece * self.slots
+        mmas, rings, pieces = self.describe()
         k = cute.assume(x.shape[1] * (8 // self.of_x.width), divby=32)
-
-        def codes(tensor, dtype):
-            rows = cute.recast_ptr(tensor.iterator, dtype=dtype)
-            return cute.make_tensor(rows, cute.make_layout((tensor.shape[0], k), stride=(k, 1)))
-
-        def scales(tensor, rows):
-            atom = blockscaled_layout.BlockScaledBasicChunk(self.group).layout
-            layout = cute.tile_to_shape(atom, (rows, k), (2, 1))
-            return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=self.of_scales), layout)
-
-        ring_x = blackwell_helpers.make_smem_layout_a(whole, tile, self.of_x, self.slots)
-        ring_w = blackwell_helpers.make_smem_layout_b(whole, tile, self.held_w, self.slots)
-        pieces = blackwell_helpers.make_smem_layout_b(piece, of_piece, self.held_w, many)
-        ring_sx = blockscaled_layout.make_smem_layout_sfa(whole, tile, self.group, self.slots)
-        ring_sw = blockscaled_layout.make_smem_layout_sfb(whole, tile, self.group, self.slots)
-        pieces_s = blockscaled_layout.make_smem_layout_sfb(scaled, of_scaled, self.group, many)
-
-        def load(atom, rows, ring, shape, mma, held=None):
-            copy, slot = (
-                cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE),
-                cute.slice_(ring, (None, None, None, 0)),
-            )
-            return atom(copy, rows, slot, shape, mma, CLUSTER, internal_type=held)
-
-        of_x, of_w, pair = make_tiled_tma_atom_A, make_tiled_tma_atom_B, cutlass.Int16
-        held_w = cutlass.Int8 if const_expr(self.form.mixed) else None
+        tile, (ring_x, ring_sx) = (BM, self.bn, self.bk), rings[:2]
+        codes, scales = self.codes(x, self.of_x, k), self.scales(x_scales, x.shape[0], k)
         loads = (
-            load(of_x, codes(x, self.of_x), ring_x, tile, whole),
-            load(of_x, scales(x_scales, x.shape[0]), ring_sx, tile, whole, pair),
-            load(of_w, codes(w, self.of_w), pieces, of_piece, piece, held_w),
-            load(of_w, scales(w_scales, w.shape[0]), pieces_s, of_scaled, scaled, pair),
+            self.by_tma(make_tiled_tma_atom_A, codes, ring_x, tile, mmas[0]),
+            self.by_tma(make_tiled_tma_atom_A, scales, ring_sx, tile, mmas[0], cutlass.Int16),
+            *self.loads_of_w(mmas, pieces, w, w_scales, w.shape[0], k),
         )
         self.kernel(
-            (whole, piece, scaled),
+            mmas,
             loads,
-            (ring_x, ring_sx, ring_w, ring_sw),
-            (pieces, pieces_s),
+            rings,
+            pieces,
             (factor, factors, bias, residual),
             out,
             (k + self.bk - 1) // self.bk,
@@ -188,45 +127,18 @@ class Product(Finish):
         """The tiles of a CTA, rows of x fastest, so that CTAs that run at the same time share W."""
         mma = mmas[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        memory = SmemAllocator()
-        ring, sums = allocate(memory, self.slots), allocate(memory, 2)
-        tensor_memory = memory.allocate_array(Int32, 1)
-        sx, sw = shared_tensor(memory, self.of_x, rings[0]), shared_tensor(memory, self.held_w, rings[2])
-        sx_scales = memory.allocate_tensor(self.of_scales, rings[1], byte_alignment=1024)
-        sw_scales = memory.allocate_tensor(self.of_scales, rings[3], byte_alignment=1024)
-        if warp == 0:
-            cute.arch.alloc_tmem(TENSOR_COLUMNS, tensor_memory)
-            for one in cutlass.range_constexpr(4):
-                cpasync.prefetch_descriptor(loads[one][0])
-            initialize(ring, self.slots, 1, 1)
-            initialize(sums, 2, 1, 4)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, tensor_memory)
-        shape = cute.append(mma.partition_shape_C((BM, self.bn)), 2)
-        layout = mma.make_fragment_C(shape).layout
-        apart = self.memory.apart * layout.stride[0][1]
-        tiles = cute.make_tensor(pointer, cute.make_layout(layout.shape, stride=(*layout.stride[:3], apart)))
+        ring, sums, tensor_memory, shared, shared_scales = self.allocate(rings)
+        pointer = self.begin(warp, loads, ring, sums, tensor_memory, 1)
+        tiles = self.sums(mma, pointer)
 
         if warp < MULTIPLIER:
             self.write(tiles, sums, *ending, out)
         elif warp == MULTIPLIER:
-            self.multiply(
-                mma, tiles, pointer, (sx, sw), (sx_scales, sw_scales), rings, ring, sums, out, steps
-            )
+            self.multiply(mma, tiles, pointer, shared, shared_scales, rings, ring, sums, out, steps)
         elif warp == LOADER:
-            slots_w = (
-                cute.make_tensor(sw.iterator, pieces[0].outer),
-                cute.make_tensor(sw_scales.iterator, pieces[1]),
-            )
-            self.load(mmas, loads, (sx, sx_scales), slots_w, ring, out, steps)
+            slots_w = self.in_pieces(shared[1], shared_scales[1], pieces)
+            self.load(mmas, loads, (shared[0], shared_scales[0]), slots_w, ring, out, steps)
         free_tensor_memory(warp, pointer, TENSOR_COLUMNS)
-
-    @cute.jit
-    def partition(self, load: tuple[cute.CopyAtom, cute.Tensor], ring: cute.Tensor, tiles: cute.Tensor):
-        """Where TMA puts and finds slots, of rows as an MMA partitions them; a scale counts once."""
-        to, source = slots_by_tma(load[0], ring, tiles)
-        return cute.filter_zeros(to), cute.filter_zeros(source)
 
     @cute.jit
     def load(
@@ -278,18 +190,6 @@ class Product(Finish):
                 slot, phase = advance(slot, phase, self.slots)
             tile += ctas
 
-    def to_tensor_memory(self, shared: cute.Tensor, scales: cute.Tensor):
-        """The copy of a slot's scales to tensor memory, from and to."""
-        source, to = cute.filter_zeros(shared), cute.filter_zeros(scales)
-        atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), self.of_scales)
-        copy = tcgen05.make_s2t_copy(atom, to)
-        own = copy.get_slice(0)
-        return copy, tcgen05.get_s2t_smem_desc_tensor(copy, own.partition_S(source)), own.partition_D(to)
-
-    def scales_at(self, pointer: cute.Pointer, layout: cute.Layout):
-        """Scales in tensor memory."""
-        return cute.make_tensor(cute.recast_ptr(pointer, dtype=self.of_scales), layout)
-
     @cute.jit
     def multiply(
         self,
@@ -308,39 +208,17 @@ class Product(Finish):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         high, wide = self.grid(out)
-        shape, one = (BM, self.bn, self.bk), (None, None, None, 0)
-        fragments_x, fragments_w = mma.make_fragment_A(codes[0]), mma.make_fragment_B(codes[1])
-        layout_x = blockscaled_layout.make_tmem_layout_sfa(mma, shape, self.group, cute.slice_(rings[1], one))
-        layout_w = blockscaled_layout.make_tmem_layout_sfb(mma, shape, self.group, cute.slice_(rings[3], one))
-        x_scales = self.scales_at(pointer + self.memory.of_x, layout_x)
-        all_scales = self.scales_at(pointer + self.memory.of_w, layout_w)
-        copy_x, from_x, to_x = self.to_tensor_memory(shared_scales[0], x_scales)
-        copy_w, from_w, to_w = self.to_tensor_memory(shared_scales[1], all_scales)
+        fragments = mma.make_fragment_A(codes[0]), mma.make_fragment_B(codes[1])
+        scales, copies = self.scales_of(mma, pointer, shared_scales, rings)
         tile, slot, phase, stage, turn = Int32(cta), Int32(0), Int32(0), Int32(0), Int32(0)
         while tile < high * wide:
             barrier, parity = room(stage, turn, self.memory.shared)
             cute.arch.mbarrier_wait(sums.empty + barrier, parity)
-            # Of 64 rows, every other tile has the second half of a tile of scales, 2 of its columns.
-            aside = tile // high % 2 * 2 if const_expr(self.bn < ROWS) else 0
-            w_scales = self.scales_at(pointer + self.memory.of_w + aside, layout_w)
-            into = tiles[None, None, None, stage]
+            into, right = tiles[None, None, None, stage], self.half(scales[1], tile // high)
             mma.set(tcgen05.Field.ACCUMULATE, False)
-            for _ in range(steps):
-                cute.arch.mbarrier_wait(ring.full + slot, phase)
-                cute.copy(copy_x, from_x[None, None, None, None, slot], to_x)
-                cute.copy(copy_w, from_w[None, None, None, None, slot], to_w)
-                for part in cutlass.range_constexpr(cute.size(fragments_x, mode=[2])):
-                    left = [fragments_x[None, None, part, slot], x_scales[None, None, part]]
-                    right = [fragments_w[None, None, part, slot], w_scales[None, None, part]]
-                    cute.gemm(mma, into, left, right, into)
-                    mma.set(tcgen05.Field.ACCUMULATE, True)
-                self.tell(ring.empty + slot)
-                slot, phase = advance(slot, phase, self.slots)
+            slot, phase = self.multiply_tile(
+                mma, into, fragments, (scales[0], right), copies, ring, slot, phase, steps
+            )
             self.tell(sums.full + stage)
             stage, turn = advance(stage, turn, 2)
             tile += ctas
-
-    def tell(self, barrier: cute.Pointer):
-        """Arrive at a barrier when what was issued before is done."""
-        with cute.arch.elect_one():
-            tcgen05.commit(barrier)

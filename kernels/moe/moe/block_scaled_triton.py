@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
+from gristmill.kernel_registry.kernel import Config, Kernel
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
-from gristmill.kernels.common import ITEM_BYTES, need
+from gristmill.kernels.common import need
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.linear.block_scaled_triton._product import block_scaled_product
 from gristmill.kernels.linear.block_scaled_triton.kernel import FEATURES, MIXED, constants, schemes_of, tile
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS, aot_case, maxima_case, quantize
-from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe import _block_scaled_chain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +154,9 @@ def product(config: Config, room: Tensor, call: GroupedLinearCall) -> None:
     )
     if not rows:
         return
-    x_codes, x_scales, factors = room.split([*_sizes(str(scheme.activation), given, k)])
+    x_codes, x_scales, factors = room.split(
+        [*_block_scaled_chain.sizes_of_rows(str(scheme.activation), given, k)]
+    )
     x_factor = factors.view(torch.float32)
     quantize(of_x, x, given, k, x_codes, x_scales, x_factor, by_row=True)
     bm, bn = int(config["bm"]), int(config["bn"])
@@ -193,39 +195,8 @@ def product(config: Config, room: Tensor, call: GroupedLinearCall) -> None:
 
 def launch(config: Config, call: MoeCall) -> None:
     """x [T, H] -> out [T, H]; without a workspace it allocates one. No synchronisation."""
-    from gristmill.kernels.moe.combine import triton as combine_triton
-    from gristmill.kernels.moe.permute import triton as permute_triton
-
-    (tokens, hidden), entries, item = call.x.shape, call.ids.numel(), call.x.element_size()
-    if not tokens:
-        return
-    inner, experts = _chain.sizes_of(call.w13, call.inter)
     form = str(QuantScheme.parse(str(config["scheme"])).activation)
-    of = (sum(_sizes(form, tokens, hidden)), sum(_sizes(form, entries, inner)))
-    sizes = (*_chain.pieces(entries, experts, hidden, inner, item), max(of))
-    memory = _chain.memory(call.workspace, call.x, sizes)
-    room = _chain.carve(memory, call.x, sizes)[-1]
-    first, second = (partial(product, config, room[:size]) for size in of)
-    combine = partial(combine_triton.launch, combine_triton.block_config(hidden))
-    parts = _chain.Parts(partial(permute_triton.launch, {}), first, second, combine)
-    _chain.run(parts, call.replace(workspace=memory))
-
-
-def _sizes(form: str, rows: int, k: int) -> tuple[int, int, int]:
-    """Bytes of codes, of scales, and of the factors of rows and the maxima that they come from."""
-    of_x = OPERANDS[form]
-    sizes = (rows * k // of_x.packed, rows * (k // of_x.group), 0 if of_x.emax else 8 * rows)
-    codes, scales, factors = (cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes)
-    return codes, scales, factors
-
-
-def workspace(problem: Problem, config: Config) -> Workspace:
-    """Bytes of the chain's intermediate tensors, and of quantized rows: tokens, then those between the products."""
-    m, top_k, h, i = problem.integers("m", "top_k", "h", "i")
-    form, entries = str(QuantScheme.parse(problem.text("w")).activation), m * top_k
-    chain = _chain.pieces(entries, problem.integer("e"), h, i, ITEM_BYTES[problem.text("x")])
-    sizes = (*chain, max(sum(_sizes(form, m, h)), sum(_sizes(form, entries, i))))
-    return Workspace(sum(cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes))
+    _block_scaled_chain.run(form, partial(product, config), partial(product, config), call)
 
 
 def _refusal(schemes: tuple[str, ...], problem: Problem) -> str | None:
@@ -310,7 +281,7 @@ KERNELS = tuple(
         summary="tokens quantized once and gathered as codes; both operands to block-scaled tensor cores; biases and activation as epilogues",
         accepts=partial(_refusal, schemes_of(name)),
         config=config,
-        workspace=workspace,
+        workspace=_block_scaled_chain.workspace,
         layouts=("plain_v1",),
         examples=tuple(example.format(w=w) for w in schemes_of(name) for example in EXAMPLES),
         priority=52,

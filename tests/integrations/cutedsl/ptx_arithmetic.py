@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 BITS: dict[str, Any] = {
     **dict.fromkeys(("b8", "u8"), np.uint8),
-    **dict.fromkeys(("b16", "u16", "bf16", "f16"), np.uint16),
+    **dict.fromkeys(("b16", "u16", "s16", "bf16", "f16"), np.uint16),
     **dict.fromkeys(("b32", "u32", "s32", "f32"), np.uint32),
     **dict.fromkeys(("b64", "u64", "s64", "f32x2"), np.uint64),
     "pred": bool,
@@ -76,6 +76,8 @@ TWO: dict[str, Callable[[Array, Array], Array]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "shl": np.left_shift,
+    "min": np.minimum,
+    "max": np.maximum,
 }
 
 
@@ -96,6 +98,15 @@ def execute(warp: Warp, op: str, operands: tuple[str, ...], active: Array) -> No
         elif op == "shfl.sync.idx.b32":
             assert active.all()
             warp.write(first, warp.value(operands[1])[warp.value(operands[2]).astype(np.int64) & 31], active)
+        elif op == "shfl.sync.up.b32":
+            assert active.all()
+            lane = np.arange(len(active))
+            below = lane - int(operands[2])
+            warp.write(first, warp.value(operands[1])[np.where(below < 0, lane, below)], active)
+        elif op == "vote.sync.ballot.b32":
+            assert active.all()
+            votes = int(np.packbits(warp.value(operands[1]), bitorder="little").view(np.uint32)[0])
+            warp.write(first, np.full(len(active), votes, np.uint32), active)
         else:
             warp.write(first, result(op, name, kind, [warp.value(one, kind) for one in operands[1:]]), active)
 
@@ -146,11 +157,17 @@ def result(op: str, name: str, kind: str, values: list[Array]) -> Array:
         return of_floats(op, values)
     if op == "not.pred":
         return ~values[0]
-    if op == "neg.s32":
+    if op in ("neg.s32", "neg.s64"):
         return TWO["sub"](np.zeros(values[0].shape, values[0].dtype), values[0])
-    if op == "mul.wide.s32":
+    if op in ("mul.wide.s16", "mul.wide.s32"):
         wide: Array = signed(values[0]).astype(np.int64) * signed(values[1]).astype(np.int64)
-        return wide.view(np.uint64)
+        return wide.view(np.uint64) if kind == "s32" else wide.astype(np.int32).view(np.uint32)
+    if op == "mul.wide.u32":
+        return values[0].astype(np.uint64) * values[1].astype(np.uint64)
+    if op == "cvt.u16.u32":
+        return values[0].astype(np.uint16)
+    if op == "cvt.s32.s16":
+        return signed(values[0]).astype(np.int32).view(np.uint32)
     if op == "cvt.u32.u64":
         return values[0].astype(np.uint32)
     if op in ("mad.lo.s32", "mad.lo.s64"):
@@ -161,12 +178,17 @@ def result(op: str, name: str, kind: str, values: list[Array]) -> Array:
         side = signed(values[0]) if kind.startswith("s") else values[0]
         moved: Array = side >> values[1].astype(side.dtype)
         return moved.view(values[0].dtype)
+    if head in ("div", "rem") and kind.startswith("u"):
+        return (np.floor_divide if head == "div" else np.remainder)(values[0], np.maximum(values[1], 1))
     if head in ("div", "rem"):
         a, b = (signed(one).astype(np.int64) for one in values)
         quotient = np.sign(a) * np.sign(b) * (abs(a) // np.maximum(abs(b), 1))
-        return (quotient if head == "div" else a - quotient * b).astype(np.int32).view(np.uint32)
-    if head in SIGNED:
-        return SIGNED[head](signed(values[0]), signed(values[1])).view(np.uint32)
+        divided: Array = quotient if head == "div" else a - quotient * b
+        return divided.astype(signed(values[0]).dtype).view(values[0].dtype)
+    if head in SIGNED and kind.startswith("s"):
+        return SIGNED[head](signed(values[0]), signed(values[1])).view(values[0].dtype)
+    if head == "popc":
+        return np.array([int(value).bit_count() for value in values[0]], np.uint32)
     if name in TWO:
         return TWO[name](*values)
     raise AssertionError(f"{op} is not modelled")
@@ -181,6 +203,10 @@ def of_floats(op: str, values: list[Array]) -> Array:
         return bits(numbers[0] + numbers[1])
     if op == "fma.rn.f32":
         return fma(*values)
+    if op == "neg.f32":
+        return bits(-numbers[0])
+    if op in ("min.f32", "max.f32"):
+        return bits((np.fmin if op == "min.f32" else np.fmax)(*numbers))
     if op == "div.rn.f32":
         return bits(numbers[0] / numbers[1])
     if op == "ex2.approx.ftz.f32":

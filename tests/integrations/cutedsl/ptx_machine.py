@@ -88,13 +88,17 @@ class Program:
 
 def parse(text: str) -> Program:
     """The one kernel of a PTX file."""
-    program = Program([], {}, re.findall(r"\.param .*?\.(?:b8|u32) (\w+)", text))
+    program = Program([], {}, re.findall(r"\.param .*?\.(?:b8|u32|f32) (\w+)", text))
     body = text[text.index("\n{") + 2 :]
     for line in body.splitlines():
         line = line.partition("//")[0].strip()
         if match := re.fullmatch(r"(\$\w+):", line):
             program.labels[match[1]] = len(program.instructions)
-        if not line.endswith(";") or line.startswith(".reg") or re.search(r"LAB_WAIT|DONE", line):
+        if (
+            not line.endswith(";")
+            or line.startswith((".reg", ".pragma"))
+            or re.search(r"LAB_WAIT|DONE", line)
+        ):
             continue
         guard = re.match(r"@(!?)(%p\d+)\s+", line)
         line = line[guard.end() :] if guard else line
