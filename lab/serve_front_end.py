@@ -63,6 +63,7 @@ class Costless:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """max_tokens words."""
         params = params or SamplingParams()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -110,6 +111,7 @@ class Chunk:
         logprobs: one for each new token; None = not asked for.
         prompt_logprobs: as of `Completion`, in the first chunk; None in the others.
         cached_tokens: tokens of the prompt that were found in the prefix cache. Chunks that differ in it alone are equal.
+        begun: when the first of several outputs in it came, by time.monotonic; None = it is one output's. Chunks that differ in it alone are equal.
     """
 
     index: int
@@ -122,6 +124,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: ErrorInfo | None = None
     cached_tokens: int = field(default=0, compare=False)
+    begun: float | None = field(default=None, compare=False)
 
 
 def engine_params(params: SamplingParams, choice: int, tokenizer: Callable[[], Tokenizer]) -> SamplingParams:
@@ -244,6 +247,7 @@ class TextOutput:
         self._kept_ids: list[int] = []
         self._kept_logprobs: list[TokenLogprobs] = []
         self._kept_prompt: tuple[TokenLogprobs | None, ...] | None = None
+        self._begun: float | None = None
         self._params = params
         self._stream = stream
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
@@ -253,6 +257,8 @@ class TextOutput:
         """Keep an output of the engine for a later chunk; False if its chunk is due now, which `push` returns."""
         if not self.whole or output.finish_reason is not None:
             return False
+        if self._begun is None:
+            self._begun = time.monotonic()
         self._kept_ids += output.new_ids
         if output.logprobs:
             self._kept_logprobs += output.logprobs
@@ -287,6 +293,7 @@ class TextOutput:
             prompt_logprobs,
             output.error if reason is FinishReason.ERROR else None,
             output.cached_tokens,
+            self._begun,
         )
 
     def _decode(self, ids: tuple[int, ...], reason: FinishReason | None) -> str:

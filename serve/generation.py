@@ -46,6 +46,7 @@ class Generation:
         parser: makes the parser of one completion; None = text is passed on as it comes.
         priority: lower values first, with ``queue_order="priority"``.
         name: of the request in the engine, if no other has it.
+        whole: as of `AsyncEngine.stream`, without a parser, which counts the tokens of thoughts by chunks.
 
     Attributes:
         prompt_tokens, output_tokens, reasoning_tokens, cached_tokens: counts so far.
@@ -61,8 +62,10 @@ class Generation:
         priority: int = 0,
         name: str | None = None,
         interval_ms: float | None = None,
+        whole: bool = False,
     ) -> None:
         self._exchange, self._ids, self._params = exchange, ids, params
+        self._whole = whole
         self._parsers = None if parser is None else [parser() for _ in range(params.n)]
         self._priority = priority
         self._name = exchange.request_id if name is None else name
@@ -87,7 +90,9 @@ class Generation:
         name = self._own_name()
         names = self._exchange.service.in_engine
         names.add(name)
-        stream = self._engine.stream(self._ids, self._params, priority=self._priority, request_id=name)
+        stream = self._engine.stream(
+            self._ids, self._params, priority=self._priority, request_id=name, whole=self._whole
+        )
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
@@ -96,7 +101,8 @@ class Generation:
                         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
                     if first:
                         first = False
-                        record.setdefault("first_token_seconds", round(time.monotonic() - begin, 6))
+                        begun = time.monotonic() if chunk.begun is None else chunk.begun
+                        record.setdefault("first_token_seconds", round(begun - begin, 6))
                     finish = chunk.finish_reason
                     if finish == "error":
                         raise failed(chunk.error)

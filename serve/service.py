@@ -39,6 +39,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         request_id: str | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """As `AsyncEngine.stream`."""
         ...

@@ -108,6 +108,7 @@ class Several:
                 priority=request.priority or 0,
                 name=f"{exchange.request_id}.{number}" if number else exchange.request_id,
                 interval_ms=request.stream_interval_ms,
+                whole=not request.stream,
             )
             for number, (ids, params) in enumerate(
                 zip(prompts, _params(service, request, prompts), strict=True)

@@ -35,11 +35,13 @@ class ScriptedEngine:
 
     Attributes:
         active: requests that have not ended; left: those whose caller has left before the end.
+        whole: whether each request so far wanted one chunk of each completion.
     """
 
     def __init__(self, script: Script = echo, seconds: float = 0.0) -> None:
         self._script, self._seconds = script, seconds
         self.active = self.left = 0
+        self.whole: list[bool] = []
 
     async def stream(
         self,
@@ -48,8 +50,10 @@ class ScriptedEngine:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks."""
+        self.whole.append(whole)
         self.active += 1
         ended = False
         try:

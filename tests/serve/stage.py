@@ -67,6 +67,7 @@ class Player:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """The script in chunks."""
         script, cuts = self.script, random.Random(self.seed)
