@@ -57,13 +57,7 @@ class Costless:
     """An engine whose tokens cost nothing. The seed of a request says how they come: 0 = at once, 1 = every STEP, with the time as their text."""
 
     async def stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        request_id: str | None = None,
-        whole: bool = False,
+        self, prompt: Sequence[int], params: SamplingParams | None = None, **others: object
     ) -> AsyncGenerator[Chunk, None]:
         """max_tokens words."""
         params = params or SamplingParams()
