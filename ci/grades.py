@@ -43,6 +43,7 @@ EXECUTED = {
     "linear_block_scaled_cutedsl_sm100": "tests/integrations/cutedsl/test_block_scaled_ptx.py",
     "linear_cutedsl_sm100": "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
     "linear_fp8_cutedsl_sm100": "tests/integrations/cutedsl/test_linear_sm100_ptx.py",
+    "moe_block_scaled_cutedsl_sm100": "tests/integrations/cutedsl/test_experts_ptx.py",
 }
 """Kernel in CuTe DSL -> the test that executes its PTX on a CPU (`make hosts`)."""
 FIBERS, MACHINE_CODE = "tests/native/test_hip_fibers.py", "tests/native/test_hip_isa.py"

@@ -132,19 +132,19 @@ class VerifiedAhead:
     def expect(self, op: Op, static: Problem, layouts: frozenset[str] | None) -> None:
         """A layer, of this process or of another rank, is going to call an operation, in sizes up to that of a step."""
         if self._pool is not None and op.name not in UNCERTAIN:
-            for size in bucket_sizes()[: bucket_index(self._most(static)) + 1]:
+            for size in bucket_sizes()[: bucket_index(self._most(op, static)) + 1]:
                 self._pool.submit(self._resolve, op, op.at_bucket(static, size), layouts)
 
     def _bound(self, plan: BoundPlan) -> None:
         self.expect(plan.op, plan.static, plan.layouts)
 
-    def _most(self, problem: Problem) -> int:
-        """The largest size of a problem: that of samples is in rows, and that of the logits head too, or in tokens of prompts whose
-        log-probabilities are read."""
+    def _most(self, op: Op, problem: Problem) -> int:
+        """The largest size of a problem: that of samples is in rows, and that of the logits head and of log-probabilities too, or in tokens of
+        prompts whose log-probabilities are read."""
         axes = problem.as_dict()
-        if "v" in axes:
+        if op.name != "logprobs" and "v" in axes:
             return min(self._rows, self._tokens)
-        if axes.get("n") in self._vocab:
+        if op.name == "logprobs" or axes.get("n") in self._vocab:
             return min(max(self._rows, PROMPT_ROWS), self._tokens)
         return self._tokens
 

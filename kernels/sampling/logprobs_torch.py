@@ -1,4 +1,4 @@
-"""Log-probabilities by torch, some rows at a time: a float32 copy, weights added as integers, and torch's top-k."""
+"""Log-probabilities by torch, some rows at a time: a float32 copy, weights added as integers, and `topk` over distinct integer keys."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def log_sums(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     return weights.sum(1, keepdim=True).double().div_(ONE).log_()
 
 
+def first_of_equals(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The columns of the k largest numbers of each row of float32 [rows, vocab], in order: int64 [rows, k]. Of equal ones the lower column
+    comes first, in keys of the number, as an integer of the same order, and its column."""
+    import torch
+
+    bits = (x + 0.0).view(torch.int32)  # 0.0 is as large as -0.0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    columns = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
+    return ((ordered << 32) + columns).topk(k, 1).indices
+
+
 def launch(config: Config, call: LogprobsCall) -> None:
     """The arguments of `logprobs.reference`."""
     import torch
@@ -41,10 +52,10 @@ def launch(config: Config, call: LogprobsCall) -> None:
         x, token = call.logits[some].float(), call.ids[some][:, None]
         chosen = x.gather(1, token.clamp(min=0)).masked_fill_(token < 0, torch.nan)
         peak = x.amax(1, keepdim=True)  # NaN if one is
-        best, order = x.topk(call.k, 1)
+        order = first_of_equals(x, call.k)
         broken = ~(peak.abs() < torch.inf)
         likelier = (x > chosen).sum(1, keepdim=True)
-        logprobs = torch.cat((chosen, best), 1).sub_(peak) - log_sums(x, peak)
+        logprobs = torch.cat((chosen, x.gather(1, order)), 1).sub_(peak) - log_sums(x, peak)
         call.logprobs[first : first + ROWS] = logprobs.masked_fill_(broken, torch.nan)
         call.tokens[first : first + ROWS] = torch.cat((likelier, order), 1).masked_fill_(broken, 0)
 

@@ -251,9 +251,7 @@ class Scheduler(SchedulerState):
             ):  # what most entries of a large batch are: a token that ends nothing. As below, without calls.
                 request.pending -= 1
                 request.tokens.append(result)
-                outputs.append(
-                    RequestOutput(entry.id, (result,), None, (), None, None, request.cached_tokens)
-                )
+                outputs.append(RequestOutput(entry.id, [result], None, (), None, None, request.cached_tokens))
             elif entry.samples:
                 request.pending -= 1
                 new_ids = [result] if isinstance(result, int) else result

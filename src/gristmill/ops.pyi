@@ -565,7 +565,7 @@ def logprobs(
     logits [rows, V], of which the rows places int64 [M] are read; ids int64 [id rows], whose element at a row's place is the row's token
     -> float32 [M, 1 + k], the log-probability of the token and those of the k most likely tokens, in order; int32 [M, 1 + k], how many tokens
     are
-    likelier than the token, and the ids of the most likely ones. Which of equally likely tokens comes first is not defined.
+    likelier than the token, and the ids of the most likely ones, of equal ones the lower id first.
 
     A token of -1 has the log-probability NaN, and none is likelier. So it is with everything of a row with a NaN or +inf, or with nothing above
     -inf, whose ids are 0: such logits are an upstream fault.

@@ -44,11 +44,12 @@ def test_agrees_with_a_computation_token_by_token(implementation: Runnable, k: i
 
 @KERNELS
 def test_all_tokens_of_a_small_vocabulary_are_named_once(implementation: Runnable) -> None:
-    """Also those that are equal, and those at -inf."""
+    """Also those that are equal, the lower id first, and those at -inf. -0.0 is 0.0."""
     logits = torch.tensor([[1.0, 1.0, -torch.inf, 1.0, -torch.inf, 0.0]])
+    zeros = torch.tensor([[0.0, -0.0, 0.0]])
+    assert run(implementation, zeros, *torch.zeros(2, 1, dtype=torch.int64), 3)[1].tolist() == [[0, 0, 1, 2]]
     values, tokens = run(implementation, logits, torch.tensor([0]), torch.tensor([3]), 6)
-    assert sorted(tokens[0, 1:].tolist()) == [0, 1, 2, 3, 4, 5] and tokens[0, 0] == 0
-    assert {*tokens[0, 1:4].tolist()} == {0, 1, 3} and tokens[0, 4] == 5
+    assert tokens[0].tolist() == [0, 0, 1, 3, 5, 2, 4]
     assert values[0, 0] == values[0, 1] == values[0, 3] > values[0, 4] > values[0, 5] == -torch.inf
 
 

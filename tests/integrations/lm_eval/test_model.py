@@ -38,7 +38,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("gristmill")
     (folder / "policy.toml").write_text(
         f'cache = "{folder}"\nstrict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", '
-        '"moe_chain_torch", "process_logits_torch"]\n'
+        '"moe_chain_torch", "process_logits_torch", "logprobs_torch"]\n'
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRISTMILL_POLICY", str(folder / "policy.toml"))

@@ -38,7 +38,8 @@ GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
 def enabled(policy_file, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Switched on with our CPU kernels alone, which are taken as verified; off again afterwards."""
     policy_file(
-        'strict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", "moe_chain_torch", "process_logits_torch"]\n'
+        'strict = true\n[pins]\n"*" = ["*_cpu", "linear_torch", "linear_dequant_torch", '
+        '"moe_chain_torch", "process_logits_torch", "logprobs_torch"]\n'
     )
     monkeypatch.setattr(Resolver, "resolve", Resolver.select)
     enable()
