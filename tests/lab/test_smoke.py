@@ -116,6 +116,7 @@ FORMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         f"--model {MODEL} --device cpu --requests 2 --lengths 4,8 --tokens 8 --rounds 1 --starts 2 --out OUT "
         '--limits {"max_seqs":2,"max_batch_tokens":16,"num_blocks":16}',
     ),
+    "host_steps": (as_it_is, f"--model {MODEL} --requests 11 --tokens 12 --rounds 1 --out OUT"),
     "launches": (as_it_is, f"--model {MODEL} --device cpu --tokens 3,20 --others 2 --steps 2 --out OUT"),
     "engine_turns": (
         as_it_is,

@@ -186,6 +186,10 @@ def test_structured_outputs(
     monkeypatch.setattr(
         ProcessedRows,
         "process",
-        lambda self, logits, fed: (logits[self.places].float(), torch.tensor(self.places)),
+        lambda self, logits, fed, arrays: (
+            logits[self.places].float(),
+            torch.tensor(self.places),
+            [*map(torch.from_numpy, arrays)],
+        ),
     )
     assert llm.generate(prompts(ids[:1]), grammars[1:2])[0].outputs[0].text != "ab ab ab c"
