@@ -104,6 +104,11 @@ CASES = {
     "decode_b1_4k": Case((1,), (4096,)),
     "decode_b1_16k": Case((1,), (16384,)),
     "decode_b1_32k": Case((1,), (32768,)),
+    **{
+        f"decode_b{count}_{context // 1024}k_4kv": Case((1,) * count, (context,) * count, heads=(32, 4, 128))
+        for count in (1, 2, 4)
+        for context in (1024, 4096, 16384)
+    },
     "decode_b16_1k": Case((1,) * 16, (1024,) * 16),
     "decode_b64_4k": Case((1,) * 64, (4096,) * 64),
     "decode_b256_1k": Case((1,) * 256, (1024,) * 256),
