@@ -230,7 +230,7 @@ class TextOutput:
 
     Args:
         whole: nobody reads it before it has ended. Unless stop strings must be looked for, its outputs are then kept for one chunk at its end,
-            which takes the host a tenth of the time of a chunk for each of them.
+            which spares the host a chunk for each of them.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class ProcessedRequest:
 
     def rows(self, place: int, entry: ScheduledRequest, pending: bool) -> Iterator[ProcessedRow]:
         """The rows of an entry that samples, of which the first is at `place`. pending: whether the host does not know the token that it is fed."""
-        for count, drafted in enumerate(_drafted_prefixes(entry) if entry.drafts else _NO_DRAFTS):
+        for count, drafted in enumerate(_drafted_prefixes(entry)):
             counted, barred = self.counts(drafted, pending), self.bars(drafted, pending)
             yield ProcessedRow(place + count, self, len(self.tokens), drafted, counted, barred, count == 0)
 
@@ -146,9 +146,6 @@ class ProcessedRow(NamedTuple):
     counted: Sequence[int]
     barred: Sequence[tuple[int, int]]
     first: bool
-
-
-_NO_DRAFTS: tuple[Sequence[int], ...] = ((),)
 
 
 def _drafted_prefixes(entry: ScheduledRequest) -> list[list[int]]:

@@ -57,8 +57,8 @@ class RequestFront(ABC):
             params: None = greedy, 128 tokens.
             priority: lower values first, in an engine made with queue_order="priority".
             request_id: a name for `abort` and traces; None = one is made.
-            whole: one chunk for each completion, at its end, for who reads nothing before: it takes a tenth of the host's time. Those with stop
-                strings come in several.
+            whole: one chunk for each completion, at its end, for who reads nothing before: it spares the host a chunk for every token. Those
+                with stop strings come in several.
 
         Raises:
             UsageError, RequestTooLarge, QueueFull, EngineDraining: as `Engine.add_request`; a request_id in use.

@@ -165,9 +165,7 @@ class StepDetails:
             [self._rows[place].params.logprobs or 0 for place in self._read],
         )
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        names = [e.id for e in self._entries if e.samples]
-        if len(names) < len(self._rows):
-            names = [e.id for e in self._entries if e.samples for _ in range(1 + e.drafts)]
+        names = [e.id for e in self._entries if e.samples for _ in range(1 + e.drafts)]
         for place, one in zip(self._read, read, strict=True):
             if ids[place] >= 0:
                 logprobs.setdefault(names[place], []).append(one)
