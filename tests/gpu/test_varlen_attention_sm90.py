@@ -1,5 +1,5 @@
 """Attention over dense sequences on Hopper against the reference: lengths at edges, numbers of heads and sizes of them, more and fewer
-sequences than the kernel sorts, strides, rows that do not depend on the batch, graphs, repeated calls, streams."""
+sequences than the kernel sorts, windows, strides, rows that do not depend on the batch, graphs, repeated calls, streams."""
 
 from __future__ import annotations
 
@@ -90,6 +90,88 @@ def test_lengths_and_heads(x: str, qk_dim: int, v_dim: int) -> None:
             assert relative_error(problem_text, CONFIGS[number % 3], number) < 1, problem_text
 
 
+WINDOWS = (
+    (-1, -1),
+    (0, 0),
+    (5, 3),
+    (64, 64),
+    (127, -1),
+    (-1, 200),
+    (300, 1),
+    (0, -1),
+    (129, 0),
+    (10**9, 7),
+    (3, 10**9),
+)
+
+
+@pytest.mark.parametrize("x", ["bf16", "fp16"])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(192, 128), (128, 128), (64, 64), (72, 64), (64, 128)])
+def test_windows(x: str, qk_dim: int, v_dim: int) -> None:
+    """Keys before and after a query's own, all and none of them; tiles of keys that some rows, or none, see; contexts that end within a window,
+    longer and shorter than the queries."""
+    for place, (left, right) in enumerate(WINDOWS):
+        for number, mix in enumerate(MIXES):
+            windows = {"window_left": left, "window_right": right}
+            others = {"qk_dim": qk_dim, "v_dim": v_dim, "x": x, "lse": (number + place) % 2 == 0}
+            problem_text = text(mix, 3, 1, **others, **windows)
+            assert relative_error(problem_text, CONFIGS[(number + place) % 3], number) < 1, problem_text
+
+
+@pytest.mark.parametrize("length", [1, 63, 65, 128, 129, 257, 385])
+def test_windows_end_at_any_key(length: int) -> None:
+    """Windows that begin and end at tiles, and one key before and after."""
+    mix = (length, 1, length, length, length)
+    for left in (0, 62, 63, 64, 127, 128, 129, -1):
+        for right in (1, 63, 64, 127, 128, -1):
+            windows = {"window_left": left, "window_right": right}
+            assert relative_error(text(mix, 2, 2, qk_dim=64, v_dim=64, **windows)) < 1, windows
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [(128, 64), (0, 0), (200, -1), (-1, 17), (5, 300)], ids=str)
+def test_values_of_tiles_that_nobody_sees(window: tuple[int, int], dim: int) -> None:
+    """NaN in them changes no bit: no tile of keys too many is multiplied, before the window of a tile of queries or behind it. Where a query sees
+    it, it shows."""
+    length, (left, right) = 640, window
+    windows = {"window_left": left, "window_right": right}
+    arguments = OP.inputs(
+        OP.problem(text((length, 1, length, length, length), 2, 2, qk_dim=dim, v_dim=dim, **windows)),
+        4,
+        DEVICE,
+    )
+    expected, out = (torch.empty(length, 2, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    launch(CONFIGS[0], arguments, expected)
+    for begin in range(0, length, 128):
+        spoiled = list(arguments)
+        spoiled[2] = arguments[2].clone()
+        first = 0 if left < 0 else max(0, begin - left) // 128 * 128
+        end = length if right < 0 else min(length, begin + 128 + right)
+        spoiled[2][:first] = spoiled[2][end:] = float("nan")
+        launch(CONFIGS[0], spoiled, out)
+        assert torch.equal(out[begin : begin + 128], expected[begin : begin + 128]), begin
+        spoiled[2][begin + 127] = float("nan")
+        launch(CONFIGS[0], spoiled, out)
+        assert bool(out[begin + 127].isnan().all()), begin
+
+
+@pytest.mark.parametrize("window", [(0, 0), (5, 3), (64, 64), (127, 129), (-1, 130), (200, -1)], ids=str)
+def test_one_key_more_or_less_is_seen(window: tuple[int, int]) -> None:
+    """The tolerance tells windows from those that are one key shorter or longer on one side."""
+    axes = dict(zip(("window_left", "window_right"), window, strict=True))
+    problem = OP.problem(text((500, 2, 300, 300, 500), 4, 4, qk_dim=64, v_dim=64, **axes))
+    arguments = OP.inputs(problem, 3, DEVICE)
+    expected = OP.reference(*arguments)
+    out = torch.empty_like(expected)
+    for side, by in ((0, -1), (0, 1), (1, -1), (1, 1)):
+        if window[side] < max(0, -by):
+            continue  # all keys, or none to leave out
+        wrong = list(arguments)
+        wrong[9 + side] = window[side] + by
+        launch(CONFIGS[0], wrong, out)
+        assert OP.error(problem, arguments, [out], [expected]) > OP.tolerance(problem).limit, (side, by)
+
+
 def test_examples() -> None:
     for axes in EXAMPLES:
         assert relative_error(axes) < 1, axes
@@ -119,9 +201,11 @@ def test_work_in_pairs_and_alone(heads: int) -> None:
             assert relative_error(text(mix, heads, heads, lse=True), config) < 1, (length, config)
 
 
-def test_a_row_is_the_same_in_any_batch() -> None:
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (150, 70)], ids=str)
+def test_a_row_is_the_same_in_any_batch(window: tuple[int, int]) -> None:
     """Neither the batch, nor how many queries of its own sequence are in it, nor the number of CTAs changes the bits of a row."""
-    arguments = OP.inputs(OP.problem(text((1100, 7, 500, 900, 3000), 4, 4)), 1, DEVICE)
+    axes = dict(zip(("window_left", "window_right"), window, strict=True))
+    arguments = OP.inputs(OP.problem(text((1100, 7, 500, 900, 3000), 4, 4, **axes)), 1, DEVICE)
     expected = torch.empty(1100, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     launch(CONFIGS[0], arguments, expected)
     begin, rows = arguments[3].tolist(), arguments[4].tolist()

@@ -258,8 +258,10 @@ def test_wide_attention() -> None:
 
 def test_varlen_attention() -> None:
     """Every instance is present, without a stack; products do not wait for the exponentials of the previous tile."""
-    usage = [row for rows in resources().values() for row in rows if row[0].startswith("varlen_attention_")]
-    names = {f"varlen_attention_{x}_d{dim}_d128" for x in ("bf16", "fp16") for dim in (128, 192)}
+    usage = [row for rows in resources().values() for row in rows if row[0].startswith("varlen_")]
+    heads, types = ((192, 128), (128, 128), (64, 64)), ("bf16", "fp16")
+    names = {f"varlen_attention_{x}_d{dim}_d{wide}" for x in types for dim, wide in heads[:2]}
+    names |= {f"varlen_window_{x}_d{dim}_d{wide}" for x in types for dim, wide in heads}
     assert {name for name, _, _ in usage} == names
     assert all(registers == 168 and stack <= allowed(name) for name, registers, stack in usage), usage
     for name, text in bodies(names).items():

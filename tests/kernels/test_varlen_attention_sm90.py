@@ -60,15 +60,23 @@ def test_the_entry_says_what_it_takes() -> None:
         dtype: torch.dtype = torch.bfloat16,
         scale: float = 1.0,
         ctas: int = 132,
+        window: tuple[int, int] = (-1, 0),
     ) -> int:
         q, out = torch.empty(9, heads, qk_dim, dtype=dtype), torch.empty(9, heads, v_dim, dtype=dtype)
         k, v = torch.empty(9, kv_heads, qk_dim, dtype=dtype), torch.empty(9, kv_heads, v_dim, dtype=dtype)
         starts = torch.zeros(seqs + 1).int()
-        return launcher.ENTRY.ask({"ctas": ctas}, OP.Call(q, k, v, starts, starts, 9, 9, scale, out=out))
+        return launcher.ENTRY.ask(
+            {"ctas": ctas}, OP.Call(q, k, v, starts, starts, 9, 9, scale, None, *window, out=out)
+        )
 
     dtype, shape, argument = -1, -2, -5
     assert 0 < asked(128) == asked(64) < asked(192) == asked(136, 8) <= 232_448
     assert asked(200) == asked(192, 136) == asked(100) == asked(192, 4) == asked(0) == shape
+    for window in ((-1, -1), (0, 0), (3, 10**9), (-1, 5)):
+        assert 0 < asked(64, 64, window=window) < asked(72, 64, window=window) == asked(128), window
+        assert asked(192, window=window) == asked() and asked(200, window=window) == shape, window
+    assert asked(64, 64, window=(10**9, 0)) == asked(128), "a window that is none is causal"
+    assert asked(window=(-2, 0)) == asked(window=(0, -2)) == argument
     assert asked(heads=5) == asked(kv_heads=0) == asked(seqs=0) == shape
     assert (
         asked(dtype=torch.float32) == dtype

@@ -26,7 +26,7 @@ namespace gm {
 using std::fmaf;
 
 // An array of dynamic shared memory that kernels declare by this name.
-inline thread_local uint8_t smem[163 << 10] __attribute__((aligned(16)));
+inline thread_local uint8_t smem[227 << 10] __attribute__((aligned(1024)));
 
 template <>
 struct Num<__half> : Products<__half> {

@@ -423,7 +423,12 @@ varlen_attention | ~varlen | sm_120 | cuda | - | varlen_attention_triton
 varlen_attention | ~varlen | sm_90 | sm90a | - | varlen_attention_sm90
 varlen_attention | ~varlen,lse=true,x=fp16 | sm_90 | sm90a | invariant | varlen_attention_sm90
 varlen_attention | ~varlen,qk_dim=256 | sm_90 | sm90a | - | varlen_attention_triton
-varlen_attention | ~varlen,window_right=-1 | sm_90 | sm90a | - | varlen_attention_triton
+varlen_attention | ~varlen,window_right=-1 | sm_90 | sm90a | - | varlen_attention_sm90
+varlen_attention | ~varlen,qk_dim=64,v_dim=64,window_left=64,window_right=64 | sm_90 | sm90a | invariant | varlen_attention_sm90
+varlen_attention | ~varlen,qk_dim=96,v_dim=96,window_left=63 | sm_90 | sm90a | - | varlen_attention_sm90
+varlen_attention | ~varlen,qk_dim=256,v_dim=256,window_left=512,window_right=512 | sm_90 | sm90a | - | varlen_attention_triton
+varlen_attention | ~varlen,qk_dim=32,v_dim=32,window_right=-1 | sm_90 | sm90a | - | varlen_attention_triton
+varlen_attention | ~varlen,window_right=-1 | sm_120 | cuda | - | varlen_attention_triton
 varlen_attention | ~varlen,window_left=64,window_right=64 | cpu:avx512 | x86 | - | varlen_attention_cpu@avx512
 varlen_attention | ~varlen | gfx1030 | hip | - | varlen_attention_torch
 varlen_attention | ~varlen | cpu:avx2 | x86 | - | varlen_attention_cpu@avx2
@@ -982,7 +987,8 @@ paged_attention | ~paged,softcap=true | sm_90 | flashinfer | flashinfer | paged_
 mla_attention | ~mla,latent_dim=128 | sm_90 | flashinfer | flashinfer | mla_attention_flashinfer | problem | FlashInfer has 512 and 64
 mla_attention | ~mla,latent_dim=1024 | sm_90 | cuda | - | mla_attention_triton | problem | latent_dim 1024 is over 512
 varlen_attention | ~varlen,x=fp32 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | not fp32
-varlen_attention | ~varlen,window_left=63 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | window_left
+varlen_attention | ~varlen,qk_dim=256,window_left=512,window_right=512 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | keys of up to 192
+varlen_attention | ~varlen,qk_dim=32,v_dim=32,window_right=-1 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | 64 elements and more
 varlen_attention | ~varlen,v_dim=132 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | multiples of 8
 varlen_attention | ~varlen,v_dim=192 | sm_90 | sm90a | - | varlen_attention_sm90 | problem | values of up to 128
 varlen_attention | ~varlen | sm_90 | cuda | - | varlen_attention_sm90 | build | sm_90a

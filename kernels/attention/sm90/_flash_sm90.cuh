@@ -8,12 +8,15 @@
 //                          ring), kQueryDim, kValueDim, kK, kV, kKeyTile, kValueTile (offsets of the rings, bytes
 //                          of a slot), kBars, kWorkBars (work barriers), kKeepsQ (results reuse the memory of Q)
 //   kFills, kFence         arrivals that fill a slot; whether the generic proxy writes it
-//   kWindow                whether there may be a sliding window
+//   kWindow                whether there may be a sliding window, which ends with the keys that a row sees
+//   kTwoSided              whether a row's window has an own beginning (first_seen, seen_from), also where the context
+//                          ends within it
 //   kProducerRegisters, kConsumerRegisters
 //   prepare, produce       set-up by all threads; the producer warpgroup
 //   Work, get_work         a work tile: rows (0: no more), position, end, first, count (tiles of keys)
 //   shares                 whether both consumers have the same rows, and alternate tiles of keys
 //   seen, seen_whole       keys visible to a row; tiles that need no causal mask
+//   first_seen, seen_from  first key visible to a row; the tile from which on none is hidden at the beginning
 //   ends_within, unused    whether keys past the end of the context are copied, and how many
 //   Scores                 transformation of the scores: scales and soft cap
 //   finish                 the epilogue
@@ -128,15 +131,19 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
     const uint64_t q = swizzle128_descriptor(warp_uniform(base + row0 * 128));
     const int mine = row0 + warp * 16 + (lane >> 2), none = 1 << 30;
     typename K::Scores scores(p, cap, smem, work, row0, mine, shared, group);
-    int limit[2];  // end of the keys visible to the thread's rows, less its first column
+    int limit[2], begin[2];  // end and beginning of the keys its rows see, less the thread's first column
 #pragma unroll
-    for (int r = 0; r < 2; ++r) limit[r] = min(K::seen(p, work, mine + r * 8), work.end) - (lane & 3) * 2;
+    for (int r = 0; r < 2; ++r) {
+      limit[r] = min(K::seen(p, work, mine + r * 8), work.end) - (lane & 3) * 2;
+      if constexpr (K::kTwoSided) begin[r] = K::first_seen(p, work, mine + r * 8) - (lane & 3) * 2;
+    }
     int window = 0;
-    if constexpr (K::kWindow) window = p.window;
+    if constexpr (K::kWindow && !K::kTwoSided) window = p.window;
     const int reach = window > 0 ? window : none;
     // Tiles seen_from .. seen_to need no mask.
-    const int seen_to = K::seen_whole(p, work, group),
-              seen_from = window > 0 ? cdiv(max(0, work.end - window), kKeys) : 0;
+    const int seen_to = K::seen_whole(p, work, group);
+    int seen_from = window > 0 ? cdiv(max(0, work.end - window), kKeys) : 0;
+    if constexpr (K::kTwoSided) seen_from = K::seen_from(p, work);
     const int top = work.first + work.count - 1;
 
     Accumulators<D> acc;
@@ -149,8 +156,10 @@ __device__ __forceinline__ void consume(const typename K::Params& p, const typen
       const int n = top - i;
       if (n >= seen_to || (K::kWindow && n < seen_from)) {
         const int ends[2] = {limit[0] - n * kKeys, limit[1] - n * kKeys};
-        const int begins[2] = {K::kWindow ? ends[0] - reach : INT_MIN,
-                               K::kWindow ? ends[1] - reach : INT_MIN};
+        int begins[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          begins[r] = K::kTwoSided ? begin[r] - n * kKeys : K::kWindow ? ends[r] - reach : INT_MIN;
         mask_scores(s, begins, ends);
       }
       const float2 before = make_float2(acc.l[0], acc.l[1]);

@@ -30,6 +30,7 @@ struct Paged {
   using Work = gm::Work;
   using Out = std::conditional_t<COPIES == kCodeCopies, RuntimeHalf, T>;
   static constexpr bool kCodes = COPIES == kCodeCopies, kFence = COPIES == kRowCopies, kWindow = true;
+  static constexpr bool kTwoSided = false;
   static constexpr int kFills = COPIES == kBoxCopies ? 1 : 128;
   static constexpr int kProducerRegisters = kCodes ? 72 : Shape::kProducerRegisters,
                        kConsumerRegisters = kCodes ? 216 : Shape::kConsumerRegisters;

@@ -3,20 +3,27 @@
 #include "attention/sm90/_attention_host_sm90.h"
 #include "calls/varlen_attention.h"
 
-#define GM_EACH(K)                    \
-  K(bf16, 2, __nv_bfloat16, 192, 128) \
-  K(fp16, 1, __half, 192, 128)        \
-  K(bf16, 2, __nv_bfloat16, 128, 128) \
-  K(fp16, 1, __half, 128, 128)
+// Type, its code, elements of a key and of a value. A query sees the keys up to its own, or those in a window.
+#define GM_EACH(K)                                             \
+  K(varlen_attention, bf16, 2, __nv_bfloat16, 192, 128, false) \
+  K(varlen_attention, fp16, 1, __half, 192, 128, false)        \
+  K(varlen_attention, bf16, 2, __nv_bfloat16, 128, 128, false) \
+  K(varlen_attention, fp16, 1, __half, 128, 128, false)        \
+  K(varlen_window, bf16, 2, __nv_bfloat16, 192, 128, true)     \
+  K(varlen_window, fp16, 1, __half, 192, 128, true)            \
+  K(varlen_window, bf16, 2, __nv_bfloat16, 128, 128, true)     \
+  K(varlen_window, fp16, 1, __half, 128, 128, true)            \
+  K(varlen_window, bf16, 2, __nv_bfloat16, 64, 64, true)       \
+  K(varlen_window, fp16, 1, __half, 64, 64, true)
 
 #ifdef __CUDACC__
 
-#define GM_ONE(type, code, T, dk, dv)                                                        \
+#define GM_ONE(kind, type, code, T, dk, dv, window)                                          \
   extern "C" __global__ void __launch_bounds__(gm::VarlenShape<dk, dv>::kThreads, 1)         \
-      varlen_attention_##type##_d##dk##_d##dv(                                               \
+      kind##_##type##_d##dk##_d##dv(                                                         \
           const __grid_constant__ gm::VarlenParams p, const __grid_constant__ CUtensorMap q, \
           const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {    \
-    gm::varlen_attention<T, dk, dv>(p, q, k, v);                                             \
+    gm::varlen_attention<T, dk, dv, window>(p, q, k, v);                                     \
   }
 GM_EACH(GM_ONE)
 
@@ -25,13 +32,14 @@ GM_EACH(GM_ONE)
 namespace {
 
 struct Instance {
+  bool window;
   int dtype, qk_dim, v_dim;  // dims: at most
   unsigned smem;
   gm::CudaKernel kernel;
 };
 
-#define GM_ONE(type, code, T, dk, dv) \
-  {code, dk, dv, gm::VarlenShape<dk, dv>::kBytes, {GM_CUBIN, "varlen_attention_" #type "_d" #dk "_d" #dv}},
+#define GM_ONE(kind, type, code, T, dk, dv, window) \
+  {window, code, dk, dv, gm::VarlenShape<dk, dv>::kBytes, {GM_CUBIN, #kind "_" #type "_d" #dk "_d" #dv}},
 Instance g_instances[] = {GM_EACH(GM_ONE)};
 
 // q, k or v [rows, heads, dim] in tiles of 128 rows and 64 elements. strides, in elements: row, head.
@@ -60,9 +68,16 @@ GM_CUDA_CALL(gm_varlen_attention_sm90, VarlenAttention, ctas)
   const int heads = int(call.heads), kv_heads = int(call.kv_heads);
   const float scale = float(call.scale);
   if (!(scale > 0.f) || o.ctas < 1 || o.ctas > INT32_MAX) return GM_E_ARG;
+  // A window that reaches past every context is none.
+  const int64_t reach = call.q_tokens + call.total_ctx;
+  const int64_t left = call.window_left < reach ? call.window_left : -1;
+  const int64_t right = call.window_right < reach ? call.window_right : -1;
+  if (left < -1 || right < -1) return GM_E_ARG;
+  const bool window = left >= 0 || right != 0;
+  if (window && reach > INT32_MAX / 4) return GM_E_SHAPE;  // sums of positions and windows are int
   Instance* instance = nullptr;
   for (Instance& i : g_instances)
-    if (i.dtype == call.x_type && call.qk_dim <= i.qk_dim && call.v_dim <= i.v_dim &&
+    if (i.window == window && i.dtype == call.x_type && call.qk_dim <= i.qk_dim && call.v_dim <= i.v_dim &&
         (instance == nullptr || i.qk_dim < instance->qk_dim))
       instance = &i;
   if (instance == nullptr) return GM_E_SHAPE;
@@ -80,6 +95,7 @@ GM_CUDA_CALL(gm_varlen_attention_sm90, VarlenAttention, ctas)
   p.context_start = static_cast<const int*>(call.context_start);
   p.out_token = call.out_stride[0], p.out_head = call.out_stride[1];
   p.seqs = seqs, p.heads = heads, p.group = heads / kv_heads, p.v_dim = v_dim;
+  p.left = int(left), p.right = int(right);
   p.scale_log2 = scale * 1.4426950408889634f;
   CUtensorMap maps[3] = {};
   const bool bf16 = call.x_type == 2;

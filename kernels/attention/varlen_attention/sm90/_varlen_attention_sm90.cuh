@@ -1,9 +1,9 @@
-// Causal attention over dense sequences for Hopper,
-// keys and values of different widths: un-absorbed MLA prefill.
+// Attention over dense sequences for Hopper, keys and values of different widths: causal (un-absorbed MLA prefill), and
+// in kernels of their own (WINDOW) bidirectional or with a window of keys before and after a query's own (encoders).
 //
 // FlashAttention-3's loop (_flash_sm90.cuh) with two consumer warpgroups and a producer warp. The scheduler is static
 // and persistent, without counters or a workspace:
-//  - the first and the last tile of queries of a sequence see as many keys together as the second and the last but
+//  - the first and the last tile of queries of a sequence see about as many keys together as the second and the last but
 //    one, and so on. Such pairs are the unit of work: all pairs of a sequence take the same time, so that pairs of
 //    sorted sequences are sorted too. They are assigned to the CTAs in a serpentine order;
 //  - the pairs of a head are neighbours, so that the CTAs share its keys and values in the L2 cache;
@@ -27,6 +27,7 @@ struct VarlenParams {
   int64_t out_token, out_head;  // strides, in elements
   int seqs, heads, group, v_dim;
   float scale_log2;
+  int left, right;  // keys before and after its own that a query sees, < 0 = all
 };
 
 // DK, DV: elements of a key and of a value, padded to whole multiples of 64 in shared memory.
@@ -51,9 +52,9 @@ struct VarlenShape {
 namespace gm {
 
 // A work tile, up to 128 queries of a head: the first one in q, how many (0: no more work), its position; the first
-// row of the sequence in k and v, and how many rows are visible.
+// row of the sequence in k and v, and how many rows are visible; the first tile of keys that is.
 struct VarlenTile {
-  int token, rows, position, key, end, head;
+  int token, rows, position, key, end, head, first;
 };
 
 // token, queries, key, context.
@@ -62,9 +63,18 @@ __device__ __forceinline__ int4 varlen_sequence(const VarlenParams& p, int i) {
   return make_int4(token, max(0, p.query_start[i + 1] - token), key, max(0, p.context_start[i + 1] - key));
 }
 
+// Tiles of keys that a pair of tiles of a sequence's queries sees; with a window, at most.
+template <typename S, bool WINDOW>
+__device__ __forceinline__ int pair_cost(const VarlenParams& p, const int4& seq) {
+  if constexpr (WINDOW)
+    return 2 * cdiv(p.left < 0 || p.right < 0 ? seq.w : min(seq.w, p.left + p.right + S::kRows), S::kKeys);
+  else
+    return cdiv(seq.w, S::kKeys) + cdiv(max(0, seq.w - seq.y), S::kKeys);
+}
+
 // Sorts the sequences by the keys that a pair of tiles sees, most keys first, and counts pairs and sequences. By all
 // threads.
-template <typename S>
+template <typename S, bool WINDOW>
 __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem) {
   int4* const order = reinterpret_cast<int4*>(smem + S::kOrder);
   int* const costs = reinterpret_cast<int*>(smem + S::kCosts);
@@ -75,7 +85,7 @@ __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.seqs; i += S::kThreads) {
     const int4 seq = varlen_sequence(p, i);
-    costs[i] = seq.y > 0 ? cdiv(seq.w, S::kKeys) + cdiv(max(0, seq.w - seq.y), S::kKeys) : -1;
+    costs[i] = seq.y > 0 ? pair_cost<S, WINDOW>(p, seq) : -1;
     if (seq.y > 0) {
       atomicAdd(totals, cdiv(cdiv(seq.y, S::kRows), 2));
       atomicAdd(totals + 1, 1);
@@ -93,7 +103,7 @@ __device__ __forceinline__ void sort_varlen(const VarlenParams& p, uint8_t* smem
 }
 
 // Tile scheduler: the work tiles of this CTA, one after the other. By a whole warp.
-template <typename S>
+template <typename S, bool WINDOW>
 struct VarlenScheduler {
   int round = 0, rank = 0, base = 0;  // sequences before `rank` have `base` tiles, or pairs of them
   int4 seq{};
@@ -106,17 +116,22 @@ struct VarlenScheduler {
     paired = p.seqs > kSortedSequences || (pairs >= ctas && (totals[1] > 1 || pairs >= 3 * ctas));
   }
 
-  __device__ __forceinline__ VarlenTile work_tile(int tile) const {
+  __device__ __forceinline__ VarlenTile work_tile(const VarlenParams& p, int tile) const {
     const int begin = tile * S::kRows, rows = min(S::kRows, seq.y - begin);
     const int position = seq.w - seq.y + begin;
-    return {seq.x + begin, rows, position, seq.z, max(0, position + rows), head};
+    int end = position + rows, first = 0;
+    if constexpr (WINDOW) {
+      end = p.right < 0 ? seq.w : min(seq.w, end + p.right);
+      first = p.left < 0 ? 0 : max(0, position - p.left) / S::kKeys;
+    }
+    return {seq.x + begin, rows, position, seq.z, max(0, end), head, first};
   }
 
   __device__ __forceinline__ VarlenTile next(const VarlenParams& p, const uint8_t* smem) {
     if (second >= 0) {
       const int tile = second;
       second = -1;
-      return work_tile(tile);
+      return work_tile(p, tile);
     }
     const int4* order = reinterpret_cast<const int4*>(smem + S::kOrder);
     const int lane = threadIdx.x & 31, ctas = gridDim.x, cta = blockIdx.x;
@@ -148,39 +163,45 @@ struct VarlenScheduler {
         head = within / of_head;
         const int early = within - head * of_head;
         second = 2 * early < last ? early : -1;
-        return work_tile(last - early);
+        return work_tile(p, last - early);
       }
       // With the head as the fastest index, tiles with most keys come first; with the tile as the fastest index,
       // neighbours share keys and values, which matters more where contexts are long.
       if (seq.w >= 2 * seq.y) {
         head = within / (last + 1);
-        return work_tile(last - (within - head * (last + 1)));
+        return work_tile(p, last - (within - head * (last + 1)));
       }
       const int early = within / p.heads;
       head = within - early * p.heads;
-      return work_tile(last - early);
+      return work_tile(p, last - early);
     }
-    return {0, 0, 0, 0, 0, 0};
+    return {0, 0, 0, 0, 0, 0, 0};
   }
 };
 
+// Tiles of keys that a work tile sees.
+template <typename S>
+__device__ __forceinline__ int tiles_of(const VarlenTile& work) {
+  return cdiv(work.end, S::kKeys) - work.first;
+}
+
 // Producer: loads Q, keys and values of all work tiles by TMA. By one warp.
-template <typename S, int DK, int DV>
+template <typename S, int DK, int DV, bool WINDOW>
 __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtensorMap& q_map,
                                             const CUtensorMap& k_map, const CUtensorMap& v_map, uint8_t* smem,
                                             uint32_t base) {
   const FlashBars<S> bars{base + S::kBars};
-  VarlenScheduler<S> scheduler(p, smem);
+  VarlenScheduler<S, WINDOW> scheduler(p, smem);
   int tile = 0;
 #pragma unroll 1
   for (uint32_t q_parity = 1;; q_parity ^= 1) {
     const VarlenTile work = scheduler.next(p, smem);
-    const int count = cdiv(work.end, S::kKeys), kv_head = work.head / p.group;
+    const int count = tiles_of<S>(work), top = work.first + count - 1, kv_head = work.head / p.group;
     if ((threadIdx.x & 31) == 0) {
 #pragma unroll 1
       for (int i = 0; i <= count; ++i) {
         if (i < count) {
-          const int t = tile + i, key = work.key + (count - 1 - i) * S::kKeys;
+          const int t = tile + i, key = work.key + (top - i) * S::kKeys;
           mbar_wait(bars.k_empty(t), bars.parity(t) ^ 1);
           mbar_arrive_expect_tx(bars.k_full(t), S::kKeyTile);
 #pragma unroll
@@ -192,7 +213,7 @@ __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtenso
           mbar_wait(bars.q_empty(), q_parity);
           int4* const to = reinterpret_cast<int4*>(smem + S::kWork);
           to[0] = make_int4(work.token, work.rows, work.position, work.key);
-          to[1] = make_int4(work.end, work.head, 0, 0);
+          to[1] = make_int4(work.end, work.head, WINDOW ? work.first : 0, 0);
           if (work.rows == 0) {
             mbar_arrive(bars.q_full());
           } else {
@@ -202,7 +223,7 @@ __device__ __forceinline__ void copy_varlen(const VarlenParams& p, const CUtenso
               tma_load(base + h * (S::kRows * 128), &q_map, h * 64, work.head, work.token, bars.q_full());
           }
         } else {
-          const int t = tile + i - 1, key = work.key + (count - i) * S::kKeys;
+          const int t = tile + i - 1, key = work.key + (top - i + 1) * S::kKeys;
           mbar_wait(bars.v_empty(t), bars.parity(t) ^ 1);
           mbar_arrive_expect_tx(bars.v_full(t), S::kValueTile);
 #pragma unroll
@@ -237,41 +258,50 @@ __device__ __forceinline__ void write_varlen(const VarlenParams& p, const Varlen
 }
 
 // Traits of flash_attention.
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, bool WINDOW>
 struct Varlen {
   using Type = T;
   using Params = VarlenParams;
   using Cap = SoftCap<false>;
   using Shape = VarlenShape<DK, DV>;
-  static constexpr bool kFence = false, kWindow = false;
+  static constexpr bool kFence = false, kWindow = WINDOW, kTwoSided = WINDOW;
   static constexpr int kFills = 1, kProducerRegisters = 40, kConsumerRegisters = 232;
 
   struct Work : VarlenTile {
-    static constexpr int first = 0;
     int count;
   };
 
   static __device__ __forceinline__ void prepare(const Params& p, uint8_t* smem) {
-    sort_varlen<Shape>(p, smem);
+    sort_varlen<Shape, WINDOW>(p, smem);
   }
 
   static __device__ __forceinline__ void produce(const Params& p, const CUtensorMap& q_map,
                                                  const CUtensorMap& k_map, const CUtensorMap& v_map,
                                                  uint8_t* smem, uint32_t base, int warp) {
-    if (warp == 0) copy_varlen<Shape, DK, DV>(p, q_map, k_map, v_map, smem, base);
+    if (warp == 0) copy_varlen<Shape, DK, DV, WINDOW>(p, q_map, k_map, v_map, smem, base);
   }
 
   static __device__ __forceinline__ Work get_work(const uint8_t* smem) {
     const int4 a = reinterpret_cast<const int4*>(smem + Shape::kWork)[0];
     const int2 b = reinterpret_cast<const int2*>(smem + Shape::kWork)[2];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y}, cdiv(b.x, Shape::kKeys)};
+    VarlenTile tile{a.x, a.y, a.z, a.w, b.x, b.y, 0};
+    if constexpr (WINDOW) tile.first = reinterpret_cast<const int*>(smem + Shape::kWork)[6];
+    return {tile, tiles_of<Shape>(tile)};
   }
   static __device__ __forceinline__ bool shares(const Params&, const Work&) { return false; }
-  static __device__ __forceinline__ int seen(const Params&, const Work& work, int row) {
-    return work.position + row + 1;
+  static __device__ __forceinline__ int seen(const Params& p, const Work& work, int row) {
+    const int after = WINDOW ? p.right : 0;
+    return after < 0 ? work.end : work.position + row + 1 + after;
   }
-  static __device__ __forceinline__ int seen_whole(const Params&, const Work& work, int group) {
-    return max(0, work.position + group * 64 + 1) / Shape::kKeys;
+  static __device__ __forceinline__ int seen_whole(const Params& p, const Work& work, int group) {
+    const int whole = seen(p, work, group * 64);
+    return max(0, WINDOW ? min(whole, work.end) : whole) / Shape::kKeys;
+  }
+  static __device__ __forceinline__ int first_seen(const Params& p, const Work& work, int row) {
+    return p.left < 0 ? 0 : work.position + row - p.left;
+  }
+  static __device__ __forceinline__ int seen_from(const Params& p, const Work& work) {
+    return cdiv(max(0, first_seen(p, work, work.rows - 1)), Shape::kKeys);
   }
   static __device__ __forceinline__ bool ends_within(const Params&, const Work& work) {
     return work.end % Shape::kKeys != 0;
@@ -298,10 +328,10 @@ struct Varlen {
   }
 };
 
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, bool WINDOW>
 __device__ __forceinline__ void varlen_attention(const VarlenParams& p, const CUtensorMap& q_map,
                                                  const CUtensorMap& k_map, const CUtensorMap& v_map) {
-  flash_attention<Varlen<T, DK, DV>>(p, q_map, k_map, v_map, {});
+  flash_attention<Varlen<T, DK, DV, WINDOW>>(p, q_map, k_map, v_map, {});
 }
 
 }  // namespace gm
