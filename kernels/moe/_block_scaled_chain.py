@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gristmill.kernel_registry.kernel import Config, Workspace
 from gristmill.kernel_registry.problem import Problem
-from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS
 from gristmill.kernels.moe import _chain
@@ -26,7 +26,7 @@ def sizes_of_rows(form: str, rows: int, k: int) -> tuple[int, int, int]:
     """Bytes of codes, of scales, and of the factors of rows and the maxima that they come from."""
     of_x = OPERANDS[form]
     sizes = (rows * k // of_x.packed, rows * (k // of_x.group), 0 if of_x.emax else 8 * rows)
-    codes, scales, factors = (cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes)
+    codes, scales, factors = map(_chain.aligned, sizes)
     return codes, scales, factors
 
 
@@ -36,7 +36,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     form, entries = str(QuantScheme.parse(problem.text("w")).activation), m * top_k
     chain = _chain.pieces(entries, problem.integer("e"), h, i, ITEM_BYTES[problem.text("x")])
     sizes = (*chain, max(sum(sizes_of_rows(form, m, h)), sum(sizes_of_rows(form, entries, i))))
-    return Workspace(sum(cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes))
+    return Workspace(_chain.room(sizes))
 
 
 def run(form: str, first: Product, second: Product, call: MoeCall) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from gristmill.kernels.calls import CombineCall, GroupedLinearCall, MoeCall, PermuteCall
 
 ALIGNMENT = 256
+"""Every part of a workspace begins at a multiple of so many bytes."""
+
+
+def aligned(size: int) -> int:
+    """The bytes that a part of `size` bytes takes in a workspace."""
+    return cdiv(size, ALIGNMENT) * ALIGNMENT
+
+
+def room(sizes: Iterable[int]) -> int:
+    """The bytes of a workspace with parts of `sizes` bytes."""
+    return sum(map(aligned, sizes))
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
         problem.integer("i"),
         ITEM_BYTES[problem.text("x")],
     )
-    return Workspace(sum(cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes))
+    return Workspace(room(sizes))
 
 
 def memory(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -57,7 +68,7 @@ def memory(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> Tensor:
     """
     import torch
 
-    needed = sum(cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes)
+    needed = room(sizes)
     if space is None:
         return torch.empty(needed, dtype=torch.uint8, device=like.device)
     if space.device != like.device or not space.is_contiguous() or space.nbytes < needed:
@@ -75,7 +86,7 @@ def carve(space: Tensor | None, like: Tensor, sizes: Sequence[int]) -> list[Tens
     flat, parts, start = memory(space, like, sizes).view(-1).view(torch.uint8), [], 0
     for size in sizes:
         parts.append(flat[start : start + size])
-        start += cdiv(size, ALIGNMENT) * ALIGNMENT
+        start += aligned(size)
     return parts
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.given_codes import dequantized
@@ -91,7 +91,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
         return needed
     entries = problem.integer("m") * problem.integer("top_k")
     z = _bytes_of_z(entries, problem.integer("i"), ITEM_BYTES[problem.text("x")])
-    return Workspace(needed.bytes + cdiv(z, _chain.ALIGNMENT) * _chain.ALIGNMENT)
+    return Workspace(needed.bytes + _chain.aligned(z))
 
 
 def accepts(problem: Problem) -> str | None:

@@ -167,8 +167,7 @@ def _sizes(entries: int, experts: int, hidden: int, inner: int, item: int) -> tu
 
 
 def _bytes(entries: int, experts: int, hidden: int, inner: int, item: int) -> int:
-    sizes = _sizes(entries, experts, hidden, inner, item)
-    return sum(cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT for size in sizes)
+    return _chain.room(_sizes(entries, experts, hidden, inner, item))
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:

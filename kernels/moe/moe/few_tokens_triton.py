@@ -193,7 +193,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     """silu(gate) · up of every entry."""
     m, top_k, i = problem.integers("m", "top_k", "i")
     size = m * top_k * i * ITEM_BYTES[problem.text("x")]
-    return Workspace(cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT)
+    return Workspace(_chain.aligned(size))
 
 
 def aot(target: Target) -> list[AotCase]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gristmill.kernel_registry.kernel import Config, ConfigValue, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.linear.block_scaled_sm120.spec import FP4, FP8
@@ -73,27 +73,19 @@ def parts(format: str, call: MoeCall) -> tuple[Tensor, tuple[list[Tensor], list[
 
 def _split(format: str, room: Tensor, rows: int, k: int) -> list[Tensor]:
     sizes = shapes.rows_bytes(format, rows, k)
-    return list(room[: _aligned(sizes)].split([*map(_rounded, sizes)]))
-
-
-def _rounded(size: int) -> int:
-    return cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT
-
-
-def _aligned(sizes: Iterable[int]) -> int:
-    return sum(map(_rounded, sizes))
+    return list(room[: _chain.room(sizes)].split([*map(_chain.aligned, sizes)]))
 
 
 def _quantized_bytes(format: str, *of: tuple[int, int]) -> int:
     """Bytes of quantized rows of the largest of several [rows, K]."""
-    return max(_aligned(shapes.rows_bytes(format, *one)) for one in of)
+    return max(_chain.room(shapes.rows_bytes(format, *one)) for one in of)
 
 
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Bytes of the chain's intermediate tensors, and of quantized rows."""
     m, top_k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     chain = _chain.pieces(m * top_k, e, h, i, ITEM_BYTES[problem.text("x")])
-    return Workspace(_aligned(chain) + _quantized_bytes(str(config["format"]), (m, h), (m * top_k, i)))
+    return Workspace(_chain.room(chain) + _quantized_bytes(str(config["format"]), (m, h), (m * top_k, i)))
 
 
 def _format(problem: Problem) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gristmill.kernel_registry.kernel import Config, Kernel, Workspace
 from gristmill.kernel_registry.problem import Problem
 from gristmill.kernel_registry.requirement import Requirement
-from gristmill.kernel_registry.scheme import QuantScheme, cdiv
+from gristmill.kernel_registry.scheme import QuantScheme
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.linear.w8a8_sm90.shapes import Operands
@@ -94,10 +94,6 @@ def shape_of(config: Config, product: int) -> dict[str, int]:
     return {name: int(config[f"{name}{product}"]) for name in FIELDS}
 
 
-def _aligned(size: int) -> int:
-    return cdiv(size, _chain.ALIGNMENT) * _chain.ALIGNMENT
-
-
 class Views(NamedTuple):
     """The intermediate tensors of a call: offsets [experts + 1], permutation and inverse [T * K], all int32; rows sorted by expert:
     codes of tokens [T * K, H] and of activations [T * K, I] with float32 scales, gate and up [T * K, 2 I] and results [T * K, H] in
@@ -124,7 +120,7 @@ def views(
     offsets, permutation, inverse, token_scales, activations, activation_scales, shared = _chain.carve(
         space, x, pieces(operands, entries, experts, hidden, inner, item)
     )
-    start = _aligned(entries * hidden)
+    start = _chain.aligned(entries * hidden)
     return Views(
         offsets.view(torch.int32),
         permutation.view(torch.int32),
@@ -150,7 +146,7 @@ def pieces(
         shapes.scale_bytes(operands, entries, experts, hidden),
         entries * inner,
         shapes.scale_bytes(operands, entries, experts, inner),
-        max(_aligned(entries * hidden) + 2 * entries * inner * item, entries * hidden * item),
+        max(_chain.aligned(entries * hidden) + 2 * entries * inner * item, entries * hidden * item),
     )
 
 
@@ -158,7 +154,7 @@ def workspace(problem: Problem, config: Config) -> Workspace:
     """Bytes of all intermediate tensors."""
     m, top_k, e, h, i = problem.integers("m", "top_k", "e", "h", "i")
     sizes = pieces(operands_named(problem.text("w")), m * top_k, e, h, i, ITEM_BYTES[problem.text("x")])
-    return Workspace(sum(_aligned(size) for size in sizes))
+    return Workspace(_chain.room(sizes))
 
 
 def accepts(problem: Problem) -> str | None:
