@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, need, need_workspace, row_stride
+from gristmill.kernels.common import DTYPE_CODES, dtype_name, need_workspace, row_stride
 from gristmill.kernels.cuda_ptx_of import ptx_entry_of
 from gristmill.kernels.linear._epilogue import finish
+from gristmill.kernels.linear._plain_blocks import need_blocks
 from gristmill.kernels.linear.block_scaled_sm120.args import ARGS, QUANTIZE
 from gristmill.kernels.linear.block_scaled_sm120.shapes import room_of
 from gristmill.kernels.linear.frag16_sm80.gemm import COUNTER_BYTES
@@ -33,20 +34,11 @@ def launch(config: Config, call: LinearCall) -> None:
         ValueError: tensors that are not those of a weight in the format, or in another order than x's columns; a workspace that is too small.
         RuntimeError: no driver, one that does not take the PTX, or another error of the driver.
     """
-    x, (codes, scales, _, row_scale, _, perm) = call.x, call.weight
+    x, (codes, scales, _, row_scale, _, _) = call.x, call.weight
     form, k = str(config["format"]), x.shape[-1]
     rows, m = call.out.shape[-1] * (2 if call.silu_mul else 1), x.numel() // x.shape[-1]
     scheme, name = QuantScheme.parse(form), f"linear of {form}"
-    shapes = ((rows, scheme.code_bytes(k)), (rows, scheme.groups(k)))
-    need(
-        (tuple(codes.shape), tuple(scales.shape)) == shapes and not perm.numel(),
-        f"{name}: expected codes {list(shapes[0])} and scales {list(shapes[1])} in the order of x's columns, "
-        f"got {list(codes.shape)} and {list(scales.shape)}" + (" and a permutation" if perm.numel() else ""),
-    )
-    need(
-        row_scale.numel() == (rows if scheme.has_global else 0),
-        f"{name}: expected {rows if scheme.has_global else 0} multipliers of rows, got {row_scale.numel()}",
-    )
+    need_blocks(name, scheme, call.weight, (rows,), k)
     if m == 0:
         return
     room = room_of(config, m, k, rows if call.silu_mul else 0)

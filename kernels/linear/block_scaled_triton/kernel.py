@@ -17,8 +17,9 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
-from gristmill.kernels.common import need, need_workspace
+from gristmill.kernels.common import need_workspace
 from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.linear._plain_blocks import need_blocks
 from gristmill.kernels.linear.block_scaled_triton._product import block_scaled_product
 from gristmill.kernels.linear.block_scaled_triton.quantize import (
     OPERANDS,
@@ -166,16 +167,10 @@ def launch(config: Config, call: LinearCall) -> None:
     """
     import torch
 
-    codes, scales, _, row_scale, _, perm = call.weight
+    codes, scales, _, row_scale, _, _ = call.weight
     scheme, k, columns = QuantScheme.parse(str(config["scheme"])), call.x.shape[-1], call.out.shape[-1]
     rows, m = columns * (2 if call.silu_mul else 1), call.x.numel() // k
-    of_w, of_x = OPERANDS[scheme.weights], OPERANDS[str(scheme.activation)]
-    shapes = ((rows, k // of_w.packed), (rows, k // of_w.group))
-    need(
-        (tuple(codes.shape), tuple(scales.shape)) == shapes and not perm.numel(),
-        f"linear of {scheme}: expected codes {list(shapes[0])} and scales {list(shapes[1])} in the order of x's columns, "
-        f"got {list(codes.shape)} and {list(scales.shape)}" + (" and a permutation" if perm.numel() else ""),
-    )
+    need_blocks(f"linear of {scheme}", scheme, call.weight, (rows,), k)
     if m == 0:
         return
     sizes = _sizes(str(scheme), m, k)
@@ -186,7 +181,7 @@ def launch(config: Config, call: LinearCall) -> None:
         need_workspace("linear", space, sum(sizes), call.x.device)
     x_codes, x_scales = space[: sizes[0]], space[sizes[0] : sizes[0] + sizes[1]]
     factor = space[sizes[0] + sizes[1] : sum(sizes)].view(torch.float32)
-    quantize(of_x, call.x, m, k, x_codes, x_scales, factor)
+    quantize(OPERANDS[str(scheme.activation)], call.x, m, k, x_codes, x_scales, factor)
     grid = (cdiv(columns, int(config["bn"])), cdiv(m, int(config["bm"])))
     block_scaled_kernel[grid](
         x_codes,

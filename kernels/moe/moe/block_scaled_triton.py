@@ -17,8 +17,8 @@ from gristmill.kernel_registry.requirement import Requirement
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv, next_power_of_2
 from gristmill.kernel_registry.target import Target
 from gristmill.kernels.aot import AotCase
-from gristmill.kernels.common import need
 from gristmill.kernels.lazy_triton import jit, tl
+from gristmill.kernels.linear._plain_blocks import need_blocks
 from gristmill.kernels.linear.block_scaled_triton._product import block_scaled_product
 from gristmill.kernels.linear.block_scaled_triton.kernel import FEATURES, MIXED, constants, schemes_of, tile
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS, aot_case, maxima_case, quantize
@@ -142,23 +142,17 @@ def product(config: Config, room: Tensor, call: GroupedLinearCall) -> None:
     """
     import torch
 
-    x, (codes, scales, _, w_factor, _, perm) = call.x, call.weight
+    x, (codes, scales, _, w_factor, _, _) = call.x, call.weight
     scheme, (given, k), (rows, columns) = QuantScheme.parse(str(config["scheme"])), x.shape, call.out.shape
     experts, n = call.expert_offsets.shape[0] - 1, columns * (2 if call.silu_mul else 1)
-    of_w, of_x = OPERANDS[scheme.weights], OPERANDS[str(scheme.activation)]
-    shapes = ((experts, n, k // of_w.packed), (experts, n, k // of_w.group))
-    need(
-        (tuple(codes.shape), tuple(scales.shape)) == shapes and not perm.numel(),
-        f"moe of {scheme}: expected codes {list(shapes[0])} and scales {list(shapes[1])} in the order of x's columns, "
-        f"got {list(codes.shape)} and {list(scales.shape)}" + (" and a permutation" if perm.numel() else ""),
-    )
+    need_blocks(f"moe of {scheme}", scheme, call.weight, (experts, n), k)
     if not rows:
         return
     x_codes, x_scales, factors = room.split(
         [*_block_scaled_chain.sizes_of_rows(str(scheme.activation), given, k)]
     )
     x_factor = factors.view(torch.float32)
-    quantize(of_x, x, given, k, x_codes, x_scales, x_factor, by_row=True)
+    quantize(OPERANDS[str(scheme.activation)], x, given, k, x_codes, x_scales, x_factor, by_row=True)
     bm, bn = int(config["bm"]), int(config["bn"])
     # Each expert wastes less than one tile.
     grid = (cdiv(columns, bn), min(rows, cdiv(rows, bm) + experts))

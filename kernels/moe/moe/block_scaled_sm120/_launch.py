@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gristmill.kernel_registry.kernel import Config
 from gristmill.kernel_registry.scheme import QuantScheme
-from gristmill.kernels.common import DTYPE_CODES, dtype_name, need
+from gristmill.kernels.common import DTYPE_CODES, dtype_name
 from gristmill.kernels.cuda_ptx_of import ptx_entry_of
+from gristmill.kernels.linear._plain_blocks import need_blocks
 from gristmill.kernels.linear.block_scaled_sm120._launch import ARCH, Places, quantize
 from gristmill.kernels.moe.moe.block_scaled_sm120.args import ARGS
 from gristmill.kernels.native import check
@@ -32,21 +33,11 @@ def product(config: Config, room: Sequence[Tensor], call: GroupedLinearCall) -> 
         ValueError: tensors that are not those of a weight in the format, or in another order than x's columns.
         RuntimeError: no driver, one that does not take the PTX, or another error of the driver.
     """
-    x, (codes, scales, _, row_scale, _, perm) = call.x, call.weight
+    x, (codes, scales, _, row_scale, _, _) = call.x, call.weight
     form, (given, k), experts = str(config["format"]), x.shape, call.expert_offsets.shape[0] - 1
     (rows, columns), scheme = call.out.shape, QuantScheme.parse(form)
     n, name = columns * (2 if call.silu_mul else 1), f"moe of {form}"
-    shapes = ((experts, n, scheme.code_bytes(k)), (experts, n, scheme.groups(k)))
-    need(
-        (tuple(codes.shape), tuple(scales.shape)) == shapes and not perm.numel(),
-        f"{name}: expected codes {list(shapes[0])} and scales {list(shapes[1])} in the order of x's columns, "
-        f"got {list(codes.shape)} and {list(scales.shape)}" + (" and a permutation" if perm.numel() else ""),
-    )
-    factors = experts * n if scheme.has_global else 0
-    need(
-        row_scale.numel() == factors,
-        f"{name}: expected {factors} multipliers of rows, got {row_scale.numel()}",
-    )
+    need_blocks(name, scheme, call.weight, (experts, n), k)
     if rows == 0:
         return
     places = Places(*(part.data_ptr() if part.numel() else 0 for part in room))
