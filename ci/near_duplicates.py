@@ -65,7 +65,7 @@ ACCEPTED = {
     (
         "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
         "kernels/moe/moe/block_scaled_sm120/grouped.cuh",
-    ): "the activation: in a common header it would change the code that the records of sm_80 name",
+    ): "the columns that a lane stores, up to a row's end, which only one of them checks",
     (
         "kernels/linear/w8a8_sm80/quantize_fp8.h",
         "kernels/linear/w8a8_sm90/_quantize_rows_sm90.cu",

@@ -19,6 +19,7 @@ from gristmill.kernels.aot import AotCase, matrix_product
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.linear._triton import product, weight_arguments, weight_case
 from gristmill.kernels.linear.triton import accepts_dense, accepts_quantized, tile
+from gristmill.kernels.moe._swiglu_triton import swiglu
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import GroupedLinearCall
@@ -152,14 +153,8 @@ def grouped_linear_kernel(
                 part += tl.load(of_row, mask=n_mask, other=0).to(tl.float32)[None, :]
             if half == 0:
                 y = part
-            elif CLAMP:
-                # Comparisons with NaN are false, so that NaN passes, as in torch's clamp.
-                y = tl.where(y > limit, limit, y)
-                part = tl.where(part > limit, limit, part)
-                part = tl.where(part < -limit, -limit, part)
-                y = y / (1.0 + tl.exp(-alpha * y)) * (part + 1.0)
             else:
-                y = y / (1.0 + tl.exp(-y)) * part
+                y = swiglu(y, part, alpha, limit, CLAMP)
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
         tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
     else:

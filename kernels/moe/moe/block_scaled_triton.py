@@ -23,6 +23,7 @@ from gristmill.kernels.linear.block_scaled_triton._product import block_scaled_p
 from gristmill.kernels.linear.block_scaled_triton.kernel import FEATURES, MIXED, constants, schemes_of, tile
 from gristmill.kernels.linear.block_scaled_triton.quantize import OPERANDS, aot_case, maxima_case, quantize
 from gristmill.kernels.moe import _block_scaled_chain
+from gristmill.kernels.moe._swiglu_triton import swiglu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,14 +118,8 @@ def experts_kernel(
                 z += tl.load(bias + w_rows, mask=n_mask, other=0.0).to(tl.float32)[None, :]
             if half == 0:
                 y = z
-            elif CLAMP:
-                # Comparisons with NaN are false, so that NaN passes.
-                y = tl.where(y > limit, limit, y)
-                z = tl.where(z > limit, limit, z)
-                z = tl.where(z < -limit, -limit, z)
-                y = y / (1.0 + tl.exp(-alpha * y)) * (z + 1.0)
             else:
-                y = y / (1.0 + tl.exp(-y)) * z
+                y = swiglu(y, z, alpha, limit, CLAMP)
         to = rows.to(tl.int64)[:, None] * n + ns[None, :]
         tl.store(out + to, y.to(out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 

@@ -17,6 +17,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe._swiglu_triton import swiglu
 from gristmill.kernels.moe.combine.op import OP as COMBINE
 from gristmill.kernels.moe.grouped_linear.frag16_sm90 import shapes
 from gristmill.kernels.moe.permute.op import OP as PERMUTE
@@ -58,14 +59,7 @@ def activation_kernel(
         of_expert = bias + expert.to(tl.int64) * 2 * inner + columns
         gate += tl.load(of_expert, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(of_expert + inner, mask=inside, other=0.0).to(tl.float32)
-    if CLAMP:
-        # Comparisons with NaN are false, so that NaN passes, as in torch's clamp.
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, up)
-        up = tl.where(up < -limit, -limit, up)
-        y = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    else:
-        y = gate / (1.0 + tl.exp(-gate)) * up
+    y = swiglu(gate, up, alpha, limit, CLAMP)
     tl.store(acts + row.to(tl.int64) * inner + columns, y.to(acts.dtype.element_ty), mask=inside)
 
 

@@ -18,6 +18,7 @@ from gristmill.kernels.aot import AotCase
 from gristmill.kernels.common import ITEM_BYTES
 from gristmill.kernels.lazy_triton import jit, tl
 from gristmill.kernels.moe import _chain
+from gristmill.kernels.moe._swiglu_triton import swiglu
 
 if TYPE_CHECKING:
     from gristmill.kernels.calls import MoeCall
@@ -66,14 +67,7 @@ def gate_and_up_kernel(
             of_expert = bias + expert * 2 * inner + rows
             g += tl.load(of_expert, mask=inside, other=0.0).to(tl.float32)
             u += tl.load(of_expert + inner, mask=inside, other=0.0).to(tl.float32)
-        if CLAMP:
-            # Comparisons with NaN are false, so that NaN passes, as in torch's clamp.
-            g = tl.where(g > limit, limit, g)
-            u = tl.where(u > limit, limit, u)
-            u = tl.where(u < -limit, -limit, u)
-            y = g / (1.0 + tl.exp(-alpha * g)) * (u + 1.0)
-        else:
-            y = g / (1.0 + tl.exp(-g)) * u
+        y = swiglu(g, u, alpha, limit, CLAMP)
         tl.store(activations + entry * inner + rows, y.to(activations.dtype.element_ty), mask=inside)
 
 

@@ -8,6 +8,7 @@
 //  - Tiles of one expert that share rows of W follow each other, so that W is read from memory once.
 #pragma once
 #include "linear/frag16_sm80/gemm_tile.cuh"
+#include "moe/swiglu.cuh"
 
 namespace gm {
 
@@ -171,15 +172,8 @@ struct Grouped : GemmTile<W, MT, WN, NX, NW> {
 #pragma unroll
         for (int r = 0; r < kWarpTiles; ++r)
           acc[r][c][i] = acc[r][c][i] * W::kFactor * by[r][i >> 1] + plus[r][i >> 1];
-        if (p.gated) acc[0][c][i] = activated(acc[0][c][i], acc[1][c][i]);
+        if (p.gated) acc[0][c][i] = swiglu(p, acc[0][c][i], acc[1][c][i]);
       }
-  }
-  // silu(gate) * up, or its clamped form. Comparisons with NaN are false, so that NaN passes.
-  __device__ __forceinline__ float activated(float gate, float up) const {
-    if (!p.clamp) return gate / (1.f + expf(-gate)) * up;
-    gate = gate > p.limit ? p.limit : gate;
-    up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-    return gate / (1.f + expf(-p.alpha * gate)) * (up + 1.f);
   }
 
   // Rounds and writes the first TILES tiles' values, 8 rows of y at a time, through shared memory: a lane writes

@@ -7,6 +7,7 @@
 #pragma once
 #include "expert_tiles.cuh"
 #include "linear/block_scaled_sm120/tile.cuh"
+#include "moe/swiglu.cuh"
 #include "params.h"
 
 #ifdef __CUDACC__
@@ -118,15 +119,8 @@ struct Grouped : Tile<Format, MT, WN, SLOTS> {
         for (int r = 0; r < kWarpTiles; ++r)
           acc[r][c][i] =
               __fadd_rn(__fmul_rn(acc[r][c][i], __fmul_rn(factor, by[r][i >> 1])), plus[r][i >> 1]);
-        if (p.gated) acc[0][c][i] = activated(acc[0][c][i], acc[1][c][i]);
+        if (p.gated) acc[0][c][i] = swiglu(p, acc[0][c][i], acc[1][c][i]);
       }
-  }
-  // silu(gate) * up, or its clamped form. Comparisons with NaN are false, so that NaN passes.
-  __device__ __forceinline__ float activated(float gate, float up) const {
-    if (!p.clamp) return gate / (1.f + expf(-gate)) * up;
-    gate = gate > p.limit ? p.limit : gate;
-    up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-    return gate / (1.f + expf(-p.alpha * gate)) * (up + 1.f);
   }
 
   // Rounds and writes the first TILES tiles' values, 8 rows of y at a time, through shared memory: a lane writes
