@@ -59,9 +59,6 @@ ACCEPTED = {
     ("kernels/linear/block_scaled_sm120/tile.cuh", "kernels/linear/frag16_sm80/gemm_tile.cuh"): (
         "the transposition of eight rows: in a common header it would change the code that the records of sm_80 name"
     ),
-    ("kernels/linear/block_scaled_sm120/entry.h", "kernels/linear/w8a8_sm80/entry.h"): (
-        "the checks and the grid of a launch, whose parameters are other structs"
-    ),
     (
         "kernels/moe/grouped_linear/frag16_sm80/grouped.cuh",
         "kernels/moe/moe/block_scaled_sm120/grouped.cuh",

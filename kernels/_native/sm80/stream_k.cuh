@@ -95,14 +95,32 @@ struct StreamK {
 }  // namespace gm
 
 #else  // host
+#include "gm_cuda.h"
+
 namespace gm {
 
-// Which tiles of p are shared by `grid` CTAs, if any may be: those past the last whole wave, where every CTA gets a group
-// of them, so that the CTAs of a tile follow each other.
-template <typename PARAMS>
-void share_tiles(PARAMS& p, int grid, bool may_share) {
-  const int rest = p.blocks % grid;
-  p.whole = may_share && int64_t(rest) * p.groups >= grid ? p.blocks - rest : p.blocks;
+// Tiles of `height` rows and `width` columns of y [a.m, a.n] by a.grid CTAs; p.groups is set. If any may be, those past the
+// last whole wave are shared, where every CTA gets a group of them, so that the CTAs of a tile follow each other. False if
+// there are too many.
+template <typename PARAMS, typename ARGS>
+bool deal_tiles(PARAMS& p, const ARGS& a, int height, int width) {
+  const int64_t high = (int64_t(a.m) + height - 1) / height, blocks = high * ceil_div(a.n, width);
+  if (blocks * p.groups > INT32_MAX) return false;
+  const int rest = int(blocks) % a.grid;
+  p.high = int(high), p.blocks = int(blocks);
+  p.whole = a.share && int64_t(rest) * p.groups >= a.grid ? p.blocks - rest : p.blocks;
+  return true;
+}
+
+// Launches a kernel over them.
+template <typename PARAMS, typename ARGS>
+int launch_tiles(CudaKernel& kernel, PARAMS& p, const ARGS& a, int warps, int smem) {
+  const bool shared = p.whole < p.blocks;
+  if (shared && (a.counters == nullptr || !is_aligned(a.sums) || a.sums == nullptr)) return GM_E_ARG;
+  const unsigned grid = shared || a.grid < p.blocks ? a.grid : p.blocks;
+  void* arguments[] = {&p};
+  return kernel.launch(a.device, a.stream,
+                       {.grid_x = grid, .block = unsigned(warps * 32), .smem = unsigned(smem)}, arguments);
 }
 
 }  // namespace gm

@@ -44,7 +44,6 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearBlockScaledArgs)(const GmLinearBlockScaledArgs* a
   if (one == nullptr || a.grid < 1) return GM_E_ARG;
   const int rows = one->warps * gm::block_scaled::kWarpRows;
   const int smem = gm::block_scaled::ring_bytes<Slot>(*one);
-  const int64_t high = (int64_t(a.m) + one->mt - 1) / one->mt, blocks = high * gm::ceil_div(a.n, rows);
   gm::block_scaled::Params p{};
   p.y = a.y, p.bias = a.bias, p.residual = a.residual;
   p.x = static_cast<const uint8_t*>(a.x), p.w = static_cast<const uint8_t*>(a.w);
@@ -52,9 +51,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearBlockScaledArgs)(const GmLinearBlockScaledArgs* a
   p.x_factor = a.x_factor, p.w_factor = a.w_factor;
   p.counters = a.counters, p.sums = a.sums, p.m = a.m, p.n = a.n, p.k = a.k;
   p.groups = a.k / Slot::kColumns;
-  if (blocks * p.groups > INT32_MAX) return GM_E_SHAPE;
-  p.high = int(high), p.blocks = int(blocks);
-  gm::share_tiles(p, a.grid, a.share);
+  if (!gm::deal_tiles(p, a, one->mt, rows)) return GM_E_SHAPE;
   p.half = a.y_type == 1;
   p.vectors = a.n % 8 == 0 && gm::is_aligned(a.y) && gm::is_aligned(a.residual);
   if (a.device < 0) return smem;
@@ -62,13 +59,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearBlockScaledArgs)(const GmLinearBlockScaledArgs* a
   if (!gm::is_aligned(a.x) || !gm::is_aligned(a.w)) return GM_E_ARG;
   if (reinterpret_cast<uintptr_t>(a.x_scale) % 8 || reinterpret_cast<uintptr_t>(a.w_scale) % 8)
     return GM_E_ARG;
-  const bool shared = p.whole < p.blocks;
-  if (shared && (a.counters == nullptr || !gm::is_aligned(a.sums) || a.sums == nullptr)) return GM_E_ARG;
-  const unsigned grid = shared || a.grid < p.blocks ? a.grid : p.blocks;
-  void* arguments[] = {&p};
-  return one->kernel.launch(a.device, a.stream,
-                            {.grid_x = grid, .block = unsigned(one->warps * 32), .smem = unsigned(smem)},
-                            arguments);
+  return gm::launch_tiles(one->kernel, p, a, one->warps, smem);
 }
 
 #endif

@@ -53,7 +53,6 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Sm80Args)(const GmLinearW8a8Sm80Args* args) {
   if (one == nullptr || a.grid < 1) return GM_E_ARG;
   const int rows = one->warps * gm::w8a8::kWarpRows;
   const int smem = one->slots * (one->mt + rows) * (one->kb + (GM_BLOCKS ? 4 : 0));
-  const int64_t high = (int64_t(a.m) + one->mt - 1) / one->mt, blocks = high * gm::ceil_div(a.n, rows);
   gm::w8a8::Params p{};
   p.y = a.y, p.bias = a.bias, p.residual = a.residual;
   p.x = static_cast<const uint8_t*>(a.x), p.w = static_cast<const uint8_t*>(a.w);
@@ -61,9 +60,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Sm80Args)(const GmLinearW8a8Sm80Args* args) {
   p.row_block = static_cast<const int*>(a.row_block), p.x_step = a.x_step, p.x_pitch = a.x_pitch;
   p.counters = a.counters, p.sums = a.sums, p.ldx = a.ldx, p.m = a.m, p.n = a.n, p.k = a.k;
   p.groups = gm::ceil_div(a.k, one->kb), p.k_blocks = gm::ceil_div(a.k, gm::w8a8::kBlock);
-  if (blocks * p.groups > INT32_MAX) return GM_E_SHAPE;
-  p.high = int(high), p.blocks = int(blocks);
-  gm::share_tiles(p, a.grid, a.share);
+  if (!gm::deal_tiles(p, a, one->mt, rows)) return GM_E_SHAPE;
   p.half = a.y_type == 1;
   p.vectors = a.n % 8 == 0 && gm::is_aligned(a.y) && gm::is_aligned(a.residual);
   if (a.device < 0) return smem;
@@ -71,13 +68,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmLinearW8a8Sm80Args)(const GmLinearW8a8Sm80Args* args) {
   if (a.ldx % 16 || a.ldx < a.k || !gm::is_aligned(a.x) || !gm::is_aligned(a.w)) return GM_E_ARG;
   if (GM_BLOCKS && (a.row_block == nullptr || a.x_pitch % 4 || a.x_pitch < a.m || !gm::is_aligned(a.x_scale)))
     return GM_E_ARG;
-  const bool shared = p.whole < p.blocks;
-  if (shared && (a.counters == nullptr || !gm::is_aligned(a.sums) || a.sums == nullptr)) return GM_E_ARG;
-  const unsigned grid = shared || a.grid < p.blocks ? a.grid : p.blocks;
-  void* arguments[] = {&p};
-  return one->kernel.launch(a.device, a.stream,
-                            {.grid_x = grid, .block = unsigned(one->warps * 32), .smem = unsigned(smem)},
-                            arguments);
+  return gm::launch_tiles(one->kernel, p, a, one->warps, smem);
 }
 
 #endif

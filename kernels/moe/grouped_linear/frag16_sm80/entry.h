@@ -40,6 +40,7 @@ GM_OPERANDS(GM_KERNELS)
 
 #else  // host
 #include "args.h"
+#include "moe/expert_grid.h"
 
 namespace {
 
@@ -90,9 +91,7 @@ int run(const Args& a, Instance& one) {
                    gm::list_bytes(a.experts);
   if (a.device < 0) return smem;
   if (a.rows == 0) return GM_OK;
-  // Each expert may have one partial tile.
-  const int64_t high = int64_t(gm::ceil_div(a.rows, one.mt)) + a.experts;
-  const int64_t tiles = (high < a.rows ? high : a.rows) * p.blocks;
+  const int64_t tiles = gm::most_expert_tiles(a.rows, a.experts, one.mt, p.blocks);
   if (tiles > INT32_MAX) return GM_E_SHAPE;
   void* arguments[] = {&p};
   return one.kernel.launch(a.device, a.stream,

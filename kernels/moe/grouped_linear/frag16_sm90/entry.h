@@ -41,6 +41,7 @@ GM_VARIANTS(GM_KERNELS)
 
 #else  // host
 #include "args.h"
+#include "moe/expert_grid.h"
 
 namespace {
 
@@ -105,9 +106,7 @@ int run(const Args& a, Instance& one) {
                                     uint64_t(a.x_rows), uint64_t(a.ldx) * 2, gm::kXSlotK, unsigned(a.mt));
     if (status != GM_OK) return status;
   }
-  // Each expert may have one partial tile.
-  const int64_t high = int64_t(ceil_div(a.rows, a.mt)) + a.experts;
-  const int64_t tiles = (high < a.rows ? high : a.rows) * p.blocks;
+  const int64_t tiles = gm::most_expert_tiles(a.rows, a.experts, a.mt, p.blocks);
   if (tiles > INT32_MAX) return GM_E_SHAPE;
   void* arguments[] = {&p, &map};
   return one.kernel.launch(a.device, a.stream,

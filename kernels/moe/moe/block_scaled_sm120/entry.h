@@ -22,6 +22,7 @@ GM_SHAPES(GM_KERNEL)
 #else  // host
 #include "args.h"
 #include "linear/block_scaled_sm120/instance.h"
+#include "moe/expert_grid.h"
 
 namespace {
 
@@ -63,9 +64,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmGroupedBlockScaledArgs)(const GmGroupedBlockScaledArgs*
   if (a.rows == 0) return GM_OK;
   if (!gm::is_aligned(a.x) || !gm::is_aligned(a.w) || a.offsets == nullptr) return GM_E_ARG;
   if (!aligned_to_8(a.y) || !aligned_to_8(a.x_scale) || !aligned_to_8(a.w_scale)) return GM_E_ARG;
-  // Each expert may have one partial tile.
-  const int64_t high = int64_t(gm::ceil_div(a.rows, one->mt)) + a.experts;
-  const int64_t tiles = (high < a.rows ? high : a.rows) * p.blocks;
+  const int64_t tiles = gm::most_expert_tiles(a.rows, a.experts, one->mt, p.blocks);
   if (tiles + a.grid > INT32_MAX) return GM_E_SHAPE;
   void* arguments[] = {&p};
   return one->kernel.launch(a.device, a.stream,

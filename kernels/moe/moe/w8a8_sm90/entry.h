@@ -21,6 +21,7 @@ GM_SHAPES(GM_ONE)
 
 #else
 #include "args.h"
+#include "moe/expert_grid.h"
 
 namespace {
 
@@ -64,9 +65,7 @@ GM_CUDA_ARGS(GM_ENTRY, GmGroupedW8a8Args)(const GmGroupedW8a8Args* args) {
   g.expert_scales = int64_t(GM_BLOCKS ? a.block_rows * k_blocks : a.n) * (a.w_type == 0 ? 4 : 2);
   g.list.offsets = a.offsets, g.list.experts = a.experts, g.list.rows = a.rows;
   g.list.blocks = ceil_div(a.n, one->tile_n()), g.list.by_blocks = gm::reciprocal(g.list.blocks);
-  // Each expert may have one partial tile.
-  const int64_t high = int64_t(ceil_div(a.rows, one->tile_m())) + a.experts;
-  const int64_t tiles = (high < a.rows ? high : a.rows) * g.list.blocks;
+  const int64_t tiles = gm::most_expert_tiles(a.rows, a.experts, one->tile_m(), g.list.blocks);
   if (tiles + a.grid > INT32_MAX) return GM_E_SHAPE;
 
   CUtensorMap maps[2];
