@@ -51,7 +51,13 @@ FIBERS, MACHINE_CODE = "tests/native/test_hip_fibers.py", "tests/native/test_hip
 CHAINS = {
     "all_reduce_add_rms_norm_ordered_triton": ("fused_add_rms_norm_triton",),
     "all_reduce_add_rms_norm_triton": ("fused_add_rms_norm_triton",),
-    "moe_block_scaled_cutedsl_sm100": ("permute_triton", "moe_block_scaled_cutedsl_sm100", "combine_triton"),
+    "moe_block_scaled_cutedsl_sm100": (
+        "permute_triton",
+        "grouped_linear_block_scaled_cutedsl_sm100",
+        "combine_triton",
+    ),
+    "moe_mx_triton": ("permute_triton", "grouped_linear_mx_triton", "combine_triton"),
+    "moe_nvfp4_triton": ("permute_triton", "grouped_linear_nvfp4_triton", "combine_triton"),
     "moe_chain_triton": ("permute_triton", "grouped_linear_triton", "combine_triton", "activation_triton"),
     "moe_chain_w_triton": (
         "permute_triton",

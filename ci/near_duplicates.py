@@ -27,7 +27,7 @@ ACCEPTED = {
     ("kernels/linear/triton.py", "kernels/moe/grouped_linear/triton.py"): (
         "the call of the tile product: the arguments of a jitted function are passed one by one"
     ),
-    ("kernels/linear/block_scaled_triton/kernel.py", "kernels/moe/moe/block_scaled_triton.py"): (
+    ("kernels/linear/block_scaled_triton/kernel.py", "kernels/moe/grouped_linear/block_scaled_triton.py"): (
         "the call of the tile product, for the same reason"
     ),
     ("kernels/sampling/_sample_triton.py", "kernels/sampling/_sample_triton.py"): (

@@ -30,6 +30,14 @@ def sizes_of_rows(form: str, rows: int, k: int) -> tuple[int, int, int]:
     return codes, scales, factors
 
 
+def room_of_rows(scheme: str, x: Tensor) -> Tensor:
+    """An allocation for the codes, scales and factors of the rows of x [R, K]."""
+    import torch
+
+    size = sum(sizes_of_rows(str(QuantScheme.parse(scheme).activation), *x.shape))
+    return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
 def workspace(problem: Problem, config: Config) -> Workspace:
     """Bytes of the chain's intermediate tensors, and of quantized rows: tokens, then those between the products."""
     m, top_k, h, i = problem.integers("m", "top_k", "h", "i")

@@ -22,7 +22,7 @@ from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.scheme import ACTIVATION_FORMATS, QuantScheme, cdiv
 from gristmill.kernels.common import ITEM_BYTES, dtype_name
 from gristmill.kernels.given_codes import GROUPS
-from gristmill.kernels.moe.moe.op import ROWS
+from gristmill.kernels.moe._rows import ROWS
 from gristmill.quant import QuantTensor
 from gristmill.runtime.kv_cache.paged import AUTO, CacheFormat
 from gristmill.runtime.layers.loaded_schemes import LoadedSchemes, in_scheme

@@ -396,7 +396,8 @@ def grouped_linear(
     x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. bias [E, N], in x's dtype: bias[e] is added.
     silu_mul: then silu(first N / 2 columns) · the others. clamp, with silu_mul: instead g · sigmoid(alpha · g) · (u + 1), where
     g = min(gate, limit) and u = clamp(up, -limit, limit). float32 inside, rounded once to x's dtype. Rows past those of the last
-    expert are 0, and their entries in permutation are not read. Reads the offsets on the host.
+    expert are 0, and their entries in permutation are not read. A scheme with an activation part quantizes x first, by that format's
+    rule, a row at a time: nvfp4 has a multiplier for each row. Reads the offsets on the host.
 
     weight: One dense tensor; or, with a plan, the tensors of a layout that the plan reads. A QuantTensor is packed first
         (`gristmill.LinearWeight`, `gristmill.quant.pack`).
@@ -407,7 +408,8 @@ def grouped_linear(
         n: rows of an expert's W (gate and up together for silu_mul); an integer of at least 1
         k: columns of W; an integer of at least 1
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
-        w: how the weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
+        w: how the weights are stored, and the format x is quantized to, if any; a quantization scheme name such as bf16, int4_g128 or
+            fp8_block.fp8_g128
         epilogue: what follows the product; none or a +-joined subset of bias, silu_mul, clamp
         gather: top_k when rows of x are taken by permutation, 0 when x is sorted; an integer of at least 0
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false

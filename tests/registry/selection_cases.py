@@ -682,6 +682,44 @@ moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_103 | cutedsl | - | m
 moe | m=1,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
 moe | m=64,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
 moe | m=1024,top_k=8,e=128,h=2048,i=768,w=mxfp4.mxfp8 | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8,e=128,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=8192,e=64,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_103 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_120 | family120 | - | grouped_linear_fp4_sm120
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_120 | family120 | - | grouped_linear_fp4_sm120
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_120 | family120 | - | grouped_linear_mxfp8_sm120
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_121 | family120 | - | grouped_linear_fp4_sm120
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp4,epilogue=silu_mul,gather=8 | sm_121 | family120 | - | grouped_linear_fp4_sm120
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_121 | family120 | - | grouped_linear_mxfp8_sm120
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_110 | cutedsl | - | grouped_linear_nvfp4_triton
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp8.mxfp8,epilogue=silu_mul,gather=8 | sm_110 | cutedsl | - | grouped_linear_mx_triton
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_120 | cutedsl | - | grouped_linear_nvfp4_triton
+grouped_linear | m=512,e=128,n=1536,k=2048,w=mxfp4.mxfp8,epilogue=silu_mul,gather=8 | sm_121 | family120 | - | grouped_linear_mx_triton
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_100 | cutedsl-old | - | grouped_linear_nvfp4_triton
+grouped_linear | m=512,e=128,n=1536,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul,gather=8 | sm_90 | cutedsl | - | grouped_linear_torch
+grouped_linear | m=512,e=128,n=1536,k=2048,w=fp8_block.fp8_g128,epilogue=silu_mul,gather=8 | sm_90 | cutedsl | - | grouped_linear_torch
+grouped_linear | m=512,e=128,n=1408,k=2048,w=nvfp4.nvfp4,epilogue=silu_mul | sm_100 | cutedsl | - | grouped_linear_nvfp4_triton
 moe | m=4096,top_k=8,e=256,h=7168,i=2048,x=fp16,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | moe_block_scaled_cutedsl_sm100
 moe | m=16,top_k=4,e=32,h=2944,i=2944,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_103 | cutedsl | - | moe_block_scaled_cutedsl_sm100
 moe | m=16,top_k=4,e=32,h=2880,i=2880,w=mxfp4.mxfp8,epilogue=w13_bias+w2_bias+clamp | sm_100 | cutedsl | - | moe_mx_triton
@@ -885,6 +923,10 @@ linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | cutedsl-old | - | linear_bl
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4 | sm_100 | family120 | - | linear_block_scaled_cutedsl_sm100 | build | nvidia-cutlass-dsl
 linear | m=64,n=4096,k=4096,w=nvfp4 | sm_100 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | not nvfp4
 linear | m=64,n=4096,k=4096,w=nvfp4.nvfp4,x=fp32 | sm_103 | cutedsl | - | linear_block_scaled_cutedsl_sm100 | problem | fp16 or bf16
+grouped_linear | m=16,e=4,n=64,k=128,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | hardware | its family
+grouped_linear | m=16,e=4,n=64,k=128,w=nvfp4.nvfp4 | sm_121 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
+grouped_linear | m=16,e=4,n=64,k=192,w=nvfp4.nvfp4 | sm_100 | cutedsl | - | grouped_linear_block_scaled_cutedsl_sm100 | problem | K a multiple of 128
+grouped_linear | m=16,e=4,n=64,k=192,w=nvfp4.nvfp4 | sm_120 | family120 | - | grouped_linear_fp4_sm120 | problem | K a multiple of 128
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_110 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | runs only on its family
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=nvfp4.nvfp4 | sm_120 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05
 moe | m=16,top_k=8,e=128,h=2048,i=768,w=mxfp8.mxfp8 | sm_121 | cutedsl | - | moe_block_scaled_cutedsl_sm100 | hardware | lacks tcgen05

@@ -10,6 +10,7 @@ from gristmill.kernel_registry.op import VERIFIED_ROWS, Cost, Op, Tolerance
 from gristmill.kernel_registry.problem import Axis, Problem, problems
 from gristmill.kernel_registry.scheme import QuantScheme, cdiv
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
+from gristmill.kernels.given_codes import activations
 from gristmill.kernels.linear.op import (
     as_quant,
     gated,
@@ -18,6 +19,7 @@ from gristmill.kernels.linear.op import (
     worst_column,
 )
 from gristmill.kernels.linear.op import check as fits
+from gristmill.kernels.moe import _rows
 from gristmill.kernels.moe._clamped import ALPHA, INPUT_LIMIT, LIMIT, clamped, clamped_error
 from gristmill.kernels.moe.permute.op import reference as permute
 from gristmill.kernels.quantized_inputs import random_weight
@@ -50,19 +52,20 @@ def reference(
     x[permutation[p] // top_k] · W[e]ᵀ, so that x needs no gathering. bias [E, N], in x's dtype: bias[e] is added.
     silu_mul: then silu(first N / 2 columns) · the others. clamp, with silu_mul: instead g · sigmoid(alpha · g) · (u + 1), where
     g = min(gate, limit) and u = clamp(up, -limit, limit). float32 inside, rounded once to x's dtype. Rows past those of the last
-    expert are 0, and their entries in permutation are not read. Reads the offsets on the host.
+    expert are 0, and their entries in permutation are not read. A scheme with an activation part quantizes x first, by that format's
+    rule, a row at a time: nvfp4 has a multiplier for each row. Reads the offsets on the host.
     """
     import torch
 
     weight = as_quant(weight)
     offsets = expert_offsets.tolist()
     source = torch.arange(x.shape[0], device=x.device) if permutation is None else permutation.long() // top_k
-    rows = x[source[: offsets[-1]]]
+    rows = activations(x[source[: offsets[-1]]], weight.scheme.activation, by_row=True)
     out = torch.zeros(source.shape[0], weight.n, dtype=torch.float32, device=x.device)
     for e, expert in enumerate(weight.experts()):
         part = slice(offsets[e], offsets[e + 1])
         if part.start < part.stop:
-            y = rows[part].float() @ expert.dequantize().T
+            y = rows[part] @ expert.dequantize().T
             out[part] = y if bias is None else y + bias[e].float()
     if silu_mul:
         out = clamped(out, alpha, limit) if clamp else gated(out)
@@ -72,7 +75,9 @@ def reference(
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
     flags = problem.flags("epilogue")
-    return clamp_rule("silu_mul" in flags, "clamp" in flags) or fits(problem)
+    return (
+        clamp_rule("silu_mul" in flags, "clamp" in flags) or _rows.misfit(problem.text("w")) or fits(problem)
+    )
 
 
 def clamp_rule(silu_mul: bool, clamp: bool) -> str | None:
@@ -142,10 +147,13 @@ def cost(problem: Problem) -> Cost:
     item, scheme = ITEM_BYTES[problem.text("x")], QuantScheme.parse(problem.text("w"))
     flags = problem.flags("epilogue")
     columns, bias = n // 2 if "silu_mul" in flags else n, n * item if "bias" in flags else 0
+    unit = problem.text("x")
+    if scheme.activation is not None:
+        unit = "int8" if scheme.activation.startswith("int8") else "fp8"
     return Cost(
         bytes=m * (k + columns) * item + min(m, e) * (scheme.weight_bytes(n, k) + bias),
         flops=2 * m * n * k,
-        unit=problem.text("x"),
+        unit=unit,
     )
 
 
@@ -179,7 +187,12 @@ OP = Op(
         Axis("n", "int", "rows of an expert's W (gate and up together for silu_mul)", minimum=1),
         Axis("k", "int", "columns of W", minimum=1),
         Axis("x", "dtype", "dtype of x and the output", default="bf16", choices=FLOATS),
-        Axis("w", "scheme", "how the weights are stored", default="bf16"),
+        Axis(
+            "w",
+            "scheme",
+            "how the weights are stored, and the format x is quantized to, if any",
+            default="bf16",
+        ),
         Axis("epilogue", "flags", "what follows the product", default="none", choices=EPILOGUE),
         Axis("gather", "int", "top_k when rows of x are taken by permutation, 0 when x is sorted", default=0),
         Axis("act_order", "bool", "columns belong to groups in any order (GPTQ's desc_act)", default=False),
@@ -224,6 +237,9 @@ OP = Op(
         m=9,e=4,n=34,k=96,x=bf16,w=mxfp4,gather=4  m=8,e=3,n=39,k=80,x=bf16,w=nvfp4
         m=5,e=2,n=17,k=64,x=fp16,w=mxfp8  m=12,e=4,n=33,k=64,w=mxfp4,epilogue=bias
         m=27,e=4,n=66,k=96,w=mxfp4,epilogue=bias+silu_mul+clamp,gather=3
+        m=9,e=3,n=34,k=96,w=mxfp4.mxfp4,gather=2  m=8,e=3,n=40,k=80,x=fp32,w=nvfp4.nvfp4,epilogue=bias
+        m=12,e=4,n=34,k=64,x=fp16,w=mxfp8.mxfp8,epilogue=silu_mul  m=9,e=3,n=36,k=96,w=mxfp4.mxfp8,epilogue=bias+silu_mul+clamp,gather=3
+        m=11,e=3,n=150,k=144,w=fp8_block.fp8_g128
         m=10,e=3,n=34,k=40,x=fp32,w=fp32,epilogue=bias+silu_mul  m=8,e=2,n=30,k=33,x=fp16,w=fp16,epilogue=silu_mul+clamp
         """
     ),

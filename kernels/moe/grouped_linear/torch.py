@@ -52,16 +52,12 @@ def of_expert(weight: Sequence[Tensor], e: int) -> list[Tensor]:
     return [t if place in shared or not t.numel() else t[e] for place, t in enumerate(weight)]
 
 
-def accepts(problem: Problem) -> str | None:
-    """Weight-only and dense schemes."""
-    activation = QuantScheme.parse(problem.text("w")).activation
-    return None if activation is None else f"takes activations in their own dtype, not {activation}"
-
-
 def accepts_named(problem: Problem) -> str | None:
-    """Of those, the schemes that have a name of their own: what compiled kernels decode."""
+    """None for weight-only and dense schemes that have a name of their own, what compiled kernels decode; else the reason why not."""
     scheme = QuantScheme.parse(problem.text("w"))
-    return accepts(problem) if scheme.is_named else f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
+    if scheme.activation is not None:
+        return f"takes activations in their own dtype, not {scheme.activation}"
+    return None if scheme.is_named else f"decodes the schemes of ALL_WEIGHT_SCHEMES, not {scheme}"
 
 
 def config(problem: Problem, target: Target) -> Config:
@@ -78,7 +74,6 @@ KERNEL = Kernel(
     requires=Requirement(packages=(("torch", "2.11"),)),
     summary="torch's product, expert by expert; synchronises",
     capturable=False,
-    accepts=accepts,
     config=config,
     layouts=("dense_v1", "plain_v1", "cpu_rows16_v1"),
     dequantizes=True,

@@ -80,7 +80,6 @@ KERNEL = Kernel(
     provider="gristmill",
     language="cutedsl",
     target=f"{__name__}:launch",
-    aot="gristmill.kernels.moe.grouped_linear.block_scaled_cutedsl.product:aot",
     requires=experts.REQUIRES,
     summary="tokens quantized once and gathered as codes; persistent warp-specialized tcgen05 with block scales; biases and activation as epilogues",
     accepts=accepts,

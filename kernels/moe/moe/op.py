@@ -16,6 +16,7 @@ from gristmill.kernels import given_codes
 from gristmill.kernels.common import FLOATS, ITEM_BYTES
 from gristmill.kernels.given_codes import activations
 from gristmill.kernels.linear.op import as_quant, pack
+from gristmill.kernels.moe import _rows
 from gristmill.kernels.moe._clamped import ALPHA, INPUT_LIMIT, LIMIT, clamped, clamped_error
 from gristmill.kernels.moe.moe._activated import FUNCTIONS, activated, activated_error, activation_fits
 from gristmill.kernels.quantized_inputs import misfit, random_weight
@@ -84,11 +85,9 @@ def reference(
 def check(problem: Problem) -> str | None:
     """Why the axes of `problem` are inconsistent; None if they are not."""
     clamp = "clamp" in problem.flags("epilogue")
-    codes = QuantScheme.parse(problem.text("w")).activation
-    if codes is not None and codes not in ROWS:
-        return f"activations are quantized a row at a time ({', '.join(ROWS)}), not as {codes}"
     return (
-        activation_fits(problem.text("activation"), bool(problem["gated"]), clamp)
+        _rows.misfit(problem.text("w"))
+        or activation_fits(problem.text("activation"), bool(problem["gated"]), clamp)
         or misfit(problem.text("w"), min(problem.integers("h", "i")), bool(problem["act_order"]))
         or given_codes.misfit(problem)
     )
@@ -222,8 +221,6 @@ def _rows_of_w13(problem: Problem) -> int:
 
 
 EPILOGUE = ("w13_bias", "w2_bias", "clamp")
-ROWS = ("fp8_token", "fp8_g128", "int8_token", "int8_g32", "int8_g128", "mxfp8", "mxfp4", "nvfp4")
-"""Formats of activations: those whose scales do not depend on other rows, so that a token's result does not either."""
 
 OP = Op(
     name="moe",

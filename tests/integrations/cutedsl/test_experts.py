@@ -30,6 +30,7 @@ from tests.integrations.cutedsl.test_block_scaled import Ptx, values
 
 OP = default_registry().op("moe")
 KERNEL = default_registry().kernel("moe", "moe_block_scaled_cutedsl_sm100")
+GROUPED = default_registry().kernel("grouped_linear", "grouped_linear_block_scaled_cutedsl_sm100")
 B200 = Target.parse("sm_100")
 
 
@@ -92,6 +93,18 @@ def outcome(problem: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> str | 
 @pytest.mark.parametrize("problem", KERNEL.examples)
 def test_the_programs_are_given_what_they_read(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(problem, "", monkeypatch) is None
+
+
+@pytest.mark.parametrize("problem", GROUPED.examples)
+def test_the_program_of_one_product_is_given_what_it_reads(
+    problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    monkeypatch.setattr(experts, "program", lambda build, config: in_torch(config))
+    op = default_registry().op("grouped_linear")
+    made = op.problem(problem)
+    result = verify(op, GROUPED, GROUPED.config(made, B200), made, "cpu")
+    assert result.ok, result.reason
 
 
 def test_rows_of_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +171,8 @@ def test_machine_code_is_asked_for_by_the_compile_matrix() -> None:
     """Registers, spills and instructions of every case are in the baseline; none spills."""
     table = json.loads(Path("ci/compile_baseline.json").read_text(encoding="utf-8"))
     names = {
-        f"{KERNEL.name}/{case.name}@{target}" for case in experts.aot(B200) for target in ("sm_100", "sm_103")
+        f"{GROUPED.name}/{case.name}@{target}"
+        for case in experts.aot(B200)
+        for target in ("sm_100", "sm_103")
     }
     assert names <= table.keys() and not any(table[name]["spills"] for name in names)
