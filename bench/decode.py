@@ -12,12 +12,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from gristmill.autotune.captures import capturing
 from gristmill.autotune.floor import ceilings
+from gristmill.bench.device_trace import Trace, recorded, summary
 from gristmill.bench.shapes import ShapeError
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import cdiv
@@ -38,6 +40,7 @@ from gristmill.tools.calibration import find_linears
 from gristmill.tools.random_model import random_model
 
 WARM_STEPS = 4
+TRACED_STEPS = 16
 CHUNK = 256
 """Prompt tokens of a step."""
 
@@ -71,6 +74,7 @@ def measure_decode(
     device: str,
     policy: Policy | None = None,
     mesh: Mesh = ALONE,
+    trace: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A row for each batch: milliseconds per step, with samples, and what they consist of.
 
@@ -78,6 +82,7 @@ def measure_decode(
         quant: the scheme of linear weights; ``bf16`` keeps them.
         context: tokens of a prompt; `steps` steps follow it and are measured.
         mesh: the mesh of this rank; all ranks of a group measure together.
+        trace: of a GPU: also `trace`, the kernels of a step as CUPTI records them.
     """
     begin = time.perf_counter()
     with torch.inference_mode():
@@ -86,10 +91,10 @@ def measure_decode(
     made = time.perf_counter() - begin
     for batch in batches:
         row = {"quant": quant, "batch": batch, "context": context, "steps": steps, "load_s": made}
-        yield row | _decode(model, batch, context, steps, device)
+        yield row | _decode(model, batch, context, steps, device, trace)
 
 
-def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> dict[str, Any]:
+def _decode(model: Model, batch: int, context: int, steps: int, device: str, trace: bool) -> dict[str, Any]:
     chunk = max(CHUNK, batch)
     # Requests with earlier prompts are ahead by the steps that the other prompts take.
     length = steps + WARM_STEPS + 2 * batch * context // chunk + 2
@@ -119,13 +124,18 @@ def _decode(model: Model, batch: int, context: int, steps: int, device: str) -> 
         raise ValueError(f"no decode step ran as a graph: {'; '.join(graph['reason'] for graph in graphs)}")
     engine.abort([str(index) for index in range(batch)])
     step = taken[WARM_STEPS:]
-    return _parts(model, runner, batch, context, device) | {
-        "step_ms": statistics.median(step),
-        "tokens_per_s": batch / statistics.median(step) * 1e3,
-        "step_samples_ms": step,
-        "graphs": graphs,
-        "kernels": summarize(explain_plans(plans)),
-    }
+    traced = {"trace": asdict(_trace(_graph_of(runner, batch, context), batch))} if trace else {}
+    return (
+        _parts(model, runner, batch, context, device)
+        | traced
+        | {
+            "step_ms": statistics.median(step),
+            "tokens_per_s": batch / statistics.median(step) * 1e3,
+            "step_samples_ms": step,
+            "graphs": graphs,
+            "kernels": summarize(explain_plans(plans)),
+        }
+    )
 
 
 def _parts(model: Model, runner: Runner, batch: int, context: int, device: str) -> dict[str, Any]:
@@ -163,6 +173,18 @@ def _graph_of(runner: Runner, batch: int, context: int) -> Callable[[], Any]:
         raise ValueError("the runner has no decode graphs")
     graph = decode.graph(batch, context + 1)
     return graph.graph.replay if graph.captured else lambda: decode.compute(graph)
+
+
+def _trace(replay: Callable[[], Any], batch: int) -> Trace:
+    """Of replays back to back. In the first one, which is left out, a rank waits for others whose profilers start later."""
+
+    def run() -> None:
+        for _ in range(TRACED_STEPS + 1):
+            replay()
+        torch.cuda.synchronize()
+
+    spans = recorded(run)
+    return summary(spans[len(spans) // (TRACED_STEPS + 1) :], batch, TRACED_STEPS)
 
 
 def _norms(model: Model, rows: int) -> Callable[[], Any]:

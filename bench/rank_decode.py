@@ -30,6 +30,7 @@ def measure_together(
     device: str,
     ranks: int,
     policy: Policy | None = None,
+    trace: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """As `measure_decode`, with `ranks` processes; RuntimeError with the traceback of a rank that fails."""
     spawn = multiprocessing.get_context("spawn")
@@ -42,7 +43,7 @@ def measure_together(
             choices = [here for here, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
             measure = (config, quant, batches, context, steps)
             file = str(Path(folder) / "rendezvous")
-            arguments = (rank, ranks, kind, file, choices, results[rank][1], policy, measure)
+            arguments = (rank, ranks, kind, file, choices, results[rank][1], policy, measure, trace)
             processes.append(spawn.Process(target=_run, args=arguments, daemon=True))
             processes[-1].start()
         try:
@@ -81,6 +82,7 @@ def _run(
     result: Connection,
     policy: Policy | None,
     measure: tuple[ModelConfig, str, tuple[int, ...], int, int],
+    trace: bool,
 ) -> None:
     import torch
 
@@ -103,7 +105,7 @@ def _run(
         else:
             resolver.chooser = Asking(choices[0])
         rendezvous(GROUP, rank, ranks, kind, file, SECONDS)
-        for row in measure_decode(*measure, device, policy, Mesh(rank, ranks, device, GROUP)):
+        for row in measure_decode(*measure, device, policy, Mesh(rank, ranks, device, GROUP), trace):
             result.send((rank, row | {"ranks": ranks}))
         result.send((rank, None))
     except Exception:

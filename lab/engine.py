@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch
 from gristmill import LLM, SamplingParams
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
+from gristmill.bench.device_trace import Trace, recorded, summary
 from gristmill.kernel_registry.policy import Policy
 from lab.result import write_result
 
@@ -125,31 +126,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Entries of config.json by name."""
-
-LONG_GAP = 5.0
-"""Microseconds between two kernels that are longer than what lies between the kernels of a graph."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Steps on the device, in microseconds per step.
-
-    Attributes:
-        batch, steps: what was traced.
-        step: from the first kernel of a step to that of the next one.
-        idle: no kernel or copy runs.
-        long_idle: in pieces of more than LONG_GAP.
-        launches: kernels and copies per step.
-        kernels: the largest, by name.
-    """
-
-    batch: int
-    steps: int
-    step: float
-    idle: float
-    long_idle: float
-    launches: float
-    kernels: dict[str, float]
 
 
 def random_model(name: str, folder: Path, **changes: Any) -> Path:
@@ -251,33 +227,15 @@ def traced(llm: LLM, batch: int, steps: int) -> Trace:
     """Trace the next steps, and end all requests."""
     engine = llm.engine
     wait()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+
+    def run() -> None:
         for _ in range(steps):
             engine.step()
         wait()
+
+    spans = recorded(run)
     engine.abort()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events()
-        if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation
-    )
     return summary(spans, batch, steps)
-
-
-def summary(spans: list[tuple[float, float, str]], batch: int, steps: int) -> Trace:
-    """The trace of kernels and copies, given by begin, end and name in the order of their begins."""
-    idle, long_idle, end = 0.0, 0.0, spans[0][0]
-    times: dict[str, float] = {}
-    for begin, stop, name in spans:
-        if begin > end:
-            idle += begin - end
-            long_idle += begin - end if begin - end > LONG_GAP else 0.0
-        end = max(end, stop)
-        times[name[:90]] = times.get(name[:90], 0.0) + stop - begin
-    whole = end - spans[0][0]
-    largest = sorted(times.items(), key=lambda item: -item[1])[:30]
-    kernels = {name: round(value / steps, 2) for name, value in largest}
-    return Trace(batch, steps, whole / steps, idle / steps, long_idle / steps, len(spans) / steps, kernels)
 
 
 def start(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

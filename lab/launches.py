@@ -24,18 +24,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gristmill import LLM, SamplingParams
 from gristmill.autotune.bound import BoundPlan
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
+from gristmill.bench.device_trace import recorded, summary
 from gristmill.kernel_registry.policy import Policy
 from gristmill.kernel_registry.scheme import cdiv
 from gristmill.runtime.runner import Runner
 from gristmill.runtime.sampler import SamplingRow
 from gristmill.runtime.scheduler import ScheduledRequest
-from lab.engine import SHAPES, random_model, summary, wait
+from lab.engine import SHAPES, random_model, wait
 from lab.result import write_result
 
 ROW = SamplingRow(SamplingParams(temperature=0.0), 0, 0)
@@ -175,16 +174,13 @@ def measured(folder: Path, prompt_graphs: str, options: argparse.Namespace) -> l
 def kernels(step: Callable[[], object], steps: int, layers: int) -> dict[str, Any]:
     """Kernels and copies of a step, from a trace."""
     wait()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+
+    def run() -> None:
         for _ in range(steps):
             step()
         wait()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events()
-        if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation
-    )
-    trace = summary(spans, 1, steps)
+
+    trace = summary(recorded(run), 1, steps)
     return {"kernels_per_layer": trace.launches / layers, "kernels_us": trace.step - trace.idle}
 
 

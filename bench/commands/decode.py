@@ -46,6 +46,7 @@ from gristmill.bench.result_file import write
 @click.option(
     "--ranks", type=click.IntRange(2), metavar="N", help="Share the model among N processes, on a GPU each."
 )
+@click.option("--trace", is_flag=True, help="Also the kernels of a step, traced by CUPTI. GPUs only.")
 @options.target
 @click.option(
     "--out",
@@ -61,6 +62,7 @@ def decode(
     context: int,
     steps: int,
     ranks: int | None,
+    trace: bool,
     target: str | None,
     out: Path | None,
     as_json: bool,
@@ -74,11 +76,13 @@ def decode(
     linear, head  the linear layers, the logits head, as graphs alone      share    of linear in device
     norm          the norms between the blocks; of several ranks with the sums that they complete
     floor         bytes of the linear weights (or of everything that is read, with head and cache) over the measured read bandwidth
+    trace         with --trace: microseconds of each kernel, and of the device without any, in a replay of the graph; of several ranks, on
+                  the first one, where a kernel that waits for another rank is running
 
     \b
     With --json, a list of {"quant", "batch", "context", "steps", "load_s", "step_ms", "tokens_per_s", "device_ms", "linear_ms", "head_ms", "norm_ms",
     "linear_share", "linear_floor_ms", "floor_ms", "read_gbs", "linear_bytes", "head_bytes", "kv_bytes", "weight_bytes",
-    "graphs", "kernels"}
+    "graphs", "kernels", with --trace "trace"}
     """
     from gristmill.bench.decode import measure_decode, model_config
     from gristmill.bench.rank_decode import measure_together
@@ -87,6 +91,8 @@ def decode(
     here = place(target)
     if here.device is None:
         raise click.UsageError(f"{here.target.name} is not a device of this machine; nothing can run on it")
+    if trace and not here.device.startswith("cuda"):
+        raise click.UsageError(f"--trace takes the kernels of a GPU; {here.target.name} is a CPU")
     config, sizes = model_config(load_config(name)), _numbers(batch)
     if context + 2 * steps > config.max_position:
         raise click.UsageError(
@@ -96,9 +102,9 @@ def decode(
     for scheme in quant.split(","):
         measure = config, scheme.strip(), sizes, context, steps, here.device
         if ranks is None:
-            measured = measure_decode(*measure, here.policy)
+            measured = measure_decode(*measure, here.policy, trace=trace)
         else:
-            measured = measure_together(*measure, ranks, here.policy)
+            measured = measure_together(*measure, ranks, here.policy, trace)
         for row in measured:
             rows.append(row)
             if not as_json:
@@ -133,6 +139,20 @@ def _show(name: str, row: dict[str, Any]) -> None:
     columns |= {"tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}"}
     title = f"{name}, {row['quant']}, batch {row['batch']}, context {row['context']}"
     console.table_of(title, [row], columns)
+    if "trace" in row:
+        traced = row["trace"]
+        parts = [*traced["kernels"].items(), ("(no kernel)", traced["idle"])]
+        rows = [{"kernel": name, "us": us} for name, us in sorted(parts, key=lambda part: -part[1])]
+        console.table_of(
+            f"a step of {traced['step']:.0f} µs, {traced['launches']:.0f} launches",
+            rows,
+            {"µs": _us, "kernel": "kernel"},
+            right=("µs",),
+        )
+
+
+def _us(row: dict[str, Any]) -> str:
+    return f"{row['us']:.1f}"
 
 
 def _ms(key: str) -> console.Cell:

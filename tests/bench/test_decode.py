@@ -122,6 +122,7 @@ def test_mistakes(tiny: str) -> None:
         (["--batch", "0"], "--batch takes"),
         (["--context", "9000"], "positions"),
         (["--target", "h100"], "not a device"),
+        (["--trace"], "--trace takes the kernels of a GPU"),
     ):
         result = CliRunner().invoke(cli, ["decode", "--model", tiny, "--target", "cpu", *arguments])
         assert result.exit_code != 0 and message in result.output
