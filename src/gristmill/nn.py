@@ -26,6 +26,18 @@ from gristmill.quant.packed import Packed, unpack
 from gristmill.quant.rtn import quantize
 from gristmill.quant.tensor import QuantTensor
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What a module computes in."""
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""The attributes of a module that hold its forward hooks."""
+
 FIELDS = ("codes", "scales", "zero", "global_scale", "g_idx", "n_idx")
 """Fields of a QuantTensor in a state dict."""
 
@@ -99,7 +111,7 @@ class Linear(_Quantized):
         policy: None = the one that GRISTMILL_POLICY names.
 
     Raises:
-        ValueError: a bias of another shape; a scheme that no kernel takes here is a NoKernelError.
+        ValueError: a bias of another shape, or another dtype; a scheme that no kernel takes here is a NoKernelError.
     """
 
     def __init__(
@@ -113,7 +125,7 @@ class Linear(_Quantized):
         super().__init__()
         self.scheme, self.shape = weight.scheme, (weight.n, weight.k)
         self.policy = policy
-        self.dtype = dtype
+        self.dtype = _computed_in(dtype)
         if bias is not None and tuple(bias.shape) != (weight.n,):
             raise ValueError(
                 f"the bias of a Linear of {weight.n} rows is [{weight.n}], got {list(bias.shape)}"
@@ -145,7 +157,9 @@ class Linear(_Quantized):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
+        """x [..., K] of any strides -> [..., N]."""
+        if x.dim() != 2 or x.stride(1) != 1:
+            x = x.contiguous()
         tensors = [getattr(self, name) for name in self._buffer_names]
         return ops.linear(x, tensors, self.bias, None, False, self.shape[0], None, plan=self.plan)
 
@@ -199,8 +213,11 @@ class Linear(_Quantized):
         """`to`, `cuda`, `half`: on another device the weight is packed again for it; its codes keep their dtypes."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.plan.resolver.device))
         if probe.dtype != self.dtype or probe.device != torch.device(self.plan.resolver.device):
+            if probe.is_meta:
+                raise ValueError(f"{self} cannot be on the meta device: its weight is packed for a real one")
+            dtype = _computed_in(probe.dtype)
             weight = self.weight().to(probe.device)
-            self.dtype = probe.dtype
+            self.dtype = dtype
             if self.bias is not None:
                 self.bias.data = fn(self.bias.data)
             self._pack(weight)
@@ -226,7 +243,10 @@ class Embedding(_Quantized):
 
     @classmethod
     def from_float(cls, module: torch.nn.Embedding, scheme: QuantScheme | str) -> Embedding:
-        """A `torch.nn.Embedding` rounded to nearest in `scheme`; ValueError where the scheme does not take its shape."""
+        """A `torch.nn.Embedding` rounded to nearest in `scheme`; ValueError where the scheme does not take its shape, or it has a
+        max_norm, which changes its weight in every call."""
+        if module.max_norm is not None:
+            raise ValueError(f"an Embedding has no max_norm, got one of {module.max_norm:g}")
         return cls(quantize(module.weight.detach(), scheme), dtype=module.weight.dtype)
 
     def weight(self) -> QuantTensor:
@@ -239,7 +259,11 @@ class Embedding(_Quantized):
         self._weight = weight.to(self._weight.device)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integer [...] -> [..., hidden]."""
+        """int64 or int32 [...] -> [..., hidden]; as of `torch.nn.Embedding`, a token outside 0 ... vocab - 1 is an IndexError on a
+        CPU, and fails a device assertion on a GPU."""
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"the tokens of an Embedding are int64 or int32, got {tokens.dtype}")
+        tokens = tokens.where(tokens >= 0, self.shape[0])  # else torch would count them from the end
         rows = self._weight.decode_rows(tokens.reshape(-1))
         return rows.to(self.dtype).view(*tokens.shape, self.shape[1])
 
@@ -268,6 +292,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """x [..., N] -> [..., N]. With a residual of x's shape: it becomes x + residual in place, and the answer is (norm of it, it)."""
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"residual must have x's shape {list(x.shape)}, got {list(residual.shape)}")
         rows = x.reshape(-1, x.shape[-1])
         if residual is None:
             return ops.rms_norm(rows, self.weight, self.eps).view(x.shape)
@@ -289,7 +315,8 @@ def quantize_module(
 ) -> torch.nn.Module:
     """Round the linear layers of any torch model to nearest, and put `Linear` in their place. The model itself is changed.
 
-    A matrix that the model shares with another module stays as it is.
+    A matrix that the model shares with another module stays as it is. A module that is in several places is replaced in all of them, and
+    forward hooks go over to the module that takes the place of theirs.
 
     Args:
         scheme: the scheme of the weights, ``int4_g128``, ``mxfp4``, ``fp8_block`` ...; a float dtype keeps them as they are.
@@ -298,32 +325,54 @@ def quantize_module(
         policy: None = the one that GRISTMILL_POLICY names.
 
     Raises:
-        ValueError: an unknown scheme, or a layer whose shape it does not take: the message names it.
+        ValueError: an unknown scheme, or a layer whose shape it does not take: the message names it. A model that is one layer itself,
+            whose place nothing can take: `Linear.from_float` and `Embedding.from_float` round it.
         NoKernelError: no kernel runs the scheme here.
     """
     scheme = QuantScheme.parse(scheme)
-    patterns, modules = tuple(skip), dict(model.named_modules())
+    patterns = tuple(skip)
+    kinds: tuple[type, ...] = (torch.nn.Linear, torch.nn.Embedding) if embeddings else (torch.nn.Linear,)
+    if type(model) in kinds:
+        kind = type(model).__name__
+        raise ValueError(f"the model is itself a {kind}: use gristmill.nn.{kind}.from_float(model, scheme)")
     owners: dict[int, int] = {}
-    for module in modules.values():
+    for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    kinds: tuple[type, ...] = (torch.nn.Linear, torch.nn.Embedding) if embeddings else (torch.nn.Linear,)
-    for name, module in modules.items():
+    replaced: dict[torch.nn.Module, _Quantized] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) not in kinds or any(fnmatchcase(name, pattern) for pattern in patterns):
             continue
         if owners[id(module.weight)] > 1:
             continue
-        try:
-            converted: _Quantized
-            if isinstance(module, torch.nn.Embedding):
-                converted = Embedding.from_float(module, scheme)
-            else:
-                converted = Linear.from_float(module, scheme, policy=policy)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}; leave it out with skip=[{name!r}, ...]") from error
+        if module not in replaced:
+            replaced[module] = _rounded(name, module, scheme, policy)
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, converted.train(module.training))
+        setattr(model.get_submodule(parent), child, replaced[module])
     return model
+
+
+def _rounded(name: str, module: torch.nn.Module, scheme: QuantScheme, policy: Policy | None) -> _Quantized:
+    """The module that takes the place of a float one."""
+    rounded: _Quantized
+    try:
+        if isinstance(module, torch.nn.Embedding):
+            rounded = Embedding.from_float(module, scheme)
+        else:
+            assert isinstance(module, torch.nn.Linear)
+            rounded = Linear.from_float(module, scheme, policy=policy)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; leave it out with skip=[{name!r}, ...]") from error
+    for hooks in HOOKS:  # the same dictionaries, from which a handle removes its hook
+        setattr(rounded, hooks, getattr(module, hooks))
+    return rounded.train(module.training)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """`dtype`; ValueError for one that no module computes in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"a module computes in {', '.join(map(str, DTYPES))}, got {dtype}")
+    return dtype
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -84,6 +84,30 @@ def test_a_state_dict_comes_back_bit_for_bit(scheme: str) -> None:
     assert torch.equal(first(x), second(x)) and first.weight().identical(second.weight())
 
 
+def test_linear_takes_any_strides() -> None:
+    layer = nn.Linear.from_float(float_layer(), "int4_g128")
+    rows = torch.randn(5, 3, 256)
+    for x in (
+        rows.transpose(0, 1),
+        rows[:, :1].expand(5, 3, 256),
+        rows.mT.contiguous().mT,
+        rows[:, 0],
+        rows[0].T.contiguous().T,
+    ):
+        assert not x.is_contiguous() and torch.equal(layer(x), layer(x.contiguous()))
+
+
+@pytest.mark.parametrize("device_or_dtype", [torch.float64, "meta"])
+def test_linear_stays_as_it_is_where_it_cannot_go(device_or_dtype: Any) -> None:
+    layer, x = nn.Linear.from_float(float_layer(), "int4_g128"), torch.randn(2, 256)
+    before = layer(x)
+    with pytest.raises(ValueError, match="got torch.float64|the meta device"):
+        layer.to(device_or_dtype)
+    assert torch.equal(layer(x), before)
+    with pytest.raises(ValueError, match="got torch.float64"):
+        nn.Linear.from_float(float_layer(dtype=torch.float64), "int4_g128")
+
+
 def test_its_keys_are_those_of_a_gristmill_directory() -> None:
     model = torch.nn.ModuleDict({"proj": nn.Linear.from_float(float_layer(), "int4_g128")})
     state = model.state_dict()
@@ -168,6 +192,19 @@ def test_embedding_dequantizes_the_rows_it_looks_up(scheme: str) -> None:
     assert same_bits(other(ids), embedding(ids)) and other.weight().identical(embedding.weight())
 
 
+@pytest.mark.parametrize("scheme", ["int8_ch", "bf16"])
+def test_embedding_refuses_what_torch_refuses(scheme: str) -> None:
+    embedding = nn.Embedding.from_float(torch.nn.Embedding(50, 64), scheme)
+    for token in (-1, 50):
+        with pytest.raises(IndexError, match="index 50 is out of bounds"):
+            embedding(torch.tensor([0, token]))
+    for dtype in (torch.bool, torch.uint8, torch.float32):
+        with pytest.raises(TypeError, match=f"int64 or int32, got {dtype}"):
+            embedding(torch.ones(50, dtype=dtype))
+    with pytest.raises(ValueError, match="max_norm"):
+        nn.Embedding.from_float(torch.nn.Embedding(50, 64, max_norm=0.5), scheme)
+
+
 def test_rms_norm_and_its_residual() -> None:
     norm = nn.RMSNorm(torch.rand(64), 1e-5)
     torch_norm = torch.nn.RMSNorm(64, 1e-5)
@@ -179,6 +216,8 @@ def test_rms_norm_and_its_residual() -> None:
     close(out, torch_norm(total))
     assert new_residual is residual
     close(residual, total)
+    with pytest.raises(ValueError, match=r"residual must have x's shape \[2, 3, 64\], got \[3, 2, 64\]"):
+        norm(x, torch.randn(3, 2, 64))
 
 
 def test_any_model_is_quantized_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -195,6 +234,33 @@ def test_any_model_is_quantized_in_place(monkeypatch: pytest.MonkeyPatch, tmp_pa
     other = gristmill.quantize_module(Block(), "int4_g64")
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(ids), model(ids))
+
+
+def test_a_module_in_several_places_is_replaced_in_all_of_them() -> None:
+    shared = float_layer(256, 256)
+    model = torch.nn.Sequential(shared, torch.nn.Sequential(shared))
+    gristmill.quantize_module(model, "int8_ch")
+    assert type(model[0]) is nn.Linear and model[1][0] is model[0]
+
+
+def test_hooks_go_over() -> None:
+    model = torch.nn.Sequential(float_layer())
+    removed = model[0].register_forward_hook(lambda module, arguments, y: y * 0)
+    model[0].register_forward_pre_hook(
+        lambda module, arguments, named: ((2 * arguments[0],), named), with_kwargs=True
+    )
+    gristmill.quantize_module(model, "int8_ch")
+    x = torch.randn(3, 256)
+    assert not model(x).any()
+    removed.remove()
+    close(model(x), nn.Linear.from_float(float_layer(), "int8_ch")(2 * x))
+
+
+def test_a_model_that_is_one_layer_is_refused() -> None:
+    for layer in (float_layer(), torch.nn.Embedding(8, 64)):
+        with pytest.raises(ValueError, match=rf"use gristmill.nn.{type(layer).__name__}.from_float"):
+            gristmill.quantize_module(layer, "int8_ch", embeddings=True)
+        assert not list(layer.children())
 
 
 def test_a_quantized_model_compiles_to_one_call_per_layer() -> None:
