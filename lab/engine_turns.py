@@ -25,6 +25,7 @@ all. Several comparisons can load and compile at the same time: each begins its 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -39,6 +40,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from gristmill.autotune.device import device_target
 from gristmill.autotune.environment import environment
@@ -312,6 +315,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = made(options, folder)
+        gc.collect()
+        torch.cuda.empty_cache()  # the memory in which it was made is the engines'
         if options.tokenizer is not None:
             if options.model not in SHAPES:
                 raise SystemExit(

@@ -3,19 +3,22 @@
     python -m lab.kv_peer --device cuda --tokens 32768 --out kv_peer.json
 
 A child process has the blocks on the first GPU, as a prefill engine does; this process reads them to the second one. ``plain`` is `Tensor.copy_`
-between two GPUs of this process, ``ipc`` one copy from the memory of the child that the driver has mapped, ``nixl`` one READ of NIXL's agent. Rows
-are gathered already: neither gathering, digests nor the cache are measured. In each round every case runs once, in turn, and after it all bytes are
-compared. On a CPU both map the memory, and ``ipc`` is a copy from it. Bytes are those of Llama-3-8B's cache: 128 KiB per token.
+between two GPUs of this process, ``ipc`` one copy from the memory of the child that the driver has mapped, ``nixl`` one READ of NIXL's agent,
+``nixl/8`` one of 8 descriptors for neighbouring parts (--descriptors). UCX is configured by environment variables, which are part of the result.
+Rows are gathered already: neither gathering, digests nor the cache are measured. In each round every case runs once, in turn, and after it all
+bytes are compared. On a CPU both map the memory, and ``ipc`` is a copy from it. Bytes are those of Llama-3-8B's cache: 128 KiB per token.
 """
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,28 +91,38 @@ def ipc_reader(told: dict[str, Any], into: Tensor) -> Callable[[], object]:
     return read
 
 
-def nixl_reader(told: dict[str, Any], into: Tensor) -> Callable[[], None]:
-    """What reads the child's memory to `into` by NIXL; `into` is registered now. RuntimeError of a read: NIXL's state, or none in time."""
+def nixl_readers(
+    told: dict[str, Any], into: Tensor, descriptors: tuple[int, ...]
+) -> dict[str, Callable[[], None]]:
+    """By case, what reads the child's memory to `into` by NIXL in so many parts; `into` is registered now. RuntimeError of a read: NIXL's state, or
+    none in time."""
     metadata, address, device = told["nixl"]
     agent = _agent("decode")
     agent.register_memory(into)
     peer = agent.add_remote_agent(metadata)
     name = peer.decode() if isinstance(peer, bytes) else peer
-    here = agent.get_xfer_descs(into)
-    kind = "DRAM" if into.device.type == "cpu" else "VRAM"
-    there = agent.get_xfer_descs([(address, into.numel(), device)], kind)
-    handle = agent.initialize_xfer("READ", here, there, name)
-
-    def read() -> None:
-        agent.transfer(handle)
-        state = state_at_end(agent, handle, SECONDS)
-        if state != "DONE":
-            raise RuntimeError(f"NIXL's transfer is {state} after at most {SECONDS:g} s")
-
-    return read
+    kind, own = ("DRAM", 0) if into.device.type == "cpu" else ("VRAM", into.get_device())
+    handles = dict[str, Any]()
+    for count in descriptors:
+        size = -(-into.numel() // count)
+        parts = [(begin, min(size, into.numel() - begin)) for begin in range(0, into.numel(), size)]
+        here = agent.get_xfer_descs([(into.data_ptr() + begin, n, own) for begin, n in parts], kind)
+        there = agent.get_xfer_descs([(address + begin, n, device) for begin, n in parts], kind)
+        case = "nixl" if count == 1 else f"nixl/{count}"
+        handles[case] = agent.initialize_xfer("READ", here, there, name)
+    return {case: partial(_read, agent, handle) for case, handle in handles.items()}
 
 
-def measure(device_name: str, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+def _read(agent: Any, handle: Any) -> None:
+    agent.transfer(handle)
+    state = state_at_end(agent, handle, SECONDS)
+    if state != "DONE":
+        raise RuntimeError(f"NIXL's transfer is {state} after at most {SECONDS:g} s")
+
+
+def measure(
+    device_name: str, nbytes: int, rounds: int, descriptors: tuple[int, ...] = (1,)
+) -> list[dict[str, Any]]:
     """A row for each case. RuntimeError: the child ended or did not answer, or bytes arrived that it does not have."""
     cuda = device_name == "cuda"
     first, second = (torch.device("cuda", 0), torch.device("cuda", 1)) if cuda else (torch.device("cpu"),) * 2
@@ -127,7 +140,7 @@ def measure(device_name: str, nbytes: int, rounds: int) -> list[dict[str, Any]]:
             told = ours.recv()
         except EOFError:
             raise RuntimeError("the child ended before it exported its memory; its error is above") from None
-        return _rounds(told, first, second, nbytes, rounds)
+        return _rounds(told, first, second, nbytes, rounds, descriptors)
     finally:
         ours.close()
         child.join(SECONDS)
@@ -136,14 +149,19 @@ def measure(device_name: str, nbytes: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _rounds(
-    told: dict[str, Any], first: torch.device, second: torch.device, nbytes: int, rounds: int
+    told: dict[str, Any],
+    first: torch.device,
+    second: torch.device,
+    nbytes: int,
+    rounds: int,
+    descriptors: tuple[int, ...],
 ) -> list[dict[str, Any]]:
     source, expected = contents(nbytes, first), contents(nbytes, second)
     into = torch.zeros(nbytes, dtype=torch.uint8, device=second)
     cases: dict[str, Callable[[], Any]] = {"plain": lambda: into.copy_(source, non_blocking=True)}
     cases["ipc"] = ipc_reader(told, into)
     if "nixl" in told:
-        cases["nixl"] = nixl_reader(told, into)
+        cases |= nixl_readers(told, into, descriptors)
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):  # the first one maps memory and connects
         for name, copy in cases.items():
@@ -180,17 +198,22 @@ def _wait(*devices: torch.device) -> None:
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]))
 @click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
+@click.option(
+    "--descriptors", default="1", show_default=True, help="Parts of NIXL's reads, separated by commas."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the rows to this JSON file.")
-def main(device: str, tokens: int, rounds: int, out: Path | None) -> None:
+def main(device: str, tokens: int, rounds: int, descriptors: str, out: Path | None) -> None:
     """Bytes of a KV cache between two processes, beside a plain copy."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise click.UsageError(f"two GPUs are needed, {torch.cuda.device_count()} are here; try --device cpu")
-    rows = measure(device, tokens * TOKEN, rounds)
+    counts = tuple(int(count) for count in descriptors.split(","))
+    rows = measure(device, tokens * TOKEN, rounds, counts)
     if out is not None:
-        command = f"python -m lab.kv_peer --device {device} --tokens {tokens} --rounds {rounds}"
+        command = f"python -m lab.kv_peer --device {device} --tokens {tokens} --rounds {rounds} --descriptors {descriptors}"
         about = environment(place(device).target, command)
-        nixl = "measured" if any(row["case"] == "nixl" for row in rows) else "not installed"
-        write_result(out, {"about": about, "tokens": tokens, "nixl": nixl, "rows": rows})
+        nixl = "measured" if any(row["case"].startswith("nixl") for row in rows) else "not installed"
+        ucx = {name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")}
+        write_result(out, {"about": about, "tokens": tokens, "nixl": nixl, "ucx": ucx, "rows": rows})
     console.table(
         f"{tokens} tokens between two processes",
         ["case", "ms", "GB/s", "of plain"],
