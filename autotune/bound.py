@@ -108,6 +108,10 @@ class BoundPlan:
             UnpreparedError: a size that was not prepared, during CUDA-graph capture.
             NoKernelError: a size that no kernel can run here.
         """
+        if call.__class__ is not self._call and call.__class__.__name__ != self._call.__name__:
+            raise ValueError(
+                f"{self.op.name} planned for {self.static}: got a {call.__class__.__name__}, not a {self._call.__name__}"
+            )
         if self._tensor(call).get_device() != self._index:
             raise ValueError(
                 f"{self.op.name}: planned for {self.resolver.device}, called with a tensor on "
@@ -127,8 +131,15 @@ class BoundPlan:
                 runner(call)
 
     def prepare(self, sizes: Iterable[int] | None = None) -> BoundPlan:
-        """Resolve (verify) and load the kernels for these sizes of the dynamic axis; None = every bucket."""
+        """Resolve (verify) and load the kernels for these sizes of the dynamic axis; None = every bucket.
+
+        Raises:
+            ValueError: a size that is negative or no integer.
+            NoKernelError: a size that no kernel can run here.
+        """
         for size in bucket_sizes() if sizes is None else sizes:
+            if not isinstance(size, int) or size < 0:
+                raise ValueError(f"{self.op.name}: sizes are integers of at least 0, got {size!r}")
             index = bucket_index(size)
             if self._runners[index] is None:
                 self._bind(index)
@@ -224,6 +235,8 @@ class BoundPlan:
     def _load(self, index: int, entry: PlanEntry) -> Runner:
         kernel = self.resolver.kernel(self.op, entry.kernel)
         runner: Runner = partial(load(kernel), entry.config)
+        if kernel.language == "python":
+            runner = torch.no_grad()(runner)  # torch refuses to record what writes into an output
         if self._cuda:
             compilations.watch(kernel.language)
         if self.layouts is not None and len(self.layouts) > 1:

@@ -59,6 +59,57 @@ def written(op: Op, arguments: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
+def refuse_shared(op: Op, arguments: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+    """ValueError if an output shares memory with an argument or with another output.
+
+    It may be an argument of its declared shape, element for element. Of tensors with gaps only rows of one stride are compared.
+    """
+    shapes = {a.name: getattr(a, "shape", "") for a in (*op.arguments, *op.returns)}
+    seen = [(p.name, t) for p, a in zip(op.parameters, arguments, strict=True) for t in tensors(a)]
+    for name, out in zip(op.outputs, outputs, strict=True):
+        if type(out) is not torch.Tensor or out.is_meta:  # a fake one has no address
+            continue
+        for other, tensor in seen:
+            if not _share_memory(out, tensor):
+                continue
+            same = (out.data_ptr(), out.shape, out.stride()) == (
+                tensor.data_ptr(),
+                tensor.shape,
+                tensor.stride(),
+            )
+            if not (same and shapes[name] == shapes[other] and other not in op.outputs):
+                raise ValueError(
+                    f"{op.name}: {name} shares memory with {other}, which is read or written too; pass another tensor"
+                )
+        seen.append((name, out))
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have bytes in common, as far as that is easily told."""
+    (a_begin, a_end), (b_begin, b_end) = _span(a), _span(b)
+    if a_end <= b_begin or b_end <= a_begin or a.device != b.device:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    if a.dim() != 2 or b.dim() != 2:
+        return False
+    pitch, column = a.stride(0) * a.itemsize, b_begin - a_begin
+    if pitch <= 0 or pitch != b.stride(0) * b.itemsize or a.stride(1) != 1 or b.stride(1) != 1:
+        return False
+    return column % pitch < a.shape[1] * a.itemsize or column % pitch + b.shape[1] * b.itemsize > pitch
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of `t` and behind its last; an empty span for one without memory."""
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or not t.numel():
+        return 0, 0
+    begin = t.data_ptr()
+    if t.is_contiguous():
+        return begin, begin + t.nbytes
+    last = sum(step * (size - 1) for step, size in zip(t.stride(), t.shape, strict=True))
+    return begin, begin + (last + 1) * t.itemsize
+
+
 def tensors(argument: Any) -> list[torch.Tensor]:
     """The tensors of one argument: itself, or those of a list."""
     if isinstance(argument, torch.Tensor):

@@ -27,7 +27,7 @@ import torch
 
 from gristmill.autotune.binding import PLANS, automatic
 from gristmill.autotune.bound import BoundPlan, fitting
-from gristmill.autotune.guard import tensors
+from gristmill.autotune.guard import refuse_shared, tensors
 from gristmill.kernel_registry.argument_names import SCALARS
 from gristmill.kernel_registry.arguments import Parameter
 from gristmill.kernel_registry.op import Op
@@ -215,7 +215,7 @@ def binder(op: Op) -> Callable[..., Any]:
 def _function(op: Op) -> Callable[..., Any]:
     """The function of `op`: torch's overloads with keyword arguments, defaults and `out`."""
     bound, names, count = binder(op), [p.name for p in op.parameters], len(op.parameters)
-    packed = [place for place, p in enumerate(op.parameters) if p.type == "Tensor[]"]
+    packed = [(place, p.name) for place, p in enumerate(op.parameters) if p.type == "Tensor[]"]
     overloads = getattr(torch.ops.gristmill, op.name)
     into = overloads.out if op.outputs else overloads.default
     some = {
@@ -231,14 +231,23 @@ def _function(op: Op) -> Callable[..., Any]:
                 arguments = bound(*arguments, **named)
             except TypeError:
                 raise misfit(arguments, named) from None
-        for place in packed:  # a dense weight may be given as it is
+        for place, name in packed:  # a dense weight may be given as it is
             if isinstance(arguments[place], torch.Tensor):
                 arguments = (*arguments[:place], [arguments[place]], *arguments[place + 1 :])
-        handle = plan.handle if plan is not None else 0
+            elif not isinstance(arguments[place], list | tuple):
+                raise unpacked(name, arguments[place])
+        handle = 0
+        if plan is not None:
+            handle = plan.handle
+            if not handle:
+                raise ValueError(f"{op.name}: the plan was released: call gristmill.ops.bind")
         if out is not None:
-            if not op.outputs:
-                raise TypeError(f"{op.name} writes into its arguments and has no out")
-            into(*arguments, handle, *((out,) if isinstance(out, torch.Tensor) else out))
+            outputs = (out,) if isinstance(out, torch.Tensor) else out
+            if not isinstance(outputs, list | tuple) or len(outputs) != len(op.outputs) or not outputs:
+                raise misfit_out(out)
+            if not torch.compiler.is_compiling():
+                refuse_shared(op, arguments, outputs)
+            into(*arguments, handle, *outputs)
             return out
         if not absent:
             return new(*arguments, handle)
@@ -247,6 +256,19 @@ def _function(op: Op) -> Callable[..., Any]:
             return into(*arguments, handle)
         overload, places = some[given]
         return overload(*[arguments[place] for place in places], handle)
+
+    def unpacked(name: str, weight: Any) -> TypeError:
+        return TypeError(
+            f"{op.name}: {name} must be a dense tensor or, with a plan, the tensors of its layouts, got {type(weight).__name__}; "
+            "gristmill.LinearWeight.pack(weight, layouts) packs a QuantTensor, and its tensors() are what a plan takes"
+        )
+
+    def misfit_out(out: Any) -> TypeError:
+        if not op.outputs:
+            return TypeError(f"{op.name} writes into its arguments and has no out")
+        got = f"{len(out)} of them" if isinstance(out, list | tuple) else type(out).__name__
+        wanted = f"a tuple of {len(op.outputs)} tensors" if len(op.outputs) > 1 else "a tensor"
+        return TypeError(f"{op.name}: out must be {wanted} ({', '.join(op.outputs)}), got {got}")
 
     def misfit(arguments: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
         try:
@@ -265,10 +287,14 @@ _PACKED = """One dense tensor; or, with a plan, the tensors of a layout that the
     (`gristmill.LinearWeight`, `gristmill.quant.pack`)."""
 
 EVERY_OPERATION = """plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+    with the arguments, unless it is an argument of its shape, element for element.
+
+No gradient passes through an operation.
 
 Raises:
-    ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+    ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+        shares memory with an argument.
     TypeError: a dtype that it does not take, or arguments of another number or name.
     NoKernelError: no kernel runs this here under the policy."""
 """What the function of every operation takes and raises."""

@@ -108,10 +108,14 @@ def activation(
         function: the activation; one of gelu, gelu_tanh, silu, relu, relu2
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -139,10 +143,14 @@ def all_gather(
         x: dtype of x and out; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -170,10 +178,14 @@ def all_reduce(
         x: dtype of x; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -205,10 +217,14 @@ def all_reduce_add_rms_norm(
         x: dtype of x, residual, weight and the output; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -236,10 +252,14 @@ def all_to_all(
         x: dtype of x and out; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -266,10 +286,14 @@ def combine(
         x: dtype of y and the output; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -302,10 +326,14 @@ def copy_blocks(
         words: words of 4 bytes of a part; an integer of at least 1
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -334,10 +362,14 @@ def fused_add_rms_norm(
         w: dtype of the weight; x: that of x; a dtype, one of x, fp32
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -364,10 +396,14 @@ def gelu_and_mul(
         approximate: formula of gelu; one of none, tanh
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -415,10 +451,14 @@ def grouped_linear(
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -460,10 +500,14 @@ def grouped_topk(
         renormalize: weights of a token sum to scale; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -495,10 +539,14 @@ def layer_norm(
         residual: whether x is added to a residual first; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -544,10 +592,14 @@ def linear(
         codes: x is given as codes and scales; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -583,10 +635,14 @@ def logprobs(
         x: dtype of the logits; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -614,10 +670,14 @@ def merge_attention_states(
         x: dtype of the partials and the output; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -663,10 +723,14 @@ def mla_attention(
         lse: the log-sum-exp is written too; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -726,10 +790,14 @@ def moe(
         gated: whether w13 has gate and up, not up alone; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -791,10 +859,14 @@ def paged_attention(
         softcap: scores are limited by softcap · tanh(score / softcap); true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -820,10 +892,14 @@ def permute(
         e: experts; an integer of at least 1
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -872,10 +948,14 @@ def process_logits(
         x: dtype of the logits; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -923,10 +1003,14 @@ def qk_norm_rope_cache(
         kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -965,10 +1049,14 @@ def reshape_and_cache(
         kv_scale: scales of the caches: none, one per head (or tensor), one per token and head; one of none, head, token
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -995,10 +1083,14 @@ def reshape_and_cache_mla(
         x: dtype of latents and cache; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1024,10 +1116,14 @@ def rms_norm(
         w: dtype of the weight; x: that of x; a dtype, one of x, fp32
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1066,10 +1162,14 @@ def rms_norm_quant(
         normed: the norm itself is written too; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1102,10 +1202,14 @@ def rotary_embedding(
         x: dtype of q and k; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1141,10 +1245,14 @@ def sample(
         x: dtype of the logits; a dtype, one of fp32, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1167,10 +1275,14 @@ def silu_and_mul(
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1200,10 +1312,14 @@ def silu_and_mul_quant(
         format: what shares a scale, and the codes; one of fp8, fp8_token, fp8_g128, int8_token, int8_g32, int8_g128
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """
@@ -1251,10 +1367,14 @@ def varlen_attention(
         window_right: keys after its own that a query sees; -1 = all; an integer of at least -1
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.
-    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none.
+    out: the tensor to write into and return, or a tuple of them; None = new. Operations without outputs have none. It shares no memory
+        with the arguments, unless it is an argument of its shape, element for element.
+
+    No gradient passes through an operation.
 
     Raises:
-        ValueError: shapes, strides or devices that do not fit each other, or a plan of other calls.
+        ValueError: shapes, strides or devices that do not fit each other, a plan of other calls or one that was released, or an out that
+            shares memory with an argument.
         TypeError: a dtype that it does not take, or arguments of another number or name.
         NoKernelError: no kernel runs this here under the policy.
     """

@@ -13,6 +13,7 @@ import torch
 from gristmill import ops
 from gristmill.autotune import bound as bound_module
 from gristmill.autotune.errors import UnpreparedError
+from gristmill.quant.rtn import quantize
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,87 @@ def test_unknown_operations_and_handles_are_named() -> None:
     ops.release(plan)
     with pytest.raises((ValueError, RuntimeError), match=f"handle {handle} was released"):
         torch.ops.gristmill.rms_norm.out(x, w, eps, handle, torch.empty_like(x))
+
+
+def test_a_plan_of_another_operation_is_refused() -> None:
+    x, w, eps = arguments()
+    plan = ops.bind("rms_norm", "n=256,x=fp32", "cpu")
+    with pytest.raises(ValueError, match="rms_norm planned for n=256,x=fp32: got a LayerNormCall"):
+        ops.layer_norm(x, w, None, eps, plan=plan)
+    with pytest.raises(ValueError, match="got a LayerNormCall"):
+        torch.ops.gristmill.layer_norm.out(x, w, None, eps, None, plan.handle, torch.empty_like(x))
+
+
+def test_a_released_plan_is_refused() -> None:
+    x, w, eps = arguments(n=48)
+    plan = ops.bind("rms_norm", "n=48,x=fp32", "cpu")
+    ops.release(plan)
+    with pytest.raises(ValueError, match="the plan was released"):
+        ops.rms_norm(x, w, eps, plan=plan)
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "a"])
+def test_prepare_refuses_what_is_no_size(size: Any) -> None:
+    with pytest.raises(ValueError, match="sizes are integers of at least 0, got"):
+        ops.bind("rms_norm", "n=256,x=fp32", "cpu").prepare([size])
+
+
+def test_out_shares_no_memory_with_arguments() -> None:
+    rows, (x, w, eps) = torch.randn(5, 256), arguments()
+    expected = ops.rms_norm(rows[:4], w, eps)
+    with pytest.raises(ValueError, match="rms_norm: out shares memory with x"):
+        ops.rms_norm(rows[:4], w, eps, out=rows[1:])
+    with pytest.raises(ValueError, match="rms_norm: out shares memory with x"):
+        ops.rms_norm(rows[:4, :128], w[:128], eps, out=rows[1:, :128])
+    with pytest.raises(ValueError, match="rms_norm: out shares memory with weight"):
+        ops.rms_norm(x[:1], w, eps, out=w[None])
+    square = torch.randn(256, 256)
+    with pytest.raises(ValueError, match="linear: out shares memory with x"):
+        ops.linear(x, square, out=x)
+    with pytest.raises(ValueError, match="linear: out shares memory with weight"):
+        ops.linear(square.clone(), square, out=square)
+    halves = torch.randn(4, 512)
+    out = ops.rms_norm(halves[:, :256], w, eps, out=halves[:, 256:])
+    assert torch.equal(out, ops.rms_norm(halves[:, :256].clone(), w, eps))
+    assert torch.equal(ops.rms_norm(rows[:4], w, eps, out=rows[:4]), expected)
+
+
+def test_two_outputs_share_no_memory() -> None:
+    a, lse = torch.randn(2, 3, 8), torch.randn(2, 3)
+    with pytest.raises(ValueError, match="merge_attention_states: lse shares memory with out"):
+        memory = torch.empty(2, 3, 8)
+        ops.merge_attention_states(a, lse, a, lse, out=(memory, memory.view(-1)[:6].view(2, 3)))
+
+
+@pytest.mark.parametrize("out", [3, (), [torch.empty(4, 256)] * 2])
+def test_other_outputs_than_the_operation_has_are_refused(out: Any) -> None:
+    x, w, eps = arguments()
+    with pytest.raises(
+        TypeError, match=r"rms_norm: out must be a tensor \(out\), got (int|0 of them|2 of them)"
+    ):
+        ops.rms_norm(x, w, eps, out=out)
+
+
+def test_a_quantized_weight_is_packed_first() -> None:
+    weight = quantize(torch.randn(32, 64), "int4_g32")
+    with pytest.raises(
+        TypeError,
+        match="linear: weight must be a dense tensor or.*got QuantTensor; gristmill.LinearWeight.pack",
+    ):
+        ops.linear(torch.randn(2, 64), weight)
+
+
+def test_arguments_may_require_gradients() -> None:
+    x, weight = torch.randn(3, 64), torch.nn.Parameter(torch.randn(32, 64))
+    expected = x @ weight.detach().T
+    torch.testing.assert_close(ops.linear(x, weight).detach(), expected)
+    plan, out = (
+        ops.bind("linear", "n=32,k=64,x=fp32,w=fp32", "cpu", layouts=frozenset({"dense_v1"})),
+        torch.empty(3, 32),
+    )
+    plan(x, [weight], out=out)
+    torch.testing.assert_close(out, expected)
+    assert torch.is_grad_enabled() and not out.requires_grad
 
 
 def test_during_capture_an_unprepared_size_raises(monkeypatch) -> None:
