@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gristmill.kernels.rope.cache import RopeParameters
+from gristmill.kernels.rope.cache import KINDS, RopeParameters
 from gristmill.quant.formats import contract
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layer_attention import LayerAttention
@@ -265,6 +265,20 @@ class ModelConfig:
         return moe is not None and layer >= moe.first_dense and layer not in moe.dense_layers
 
 
+LARGEST = 2**31 - 1
+"""The largest integer of an entry."""
+COUNTS = {
+    "num_hidden_layers": 1 << 12,
+    "num_nextn_predict_layers": 1 << 12,
+    "sliding_window_pattern": 1 << 12,
+    "global_attn_every_n_layers": 1 << 12,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+}
+"""Entries that count parts which are declared one by one, before any of them is looked for in the checkpoint -> their limits."""
+
+
 class Fields(contract.Fields):
     """Typed access to the entries of config.json. Errors (ConfigError) name the file, the entry, the expected value and the given one.
 
@@ -281,8 +295,16 @@ class Fields(contract.Fields):
     def get(
         self, name: str, kind: type | tuple[type, ...], default: Any = ..., least: float | None = None
     ) -> Any:
-        """As of the base class; an entry of `names` is looked for under the name that it has there."""
-        return super().get(self.names.get(name, name), kind, default, least)
+        """As of the base class; an entry of `names` is looked for under the name that it has there. Integers have a limit, `COUNTS` or `LARGEST`,
+        and no number is infinite or NaN, which JSON of Python may hold."""
+        value = super().get(self.names.get(name, name), kind, default, least)
+        if kind is int and value is not None and value is not default and value > COUNTS.get(name, LARGEST):
+            raise self.error(
+                f"{self.origin}: entry {name!r} must be at most {COUNTS.get(name, LARGEST)}, got {value!r}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(f"{self.origin}: entry {name!r} must be a finite number, got {value!r}")
+        return value
 
     def size(self, name: str, default: Any = ...) -> Any:
         """A positive integer."""
@@ -329,6 +351,18 @@ def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> Rope
     """The frequencies that the entries of a ``rope_parameters`` or a ``rope_scaling`` give; `theta` where they have none. The original length
     beside the table, as in files of Phi-3, counts before the one in it. The two bounds of llama3 may be one, as in Llama 4 Scout: then no
     wavelength lies between them."""
+    if not isinstance(entries, Mapping):
+        raise ConfigError(
+            f"{fields.origin}: entries of a rotary embedding must be an object, got {entries!r}"
+        )
+    kind = entries.get("rope_type", entries.get("type")) or "default"
+    if kind not in (*KINDS, "su"):
+        raise ConfigError(
+            f"{fields.origin}: rope type {kind!r} is not supported; supported: {', '.join(KINDS)}"
+        )
+    table = Fields(entries, f"{fields.origin}: rotary embedding of type {kind!r}")
+    for name in ROPE_NUMBERS:
+        table.number(name, None)
     bound = entries.get("low_freq_factor")
     if isinstance(bound, int | float) and bound == entries.get("high_freq_factor"):
         entries = {**entries, "high_freq_factor": math.nextafter(bound, math.inf)}
@@ -341,12 +375,57 @@ def parse_rope(fields: Fields, entries: Mapping[str, Any], theta: float) -> Rope
         raise ConfigError(f"{fields.origin}: {error}") from error
 
 
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+"""Entries of a rotary embedding that are numbers."""
+
+
+def model_rope(fields: Fields) -> dict[str, Any]:
+    """`rope` of a model: of ``rope_parameters`` of transformers 5, of full attention where they are by kind of layer, or of ``rope_theta`` and
+    ``rope_scaling`` of earlier files. Those of longrope have a second set of frequencies for sequences longer than the original length."""
+    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
+    entries, theta = entries.get(FULL) or entries, fields.number("rope_theta", 10000.0)
+    rope, longest = parse_rope(fields, entries, theta), fields.size("max_position_embeddings")
+    if rope.kind != "longrope" or rope.original >= longest:
+        return {"rope": rope}
+    long = parse_rope(fields, {**entries, "short_factor": entries.get("long_factor")}, theta)
+    return {"rope": rope, "max_position": rope.original, "long_position": longest, "long_rope": long}
+
+
+def need_rope(fields: Fields) -> None:
+    """For families whose frequencies are scaled where no entry says otherwise, by numbers that differ between their models."""
+    if not (fields.data.get("rope_parameters") or fields.data.get("rope_scaling")):
+        raise ConfigError(
+            f"{fields.origin}: entry 'rope_parameters' (in earlier files 'rope_scaling') is missing: the scaling of the rotary embedding is not known"
+        )
+
+
+def by_layer_kind(fields: Fields) -> Mapping[str, Any]:
+    """``rope_parameters`` of a family that has them by kind of layer; {} if there are none. ConfigError if they are for all layers alike."""
+    given: Mapping[str, Any] = fields.get("rope_parameters", dict, None) or {}
+    if given and not {FULL, SLIDING} & given.keys():
+        raise ConfigError(
+            f"{fields.origin}: rope_parameters must have an object for {FULL} and one for {SLIDING}, got {', '.join(given)}"
+        )
+    return given
+
+
 def ropes_by_kind(
     fields: Fields, usual: Sequence[str], theta: float, sliding_theta: float
 ) -> dict[str, tuple[RopeParameters, ...]]:
     """`layer_ropes` of a family whose layers with a window have frequencies of their own, in ``rope_parameters`` of transformers 5 by kind.
     In earlier files, ``rope_scaling`` is about full attention alone."""
-    by_kind = fields.get("rope_parameters", dict, None) or {}
+    by_kind = by_layer_kind(fields)
     full = by_kind.get(FULL) or fields.get("rope_scaling", dict, None) or {}
     ropes = {
         FULL: parse_rope(fields, full, theta),

@@ -6,7 +6,11 @@ import torch
 
 from gristmill.kernels.rope.cache import RopeParameters, rope_cache
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.plans import Plans
+
+LARGEST_TABLE = 16 << 30
+"""Bytes. The longest known context, 10 million tokens with heads of 128, takes a third of it."""
 
 
 class Rope:
@@ -23,6 +27,11 @@ class Rope:
         self.rot = config.rope_dim if parameters is not None else 2
         self.interleaved = config.rope_interleaved
         self.style = "gptj" if config.rope_interleaved else "neox"
+        if (size := 4 * config.max_position * self.rot) > LARGEST_TABLE:
+            raise ConfigError(
+                f"{config.architecture}: the table of a rotary embedding of {self.rot} elements for {config.max_position} positions would have "
+                f"{size / 2**30:.3g} GiB; a max_model_len makes it shorter"
+            )
         if parameters is None:
             self.table = torch.tensor([1.0, 0.0], device=plans.device).repeat(config.max_position, 1)
         else:

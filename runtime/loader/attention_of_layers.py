@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gristmill.kernels.rope.cache import RopeParameters
-from gristmill.runtime.config import Fields, parse_rope
+from gristmill.runtime.config import Fields, by_layer_kind, parse_rope
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layer_attention import LayerAttention
 
@@ -79,7 +79,7 @@ def ropes_of_layers(
     Raises:
         ConfigError: an entry is of the wrong type or not supported.
     """
-    given = fields.get("rope_parameters", dict, None) or {}
+    given = by_layer_kind(fields)
     ropes = []
     for kind, layer in zip(kinds, layers, strict=True):
         entries = Fields(given.get(kind) or usual[kind], f"{fields.origin}: rope_parameters of {kind}")

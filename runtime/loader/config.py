@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.quant.checkpoints.checkpoint import Checkpoint, read_json
 from gristmill.quant.checkpoints.colbert import ARCHITECTURE as COLBERT
 from gristmill.quant.checkpoints.colbert import METADATA, ColbertCheckpoint
@@ -16,7 +16,7 @@ from gristmill.quant.checkpoints.safetensors import SafetensorsCheckpoint
 from gristmill.quant.checkpoints.text_part import TextPart, TextPartCheckpoint
 from gristmill.quant.formats import FormatError, open_format
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import FULL, Fields, ModelConfig, labels, parse_rope, rotated
+from gristmill.runtime.config import Fields, ModelConfig, labels, model_rope, rotated
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.hub import local_model
 from gristmill.runtime.loader.unknown import unknown
@@ -53,7 +53,8 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
 def _text_part(data: Mapping[str, Any]) -> TextPart | None:
     """What family reads the text model of a directory whose model has other parts too; None = no family, or it is no such model."""
     named, parts = data.get("architectures"), text_parts()
-    return next((parts[name] for name in named if name in parts), None) if isinstance(named, list) else None
+    names = map(str, named) if isinstance(named, list) else ()
+    return next((parts[name] for name in names if name in parts), None)
 
 
 def _colbert_encoder(folder: Path, data: Mapping[str, Any]) -> str | None:
@@ -94,7 +95,7 @@ def parse_config(
             f"{unknown(data, architectures)}; known: {', '.join(known)}{reported()}"
         )
     family = known[architecture]
-    fields = Fields(data, origin, family.entries)
+    fields = Fields({**family.defaults.get(architecture, {}), **data}, origin, family.entries)
     heads = fields.size("num_attention_heads")
     hidden = fields.size("hidden_size")
     kv_heads = fields.size("num_key_value_heads", heads)
@@ -129,6 +130,8 @@ def parse_config(
     values |= special
     if values.get("bidirectional") and values["task"] == "generate":
         values["task"] = "embed"
+    if values["rms_eps"] < 0:
+        raise ConfigError(f"{origin}: the epsilon of norms must be at least 0, got {values['rms_eps']}")
     if "activation" not in special and (act := fields.get("hidden_act", str, "silu")) not in (
         "silu",
         "swish",
@@ -137,9 +140,10 @@ def parse_config(
     if "head_dim" not in values:
         values["head_dim"] = fields.size("head_dim", None) or hidden // heads
     if "rope" not in values:
-        values["rope"] = _rope(fields)
+        values |= model_rope(fields)
     if "rope_dim" not in values:
-        values["rope_dim"] = rotated(fields, values["head_dim"])
+        values["rope_dim"] = _whole_heads(fields, architecture, values["head_dim"])
+    _check_ropes(values, origin)
     return ModelConfig(**values)
 
 
@@ -186,11 +190,35 @@ def _eos(generation: Mapping[str, Any], config: Mapping[str, Any], origin: str) 
     return tuple(ids)
 
 
-def _rope(fields: Fields) -> RopeParameters:
-    """`rope_parameters` of transformers 5, of full attention where they are by kind of layer, or `rope_theta` and `rope_scaling` of
-    earlier files."""
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    return parse_rope(fields, entries.get(FULL) or entries, fields.number("rope_theta", 10000.0))
+def _whole_heads(fields: Fields, architecture: str, head_dim: int) -> int:
+    """For families that rotate whole heads: their size. ConfigError where an entry asks for less, which transformers does not read there."""
+    count = rotated(fields, head_dim)
+    if count != head_dim:
+        raise ConfigError(
+            f"{fields.origin}: {architecture} rotates whole heads of {head_dim} elements, got {count} by rotary_dim or partial_rotary_factor"
+        )
+    return count
+
+
+def _check_ropes(values: Mapping[str, Any], origin: str) -> None:
+    """ConfigError where frequencies do not fit the rotated part, or long ones would be needed for layers that have frequencies of their own."""
+    of_layers = [rope for rope in values.get("layer_ropes", ()) if rope is not None]
+    longest = max(values["max_position"], values.get("long_position", 0))
+    if any(rope.kind == "longrope" and rope.original < longest for rope in of_layers):
+        raise ConfigError(
+            f"{origin}: longrope is supported where all layers have the same frequencies, not by kind of layer"
+        )
+    for rope in (values["rope"], values.get("long_rope")):
+        pairs = values["rope_dim"] // 2
+        if (
+            rope is not None
+            and rope.kind == "longrope"
+            and not (len(rope.factors) == pairs and all(0 < factor < math.inf for factor in rope.factors))
+        ):
+            raise ConfigError(
+                f"{origin}: short_factor and long_factor of longrope must be {pairs} positive numbers, one for each rotated pair of a head, got "
+                f"{list(rope.factors)}"
+            )
 
 
 def _quantization(fields: Fields) -> Mapping[str, Any] | None:

@@ -86,6 +86,8 @@ class Family:
         native: how directories in the layout of the models' own code are read.
         base: the module of the table's tensors that a checkpoint without a head leaves out of their names.
         entries: entries of config.json -> the names that they have in the files of such models, where these differ.
+        defaults: for an architecture, entries that its files may leave out and whose values are then those of its class in transformers, where no
+            shape of a tensor shows another value. An entry that is null stays null.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Family:
     native: NativeLayout | None = None
     texts: Mapping[str, TextPart] = field(default_factory=dict)
     entries: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def encodes(self) -> bool:

@@ -102,6 +102,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={"AfmoeForCausalLM": {"rms_norm_eps": 1e-5}},
     gguf=(
         GgufArchitecture(
             "afmoe",

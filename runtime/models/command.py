@@ -77,6 +77,7 @@ FAMILY = Family(
     table=table,
     model=Command,
     config=config,
+    defaults={"CohereForCausalLM": {"rope_theta": 5e5}},
     gguf=(
         GgufArchitecture(
             "command-r", "CohereForCausalLM", GGUF_ATTENTION | GGUF_HEAD_NORMS | GGUF_MLP, config=_gguf

@@ -131,7 +131,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     return {
         **latent_config(fields),
         "moe": moe_config(fields),
-        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0)},
+        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0, least=0)},
     }
 
 
@@ -144,6 +144,8 @@ def latent_config(fields: Fields) -> dict[str, Any]:
         rope_dim=fields.size("qk_rope_head_dim"),
         v_dim=fields.size("v_head_dim"),
     )
+    if mla.rope_dim % 2:
+        raise ConfigError(f"{fields.origin}: qk_rope_head_dim must be even, got {mla.rope_dim}")
     return {
         "mla": mla,
         "num_kv_heads": fields.size("num_attention_heads"),
@@ -268,6 +270,7 @@ FAMILY = Family(
     table=table,
     model=DeepseekV3,
     config=config,
+    defaults={"DeepseekV3ForCausalLM": {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}},
     prediction=prediction,
     gguf=(
         GgufArchitecture(

@@ -59,6 +59,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={name: {"rms_norm_eps": 1.5625e-07} for name in ("GlmForCausalLM", "Glm4ForCausalLM")},
     gguf=(
         GgufArchitecture("chatglm", "GlmForCausalLM", GGUF_ATTENTION | GGUF_FUSED, config=_gguf),
         GgufArchitecture(

@@ -38,7 +38,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         "rope_dim": rotated(fields, usual=0.5),
         "qk_norm": fields.flag("use_qk_norm", False),
         "moe": deepseek_v3.moe_config(fields),
-        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0)},
+        "extra": {"nextn_layers": fields.get("num_nextn_predict_layers", int, 0, least=0)},
     }
 
 
@@ -60,6 +60,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={"Glm4MoeForCausalLM": {"rms_norm_eps": 1e-5}},
     prediction=prediction,
     gguf=(
         GgufArchitecture(

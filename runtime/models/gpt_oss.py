@@ -11,7 +11,15 @@ from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, MoeConfig, layer_windows
+from gristmill.runtime.config import (
+    FULL,
+    SLIDING,
+    Fields,
+    ModelConfig,
+    MoeConfig,
+    layer_windows,
+    need_rope,
+)
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.moe import MixtureOfExperts
 from gristmill.runtime.layers.plans import Plans
@@ -85,7 +93,7 @@ class GptOss(Llama):
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     """Experts, windows, biases, and the clamp limit of the experts' activation."""
     count, inner = fields.size("num_local_experts"), fields.size("intermediate_size")
-    return {
+    values = {
         "moe": MoeConfig.most_probable(fields, count, inner),
         "attention_bias": fields.flag("attention_bias", True),
         "windows": layer_windows(fields, fields.size("sliding_window", 128), PATTERN),
@@ -94,6 +102,8 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
             "experts_apart": fields.flag("experts_apart", False),
         },
     }
+    need_rope(fields)
+    return values
 
 
 def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,7 +112,7 @@ def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "sliding_window": values.get("attention.sliding_window"),
         "experts_apart": True,
-        "rope_scaling": {**rope, "truncate": False} if rope else None,
+        "rope_scaling": {**rope, "truncate": False} if rope else {"rope_type": "default"},
     }
 
 
@@ -112,6 +122,7 @@ FAMILY = Family(
     table=table,
     model=GptOss,
     config=config,
+    defaults={"GptOssForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0}},
     gguf=(
         GgufArchitecture(
             "gpt-oss",

@@ -110,6 +110,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={"Llama4ForCausalLM": {"rms_norm_eps": 1e-5, "attention_chunk_size": SPAN}},
     gguf=(
         GgufArchitecture(
             "llama4",

@@ -8,7 +8,7 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig, MoeConfig
+from gristmill.runtime.config import Fields, ModelConfig, MoeConfig, rotated
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_HEAD_NORMS, Llama, decoder_table
@@ -36,7 +36,11 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         if (given := fields.data.get(entry, value)) != value:
             raise ConfigError(f"{fields.origin}: {entry} must be {value!r} for MiniMax-M2, got {given!r}")
     moe = MoeConfig.most_probable(fields, fields.size("num_local_experts"), fields.size("intermediate_size"))
-    return {"qk_norm_whole": True, "moe": replace(moe, scoring="sigmoid", choice_bias=True)}
+    return {
+        "qk_norm_whole": True,
+        "rope_dim": rotated(fields),
+        "moe": replace(moe, scoring="sigmoid", choice_bias=True),
+    }
 
 
 FAMILY = Family(
@@ -45,6 +49,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={"MiniMaxM2ForCausalLM": {"rope_theta": 5e6}},
     gguf=(
         GgufArchitecture(
             "minimax-m2",

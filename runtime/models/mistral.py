@@ -11,7 +11,7 @@ from typing import Any
 
 from gristmill.quant.checkpoints.text_part import TextPart
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import SLIDING, Fields, QueryScale, layer_windows
+from gristmill.runtime.config import SLIDING, Fields, QueryScale, layer_windows, need_rope
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_MLP, Llama, decoder_table
 from gristmill.runtime.models.mistral_native import NATIVE
@@ -24,6 +24,8 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         "rope_interleaved": fields.flag("rope_interleave", False),
     }
     rope = Fields(fields.get("rope_parameters", dict, None) or {}, f"{fields.origin}: rope_parameters")
+    if architecture == "Ministral3ForCausalLM":
+        need_rope(fields)
     growth = rope.number("llama_4_scaling_beta", 0.0)
     if growth:
         values["query_scale"] = QueryScale(growth, rope.size("original_max_position_embeddings"))
@@ -48,6 +50,11 @@ FAMILY = Family(
     table=decoder_table,
     model=Llama,
     config=config,
+    defaults={
+        "MistralForCausalLM": {"sliding_window": 4096},
+        "MinistralForCausalLM": {"sliding_window": 4096},
+        "Ministral3ForCausalLM": {"rms_norm_eps": 1e-5},
+    },
     native=NATIVE,
     gguf=(
         GgufArchitecture(

@@ -33,6 +33,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={"MixtralForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 1e6}},
     gguf=(
         GgufArchitecture(
             "llama",

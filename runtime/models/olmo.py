@@ -61,6 +61,7 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={name: {"rms_norm_eps": 1e-5} for name in ("Olmo2ForCausalLM", "Olmo3ForCausalLM")},
     gguf=(
         GgufArchitecture(
             "olmo2",

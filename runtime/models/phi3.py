@@ -13,7 +13,7 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import SLIDING, Fields, ModelConfig, layer_windows, parse_rope
+from gristmill.runtime.config import SLIDING, Fields, ModelConfig, layer_windows, rotated
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import GGUF_ATTENTION, Llama, decoder_table, mlp
@@ -43,18 +43,11 @@ def fused(weight: Weight, module: str) -> Weight:
 
 
 def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
-    """The window of every layer, and the length to which the frequencies of longrope are those of the file's ``short_factor``."""
+    """The window of every layer, and the rotated part of a head."""
     if fields.number("embd_pdrop", 0.0) or fields.number("resid_pdrop", 0.0):
         raise ConfigError(f"{fields.origin}: dropout is for training; set embd_pdrop and resid_pdrop to 0")
     window = fields.size("sliding_window", None)
-    values: dict[str, Any] = {"windows": layer_windows(fields, window, (SLIDING,))}
-    theta = fields.number("rope_theta", 10000.0)
-    entries = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict, None) or {}
-    rope, longest = parse_rope(fields, entries, theta), fields.size("max_position_embeddings")
-    if rope.kind == "longrope" and rope.original < longest:
-        long = parse_rope(fields, {**entries, "short_factor": entries.get("long_factor")}, theta)
-        values |= {"max_position": rope.original, "long_position": longest, "long_rope": long}
-    return values
+    return {"windows": layer_windows(fields, window, (SLIDING,)), "rope_dim": rotated(fields)}
 
 
 def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,5 +68,6 @@ FAMILY = Family(
     table=table,
     model=Llama,
     config=config,
+    defaults={"Phi3ForCausalLM": {"rms_norm_eps": 1e-5}},
     gguf=(GgufArchitecture("phi3", "Phi3ForCausalLM", GGUF_ATTENTION | GGUF_FUSED, config=_gguf),),
 )

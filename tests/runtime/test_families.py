@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
 from gristmill.kernel_registry.scheme import QuantScheme
@@ -16,10 +18,11 @@ from gristmill.kernels.rope.cache import RopeParameters
 from gristmill.quant import quantize
 from gristmill.quant.writing.checkpoint import write_quantized
 from gristmill.runtime.config import ModelConfig
+from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layer_attention import LayerAttention
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.loader import load
-from gristmill.runtime.loader.config import load_config
+from gristmill.runtime.loader.config import load_config, parse_config
 from gristmill.runtime.models import model_table
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.scheduler import RequestTooLarge
@@ -125,6 +128,39 @@ def check_family(name: str, llm: LLM, expected: Expected) -> None:
 def test_a_family(name: str, make: Callable[..., LLM], tmp_path: Path) -> None:
     expected = Expected(build(name, tmp_path))
     check_family(name, make(tmp_path, **LIMITS), expected)
+
+
+SHOWN_BY_SHAPES = {
+    "first_k_dense_replace",
+    "head_dim",
+    "n_shared_experts",
+    "num_attention_heads",
+    "num_dense_layers",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_nextn_predict_layers",
+    "num_shared_experts",
+    "q_lora_rank",
+}
+"""Entries with another value than the model's are refused when tensors are read."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if " with " not in name])
+def test_entries_left_out(name: str, tmp_path: Path) -> None:
+    """What config.json does not say is as in transformers' class of the family, or refused."""
+    config = build(name, tmp_path).config
+    data = json.loads((tmp_path / "config.json").read_text())
+    for entry in data.keys() - SHOWN_BY_SHAPES - {"architectures", "model_type", "layer_types", "dtype"}:
+        rest = {key: value for key, value in data.items() if key != entry}
+        try:
+            completed = json.loads(json.dumps(type(config).from_dict(rest).to_dict()))
+            expected = parse_config({**completed, "architectures": data["architectures"]})
+            actual = parse_config(rest)
+        except (ConfigError, StrictDataclassError):
+            continue
+        if actual.layer_ropes:
+            actual = replace(actual, rope=expected.rope)  # of no layer
+        assert replace(actual, eos_ids=()) == replace(expected, eos_ids=()), entry
 
 
 def often(*names: str) -> list[Any]:

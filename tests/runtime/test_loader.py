@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import struct
@@ -183,6 +184,16 @@ def test_scheme_that_does_not_fit_names_the_tensor(llama: Path, make: Callable[.
         make(llama, quant="int4_g128")
 
 
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0] * 32,
+    "long_factor": [2.0] * 32,
+}
+
+
 def edited(**changes: Any) -> dict[str, Any]:
     return {**json.loads((MODELS / LLAMA / "config.json").read_text()), **changes}
 
@@ -204,6 +215,50 @@ def edited(**changes: Any) -> dict[str, Any]:
             "'dynamic' is not supported",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3 .*needs"),
+        (
+            {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+            "rope type 'proportional' is not supported; supported: default, ",
+        ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\] is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
+            "'factor' must be int or float, got '2'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": math.inf}},
+            "'factor' must be a finite number",
+        ),
+        ({"rope_parameters": {"full_attention": 3}}, "rotary embedding must be an object, got 3"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0] * 3}}, "must be 32 positive numbers, .* got "),
+        ({"rope_parameters": LONGROPE | {"long_factor": [0.0] * 32}}, "must be 32 positive numbers"),
+        ({"partial_rotary_factor": 0.5}, "LlamaForCausalLM rotates whole heads of 64 elements, got 32 by"),
+        ({"rotary_dim": 8}, "rotates whole heads of 64 elements, got 8 by rotary_dim"),
+        ({"partial_rotary_factor": math.nan}, "'partial_rotary_factor' must be a finite number, got nan"),
+        ({"rms_norm_eps": math.nan}, "'rms_norm_eps' must be a finite number, got nan"),
+        ({"rms_norm_eps": -1e-6}, "epsilon of norms must be at least 0"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' must be at most 4096, got 1000000000"),
+        ({"vocab_size": 10**12}, "'vocab_size' must be at most 2147483647"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 10**9},
+            "'num_experts' must be at most 16384",
+        ),
+        (
+            {**GEMMA_3, "sliding_window_pattern": 10**9},
+            "'sliding_window_pattern' must be at most 4096",
+        ),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "rope_parameters": {"full_attention": LONGROPE}},
+            "longrope is supported where all layers have the same frequencies",
+        ),
+        (
+            {**GEMMA_3, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters must have an object for full_attention and one for sliding_attention, got rope_theta",
+        ),
+        (
+            {**GPT_OSS, "rope_parameters": None},
+            "'rope_parameters' .* is missing",
+        ),
         ({"dtype": "int8"}, "dtype must be one of float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an id"),
         ({"sliding_window": 512}, "has no sliding window, got sliding_window = 512 with 4096 positions"),
@@ -257,6 +312,20 @@ def test_not_a_model_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(edited(architectures=[["LlamaForCausalLM"]])))
+    with pytest.raises(ConfigError, match="is not supported"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"max_position_embeddings": 10**9}, {"head_dim": 10**9}])
+def test_tables_that_no_memory_holds(changes: dict[str, int], llama: Path, make: Callable[..., LLM]) -> None:
+    """Refused before they are allocated."""
+    (llama / "config.json").write_text(json.dumps(edited(**changes)))
+    with pytest.raises(ConfigError, match="elements for .* positions would have .* GiB; a max_model_len"):
+        make(llama)
 
 
 def test_every_rank_reads_in_the_same_order(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:

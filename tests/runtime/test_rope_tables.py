@@ -15,6 +15,8 @@ from gristmill.runtime.layers import rope
 from gristmill.runtime.llm import LLM
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.speculation.config import Speculation
+from gristmill.tools.evaluate import window_logits
+from tests.runtime import oracle
 from tests.runtime.family_cases import build, prompt
 from tests.runtime.oracle import DEEPSEEK, LLAMA, MODELS
 
@@ -74,6 +76,27 @@ def test_a_table_that_is_too_short_shows(
     done = make(tmp_path, max_model_len=LIMIT).generate(PROMPTS, PARAMS)
     assert ([list(each.token_ids) for each in done] == expected) == (lacking == 1)
     assert any(each.error for each in done) == (lacking == 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm-4", "kimi-k2"])
+def test_longrope_of_any_family(family: str, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """Both sets of frequencies, in families whose files usually have none: the second one for sequences longer than the original length."""
+    pairs = {"llama": 8, "glm-4": 4, "kimi-k2": 8}[family]
+    table = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [4.0 + pair for pair in range(pairs)],
+        "partial_rotary_factor": 0.5 if family == "glm-4" else 1.0,
+    }
+    model = build(family, tmp_path, rope_parameters=table)
+    for length, longest in ((64, None), (LIMIT, LIMIT)):
+        llm = make(tmp_path, max_model_len=longest)
+        assert llm.config.max_position == length
+        expected = oracle.logits(model, prompt(length))
+        assert oracle.error(window_logits(llm.engine, prompt(length)), expected) < 1e-4
 
 
 def test_drafts_up_to_the_limit(make: Callable[..., LLM]) -> None:

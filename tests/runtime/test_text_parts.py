@@ -110,3 +110,15 @@ def test_other_names_and_entries_left_out(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     read = load_config(tmp_path)
     assert (read.vocab_size, read.num_heads, read.num_kv_heads, read.max_position) == (262208, 8, 4, 131072)
+
+
+def test_null_is_not_the_same_as_left_out(tmp_path: Path) -> None:
+    """Mistral has a window unless its file says that there is none."""
+    build("Mistral3", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config["text_config"]["sliding_window"] is None
+    assert load_config(tmp_path).windows == (0,) * 4
+    del config["text_config"]["sliding_window"]
+    path.write_text(json.dumps(config))
+    assert load_config(tmp_path).windows == (4096,) * 4
