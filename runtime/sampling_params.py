@@ -259,17 +259,19 @@ def check_params(request_id: str, params: SamplingParams, stop_ids: Iterable[int
             )
     if not params.edits_logits:
         return
+    banned: list[int] = []
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids or (),
         "stop_token_ids": stop_ids if params.min_tokens else (),
+        "bad_words": banned,
     }
     for word in params.bad_words:
         if isinstance(word, str):
             raise UsageError(
                 f"request {request_id!r}: the engine has no tokenizer: bad_words must be lists of token ids, got {word!r}"
             )
-        named["bad_words"] = [*named.get("bad_words", ()), *word]
+        banned.extend(word)
     for name, ids in named.items():
         wrong = next((token for token in ids if token >= vocab_size), None)
         if wrong is not None:

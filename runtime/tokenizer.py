@@ -10,6 +10,8 @@ from gristmill.quant.checkpoints.checkpoint import Checkpoint
 from gristmill.runtime.loader.config import open_checkpoint
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+LONG_TEXT = 4096
+"""Characters, or ids, from which the backend's batches are used: they let other threads run meanwhile, single texts do not."""
 
 
 class EncodedText(NamedTuple):
@@ -35,7 +37,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, including those that the tokenizer's post-processor adds, if they are wanted."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_inputs(
@@ -85,7 +91,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without special tokens unless they are wanted."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(ids) < LONG_TEXT:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        else:
+            [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
@@ -44,6 +43,7 @@ class Exchange:
         record: what the log line and the span of this request say, by name.
         blocked: since when a client does not read, by time.monotonic; None = it does.
         reading: since when the body is waited for; None = it is not, or is there.
+        size: bytes of the body, once it is read.
         last_write: when something was sent.
         streams: the answer is a stream of events, which has begun or waits for its first part.
         task: the handler's.
@@ -67,6 +67,7 @@ class Exchange:
         "scope",
         "service",
         "shape",
+        "size",
         "status",
         "streaming",
         "streams",
@@ -78,7 +79,7 @@ class Exchange:
     ) -> None:
         self.service, self.scope, self._receive, self._send = service, scope, receive, send
         self.request_id, self.shape = request_id, shape
-        self.status = 0
+        self.status = self.size = 0
         self.streaming = self.streams = False
         self.record: dict[str, Any] = {}
         self.blocked: float | None = None
@@ -135,7 +136,10 @@ class Exchange:
                 self.reading = None
                 break
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return body if encoding in ("", "identity") else _decompress(body, encoding, limit)
+        if encoding not in ("", "identity"):
+            body = _decompress(body, encoding, limit)
+        self.size = len(body)
+        return body
 
     def give_up_body(self) -> None:
         """The body is waited for no more."""
@@ -262,23 +266,26 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
-"""Texts and brackets of JSON."""
+_QUOTE, _OPENING, _CLOSING = b'"', b"[{", b"]}"
+_REST = bytes(set(range(256)) - set(_QUOTE + _OPENING + _CLOSING))
+"""Every byte that says nothing about depth."""
 
 
 def check_depth(body: bytes) -> None:
     """ApiError if the JSON text is nested too deeply: before any recursive parser reads it. Brackets inside texts do not count."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    depth = 0
-    for token in _TOKENS.finditer(body):
-        kind = body[token.start()]
-        if kind in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} levels deep")
-        elif kind in b"]}":
-            depth -= 1
+    import numpy as np
+
+    # Of a body of millions of brackets, arrays take a fraction of a second.
+    left = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _REST)
+    kinds = np.frombuffer(left, np.uint8)
+    inside = (
+        np.cumsum(kinds == _QUOTE[0], dtype=np.uint8) & 1
+    )  # a text has begun: odd, also after 256 of them
+    steps = np.isin(kinds, list(_OPENING)).astype(np.int8) - np.isin(kinds, list(_CLOSING))
+    if np.cumsum(steps * (1 - inside), dtype=np.int32).max(initial=0) > MAX_DEPTH:
+        raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} levels deep")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -13,14 +13,12 @@ from gristmill.runtime.chat.answer import GrowingMessage, parsed
 from gristmill.runtime.chat.conversation import ChatOptions, Delta
 from gristmill.runtime.completion import Chunk
 from gristmill.runtime.sampling_params import SamplingParams
+from gristmill.runtime.tokenizer import LONG_TEXT
 from gristmill.serve.errors import ApiError, failed, unavailable
 from gristmill.serve.exchange import Exchange
 
 if TYPE_CHECKING:
     from gristmill.runtime.chat.formats import OutputParser
-
-LONG_TEXT = 4096
-"""Characters from which text is tokenized in a thread, beside the streams of others."""
 
 
 @dataclass(slots=True)
@@ -177,7 +175,7 @@ async def answers(generation: Generation, count: int) -> list[Answer]:
 
 
 async def beside(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments): in a thread if the text that it works on is long."""
+    """function(*arguments): in a thread, beside the streams of others, if what it works on is large, by characters, bytes or tokens."""
     if size < LONG_TEXT:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

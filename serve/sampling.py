@@ -8,13 +8,16 @@ from typing import Any
 
 import msgspec
 
+from gristmill.runtime.errors import UsageError
 from gristmill.runtime.sampling_params import SamplingParams, token_biases
 from gristmill.runtime.structured_output import StructuredOutput
 from gristmill.serve.errors import ApiError
 from gristmill.serve.service import Service
 
-MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
-MAX_BIASES = 1024
+MAX_STOPS, MAX_BAD_WORDS, MAX_CHARACTERS = 64, 1024, 1024
+MAX_TOKEN_IDS = 1024
+"""Entries of logit_bias and stop_token_ids."""
+MAX_INTERVAL_MS = 60_000
 MAX_SCHEMA_DEPTH = 32
 
 
@@ -79,18 +82,31 @@ DIRECT = (
 
 
 def sampling_params(
-    service: Service, request: SamplingFields, *, max_tokens: int, logprobs: int | None, prompts: int = 1
+    service: Service, request: SamplingFields, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
     """The parameters of a request; what it does not say is as the model recommends, then temperature 1 and no filter.
 
     Args:
         max_tokens: of each completion.
         logprobs: as in `SamplingParams`.
-        prompts: prompts of the request, for the limit of its completions.
 
     Raises:
-        ApiError: a limit of the server. UsageError: an invalid value.
+        ApiError: a limit of the server, or an invalid value.
     """
+    check_choices(service, request)
+    for name, most in (
+        ("stop_token_ids", MAX_TOKEN_IDS),
+        ("allowed_token_ids", service.vocab_size),
+        ("logit_bias", MAX_TOKEN_IDS),
+    ):
+        if len(getattr(request, name) or ()) > most:
+            raise _limit(name, f"{len(getattr(request, name))} entries", most)
+    if not 0 <= (request.stream_interval_ms or 0) <= MAX_INTERVAL_MS:
+        raise ApiError(
+            400,
+            f"stream_interval_ms must be 0 to {MAX_INTERVAL_MS}, got {request.stream_interval_ms}",
+            param="stream_interval_ms",
+        )
     values: dict[str, Any] = {"temperature": 1.0, **service.defaults}
     for name in DIRECT:
         if (value := getattr(request, name)) is not None:
@@ -100,17 +116,25 @@ def sampling_params(
     if values.get("seed") is not None:
         values["seed"] %= 1 << 63  # clients send negative ones
     if request.stop:
-        values["stop"] = _stops(request.stop)
+        values["stop"] = _texts("stop", request.stop, MAX_STOPS)
+    if request.bad_words:
+        values["bad_words"] = _texts("bad_words", request.bad_words, MAX_BAD_WORDS)
     if request.logit_bias:
-        if len(request.logit_bias) > MAX_BIASES:
-            raise _limit("logit_bias", f"{len(request.logit_bias)} entries", MAX_BIASES)
         values["logit_bias"] = _biases(request.logit_bias, service.vocab_size)
     if (structure := structured_output(service, request)) is not None:
         values["structured_output"] = structure
+    try:
+        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
+    except UsageError as error:
+        name = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), param=name if name in values else None) from error
+
+
+def check_choices(service: Service, request: SamplingFields, prompts: int = 1) -> None:
+    """ApiError: more completions than the server makes for one request with so many prompts."""
     choices = (request.n or 1) * prompts
     if choices > service.config.max_choices:
         raise _limit("n", f"{choices} completions", service.config.max_choices)
-    return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def structured_output(service: Service, request: SamplingFields) -> StructuredOutput | None:
@@ -195,14 +219,14 @@ def _depth(value: Any) -> int:
     return deepest
 
 
-def _stops(stop: str | list[str]) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop
-    if len(stops) > MAX_STOPS:
-        raise _limit("stop", f"{len(stops)} texts", MAX_STOPS)
-    longest = max((len(one) for one in stops), default=0)
-    if longest > MAX_STOP_CHARACTERS:
-        raise _limit("stop", f"a text of {longest} characters", MAX_STOP_CHARACTERS)
-    return stops
+def _texts(name: str, given: str | list[str], most: int) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if len(texts) > most:
+        raise _limit(name, f"{len(texts)} texts", most)
+    longest = max((len(one) for one in texts), default=0)
+    if longest > MAX_CHARACTERS:
+        raise _limit(name, f"a text of {longest} characters", MAX_CHARACTERS)
+    return texts
 
 
 def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:

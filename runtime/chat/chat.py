@@ -18,6 +18,8 @@ from gristmill.runtime.loader.config import open_checkpoint
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.runtime.tokenizer import Tokenizer
 
+OWN_VARIABLES = frozenset(("self", "messages", "tools", "add_generation_prompt", "range"))
+"""Variables of templates that a conversation sets itself."""
 TAIL = 256
 """Characters of a prompt's end that a parser looks at: whether a thought is open already."""
 
@@ -60,6 +62,8 @@ class Chat:
         Raises:
             UsageError: there is no template, or it refuses the conversation; arguments of a tool call that are no JSON object.
         """
+        if taken := OWN_VARIABLES & options.template_arguments.keys():
+            raise UsageError(f"the conversation itself sets {', '.join(sorted(taken))} of its template")
         template = self._template(bool(options.tools) and options.tool_choice != "none")
         if options.continue_final and (not messages or messages[-1].role != "assistant"):
             raise UsageError("continue_final_message needs a last message of the assistant")
@@ -75,7 +79,7 @@ class Chat:
             **{
                 **variables,
                 "tools": [_tool(one) for one in shown] or None,
-                "add_generation_prompt": not options.continue_final,
+                "add_generation_prompt": options.add_generation_prompt and not options.continue_final,
             },
         )
         return _up_to_end(text, messages[-1].content) if options.continue_final else text

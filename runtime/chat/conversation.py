@@ -59,6 +59,7 @@ class ChatOptions:
         reasoning: whether the model thinks first; None = as its template has it.
         reasoning_effort: ``low``, ``medium`` or ``high``, for templates that have it.
         template_arguments: further variables of the template.
+        add_generation_prompt: the prompt ends where an answer begins; False = after the last message.
         continue_final: the last message, an assistant's, is continued instead of followed by a new one.
         answer_bound: the request describes the answer: a message is calls or an answer, and tags in an answer mean nothing. `Chat` sets it.
     """
@@ -70,6 +71,7 @@ class ChatOptions:
     reasoning: bool | None = None
     reasoning_effort: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
     continue_final: bool = False
     answer_bound: bool = False
 

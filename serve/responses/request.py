@@ -12,6 +12,7 @@ import msgspec
 from gristmill.runtime.chat.conversation import ChatOptions, Message
 from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import beside, room
 from gristmill.serve.openai_messages import GivenFunction, chat_options
 from gristmill.serve.responses.items import GivenItem, new_id
@@ -156,10 +157,11 @@ def check(request: ResponsesRequest) -> None:
 
 
 async def encoded(
-    service: Service, request: ResponsesRequest, messages: list[Message], options: ChatOptions
+    exchange: Exchange, request: ResponsesRequest, messages: list[Message], options: ChatOptions
 ) -> list[int]:
     """The token ids of a conversation."""
-    size = sum(len(message.content) for message in messages)
+    service = exchange.service
+    size = exchange.size + sum(len(message.content) for message in messages)  # earlier ones may be kept here
     ids: list[int] = await beside(size, service.chat.encode, messages, options)
     limit = service.max_model_len - (request.max_output_tokens or 1)
     if len(ids) > limit and request.truncation == "auto":

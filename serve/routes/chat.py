@@ -40,9 +40,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 async def prepared(
-    service: Service, request: ChatRequest
+    exchange: Exchange, request: ChatRequest
 ) -> tuple[list[Message], ChatOptions, list[int], SamplingParams]:
     """(conversation, how it is continued, token ids, sampling without what the model's format needs)."""
+    service = exchange.service
     messages = conversation(request.messages)
     arguments = dict(request.chat_template_kwargs or {})
     thinking = arguments.pop("enable_thinking", None)
@@ -58,10 +59,10 @@ async def prepared(
         else None,
         reasoning_effort=None if request.reasoning_effort == "none" else request.reasoning_effort,
         template_arguments=arguments,
+        add_generation_prompt=request.add_generation_prompt is not False,
         continue_final=bool(request.continue_final_message),
     )
-    size = sum(len(message.content) for message in messages)
-    ids = await beside(size, service.chat.encode, messages, options)
+    ids = await beside(exchange.size, service.chat.encode, messages, options)
     wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     logprobs = None
     if request.logprobs:
@@ -84,7 +85,7 @@ async def chat(exchange: Exchange) -> None:
     service = exchange.service
     service.require_engine()
     model = service.require_model(request.model)
-    _, options, ids, params = await prepared(service, request)
+    _, options, ids, params = await prepared(exchange, request)
     exchange.watch()
     generation = continued(
         exchange, options, ids, params, priority=request.priority, interval_ms=request.stream_interval_ms

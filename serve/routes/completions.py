@@ -17,7 +17,7 @@ from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import Answer, Generation, Part, beside, room
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
-from gristmill.serve.sampling import SamplingFields, sampling_params
+from gristmill.serve.sampling import SamplingFields, check_choices, sampling_params
 from gristmill.serve.service import Service
 from gristmill.serve.usage import end_of_stream, usage
 
@@ -42,10 +42,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 async def token_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt."""
     given: Any = request.prompt
-    one_prompt = isinstance(given, str) or all(isinstance(item, int) for item in given)
+    kinds = set() if isinstance(given, str) else set(map(type, given))
+    one_prompt = kinds <= {int}
     many = [given] if one_prompt else given
-    if not one_prompt and any(isinstance(item, int) for item in given):
+    if not one_prompt and int in kinds:
         raise ApiError(400, "prompt is a text, token ids, or a list of such: not a mixture", param="prompt")
+    check_choices(service, request, len(many))
     prompts: list[list[int]] = []
     for one in many:
         if isinstance(one, str):
@@ -53,11 +55,11 @@ async def token_prompts(service: Service, request: CompletionRequest) -> list[li
             ids = await beside(len(one), service.tokenizer.encode, one, special)
         else:
             ids = one
-            wrong = next((token for token in ids if not 0 <= token < service.vocab_size), None)
-            if wrong is not None:
+            ends = (min(ids), max(ids)) if ids else ()
+            if wrong := [token for token in ends if not 0 <= token < service.vocab_size]:
                 raise ApiError(
                     400,
-                    f"prompt: token ids are 0 to {service.vocab_size - 1}, got {wrong}",
+                    f"prompt: token ids are 0 to {service.vocab_size - 1}, got {wrong[0]}",
                     param="prompt",
                 )
         if (keep := request.truncate_prompt_tokens) is not None and keep > 0:
@@ -87,7 +89,6 @@ def _params(
             request,
             max_tokens=room(service.max_model_len, len(ids), 1 if only_prompt else wanted),
             logprobs=request.logprobs,
-            prompts=len(prompts),
         )
         for ids in prompts
     ]

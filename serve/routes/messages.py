@@ -19,8 +19,7 @@ async def count_tokens(exchange: Exchange) -> None:
     request, service = await exchange.json(PromptFields), exchange.service
     service.require_model(request.model)
     conversation, options = prompt(service, request)
-    size = sum(len(message.content) for message in conversation)
-    ids = await beside(size, service.chat.encode, conversation, options)
+    ids = await beside(exchange.size, service.chat.encode, conversation, options)
     await exchange.respond({"input_tokens": len(ids)})
 
 
@@ -37,8 +36,7 @@ async def messages(exchange: Exchange) -> None:
             param="max_tokens",
         )
     conversation, options = prompt(service, request)
-    size = sum(len(message.content) for message in conversation)
-    ids = await beside(size, service.chat.encode, conversation, options)
+    ids = await beside(exchange.size, service.chat.encode, conversation, options)
     tokens = room(service.max_model_len, len(ids), request.max_tokens)
     params = sampling_params(service, request.sampling(), max_tokens=tokens, logprobs=None)
     exchange.watch()

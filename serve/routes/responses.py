@@ -33,7 +33,7 @@ async def create(exchange: Exchange) -> None:
     items = _items(exchange, request)
     messages = conversation(items, request.instructions)
     options = options_of(service, request)
-    ids = await encoded(service, request, messages, options)
+    ids = await encoded(exchange, request, messages, options)
     params = sampling(service, request, len(ids))
     generation = continued(
         exchange, options, ids, params, priority=request.priority, interval_ms=request.stream_interval_ms
@@ -111,7 +111,7 @@ async def count(exchange: Exchange) -> None:
     service.require_model(request.model)
     check(request)
     messages = conversation(_items(exchange, request), request.instructions)
-    ids = await encoded(service, request, messages, options_of(service, request))
+    ids = await encoded(exchange, request, messages, options_of(service, request))
     await exchange.respond({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

@@ -24,6 +24,8 @@ class TokenizeRequest(msgspec.Struct):
     add_special_tokens: bool = True
     return_token_strs: bool = False
     tools: list[GivenTool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -48,19 +50,23 @@ async def tokenize(exchange: Exchange) -> None:
             [tool.function for tool in request.tools or ()],
             None,
             template_arguments=request.chat_template_kwargs or {},
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final=request.continue_final_message,
         )
-        size = sum(len(message.content) for message in messages)
-        ids = await beside(size, service.chat.encode, messages, options)
+        ids = await beside(exchange.size, service.chat.encode, messages, options)
     else:
         prompt = request.prompt or ""
         ids = await beside(len(prompt), service.tokenizer.encode, prompt, request.add_special_tokens)
     texts = service.token_texts
+    strings = None
+    if request.return_token_strs:
+        strings = await beside(len(ids), lambda: [texts.text_of(token) for token in ids])
     await exchange.respond(
         {
             "count": len(ids),
             "max_model_len": service.max_model_len,
             "tokens": ids,
-            "token_strs": [texts.text_of(token) for token in ids] if request.return_token_strs else None,
+            "token_strs": strings,
         }
     )
 
@@ -82,12 +88,13 @@ async def render_chat(exchange: Exchange) -> None:
     """The prompt of a conversation, as text and as token ids, and its sampling."""
     request, service = await exchange.json(ChatRequest), exchange.service
     model = service.require_model(request.model)
-    messages, options, ids, params = await prepared(service, request)
+    messages, options, ids, params = await prepared(exchange, request)
     params, _ = service.chat.reply(params, options, ids)
+    text = await beside(exchange.size, service.chat.render, messages, options)
     await exchange.respond(
         {
             "model": model,
-            "prompt": service.chat.render(messages, options),
+            "prompt": text,
             "prompt_token_ids": ids,
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,

@@ -101,8 +101,10 @@ def test_prompts_are_those_of_transformers(name: str, count: int, tools: tuple[T
     made = chat(TEMPLATES[name])
     made._tokens = TOKENS
     assert ours.text == TEMPLATES[name]
-    want = as_transformers(TEMPLATES[name], TALK[:count], tools, True, **TOKENS)
-    assert made.render(TALK[:count], ChatOptions(tools=tools)) == want
+    for begun in (True, False):
+        want = as_transformers(TEMPLATES[name], TALK[:count], tools, begun, **TOKENS)
+        options = ChatOptions(tools=tools, add_generation_prompt=begun)
+        assert made.render(TALK[:count], options) == want
 
 
 def test_thinking_is_a_variable_of_the_template() -> None:
@@ -114,6 +116,13 @@ def test_thinking_is_a_variable_of_the_template() -> None:
     assert made.render(talk, ChatOptions(template_arguments={"enable_thinking": False})).endswith(
         "<think></think>"
     )
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "self", "range"])
+def test_variables_that_are_no_arguments(name: str) -> None:
+    """What a conversation sets itself is not silently something else."""
+    with pytest.raises(UsageError, match=f"sets {name} of its template"):
+        chat(CHATML).render(TALK[:1], ChatOptions(template_arguments={name: []}))
 
 
 def test_ids_have_no_second_begin_token() -> None:

@@ -141,7 +141,7 @@ def test_async_client_and_cancellation(url: str) -> None:
     ("values", "status", "param"),
     [
         ({"model": "another"}, 404, "model"),
-        ({"temperature": -1}, 400, None),
+        ({"temperature": -1}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"n": 1000}, 400, "n"),
         ({"prompt": []}, 400, "prompt"),

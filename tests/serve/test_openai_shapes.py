@@ -227,6 +227,19 @@ def test_usage_says_what_was_cached(url: str, stream: bool) -> None:
     )
 
 
+def test_a_prompt_without_the_beginning_of_an_answer(url: str) -> None:
+    """As vLLM's server: what tokenize counts is what is completed."""
+    talk = CHAT["messages"]
+    for more in ({}, {"add_generation_prompt": False}):
+        body = {"messages": talk} | more
+        counted = HTTP.post(f"{url}/tokenize", json=body).json()["tokens"]
+        shown = HTTP.post(f"{url}/v1/chat/completions/render", json=body).json()
+        assert shown["prompt_token_ids"] == counted
+        assert shown["prompt"].endswith("assistant\n") == (not more)
+        answer = HTTP.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 1}, timeout=60).json()
+        assert answer["usage"]["prompt_tokens"] == len(counted)
+
+
 def test_requests_may_share_an_id(url: str) -> None:
     """The client's X-Request-Id comes back, and is no name that only one request can have."""
 

@@ -1,0 +1,176 @@
+"""One large request does not hold up the others: what takes long runs beside them, or is refused before it begins."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gristmill.runtime.sampling_params import SamplingParams, check_params
+from gristmill.runtime.tokenizer import LONG_TEXT, Tokenizer
+from gristmill.serve.errors import ApiError
+from gristmill.serve.exchange import MAX_DEPTH, check_depth
+from tests.serve.server import MODEL
+from tests.serve.stage import HTTP, ScriptedChat, Stage, stage
+
+WORDS = "word " * LONG_TEXT
+TOOL = {"name": "look", "description": WORDS}
+USER = {"role": "user", "content": "Hello"}
+
+
+class Watched(ScriptedChat):
+    """Remembers which threads encoded conversations."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.threads: list[str] = []
+
+    def encode(self, messages: Any, options: Any = None) -> list[int]:
+        """As ever."""
+        self.threads.append(threading.current_thread().name)
+        return super().encode(messages, options)
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Stage]:
+    """A server."""
+    with stage(Watched) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/chat/completions", {"messages": [USER], "tools": [{"function": TOOL}]}),
+        ("v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"rules": WORDS}}),
+        (
+            "v1/chat/completions",
+            {"messages": [USER, {"role": "assistant", "reasoning": WORDS}, USER]},
+        ),
+        ("v1/messages", {"messages": [USER], "tools": [TOOL | {"input_schema": {}}], "max_tokens": 5}),
+        ("v1/messages/count_tokens", {"messages": [USER], "tools": [TOOL | {"input_schema": {}}]}),
+        ("v1/responses", {"input": "Hello", "tools": [TOOL | {"type": "function"}]}),
+        ("tokenize", {"messages": [USER], "tools": [{"function": TOOL}]}),
+    ],
+)
+def test_long_conversations_are_encoded_beside_the_others(scripted: Stage, path: str, body: Any) -> None:
+    """Whatever is long in them. Short ones are encoded at once."""
+    scripted.plays("Hi")
+    chat: Any = scripted.service.chat
+    chat.threads.clear()
+    assert HTTP.post(f"{scripted.url}/{path}", json=body).status_code == 200
+    assert chat.threads and all(name.startswith(("asyncio_", "uvloop_")) for name in chat.threads)
+    chat.threads.clear()
+    short = {"messages": [USER]} | ({"max_tokens": 5} if path == "v1/messages" else {})
+    short = {"input": "Hello"} if path == "v1/responses" else short
+    assert HTTP.post(f"{scripted.url}/{path}", json=short).status_code == 200
+    assert chat.threads and not any(name.startswith(("asyncio_", "uvloop_")) for name in chat.threads)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """The backend holds the interpreter's lock for single texts."""
+    tokenizer = Tokenizer(MODEL)
+    text = "word " * (1 << 17)
+    ids: list[int] = []
+    for long in (lambda: ids.extend(tokenizer.encode(text)), lambda: tokenizer.decode(ids)):
+        worker = threading.Thread(target=long)
+        begin = time.monotonic()
+        worker.start()
+        longest, last = 0.0, time.monotonic()
+        while worker.is_alive():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert longest < (last - begin) / 2
+    assert tokenizer.decode(ids) == text
+    assert ids == tokenizer._backend.encode(text).ids
+
+
+@pytest.mark.parametrize("path", ["v1/completions", "v1/completions/render"])
+def test_too_many_prompts_are_refused_before_they_are_tokenized(
+    scripted: Stage, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of 16 MB has two million."""
+
+    def refuse(*arguments: Any) -> list[int]:
+        raise AssertionError
+
+    monkeypatch.setattr(scripted.service.tokenizer, "encode", refuse)
+    answer = HTTP.post(f"{scripted.url}/{path}", json={"prompt": ["a"] * 200})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n", answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", ["a"] * 1025),
+        ("bad_words", ["a" * 1025]),
+        ("stop_token_ids", [5] * 1025),
+        ("allowed_token_ids", [5] * 4097),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("stop", ["a"] * 65),
+        ("stream_interval_ms", 1e300),
+        ("stream_interval_ms", -1),
+    ],
+)
+def test_limits(scripted: Stage, name: str, value: Any) -> None:
+    """The error names the field."""
+    answer = HTTP.post(f"{scripted.url}/v1/completions", json={"prompt": "a", name: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
+
+
+def test_many_bad_words_are_checked_in_linear_time() -> None:
+    """50,000 of them took half a minute."""
+    params = SamplingParams(bad_words=[[token % 4000, token % 3999] for token in range(50_000)])
+    begin = time.thread_time()
+    check_params("a", params, (), 4096)
+    assert time.thread_time() - begin < 1.0
+
+
+def deep(body: bytes) -> bool:
+    """Whether a body is refused for its depth."""
+    try:
+        check_depth(body)
+    except ApiError:
+        return True
+    return False
+
+
+def test_depth_is_that_outside_of_texts() -> None:
+    """Against a count character by character, of texts with quotes, backslashes and brackets."""
+    rng = random.Random(0)
+    found = []
+    for _ in range(2000):
+        body = b""
+        level = deepest = 0
+        for _ in range(rng.choice([10, 400, 500])):
+            kind = rng.choice(["text", "open", "open", "open", "close", "other"])
+            if kind == "text":
+                pieces = [b"[", b"{", b"]", b"}", rb"\"", rb"\\", b"a", rb"\n", b":", "ü".encode()]
+                body += b'"' + b"".join(rng.choices(pieces, k=rng.randrange(8))) + b'"'
+            elif kind == "open":
+                body += rng.choice([b"[", b"{"])
+                level += 1
+            elif kind == "close":
+                body += rng.choice([b"]", b"}"])
+                level -= 1
+            else:
+                body += rng.choice([b",", b":", b" 1", b"null"])
+            deepest = max(deepest, level)
+        assert deep(body) == (deepest > MAX_DEPTH)
+        found.append(deep(body))
+    assert 50 < sum(found) < 1950
+    edge = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+    assert not deep(edge) and deep(b"[" + edge + b"]")
+
+
+def test_depth_of_millions_of_brackets() -> None:
+    """It is looked for in a part of a second, as no other request is served meanwhile."""
+    for part in (b"[]", b'""', b'"\\""'):
+        body = b"[" + b",".join([part] * (4 << 20)) + b"[]" * MAX_DEPTH + b"]"
+        begin = time.thread_time()
+        check_depth(body)
+        assert time.thread_time() - begin < 1.5
