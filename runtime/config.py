@@ -315,6 +315,13 @@ class Fields(contract.Fields):
         value = self.get(name, (int, float), default)
         return value if value is None else float(value)
 
+    def positive(self, name: str, default: Any = ...) -> float:
+        """A number over 0, as float."""
+        value = float(self.number(name, default))
+        if value <= 0:
+            raise self.error(f"{self.origin}: entry {name!r} must be positive, got {value!r}")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.get(name, bool, default)

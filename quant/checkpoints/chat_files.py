@@ -74,7 +74,7 @@ def _object(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_text(file))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold a JSON object, got {type(value).__name__}")

@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")

@@ -62,9 +62,8 @@ class TextPartCheckpoint(SafetensorsCheckpoint):
             for name, value in data.items()
             if not isinstance(value, Mapping) or name == "quantization_config"
         }
-        outer = {**self.part.defaults, **shared}
-        given = {name: value for name, value in inner.items() if value is not None or name not in outer}
-        whole = {**outer, **given, "architectures": [self.part.architecture]}
+        given = {name: value for name, value in inner.items() if value is not None}
+        whole = {**self.part.defaults, **shared, **given, "architectures": [self.part.architecture]}
         # The two levels differ in files, and with the classes' own values.
         if "lm_head.weight" not in self:
             whole["tie_word_embeddings"] = True

@@ -22,6 +22,9 @@ from gristmill.runtime.hub import local_model
 from gristmill.runtime.loader.unknown import unknown
 from gristmill.runtime.models import families, native_layouts, reported, text_parts
 
+LARGEST = 64 << 20
+"""Bytes of a config.json, which has some kilobytes, and a megabyte where it names every expert."""
+
 
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     """The model at a path: a GGUF file, a Hugging Face directory, or one in the layout of the models' own code that a family declares
@@ -39,10 +42,15 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     for layout in native_layouts():
         if NativeCheckpoint.is_at(place, layout):
             return NativeCheckpoint(place, layout)
+    file = place / "config.json"
+    if file.is_file() and file.stat().st_size > LARGEST:
+        raise ConfigError(f"{file} has more than {LARGEST} bytes: it is no configuration")
     try:
-        data = read_json(place / "config.json")
+        data = read_json(file) if file.is_file() else {}  # reading a pipe or a device would never end
     except ConfigError:
         data = {}  # reported where it is read
+    except RecursionError as error:
+        raise ConfigError(f"{file} is not JSON of a configuration: {error}") from error
     if (part := _text_part(data)) is not None:
         return TextPartCheckpoint(place, part)
     if (encoder := _colbert_encoder(place, data)) is not None:

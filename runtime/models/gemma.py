@@ -52,7 +52,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         "head_dim": fields.size("head_dim", 256),
         "qk_norm": not second,
         "embedding_scale": fields.size("hidden_size") ** 0.5,
-        "softmax_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "softmax_scale": fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         "score_cap": _cap(fields, "attn_logit_softcapping", 50.0 if second else 0.0),
         "logit_cap": _cap(fields, "final_logit_softcapping", 30.0 if second else 0.0),
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
@@ -61,6 +61,10 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
     }
     if second:
         return values
+    if values["score_cap"]:
+        raise ConfigError(
+            f"{fields.origin}: attn_logit_softcapping must be null for Gemma 3, whose attention has no soft cap, got {values['score_cap']}"
+        )
     theta, local = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
     return values | ropes_by_kind(fields, pattern, theta, local)
 

@@ -59,7 +59,7 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
         "residual_scale": fields.number("residual_multiplier", 1.0),
         "softmax_scale": fields.number("attention_multiplier", 1.0),
-        "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+        "logit_scale": 1 / fields.positive("logits_scaling", 1.0),
     }
     if architecture == "GraniteForCausalLM":
         return values

@@ -128,5 +128,6 @@ FAMILY = Family(
             config=_gguf,
         ),
     ),
-    texts={"Llama4ForConditionalGeneration": TextPart("Llama4ForCausalLM")},
+    # As in Mistral: a text_config is read without what is null.
+    texts={"Llama4ForConditionalGeneration": TextPart("Llama4ForCausalLM", {"attention_chunk_size": None})},
 )

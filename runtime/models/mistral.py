@@ -61,5 +61,6 @@ FAMILY = Family(
             "mistral3", "Ministral3ForCausalLM", GGUF_ATTENTION | GGUF_MLP, paired=True, config=_gguf
         ),
     ),
-    texts={"Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM")},
+    # Files of such models give null, which a text_config is read without: no window, where other files would leave out that of the class.
+    texts={"Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", {"sliding_window": None})},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -255,6 +256,12 @@ def edited(**changes: Any) -> dict[str, Any]:
             {**GEMMA_3, "rope_parameters": {"rope_theta": 1e6}},
             "rope_parameters must have an object for full_attention and one for sliding_attention, got rope_theta",
         ),
+        ({**GEMMA_3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null for Gemma 3"),
+        ({**GEMMA_3, "query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be positive, got 0.0"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+            "'logits_scaling' must be positive, got 0.0",
+        ),
         (
             {**GPT_OSS, "rope_parameters": None},
             "'rope_parameters' .* is missing",
@@ -318,6 +325,19 @@ def test_not_a_model_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(edited(architectures=[["LlamaForCausalLM"]])))
     with pytest.raises(ConfigError, match="is not supported"):
         load_config(tmp_path)
+
+
+def test_what_is_no_file_is_not_read(llama: Path) -> None:
+    """A pipe, whose reading would never end, and what no configuration has."""
+    (llama / "config.json").unlink()
+    os.mkfifo(llama / "config.json")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_config(llama)
+    (llama / "config.json").unlink()
+    with (llama / "config.json").open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ConfigError, match=r"config\.json has more than .* bytes"):
+        load_config(llama)
 
 
 @pytest.mark.parametrize("changes", [{"max_position_embeddings": 10**9}, {"head_dim": 10**9}])

@@ -112,13 +112,15 @@ def test_other_names_and_entries_left_out(tmp_path: Path) -> None:
     assert (read.vocab_size, read.num_heads, read.num_kv_heads, read.max_position) == (262208, 8, 4, 131072)
 
 
-def test_null_is_not_the_same_as_left_out(tmp_path: Path) -> None:
-    """Mistral has a window unless its file says that there is none."""
-    build("Mistral3", tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
+def test_null_is_not_the_value_of_the_class(tmp_path: Path) -> None:
+    """Mistral has a window unless its file says that there is none, and Llama 4 chunks."""
+    build("Mistral3", tmp_path / "mistral")
+    config = json.loads((tmp_path / "mistral" / "config.json").read_text())
     assert config["text_config"]["sliding_window"] is None
-    assert load_config(tmp_path).windows == (0,) * 4
-    del config["text_config"]["sliding_window"]
+    assert load_config(tmp_path / "mistral").windows == (0,) * 4
+    build("Llama4", tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["attention_chunk_size"] = None
     path.write_text(json.dumps(config))
-    assert load_config(tmp_path).windows == (4096,) * 4
+    assert not any(load_config(tmp_path / "llama").chunks)
