@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,12 @@ class Tokenizer:
         """The id of a token of the vocabulary; None if there is none."""
         found: int | None = self._backend.token_to_id(token)
         return found
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which `decode` leaves out."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def words(self, text: str) -> list[list[int]]:
         """The ids of a text inside a word and, if they differ, after a space, without the post-processor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
@@ -167,7 +168,14 @@ class Exchange:
         decoder = _decoders.get(declared)
         if decoder is None:
             decoder = _decoders[declared] = msgspec.json.Decoder(declared)
-        value: T = decoder.decode(body)
+        # JSON has no cycles to look for, which takes ten times as long as to read a body of millions of lists.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            value: T = decoder.decode(body)
+        finally:
+            if collects:
+                gc.enable()
         return value
 
     def watch(self) -> None:
@@ -266,9 +274,10 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-_QUOTE, _OPENING, _CLOSING = b'"', b"[{", b"]}"
-_REST = bytes(set(range(256)) - set(_QUOTE + _OPENING + _CLOSING))
+_REST = bytes(set(range(256)) - set(b'"[{]}'))
 """Every byte that says nothing about depth."""
+_STEPS = bytes.maketrans(b'"[{]}', b"\x00\x01\x01\xff\xff")
+"""What the others add to it, as signed bytes."""
 
 
 def check_depth(body: bytes) -> None:
@@ -279,12 +288,10 @@ def check_depth(body: bytes) -> None:
 
     # Of a body of millions of brackets, arrays take a fraction of a second.
     left = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _REST)
-    kinds = np.frombuffer(left, np.uint8)
-    inside = (
-        np.cumsum(kinds == _QUOTE[0], dtype=np.uint8) & 1
-    )  # a text has begun: odd, also after 256 of them
-    steps = np.isin(kinds, list(_OPENING)).astype(np.int8) - np.isin(kinds, list(_CLOSING))
-    if np.cumsum(steps * (1 - inside), dtype=np.int32).max(initial=0) > MAX_DEPTH:
+    # Odd in a text, also after 256 quotes.
+    quotes = np.cumsum(np.frombuffer(left, np.uint8) == ord('"'), dtype=np.uint8)
+    steps = np.frombuffer(left.translate(_STEPS), np.int8)[quotes & 1 == 0]
+    if np.cumsum(steps, dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise ApiError(400, f"the JSON is nested more than {MAX_DEPTH} levels deep")
 
 

@@ -44,6 +44,7 @@ class Generation:
         parser: makes the parser of one completion; None = text is passed on as it comes.
         priority: lower values first, with ``queue_order="priority"``.
         name: of the request in the engine, if no other has it.
+        counted: its output is a part of the answer; False = the prompt alone is.
         whole: as of `AsyncEngine.stream`, without a parser, which counts the tokens of thoughts by chunks.
 
     Attributes:
@@ -61,7 +62,9 @@ class Generation:
         name: str | None = None,
         interval_ms: float | None = None,
         whole: bool = False,
+        counted: bool = True,
     ) -> None:
+        self._counted = counted
         self._exchange, self._ids, self._params = exchange, ids, params
         self._whole = whole
         self._parsers = None if parser is None else [parser() for _ in range(params.n)]
@@ -94,7 +97,7 @@ class Generation:
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    self.output_tokens += len(chunk.token_ids)
+                    self.output_tokens += len(chunk.token_ids) if self._counted else 0
                     if not chunk.choice:  # the others find what the first has computed
                         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
                     if first:

@@ -30,14 +30,10 @@ def chat_logprobs(service: Service, chunks: Iterable[Chunk]) -> dict[str, Any]:
 
 
 def completion_logprobs(
-    service: Service, entries: Sequence[TokenLogprobs | None], ids: Sequence[int], offset: int
+    service: Service, entries: Sequence[TokenLogprobs | None], ids: Sequence[int], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """``logprobs`` of a choice of /v1/completions. `entries` of the token ids, None = unknown; `offset`: characters before them."""
+    """``logprobs`` of a choice of /v1/completions. `entries` of the token ids, None = unknown; `offsets` in the text."""
     texts = service.token_texts
-    offsets = []
-    for token in ids:
-        offsets.append(offset)
-        offset += len(texts.text_of(token))
     return {
         "tokens": [texts.text_of(token) for token in ids],
         "token_logprobs": [None if one is None else max(one.logprob, LEAST) for one in entries],

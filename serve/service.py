@@ -18,7 +18,7 @@ from gristmill.serve.errors import ApiError, unavailable
 from gristmill.serve.keys import KeyFile
 from gristmill.serve.request_log import RequestLog
 from gristmill.serve.responses.store import ResponseStore
-from gristmill.serve.token_text import TokenTexts
+from gristmill.serve.token_text import TextOffsets, TokenTexts
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -115,6 +115,10 @@ class Service:
     def token_texts(self) -> TokenTexts:
         """Bytes of single tokens."""
         return TokenTexts(self.tokenizer)
+
+    def text_offsets(self, skip_special: bool | None = None, begin: int = 0) -> TextOffsets:
+        """Where tokens begin in their text, as of `TextOffsets`."""
+        return TextOffsets(self.tokenizer, self.token_texts, skip_special is not False, begin)
 
     @cached_property
     def fingerprint(self) -> str:

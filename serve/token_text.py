@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Sequence
 from functools import cache
 
 from gristmill.runtime.tokenizer import Tokenizer
@@ -51,3 +53,38 @@ class TokenTexts:
         if found := _BYTE.fullmatch(name):
             return bytes([int(found[1], 16)])
         return name.replace("▁", " ").encode()
+
+
+class TextOffsets:
+    """Where tokens begin in the text that they make: a token that goes on with a character begins where the character does.
+
+    Args:
+        skip_special: special tokens are left out of the text.
+        begin: characters before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, skip_special: bool, begin: int = 0) -> None:
+        self._tokenizer, self._texts, self._next = tokenizer, texts, begin
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = False
+
+    def push(self, ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token in ids:
+            found = b"" if token in self._skipped else self._bytes(token)
+            if found and not 0x80 <= found[0] < 0xC0:  # no character goes on: what was begun is U+FFFD
+                self._next += len(self._decoder.decode(b"", final=True))
+            offsets.append(self._next)
+            self._next += len(self._decoder.decode(found))
+        return offsets
+
+    def _bytes(self, token: int) -> bytes:
+        found = self._texts.bytes_of(token)
+        if not self._begun:
+            self._begun = True
+            # Decoders of SentencePiece's vocabularies drop the blank before the first word.
+            if found.startswith(b" ") and not self._tokenizer.decode([token], False).startswith(" "):
+                return found[1:]
+        return found

@@ -19,6 +19,7 @@ from gristmill.serve.generation import Answer, Generation, Part, beside, room
 from gristmill.serve.logprobs import completion_logprobs, prompt_logprobs
 from gristmill.serve.sampling import SamplingFields, check_choices, sampling_params
 from gristmill.serve.service import Service
+from gristmill.serve.token_text import TextOffsets
 from gristmill.serve.usage import end_of_stream, usage
 
 MAX_LOGPROBS = 20
@@ -37,6 +38,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
     best_of: int | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+
+    @property
+    def only_prompt(self) -> bool:
+        """Nothing is generated; the prompt is shown."""
+        return bool(self.echo and self.max_tokens == 0)
 
 
 async def token_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
@@ -82,12 +88,11 @@ def _params(
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         request.prompt_logprobs = request.logprobs
     wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
-    only_prompt = wanted == 0 and request.echo
     return [
         sampling_params(
             service,
             request,
-            max_tokens=room(service.max_model_len, len(ids), 1 if only_prompt else wanted),
+            max_tokens=room(service.max_model_len, len(ids), 1 if request.only_prompt else wanted),
             logprobs=request.logprobs,
         )
         for ids in prompts
@@ -110,6 +115,7 @@ class Several:
                 name=f"{exchange.request_id}.{number}" if number else exchange.request_id,
                 interval_ms=request.stream_interval_ms,
                 whole=not request.stream,
+                counted=not request.only_prompt,
             )
             for number, (ids, params) in enumerate(
                 zip(prompts, _params(service, request, prompts), strict=True)
@@ -208,25 +214,26 @@ def _choice(
     answer: Answer,
     given: Sequence[TokenLogprobs | None] | None,
 ) -> dict[str, Any]:
-    only_prompt = bool(request.echo and request.max_tokens == 0)
-    ids = [] if only_prompt else [token for chunk in answer.chunks for token in chunk.token_ids]
-    text = "" if only_prompt else answer.message.content
+    ids = [] if request.only_prompt else [token for chunk in answer.chunks for token in chunk.token_ids]
+    text = "" if request.only_prompt else answer.message.content
     before = service.tokenizer.decode(prompt) if request.echo else ""
     logprobs = None
     if request.logprobs is not None:
         entries: list[Any] = (
-            [] if only_prompt else [e for chunk in answer.chunks for e in chunk.logprobs or ()]
+            [] if request.only_prompt else [e for chunk in answer.chunks for e in chunk.logprobs or ()]
         )
         shown = list(ids)
+        offsets = service.text_offsets(request.skip_special_tokens, len(before)).push(ids)
         if request.echo:
             entries = [*(given or [None] * len(prompt)), *entries]
             shown = [*prompt, *ids]
-        logprobs = completion_logprobs(service, entries, shown[: len(entries)], 0)
+            offsets = [*service.text_offsets().push(prompt), *offsets]
+        logprobs = completion_logprobs(service, entries, shown[: len(entries)], offsets[: len(entries)])
     choice = {
         "index": index,
         "text": before + text,
         "logprobs": logprobs,
-        "finish_reason": "length" if only_prompt else answer.finish,
+        "finish_reason": "length" if request.only_prompt else answer.finish,
         "stop_reason": answer.chunks[-1].stop_reason,
         "prompt_logprobs": prompt_logprobs(service, answer.chunks),
     }
@@ -242,7 +249,7 @@ async def _stream(
     each = bool(options and options.continuous_usage_stats)
     before = b"data: " + encode(head)[:-1] + b',"choices":['
     plain = not (each or request.logprobs is not None or request.return_token_ids)
-    offsets: dict[int, int] = {}
+    offsets: dict[int, TextOffsets] = {}
     given: dict[int, Sequence[TokenLogprobs | None] | None] = {}  # by prompt
     reasons: list[str] = []
     service = exchange.service
@@ -250,15 +257,17 @@ async def _stream(
         await exchange.start_events()
         out = []
         number = index // several.n
-        prompt = several.prompts[number]
-        if request.echo and index not in offsets:
-            given[number] = given.get(number) or part.chunk.prompt_logprobs
-            echo = _echo(service, request, index, prompt, given[number])
-            out.append(b"%b%b]}\n\n" % (before, encode(echo)))
-        if request.echo and request.max_tokens == 0:
-            offsets[index] = 0
+        if index not in offsets:
+            begin = 0
+            if request.echo:
+                given[number] = given.get(number) or part.chunk.prompt_logprobs
+                echo = _echo(service, request, index, several.prompts[number], given[number])
+                begin = len(echo["text"])
+                out.append(b"%b%b]}\n\n" % (before, encode(echo)))
+            offsets[index] = service.text_offsets(request.skip_special_tokens, begin)
+        if request.only_prompt:
+            pass
         elif plain and part.finish is None:
-            offsets.setdefault(index, 0)
             if part.delta.content:
                 out.append(
                     b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n'
@@ -272,10 +281,9 @@ async def _stream(
                 "finish_reason": part.finish,
             }
             ids = part.chunk.token_ids
-            offset = offsets.setdefault(index, 0)
             if request.logprobs is not None:
-                choice["logprobs"] = completion_logprobs(service, part.chunk.logprobs or (), ids, offset)
-            offsets[index] = offset + len(part.delta.content)
+                places = offsets[index].push(ids)
+                choice["logprobs"] = completion_logprobs(service, part.chunk.logprobs or (), ids, places)
             if part.finish is not None:
                 choice["stop_reason"] = part.chunk.stop_reason
             if request.return_token_ids:
@@ -301,12 +309,12 @@ def _echo(
     logprobs = None
     if request.logprobs is not None:
         entries = given or [None] * len(prompt)
-        logprobs = completion_logprobs(service, entries, prompt, 0)
+        logprobs = completion_logprobs(service, entries, prompt, service.text_offsets().push(prompt))
     return {
         "index": index,
         "text": service.tokenizer.decode(prompt),
         "logprobs": logprobs,
-        "finish_reason": "length" if request.max_tokens == 0 else None,
+        "finish_reason": "length" if request.only_prompt else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -174,3 +175,20 @@ def test_depth_of_millions_of_brackets() -> None:
         begin = time.thread_time()
         check_depth(body)
         assert time.thread_time() - begin < 1.5
+
+
+def test_a_body_of_millions_of_lists_is_read_without_looking_for_cycles(scripted: Stage) -> None:
+    """The collector would look at all of them again and again. It runs afterwards as before."""
+    found = []
+
+    def note(phase: str, info: Any) -> None:
+        found.append(info["generation"])
+
+    body = b'{"prompt":"a","response_format":{"type":"text","x":[' + b",".join([b"[[]]"] * 300_000) + b"]}}"
+    HTTP.post(f"{scripted.url}/v1/completions", json={"prompt": "a"})
+    gc.callbacks.append(note)
+    try:
+        assert HTTP.post(f"{scripted.url}/v1/completions", content=body).status_code == 200
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled() and len(found) < 100

@@ -15,6 +15,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_choice import CompletionChoice
 from openai.types.completion_choice import Logprobs as CompletionLogprobs
 
+from gristmill.runtime.tokenizer import Tokenizer
+from tests.serve.server import MODEL
 from tests.serve.shapes import events_of, validated
 from tests.serve.stage import HTTP, Stage, stage
 
@@ -183,6 +185,54 @@ def test_completions_of_an_engine(url: str, more: dict[str, Any]) -> None:
             assert tokens == choice["logprobs"]["tokens"]
             absent = [one is None for one in choice["logprobs"]["token_logprobs"]]
             assert absent == [number == 0 and "echo" in more for number in range(len(absent))]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"echo": True}, {"prompt": ["Naïve 🙂 x", "A"], "echo": True, "n": 2}, {"stop": ["e", " thex"]}],
+)
+def test_offsets_of_tokens(url: str, more: dict[str, Any]) -> None:
+    """Where a token begins in the text, whole and streamed, also after characters of several tokens."""
+    bias = dict.fromkeys(Tokenizer(MODEL).encode("🙂", False), 5.0)
+    ask = {
+        "prompt": "The naïve 🙂 <|endoftext|> x",
+        "max_tokens": 40,
+        "logprobs": 0,
+        "seed": 3,
+        "logit_bias": bias,
+    }
+    answer, parts = answered(url, "completions", ask | more, Echo, Streamed)
+    halves = 0
+    for choice in answer["choices"]:
+        text, tokens, offsets = (
+            choice["text"],
+            choice["logprobs"]["tokens"],
+            choice["logprobs"]["text_offset"],
+        )
+        found = [
+            (token, place) for token, place in zip(tokens, offsets, strict=True) if "\ufffd" not in token
+        ]
+        shown = [(token, place) for token, place in found if token not in ("<|endoftext|>", "</s>")]
+        assert shown
+        halves += len(tokens) - len(found)
+        for token, place in shown:
+            assert text[place:].startswith(token) or token.startswith(
+                text[place:]
+            )  # a stop string cuts the last
+        mine = [
+            one["logprobs"] for part in parts for one in part["choices"] if one["index"] == choice["index"]
+        ]
+        assert [place for one in mine if one for place in one["text_offset"]] == offsets
+    assert halves or "stop" in more
+
+
+def test_a_prompt_alone_has_no_output(url: str) -> None:
+    """echo with max_tokens 0: no token is generated for it, and none is counted."""
+    ask = {"prompt": ["The index", "A"], "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer, _ = answered(url, "completions", ask, Echo, Streamed)
+    assert [one["text"] for one in answer["choices"]] == ["The index", "A"]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
 
 
 def test_completions(scripted: Stage) -> None:
