@@ -30,6 +30,9 @@ STALE, COLD_US = 1.5, 2.0
 """How much slower than usual a kernel may be on new content: a factor, plus microseconds for code and tables that the
 refresh has evicted from the caches."""
 
+LEAST_US = 1e-3
+"""The least time of a call: one that what ties isolated calls together takes longer than, or as long, is not measured."""
+
 PAIRS = 6
 """How often new and known content are timed in turn before a kernel is reported to reuse results."""
 
@@ -147,7 +150,7 @@ class Candidate:
         us = self._timed.sample()
         if self._ties is not None:
             self._tie_us = self._ties.sample()
-        self.samples.append(max(us - self._tie_us, 1e-3))
+        self.samples.append(max(us - self._tie_us, LEAST_US))
         return self.samples[-1]
 
     def audit(self) -> None:
@@ -225,11 +228,11 @@ class Candidate:
         count = self._audited()
         if self.rotation.device != "cpu":
             # One round: a second one would hide the unfinished work of the first.
-            return max(self._once.sample(count) - self._tie_us, 1e-3)
+            return max(self._once.sample(count) - self._tie_us, LEAST_US)
         lead = min(LEAD, count // 2)
         for _ in range(lead):
             self._step()
-        return max(self._timed.sample(count - lead) - self._tie_us, 1e-3)
+        return max(self._timed.sample(count - lead) - self._tie_us, LEAST_US)
 
     def _audited(self) -> int:
         """The number of lists in an audit, at most one round: an in-place kernel must not see a list twice."""

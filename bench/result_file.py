@@ -63,6 +63,8 @@ def parsed(path: str | Path, expected: str) -> Any:
         raise ResultError(f"{path}: line {error.lineno}: {error.msg}; expected {expected}") from error
     except UnicodeDecodeError as error:
         raise ResultError(f"{path}: byte {error.start} is not UTF-8 text; expected {expected}") from error
+    except (RecursionError, ValueError) as error:  # brackets without end, an integer of thousands of digits
+        raise ResultError(f"{path}: {error}; expected {expected}") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -76,12 +78,32 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ResultError(
             f"{path}: expected a result file of schema {SCHEMA}, found {data['schema']!r}: another version of kernelbench wrote it"
         )
-    if not isinstance(data.get("environment", {}), dict):
-        raise ResultError(f"{path}: environment: expected an object, found {data['environment']!r}")
+    if why := _fault_of_device(data):
+        raise ResultError(f"{path}: {why}")
     for place, row in enumerate(data["rows"]):
         if why := _fault(row):
             raise ResultError(f"{path}: rows[{place}]: {why}")
     return data
+
+
+NUMBERS = ("spread", "gbs", "tflops", "fraction_of_floor", "floor_us", "error", "tolerance", "speedup")
+"""What a row has as a number or null, beside its time."""
+
+
+def _fault_of_device(data: dict[str, Any]) -> str:
+    """What is wrong with the environment and the ceilings; "" if nothing."""
+    environment, ceilings = data.get("environment", {}), data.get("ceilings")
+    if not isinstance(environment, dict):
+        return f"environment: expected an object, found {environment!r}"
+    for name in ("target", "device"):
+        if not isinstance(environment.get(name), str | None):
+            return f"environment: {name}: expected text or null, found {environment[name]!r}"
+    if ceilings is None:
+        return ""
+    rates = ceilings.get("tflops") if isinstance(ceilings, dict) else None
+    if not isinstance(rates, dict) or not all(map(_is_time, (ceilings.get("read_gbs"), *rates.values()))):
+        return f"ceilings: expected read_gbs and tflops, above 0, found {ceilings!r}"
+    return ""
 
 
 def _fault(row: Any) -> str:
@@ -95,6 +117,9 @@ def _fault(row: Any) -> str:
         ("timing", str, "text"),
         ("config", dict, "an object"),
         ("samples", list, "a list"),
+        ("times", dict, "an object"),
+        ("baseline", str, "text"),
+        ("verdict", str, "text"),
     ):
         if row.get(name) is not None and not isinstance(row[name], kind):
             return f"{name}: expected {what}, found {row[name]!r}"
@@ -102,6 +127,15 @@ def _fault(row: Any) -> str:
         return f"us: expected microseconds or null, found {row['us']!r}"
     if wrong := [us for us in row.get("samples") or () if not _is_time(us)]:
         return f"samples: expected microseconds, found {wrong[0]!r}"
+    for name in NUMBERS:
+        if row.get(name) is not None and (
+            isinstance(row[name], bool) or not isinstance(row[name], int | float)
+        ):
+            return f"{name}: expected a number or null, found {row[name]!r}"
+    for name, one in (row.get("times") or {}).items():
+        us = one.get("us") if isinstance(one, dict) else one
+        if not isinstance(one, dict) or not (us is None or isinstance(us, dict) or _is_time(us)):
+            return f"times: {name}: expected microseconds, found {us!r}"  # of `regret`: of each configuration
     return ""
 
 

@@ -176,7 +176,7 @@ def _race(candidates: Sequence[Watched], seconds: float, seed: int, device: str)
 
 
 def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[str, Watched]) -> None:
-    from gristmill.autotune.candidate import TimingMode
+    from gristmill.autotune.candidate import LEAST_US, TimingMode
     from gristmill.autotune.floor import row_floor
     from gristmill.autotune.timing import summarize
 
@@ -187,6 +187,8 @@ def _fill(row: dict[str, Any], op: Op, problem: Problem, here: Place, own: dict[
     for timing in TIMINGS:
         if timing in own:
             measured = summarize(own[timing].times)
+            if measured.us <= LEAST_US:
+                continue  # lost in what ties the calls together: not measured
             row["times"][timing] = {"us": measured.us, "spread": measured.spread, "samples": measured.samples}
     timing = next(iter(row["times"]))
     mode, cost, us = TimingMode.parse(timing), op.cost(problem), row["times"][timing]["us"]

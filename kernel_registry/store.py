@@ -208,9 +208,15 @@ class Store:
         except OSError as error:
             raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
         try:
-            return Store.parse(json.loads(text), str(path), text)
+            data = json.loads(text)
         except json.JSONDecodeError as error:
             raise StoreError(f"{path}: line {error.lineno}: {error.msg}") from error
+        except (
+            RecursionError,
+            ValueError,
+        ) as error:  # brackets without end, an integer of thousands of digits
+            raise StoreError(f"{path}: {error}") from error
+        return Store.parse(data, str(path), text)
 
 
 @cache

@@ -129,7 +129,7 @@ def _row(number: int, name: str, data: dict[str, Any], row: dict[str, Any]) -> P
         others={
             name: one["us"]
             for name, one in (row.get("times") or {}).items()
-            if name != timing and one.get("us")
+            if name != timing and isinstance(one.get("us"), int | float)  # of `regret`: of each configuration
         },
         speedup=(row["baseline"], row["speedup"]) if row.get("baseline") and row.get("speedup") else None,
     )

@@ -96,6 +96,8 @@ def test_what_this_process_wrote_is_not_read_again(tmp_path: Path, monkeypatch: 
         (lambda text: text.replace('"us": 5.0', '"us": -5.0'), r"line 7: .*found -5.0"),
         (lambda text: text.replace('"us": 5.0', '"us": 5.0, "colour": 3'), r"line 7: timed\[1\]: .*colour"),
         (lambda text: text.replace('"schema": 1', '"schema": 7'), "expected a store of schema 1, found 7"),
+        (lambda text: "[" * 100_000, "store.json: maximum recursion depth"),
+        (lambda text: f'{{"schema": {"1" * 5000}}}', "store.json: Exceeds the limit"),
         (lambda text: "[]", "found 'list'"),
         (
             lambda text: '{"schema": 1, "rows": []}',

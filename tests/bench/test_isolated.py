@@ -3,6 +3,7 @@ calls hide."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +160,7 @@ def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_
             "bench",
             "rms_norm",
             "--problem",
-            "m=4,n=256",
+            "m=64,n=1024",
             "--kernels",
             "rms_norm_cpu",
             "--target",
@@ -177,3 +178,23 @@ def test_every_way_of_timing_has_its_own_entry_and_selection_goes_by_cold_calls_
     ) == 3
     assert [t.timing for t in timings if deployed(t)] == ["eager,cold"]
     assert all(t.samples for t in timings)
+
+
+def test_a_time_lost_in_what_ties_the_calls_together_is_left_out(
+    own_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Candidate, "_tie", lambda self: time.sleep(1e-3))
+    arguments = [
+        "bench",
+        "rms_norm",
+        "--problem",
+        "m=4,n=256",
+        "--kernels",
+        "rms_norm_cpu",
+        "--seconds",
+        "0.05",
+    ]
+    result = CliRunner().invoke(cli, [*arguments, "--target", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    assert row["times"].keys() == {"eager,cold", "eager,hot"}

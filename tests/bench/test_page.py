@@ -168,6 +168,13 @@ def test_a_point_tells_its_other_timings_and_its_speed_up() -> None:
     )
 
 
+def test_a_file_of_regret_has_a_page() -> None:
+    """Its times are of kernels and their configurations, not of timing modes."""
+    data = content(2)
+    data["rows"][0]["times"] = {"rms_norm_cpu": {"of": "level", "us": {"avx2": 3.0}}}
+    checked(page([("regret.json", data)]))
+
+
 def test_rows_without_a_time_say_why() -> None:
     data = content(2)
     data["rows"].append(

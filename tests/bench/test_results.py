@@ -203,11 +203,22 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         ({"rows": [row | {"op": 3}]}, "op: expected text"),
         ({"rows": [row | {"timing": 5}]}, "timing: expected text"),
         ({"rows": [row | {"config": "x"}]}, "config: expected an object"),
+        ({"rows": [row | {"gbs": [1]}]}, r"gbs: expected a number or null, found \[1\]"),
+        ({"rows": [row | {"verdict": 1}]}, "verdict: expected text"),
+        ({"rows": [row | {"times": 1e308}]}, "times: expected an object"),
+        ({"rows": [row | {"times": {"eager,hot": 0}}]}, "times: eager,hot: expected microseconds, found 0"),
+        (
+            {"rows": [row], "environment": {"target": 1}},
+            "environment: target: expected text or null, found 1",
+        ),
+        ({"rows": [row], "ceilings": -1}, "ceilings: expected read_gbs and tflops"),
+        ({"rows": [row], "ceilings": {"read_gbs": 1, "tflops": {"fp32": {}}}}, "ceilings: expected read_gbs"),
     ]
     texts = [
         ("[1,\n", "line 2"),
         ("[]", "found list"),
         ('{"rows": [{}]}', r"rows\[0\]: expected op"),
+        ("[" * 100_000, "maximum recursion depth.*expected a result file"),
         *((json.dumps(data), complaint) for data, complaint in wrong),
     ]
     for text, complaint in texts:
