@@ -328,6 +328,11 @@ class Fields(contract.Fields):
         return bool(value)
 
 
+def gguf_fields(values: Mapping[str, Any]) -> Fields:
+    """The keys of a GGUF file, as a family gets them, for those that are calculated with."""
+    return Fields(values, str(values["file"].path))
+
+
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 """The kinds of layers in ``layer_types``."""
 

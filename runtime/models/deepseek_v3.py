@@ -12,7 +12,7 @@ from gristmill.quant.checkpoints.shards import ShardSpec
 from gristmill.quant.checkpoints.table import TIED, Weight, WeightTable
 from gristmill.quant.checkpoints.weights import Weights
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig
+from gristmill.runtime.config import Fields, MlaConfig, ModelConfig, MoeConfig, gguf_fields
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.layers.mla import LatentAttention
 from gristmill.runtime.layers.plans import Plans
@@ -211,7 +211,7 @@ def gguf_experts(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "n_routed_experts": values.get("expert_count"),
         "n_shared_experts": values.get("expert_shared_count", 0),
-        "n_group": values.get("expert_group_count") or 1,
+        "n_group": gguf_fields(values).get("expert_group_count", int, 0) or 1,
         "topk_group": values.get("expert_group_used_count") or 1,
         "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(values.get("expert_weights_norm", False)),
@@ -221,8 +221,9 @@ def gguf_experts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Entries of config.json from a file's keys. DeepSeek-V2 and V3 have one architecture; scores by sigmoid are V3's."""
-    rotated, rank = values.get("rope.dimension_count", 0), values.get("attention.kv_lora_rank")
-    width = values.get("attention.key_length_mla") or values.get("attention.key_length", 0)
+    fields, rank = gguf_fields(values), values.get("attention.kv_lora_rank")
+    rotated = fields.get("rope.dimension_count", int, 0)
+    width = fields.get("attention.key_length_mla", int, 0) or fields.get("attention.key_length", int, 0)
     entries = {
         "num_key_value_heads": None,
         "head_dim": None,
@@ -235,7 +236,7 @@ def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     if values.get("rope.scaling.type") == "yarn":
         # The file has mscale_all_dim alone, of which mscale is the same in DeepSeek's models.
-        scale = round(values.get("rope.scaling.yarn_log_multiplier", 0.0) / 0.1, 6)
+        scale = round(fields.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1, 6)
         entries["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": values.get("rope.scaling.factor"),

@@ -11,7 +11,15 @@ from typing import Any
 from gristmill.quant.checkpoints.table import WeightTable
 from gristmill.quant.checkpoints.text_part import TextPart
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import FULL, SLIDING, Fields, ModelConfig, layer_windows, ropes_by_kind
+from gristmill.runtime.config import (
+    FULL,
+    SLIDING,
+    Fields,
+    ModelConfig,
+    gguf_fields,
+    layer_windows,
+    ropes_by_kind,
+)
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models import Family
 from gristmill.runtime.models.llama import (
@@ -77,7 +85,8 @@ def _cap(fields: Fields, name: str, usual: float) -> float:
 def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Entries of config.json from a file's keys. Of the 27B models alone, scores have another factor than others."""
     width = values.get("attention.key_length", 256)
-    heads, hidden = values.get("attention.head_count"), values.get("embedding_length")
+    fields = gguf_fields(values)
+    heads, hidden = (fields.get(key, int, 0) for key in ("attention.head_count", "embedding_length"))
     if values.get("block_count") in (46, 62) and heads and hidden:
         width = hidden // heads
     return {

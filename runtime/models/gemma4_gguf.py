@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gristmill.quant.formats.gguf import GgufArchitecture, GgufFile
-from gristmill.runtime.config import FULL, SLIDING
+from gristmill.runtime.config import FULL, SLIDING, gguf_fields
 from gristmill.runtime.errors import ConfigError
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_BOTH_NORMS, GGUF_HEAD_NORMS, GGUF_MLP
 
@@ -46,7 +46,8 @@ def config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         ConfigError: layers that the keys do not describe as the converter does.
     """
     file: GgufFile = values["file"]
-    layers, shared = values.get("block_count", 0), values.get("attention.shared_kv_layers", 0)
+    fields = gguf_fields(values)
+    layers, shared = fields.get("block_count", int, 0), fields.get("attention.shared_kv_layers", int, 0)
     slides = _by_layer(values, "attention.sliding_window_pattern", layers, True)
     kv_heads = _by_layer(values, "attention.head_count_kv", layers, values.get("attention.head_count"))
     widths = _by_layer(values, "feed_forward_length", layers, None)

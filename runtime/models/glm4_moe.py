@@ -7,7 +7,7 @@ from typing import Any
 
 from gristmill.quant.checkpoints.table import Weight, WeightTable
 from gristmill.quant.formats.gguf import GgufArchitecture
-from gristmill.runtime.config import Fields, ModelConfig, rotated
+from gristmill.runtime.config import Fields, ModelConfig, gguf_fields, rotated
 from gristmill.runtime.models import Family, deepseek_v3
 from gristmill.runtime.models.llama import GGUF_ATTENTION, GGUF_HEAD_NORMS, GGUF_MLP, Llama, attention, norms
 
@@ -44,10 +44,11 @@ def config(fields: Fields, architecture: str) -> Mapping[str, Any]:
 
 def _gguf(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Entries of config.json from a file's keys. Its layers include that for prediction."""
-    further = values.get("nextn_predict_layers", 0)
+    fields = gguf_fields(values)
+    further = fields.get("nextn_predict_layers", int, 0)
     return {
         **deepseek_v3.gguf_experts(values),
-        "num_hidden_layers": values["block_count"] - further,
+        "num_hidden_layers": fields.get("block_count", int) - further,
         "num_nextn_predict_layers": further,
         "attention_bias": values["q_bias"],
         "use_qk_norm": values["q_norm"],

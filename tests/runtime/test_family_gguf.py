@@ -211,6 +211,11 @@ def test_keys_count(
         ("ministral-3", "mistral3.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor must be 1, got 0.5"),
         ("gemma-4-e2b", "gemma4.attention.sliding_window_pattern", [True, False], "each of 6 layers, got 2"),
         ("gemma-4-31b", "gemma4.attention.head_count_kv", [4, 1], "each of 7 layers, got 2"),
+        ("gemma-4-e2b", "gemma4.attention.shared_kv_layers", "a", "'attention.shared_kv_layers' must be int"),
+        ("glm-4.5", "glm4moe.nextn_predict_layers", "a", "'nextn_predict_layers' must be int, got 'a'"),
+        ("deepseek-v2", "deepseek2.expert_group_count", "a", "'expert_group_count' must be int, got 'a'"),
+        ("kimi-k2", "deepseek2.rope.dimension_count", [1, 2], "'rope.dimension_count' must be int"),
+        ("kimi-k2", "deepseek2.attention.key_length_mla", "a", "'attention.key_length_mla' must be int"),
     ],
 )
 def test_keys_that_are_refused(
