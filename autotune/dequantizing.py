@@ -58,8 +58,8 @@ def _would_serve(select: Select, static: Problem, scheme: str) -> bool:
     axes, columns = static.as_dict(), QuantScheme.parse(scheme).requires_k_multiple
     if any(static.integer(axis) % columns for axis in COLUMNS if axis in axes):
         return False
-    changes = {"w": scheme, "act_order": False} if "act_order" in axes else {"w": scheme}
-    return is_served(select, static.with_values(**changes))
+    of_its_weights = {axis: False for axis in ("act_order", "codes") if axis in axes}
+    return is_served(select, static.with_values(w=scheme, **of_its_weights))
 
 
 def _at_few_rows(select: Select, static: Problem, layouts: frozenset[str] | None) -> list[Kernel]:

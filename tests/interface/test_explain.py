@@ -86,6 +86,14 @@ def test_the_command_prints_what_the_function_answers(problem: str) -> None:
     assert json.loads(data) == explanation.as_dict()
 
 
+@pytest.mark.parametrize("op", ["linear", "moe"])
+def test_given_codes_are_explained_where_a_kernel_would_dequantize(op: str) -> None:
+    """The weights that would be faster there are asked about without codes."""
+    sizes = "n=66,k=96" if op == "linear" else "e=4,top_k=2,h=96,i=64"
+    answer = gristmill.explain(op, f"m=1,{sizes},x=fp32,w=int8_ch.int8_token,codes=true", target="sm_80")
+    assert "dequantizes the whole weight in each call; faster: quant='fp32'" in answer.slow
+
+
 def test_tables_are_aligned() -> None:
     table = Table("t", ("name", "µs"), (("a", "1"), ("long", "100")), right=("µs",))
     assert str(table) == "t\nname   µs\na       1\nlong  100"
