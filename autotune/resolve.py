@@ -71,6 +71,8 @@ class Resolver:
         self.device = device
         self.policy = policy or Policy.current()
         self.registry = registry or default_registry()
+        for wrong in self.policy.unmatched(self.registry):
+            warnings.warn(wrong, RuntimeWarning, stacklevel=2)
         self.target: Target = target or device_target(device, self.policy)
         if self.target.vendor != "cpu":
             keep_below(self.policy)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gristmill.kernel_registry.grades import GRADES
+
+if TYPE_CHECKING:
+    from gristmill.kernel_registry.registry import Registry
 
 POLICY_VARIABLE = "GRISTMILL_POLICY"
 
@@ -78,6 +82,20 @@ class Policy:
         """The exclusion pattern that matches `kernel`, if any."""
         return next((pattern for pattern in self.exclude if fnmatchcase(kernel, pattern)), None)
 
+    def unmatched(self, registry: Registry) -> list[str]:
+        """A sentence for each pin and exclusion that no operation or kernel of `registry` has the name of: it is most likely misspelt."""
+        kernels = {op: [kernel.name for kernel in registry.kernels_of(op)] for op in registry.ops}
+        kernels["*"] = [name for names in kernels.values() for name in names]
+        missing = []
+        for op, patterns in self.pins.items():
+            if op not in kernels:
+                missing.append(f"pins: no operation {_called(op, kernels)}")
+                continue
+            of = "" if op == "*" else f" of {op}"
+            missing += [f"pins: no kernel{of} {told}" for told in _unmatched(patterns, kernels[op])]
+        missing += [f"exclude: no kernel {told}" for told in _unmatched(self.exclude, kernels["*"])]
+        return [f"policy {self.origin}: {told}" for told in missing]
+
     @property
     def store_path(self) -> Path:
         """The file that holds verification records and measured times."""
@@ -124,6 +142,15 @@ class Policy:
     def current() -> Policy:
         """The policy that GRISTMILL_POLICY names, or the default one. Read once per value of the variable."""
         return _current(os.environ.get(POLICY_VARIABLE, ""))
+
+
+def _unmatched(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    return [_called(p, names) for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+
+
+def _called(name: str, known: Iterable[str]) -> str:
+    near = [] if set(name) & set("*?[") else get_close_matches(name, known, n=1)
+    return f"is called {name!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 @cache

@@ -61,6 +61,7 @@ def doctor(measure: bool, as_json: bool) -> None:
         },
         "packages": {name: build.version(name) for name in _wrapped()},
         "policy": policy.origin,
+        "unmatched": policy.unmatched(registry),
         "store": _store(policy),
         "registry": {"operations": len(registry.ops), "kernels": sum(1 for _ in registry.all_kernels())},
         "failed_plugins": [failure.as_dict() for failure in (*registry.failures, *plugged().failures)],
@@ -208,7 +209,7 @@ def _print(report: dict[str, Any]) -> None:
         for name, version in report["packages"].items()
         if name not in ("torch", "triton")
     ]
-    rows.append(["policy", report["policy"]])
+    rows.append(["policy", "\n".join([report["policy"], *report["unmatched"]])])
     rows.append(
         [
             "store",

@@ -177,6 +177,21 @@ def test_a_policy_is_obeyed_and_a_strict_one_never_falls_back(
         assert answer(*problem)["selected"] == selected
 
 
+def test_names_in_a_policy_that_nothing_has_are_told(policy_file) -> None:
+    text = 'exclude = ["rms_norm_cuda", "*_flashinfer"]\n[pins]\nrms_nrom = "x"\nrms_norm = ["*_cpu", "nope"]\n"*" = "*_tritn"\n'
+    path = policy_file(text)
+    wrong = [
+        f"policy {path}: pins: no operation is called 'rms_nrom'; did you mean rms_norm?",
+        f"policy {path}: pins: no kernel of rms_norm is called 'nope'",
+        f"policy {path}: pins: no kernel is called '*_tritn'",
+        f"policy {path}: exclude: no kernel is called 'rms_norm_cuda'; did you mean rms_norm_cpu?",
+    ]
+    assert answer("doctor")["unmatched"] == wrong
+    with pytest.warns(RuntimeWarning) as warned:
+        answer("explain", "rms_norm", "--problem", "m=4,n=64,x=fp32", "--target", "cpu")
+    assert {*wrong} <= {str(warning.message) for warning in warned}
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
