@@ -44,7 +44,11 @@ MOST_SIGNATURES = 1 << 14
 
 def resolver(device: str | torch.device, policy: Policy | None = None) -> Resolver:
     """The resolver of a device under a policy (None: the one GRISTMILL_POLICY names), made once."""
-    policy = policy or Policy.current()
+    policy = Policy.current() if policy is None else policy
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be a Policy, got {type(policy).__name__}; Policy.load reads one from a file"
+        )
     key = (str(device), id(policy))
     if key not in _RESOLVERS:
         _RESOLVERS[key] = Resolver(str(device), policy)

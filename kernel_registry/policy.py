@@ -31,7 +31,7 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True)
 class Policy:
-    """The constraints on selection.
+    """The constraints on selection. PolicyError for an entry of another type or value.
 
     Attributes:
         pins: operation name or ``*`` -> kernel name patterns, tried in order before any other kernel.
@@ -40,7 +40,7 @@ class Policy:
         deterministic, batch_invariant: only kernels that declare it. Under batch_invariant the kernel of highest priority runs every
             size, with its default configuration: which one is fastest depends on the size, and the order of additions on the kernel.
         weight_memory: how much memory packed weights may take, as a multiple of the QuantTensor's bytes (for one packing, of those with its
-            rows rounded up to 16).
+            rows rounded up to 16); infinite: as much as makes it fastest.
         activations: ``int8``: on CPUs, the runtime multiplies weight-only integer and 4-bit float weights with activations quantized to
             int8 (QuantScheme.with_int8_activation); this changes results. ``float``: all weights are multiplied with activations in their
             own dtype. None: in the format that the checkpoint declares, where a kernel of the device multiplies it, else in their own.
@@ -66,6 +66,13 @@ class Policy:
     store: str | None = None
     cache: str | None = None
     origin: str = "default"
+
+    def __post_init__(self) -> None:
+        """Lists as tuples, and one text as a tuple of it: iterated, a text would be patterns of one letter."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name != "origin" and not (value is None and entry.default is None):
+                object.__setattr__(self, entry.name, _checked(entry.name, value, self.origin))
 
     def pinned(self, op: str) -> tuple[str, ...]:
         """The kernel patterns pinned for `op`: its own, else those for ``*``."""
@@ -115,10 +122,9 @@ class Policy:
             raise PolicyError(
                 f"{origin}: unknown policy entry {unknown[0]!r}; entries are {', '.join(known)}"
             )
-        values: dict[str, Any] = {"origin": origin}
         for name, value in data.items():
-            values[name] = _checked(name, value, origin)
-        return Policy(**values)
+            _checked(name, value, origin)  # also None, which no entry of a file is
+        return Policy(**data, origin=origin)
 
     @staticmethod
     def load(path: str | Path) -> Policy:
@@ -165,12 +171,12 @@ def _checked(name: str, value: Any, origin: str) -> Any:
     def texts(entry: Any) -> tuple[str, ...]:
         if isinstance(entry, str):
             return (entry,)
-        if isinstance(entry, list) and all(isinstance(item, str) for item in entry):
+        if isinstance(entry, list | tuple) and all(isinstance(item, str) for item in entry):
             return tuple(entry)
         raise wrong("text or a list of texts")
 
     if name == "pins":
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise wrong("a table of operation -> kernel patterns")
         return {op: texts(patterns) for op, patterns in value.items()}
     if name == "exclude":
@@ -185,9 +191,11 @@ def _checked(name: str, value: Any, origin: str) -> Any:
             raise wrong("true or false")
         return value
     if name == "weight_memory":
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1.0:
             raise wrong("a number of at least 1")
         return float(value)
+    if name in ("store", "cache") and isinstance(value, os.PathLike):
+        return os.fspath(value)
     if not isinstance(value, str):
         raise wrong("text")
     if name == "activations" and value not in ("int8", "float"):

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from gristmill.autotune.binding import bind
 from gristmill.kernel_registry.policy import Policy, PolicyError
 from gristmill.kernel_registry.registry import default_registry
 from gristmill.kernel_registry.requirement import Requirement
@@ -257,6 +258,29 @@ def test_a_wrong_policy_names_the_entry(tmp_path, text, complaint):
     path.write_text(text)
     with pytest.raises(PolicyError, match=complaint):
         Policy.load(path)
+
+
+def test_a_policy_made_in_python_is_checked_as_one_of_a_file(tmp_path):
+    one = Policy(
+        pins={"rms_norm": "*_torch", "*": ["*_cpu"]}, exclude="*_triton", grades="here", store=tmp_path / "s"
+    )
+    assert one.pins == {"rms_norm": ("*_torch",), "*": ("*_cpu",)} and one.store == str(tmp_path / "s")
+    assert one.excludes("rms_norm_cpu") is None and one.excludes("rms_norm_triton") == "*_triton"
+    assert (one.grades, dataclasses.replace(one, strict=True).exclude) == (("here",), ("*_triton",))
+    for wrong in (
+        {"weight_memory": float("nan")},
+        {"strict": 1},
+        {"exclude": None},
+        {"grades": "heer"},
+        {"activations": "int4"},
+        {"pins": [("rms_norm", "x")]},
+    ):
+        with pytest.raises(PolicyError, match=f"default: {next(iter(wrong))} wants"):
+            Policy(**wrong)
+    with pytest.raises(
+        TypeError, match="policy must be a Policy, got str; Policy.load reads one from a file"
+    ):
+        bind("rms_norm", "n=64", "cpu", policy="policy.toml")
 
 
 def test_a_missing_policy_file_is_named(tmp_path):
