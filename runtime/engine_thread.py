@@ -211,7 +211,8 @@ class EngineThread(Generic[E]):
             while self.error is None:
                 idle = not engine.has_unfinished() or engine.paused
                 self._answer_calls(block=idle)
-                if self.error is None and engine.has_unfinished() and not engine.paused:
+                # Where a call has ended the last request, a step that has nothing to do says so.
+                if self.error is None and (engine.has_unfinished() or not idle) and not engine.paused:
                     self._begin(STEP)
                     outputs = engine.step()
                     if self.error is None:

@@ -10,7 +10,13 @@ from gristmill.quant.errors import ConfigError as ConfigError
 from gristmill.quant.errors import UsageError as UsageError
 
 ErrorCode = Literal[
-    "invalid_logits", "no_token_allowed", "grammar_failed", "out_of_memory", "rank_failed", "engine_failed"
+    "invalid_logits",
+    "parameters_overflow",
+    "no_token_allowed",
+    "grammar_failed",
+    "out_of_memory",
+    "rank_failed",
+    "engine_failed",
 ]
 
 
@@ -19,9 +25,10 @@ class ErrorInfo:
     """Why a request failed: the cause of finish_reason ``error``, and of an `EngineDeadError`.
 
     Attributes:
-        code: of a request, ``invalid_logits`` (the model's logits were NaN or infinite), ``no_token_allowed`` (the request's parameters
-            together allow no token) or ``grammar_failed`` (the parser of structured_output cannot go on). Of an engine,
-            ``out_of_memory``, ``rank_failed`` (a process of tensor_parallel) or ``engine_failed`` (anything else).
+        code: of a request, ``invalid_logits`` (the model's logits were NaN or infinite), ``parameters_overflow`` (what the request's
+            parameters made of them was), ``no_token_allowed`` (they together allow no token) or ``grammar_failed`` (the parser of
+            structured_output cannot go on). Of an engine, ``out_of_memory``, ``rank_failed`` (a process of tensor_parallel) or
+            ``engine_failed`` (anything else).
         message: what happened.
     """
 

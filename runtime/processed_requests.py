@@ -80,7 +80,7 @@ class ProcessedRequest:
             return INVALID_LOGITS
         if processed != -math.inf:
             return ErrorInfo(
-                "invalid_logits",
+                "parameters_overflow",
                 "the model's logits were finite, but not what penalties, logit_bias and temperature made of them",
             )
         return self.grammar_failure() or ErrorInfo(

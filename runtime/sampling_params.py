@@ -14,6 +14,7 @@ from gristmill.runtime.integers import as_integer, integers
 from gristmill.runtime.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
+MAX_N = 16_384
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class SamplingParams:
         self._integer("top_k", 0)
         self._integer("min_tokens", 0)
         self._integer("n", 1)
+        if self.n > MAX_N:
+            raise UsageError(f"n must be at most {MAX_N}, got {self.n}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0)

@@ -72,7 +72,8 @@ class Application:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or the server's start and end."""
         if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
+            with suppress(asyncio.CancelledError):  # a server that ends before it has served
+                await self._lifespan(receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1003})
         elif scope["method"] == "OPTIONS":
@@ -203,13 +204,15 @@ class Application:
         if self.service.cors(exchange.headers.get("origin")) is None:
             await exchange.respond(b"", 403, content_type=b"text/plain")
             return
+        # OpenAI's and Anthropic's packages send headers of their own, and other ones with each version.
+        asked = exchange.headers.get("access-control-request-headers")
         await exchange.respond(
             b"",
             204,
             content_type=b"text/plain",
             headers={
                 "access-control-allow-methods": "GET, POST, DELETE",
-                "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta",
+                "access-control-allow-headers": asked or "authorization, content-type, x-api-key",
                 "access-control-max-age": "600",
             },
         )

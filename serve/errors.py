@@ -85,7 +85,7 @@ def failed(info: ErrorInfo | None) -> ApiError:
     """A completion that ended with finish_reason ``error``."""
     if info is None:
         return ApiError(500, "the request failed", type="server_error")
-    status = 400 if info.code in ("no_token_allowed", "grammar_failed") else 500
+    status = 400 if info.code in ("parameters_overflow", "no_token_allowed", "grammar_failed") else 500
     kind = "invalid_request_error" if status == 400 else "server_error"
     return ApiError(status, info.message, type=kind, code=info.code)
 

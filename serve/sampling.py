@@ -58,6 +58,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
 DIRECT = (
@@ -94,6 +100,7 @@ def sampling_params(
         ApiError: a limit of the server, or an invalid value.
     """
     check_choices(service, request)
+    _check_replaced(request)
     for name, most in (
         ("stop_token_ids", MAX_TOKEN_IDS),
         ("allowed_token_ids", service.vocab_size),
@@ -130,6 +137,20 @@ def sampling_params(
         raise ApiError(400, str(error), param=name if name in values else None) from error
 
 
+def _check_replaced(request: SamplingFields) -> None:
+    """ApiError: a field of earlier APIs of OpenAI and vLLM. Without what it asks for, an answer would be wrong."""
+    for name, given, other in (
+        ("functions", request.functions, "tools"),
+        ("function_call", request.function_call, "tool_choice"),
+        ("guided_json", request.guided_json, "structured_outputs"),
+        ("guided_regex", request.guided_regex, "structured_outputs"),
+        ("guided_choice", request.guided_choice, "structured_outputs"),
+        ("guided_grammar", request.guided_grammar, "structured_outputs"),
+    ):
+        if given:
+            raise ApiError(400, f"{name} is not supported: use {other}", param=name)
+
+
 def check_choices(service: Service, request: SamplingFields, prompts: int = 1) -> None:
     """ApiError: more completions than the server makes for one request with so many prompts."""
     choices = (request.n or 1) * prompts
@@ -143,6 +164,12 @@ def structured_output(service: Service, request: SamplingFields) -> StructuredOu
     if request.response_format is not None:
         found |= _response_format(request.response_format)
     for name, value in (request.structured_outputs or {}).items():
+        if name not in _STRUCTURED and name not in _STRUCTURED_OPTIONS:
+            raise ApiError(
+                400,
+                f"structured_outputs takes {', '.join(_STRUCTURED)}, got {name!r}",
+                param="structured_outputs",
+            )
         if value is not None and name in _STRUCTURED:
             found |= {_STRUCTURED[name]: value} if name != "json_object" else _any_object(value)
     if not found:
@@ -162,6 +189,13 @@ _STRUCTURED = {
     "structural_tag": "structural_tag",
     "json_object": "json_schema",
 }
+_STRUCTURED_OPTIONS = (
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "whitespace_pattern",
+)
+"""vLLM's, of how it keeps a structure; they do not say which."""
 
 
 def _any_object(wanted: Any) -> dict[str, Any]:

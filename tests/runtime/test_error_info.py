@@ -22,6 +22,7 @@ from tests.runtime.oracle import LLAMA
 TEXT = "The CREATE INDEX statement"
 CODES = (
     "invalid_logits",
+    "parameters_overflow",
     "no_token_allowed",
     "grammar_failed",
     "out_of_memory",
@@ -133,7 +134,7 @@ def test_a_grammar_that_cannot_go_on(shared: Callable[..., LLM], monkeypatch: py
 
 def test_parameters_that_overflow(shared: Callable[..., LLM]) -> None:
     [completion] = shared(LLAMA).generate([TEXT], SamplingParams(max_tokens=4, repetition_penalty=1e-38))
-    failed(completion, "invalid_logits", "the model's logits were finite, but not what penalties")
+    failed(completion, "parameters_overflow", "the model's logits were finite, but not what penalties")
 
 
 def test_chunks_of_an_async_engine(make_plain: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,7 @@ def test_a_top_k_past_the_vocabulary_is_no_filter(llm: LLM) -> None:
         ({"min_p": 2}, "min_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed must be at most"),
+        ({"n": 10**9}, "n must be at most"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list or an array of token ids, got int"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be token ids"),
     ],

@@ -99,6 +99,16 @@ def test_render_only_needs_no_weights(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """The server has begun to listen: it ends with the reason, and no traceback."""
+    log = ["--log-file", str(tmp_path / "log"), "--port", "0"]
+    done = forked.run(
+        "-m", "gristmill.tools.cli", "serve", str(MODEL), "--device", "nonsense", *log, cwd=ROOT
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("gristmill: unknown device 'nonsense'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

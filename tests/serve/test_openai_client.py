@@ -149,6 +149,11 @@ def test_async_client_and_cancellation(url: str) -> None:
         ({"logprobs": 99}, 400, "logprobs"),
         ({"extra_body": {"top_k": "many"}}, 400, "top_k"),
         ({"prompt": "word " * 20000}, 400, None),
+        ({"logit_bias": {"5": 1e300}}, 400, None),
+        ({"extra_body": {"repetition_penalty": 1e-300}}, 400, None),
+        ({"extra_body": {"guided_choice": ["a"]}}, 400, "guided_choice"),
+        ({"extra_body": {"functions": [{"name": "f"}]}}, 400, "functions"),
+        ({"extra_body": {"structured_outputs": {"jsn": {}}}}, 400, "structured_outputs"),
     ],
 )
 def test_errors_have_the_shape_of_the_api(

@@ -79,6 +79,9 @@ def test_cors_is_off_unless_asked_for(llm: LLM) -> None:
         asked = httpx.options(f"{url}/v1/completions", headers=origin)
         assert asked.status_code == 204
         assert "authorization" in asked.headers["access-control-allow-headers"]
+        wanted = {"access-control-request-headers": "authorization,x-stainless-os"}
+        asked = httpx.options(f"{url}/v1/completions", headers=origin | wanted)
+        assert asked.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
 
 
 def test_bodies(llm: LLM) -> None:
