@@ -12,15 +12,13 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gristmill.runtime.chat.sandbox import BUDGET, MAX_CHARACTERS, Budget, Sandbox
 from gristmill.runtime.errors import UsageError
 
-MAX_CHARACTERS = 64 << 20
-"""The longest prompt that a template may make."""
 MAX_ITERATIONS = 1_000_000
 """Numbers that all ranges of one rendering may have."""
 
@@ -37,27 +35,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute of Python's own, no change of arguments, no text or number of any size."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) < 1e6 and abs(right) < 64):
-            raise SecurityError("a power that large")
-        if operator == "*":
-            for one, other in ((left, right), (right, left)):
-                if (
-                    isinstance(one, str | list | tuple)
-                    and isinstance(other, int)
-                    and len(one) * other > MAX_ITERATIONS
-                ):
-                    raise SecurityError("a text or list that long")
-        if operator == "%" and isinstance(left, str):
-            raise SecurityError("formatting by %")
-        return super().call_binop(context, operator, left, right)
 
 
 def _tojson(
@@ -80,14 +57,14 @@ def _center(text: str, width: int = 80) -> str:
     return str(text).center(min(width, 1000))
 
 
-def _environment() -> _Sandbox:
-    made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    made.globals.pop("lipsum")  # text of any length
+def _environment() -> Sandbox:
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     made.filters |= {"tojson": _tojson, "center": _center}
     made.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
+    made.bound()
     return made
 
 
@@ -100,10 +77,13 @@ class ChatTemplate:
 
     def __init__(self, text: str, origin: str) -> None:
         self.text, self._origin = text, origin
+        budget = BUDGET.set(Budget())
         try:
             self._template = _environment().from_string(text)
-        except (TemplateSyntaxError, RecursionError) as error:
+        except (TemplateError, RecursionError) as error:
             raise UsageError(f"{origin}: the chat template is wrong: {error}") from error
+        finally:
+            BUDGET.reset(budget)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt of a conversation.
@@ -113,6 +93,7 @@ class ChatTemplate:
         """
         pieces: list[str] = []
         size = 0
+        budget = BUDGET.set(Budget())
         try:
             for piece in self._template.generate(messages=messages, range=_ranges(), **variables):
                 pieces.append(piece)
@@ -134,6 +115,8 @@ class ChatTemplate:
             raise UsageError(
                 f"{self._origin}: the chat template cannot be rendered with this conversation: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            BUDGET.reset(budget)
         return "".join(pieces)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ TALK = [
     Message("assistant", "", tool_calls=(ToolCall("1", "look", '{"city": "Zürich", "n": [1, 2]}'),)),
 ]
 TOOLS = (Tool("look", "Look <out>.", {"type": "object", "properties": {"city": {"type": "string"}}}),)
+DOUBLING = "{%% set ns = namespace(x='ab') %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -173,12 +175,50 @@ def test_refusals() -> None:
         "{{ '%1000000000d' % 5 }}",
         "{{ messages | attr('__class__') }}{{ undefined_name.x }}",
         "{{ lipsum.__globals__ }}",
+        DOUBLING % "ns.x ~ ns.x",
+        DOUBLING % "ns.x + ns.x",
+        DOUBLING % "[ns.x, ns.x]",
+        DOUBLING % "ns.x * ns.x | length",
+        DOUBLING.replace("'ab'", "99") % "ns.x * ns.x",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set b %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = b %}{% endfor %}",
+        "{% set l = range(10000) | list %}{% for a in l %}{% for b in l %}{% for c in l %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% for a in '0123456789' %}" * 14 + "{% endfor %}" * 14,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ '%2000000000d' | format(1) }}",
+        "{{ '{:>2000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 2000000000) }}",
+        "{{ 'a'.ljust(4000000000) }}",
+        "{{ 'a\nb' | indent(2000000000) }}",
+        "{{ {'a': 1} | tojson(indent=2000000000) }}",
+        "{{ [1] | slice(2000000000) | list }}",
+        "{{ 1.5 | round(1000000000, 'ceil') }}",
+        "{% set x = 'a' * 1000000 %}{{ x.replace('a', x) | length }}",
+        "{% set x = 'a' * 1000000 %}{{ x | replace('a', x) | length }}",
+        "{% set x = 'a' * 1000000 %}{{ x.join(x) | length }}",
+        "{% set x = 'a' * 1000000 %}{{ x | join(x) | length }}",
+        "{% set x = 'a' * 1000000 %}{{ [x] * 1000000 }}",
+        "{% set x = 'a' * 1000000 %}{{ ([x] * 1000000) | tojson | length }}",
     ],
 )
 def test_a_template_can_do_no_harm(attack: str) -> None:
-    """It is refused within a second or two, and nothing of it runs."""
+    """It is refused within seconds and a gigabyte, and nothing of it runs."""
+    begin = time.monotonic()
     with pytest.raises(UsageError):
         chat(attack).render(TALK[:1])
+    assert time.monotonic() - begin < 60
+
+
+def test_what_templates_do_is_within_the_limits() -> None:
+    """Loops in loops, texts that grow, and every operation that is counted, over a long conversation."""
+    template = (
+        "{% set ns = namespace(text='', roles=[]) %}{% for m in messages %}{% set ns.roles = ns.roles + [m.role] %}"
+        "{% for word in m.content.split() | map('upper') %}{% set ns.text = ns.text ~ word + ' ' %}{% endfor %}"
+        "{% for other in messages[:5] %}{{ other.role | replace('u', 'U') | indent(2) }}{% endfor %}{% endfor %}"
+        "{{ ns.text | trim }} {{ '%03d|%s' | format(7, 'x') }} {{ '{:>4}'.format(2) }} {{ ns.roles | unique | join(', ') }} {{ 'a' * 3 }}"
+        "{{ ns.roles[::-1] | batch(2) | list | tojson(indent=1) }}{{ [1, 2] | sum }}{% for k, v in {'a': (1, 2)}.items() %}{{ k }}{{ v }}{% endfor %}"
+    )
+    talk = [Message("user" if i % 2 == 0 else "assistant", f"word {i}") for i in range(1000)]
+    assert chat(template).render(talk) == as_transformers(template, talk, (), True)
 
 
 def test_files_of_a_directory(tmp_path: Path) -> None:
