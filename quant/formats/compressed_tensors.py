@@ -22,7 +22,6 @@ the class ``Linear``, which all weights have here. Names take precedence over ex
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +43,7 @@ from gristmill.quant.formats.contract import (
     StoredWeight,
     new_codes,
 )
+from gristmill.quant.formats.expressions import expression
 from gristmill.quant.formats.writers import E4M3, SchemeWriter, field, zero_codes
 from gristmill.quant.rtn import quantize
 from gristmill.quant.tensor import QuantTensor
@@ -85,6 +85,7 @@ class CompressedTensors(Format):
                 raise FormatError(f"{where}.{part}: {value!r} is not read")
         self.form = fields.get("format", str, "dense")
         self.ignore = fields.strings("ignore")
+        _check_expressions(self.ignore, f"{where}.ignore")
         if fields.data.get("kv_cache_scheme") is not None:
             self.kv_cache = _cache_format(fields.section("kv_cache_scheme"))
         groups = fields.section("config_groups")
@@ -96,9 +97,7 @@ class CompressedTensors(Format):
         fields = groups.section(name)
         form = fields.get("format", str, None) or self.form
         targets = fields.strings("targets")
-        for target in targets:
-            if target.startswith("re:"):
-                _compiled(target, fields.origin)
+        _check_expressions(targets, f"{fields.origin}.targets")
         if form == "dense" or fields.data.get("weights") is None:
             return Group(name, targets, form, None)
         if form not in READERS:
@@ -218,16 +217,14 @@ def _is_name(target: str) -> bool:
     return not _is_expression(target) and not _is_class(target)
 
 
-def _compiled(target: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target.removeprefix("re:"))
-    except re.error as error:
-        raise FormatError(f"{where}: {target!r} is no regular expression: {error}") from error
+def _check_expressions(targets: Sequence[str], where: str) -> None:
+    for target in filter(_is_expression, targets):
+        expression(target.removeprefix("re:"), where)
 
 
 def _matches(target: str, module: str) -> bool:
     if _is_expression(target):
-        return _compiled(target, "quantization_config").match(module) is not None
+        return expression(target.removeprefix("re:"), "quantization_config").match(module) is not None
     return _is_class(target) or target == module
 
 

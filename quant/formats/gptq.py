@@ -38,6 +38,7 @@ from gristmill.quant.formats.contract import (
     new_codes,
     zero_biases,
 )
+from gristmill.quant.formats.expressions import expression
 from gristmill.quant.formats.writers import SchemeWriter, field, zero_codes
 from gristmill.quant.tensor import QuantTensor
 
@@ -66,14 +67,10 @@ class Gptq(Format):
         self.dynamic: list[tuple[re.Pattern[str], tuple[int, int, bool] | None]] = []
         for pattern, override in fields.get("dynamic", Mapping, {}).items():
             sign, text = (pattern[:1], pattern[2:]) if pattern[:2] in ("+:", "-:") else ("+", pattern)
-            try:
-                compiled = re.compile(text)
-            except re.error as error:
-                raise FormatError(f"{where}.dynamic: {text!r} is no regular expression: {error}") from error
             rule = (
                 None if sign == "-" else self._rule(Fields(override or {}, f"{where}.dynamic[{pattern!r}]"))
             )
-            self.dynamic.append((compiled, rule))
+            self.dynamic.append((expression(text, f"{where}.dynamic"), rule))
 
     def rule(self, module: str) -> tuple[int, int, bool] | None:
         """(bits, group size, symmetric) of a module, None when a rule excludes it from quantization."""

@@ -334,6 +334,7 @@ def test_groups_that_disagree() -> None:
             {"config_groups": {"a": {"targets": ["re:(("], "weights": integers(4, "channel", True)}}},
             "regular expression",
         ),
+        ({"ignore": ["re:(a+)+b"]}, r"ignore: matching .* could take forever"),
         (
             {"config_groups": {"a": {"targets": ["Linear"], "weights": integers(9, "channel", True)}}},
             "9-bit int",

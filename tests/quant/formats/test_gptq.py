@@ -174,6 +174,7 @@ def test_dynamic_rules() -> None:
         ({"bits": "4"}, "must be int, got '4'"),
         ({"checkpoint_format": "marlin"}, "'marlin'"),
         ({"dynamic": {"+:((": {}}}, "regular expression"),
+        ({"dynamic": {"-:(a|aa)+b": {}}}, r"dynamic: matching '\(a\|aa\)\+b' could take forever"),
         ({"dynamic": {"+:a": {"bits": 7}}}, "got 7"),
         ({"bits": None}, "'bits' is missing"),
     ],
