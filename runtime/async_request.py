@@ -232,11 +232,11 @@ class AsyncPrompts:
         """The parameters of each completion, as the engine takes them."""
         return [engine_params(params, choice, self._tokenizer) for choice in range(params.n)]
 
-    def streams(self, params: SamplingParams) -> list[TextStream | None]:
-        """A decoder for each completion; None without a tokenizer."""
+    def streams(self, params: SamplingParams, prompt: Sequence[int]) -> list[TextStream | None]:
+        """A decoder for each completion of a prompt; None without a tokenizer."""
         if self._given is None and not params.stop:
             return [None] * params.n
-        return [text_stream(self._tokenizer, params) for _ in range(params.n)]
+        return [text_stream(self._tokenizer, params, prompt) for _ in range(params.n)]
 
     def _tokenizer(self) -> Tokenizer:
         if self._given is None:

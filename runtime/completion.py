@@ -78,7 +78,7 @@ class Completion:
 
     Attributes:
         prompt_ids, token_ids: token ids of the prompt and of the completion, including a final end token.
-        text: the completion as text, up to a stop string; empty for a model without a tokenizer.
+        text: the completion as text that goes on from the prompt's, up to a stop string; empty for a model without a tokenizer.
         finish_reason: ``stop`` (an end token or a stop string), ``length``, ``abort``, or ``error`` (no token could be sampled).
         choice: which of the prompt's `SamplingParams.n` completions this is, from 0.
         stop_reason: the stop string, or the id among stop_token_ids, that ended it; None = something else did.
@@ -215,10 +215,12 @@ class GrowingChoices(dict[int, GrowingCompletion]):
         return [self[choice].completion(prompt_ids) for choice in sorted(self)]
 
 
-def text_stream(tokenizer: Callable[[], Tokenizer], params: SamplingParams) -> TextStream | None:
-    """A decoder for one completion; None for a model without a tokenizer, unless stop strings need one (NoTokenizerError)."""
+def text_stream(
+    tokenizer: Callable[[], Tokenizer], params: SamplingParams, prompt: Sequence[int]
+) -> TextStream | None:
+    """A decoder for one completion of a prompt; None for a model without a tokenizer, unless stop strings need one (NoTokenizerError)."""
     try:
-        return tokenizer().stream(params.skip_special_tokens)
+        return tokenizer().stream(params.skip_special_tokens, prompt)
     except NoTokenizerError:
         if params.stop:
             raise

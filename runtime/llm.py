@@ -398,7 +398,7 @@ class LLM:
                 for choice, grammar in enumerate(self.compile_grammars(request_params)):
                     name = f"llm-{self._requests}"
                     self._requests += 1
-                    decoder = text_stream(tokenizer, request_params)
+                    decoder = text_stream(tokenizer, request_params, prompt)
                     text = TextOutput(index, choice, request_params, decoder, whole=whole)
                     choice_params = engine_params(request_params, choice, tokenizer)
                     engine.add_request(name, prompt, choice_params, priority, first, grammar)

@@ -76,7 +76,7 @@ class RequestFront(ABC):
             name,
             len(ids),
             params,
-            self._prompts.streams(params),
+            self._prompts.streams(params, ids),
             self._id(name),
             whole=whole,
         )

@@ -15,6 +15,10 @@ LONG_TEXT = 4096
 """Characters, or ids, from which the backend's batches are used: they let other threads run meanwhile, single texts do not."""
 
 
+SHORT_CONTEXT, LONG_CONTEXT = 4, 24
+"""The fewest and the most last ids of a prompt that are decoded with what follows it."""
+
+
 class EncodedText(NamedTuple):
     """Ids of a text or a pair of texts, and the token type of each; None = all 0."""
 
@@ -105,31 +109,60 @@ class Tokenizer:
             [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """A fresh incremental decoder."""
-        return TextStream(self, skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextStream:
+        """A fresh incremental decoder of what follows the ids of a prompt."""
+        return TextStream(self, skip_special_tokens, prompt)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        from tokenizers.decoders import ByteLevel
+
+        return isinstance(self._backend.decoder, ByteLevel)
+
+    def context(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> tuple[list[int], str]:
+        """The last ids of a prompt, as few as have a text that ends with a whole character, and that text; ([], "") if there are none, or
+        no text depends on what is before it."""
+        if self._is_byte_level:
+            return [], ""
+        for count in range(min(SHORT_CONTEXT, len(prompt)), min(LONG_CONTEXT, len(prompt)) + 1):
+            ids = list(prompt[len(prompt) - count :])
+            text = self.decode(ids, skip_special_tokens)
+            if text and not text.endswith(UNFINISHED):
+                return ids, text
+        return [], ""
 
 
 class TextStream:
     """Decodes ids as they come, in pieces that never cut a character; joined, they are `decode` of all the ids.
 
-    Each piece is the difference of two decodings of the last few ids: an id's text can depend on the one before it.
+    Each piece is the difference of two decodings of the last few ids: an id's text can depend on the one before it. Of the first id that is the
+    prompt's last: decoders of SentencePiece's vocabularies drop the blank before the first word.
+
+    Args:
+        prompt: ids before the first one. They are decoded with the first output, when the engine has checked them.
     """
 
-    __slots__ = ("_ids", "_known", "_skip", "_text", "_tokenizer")
+    __slots__ = ("_ids", "_known", "_prompt", "_skip", "_text", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._prompt = prompt[-LONG_CONTEXT:]
         self._ids: list[int] = []
         self._known = 0  # leading ids of the window whose text was returned
         self._text = ""  # their text
 
     def whole(self, ids: Sequence[int]) -> str:
         """The text of all ids at once."""
-        return self._tokenizer.decode(ids, self._skip)
+        context, before = self._tokenizer.context(self._prompt, self._skip)
+        return self._tokenizer.decode([*context, *ids], self._skip)[len(before) :]
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is final; "" while a character is incomplete."""
+        if self._prompt:
+            self._ids, self._text = self._tokenizer.context(self._prompt, self._skip)
+            self._prompt, self._known = (), len(self._ids)
         self._ids.extend(ids)
         text = self._tokenizer.decode(self._ids, self._skip)
         if text.endswith(UNFINISHED) or len(text) <= len(self._text):

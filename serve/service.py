@@ -116,9 +116,11 @@ class Service:
         """Bytes of single tokens."""
         return TokenTexts(self.tokenizer)
 
-    def text_offsets(self, skip_special: bool | None = None, begin: int = 0) -> TextOffsets:
+    def text_offsets(
+        self, skip_special: bool | None = None, begin: int = 0, prompt: Sequence[int] = ()
+    ) -> TextOffsets:
         """Where tokens begin in their text, as of `TextOffsets`."""
-        return TextOffsets(self.tokenizer, self.token_texts, skip_special is not False, begin)
+        return TextOffsets(self.tokenizer, self.token_texts, skip_special is not False, begin, prompt)
 
     @cached_property
     def fingerprint(self) -> str:

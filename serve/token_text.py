@@ -61,10 +61,19 @@ class TextOffsets:
     Args:
         skip_special: special tokens are left out of the text.
         begin: characters before the first token.
+        prompt: ids before the first token, as of `TextStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, skip_special: bool, begin: int = 0) -> None:
-        self._tokenizer, self._texts, self._next = tokenizer, texts, begin
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        texts: TokenTexts,
+        skip_special: bool,
+        begin: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._texts, self._next = texts, begin
+        self._stream = tokenizer.stream(skip_special, prompt)
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = False
@@ -84,7 +93,7 @@ class TextOffsets:
         found = self._texts.bytes_of(token)
         if not self._begun:
             self._begun = True
-            # Decoders of SentencePiece's vocabularies drop the blank before the first word.
-            if found.startswith(b" ") and not self._tokenizer.decode([token], False).startswith(" "):
+            # Decoders of SentencePiece's vocabularies drop the blank before the first word of a text.
+            if found.startswith(b" ") and not self._stream.whole([token]).startswith(" "):
                 return found[1:]
         return found

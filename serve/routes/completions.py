@@ -223,7 +223,7 @@ def _choice(
             [] if request.only_prompt else [e for chunk in answer.chunks for e in chunk.logprobs or ()]
         )
         shown = list(ids)
-        offsets = service.text_offsets(request.skip_special_tokens, len(before)).push(ids)
+        offsets = service.text_offsets(request.skip_special_tokens, len(before), prompt).push(ids)
         if request.echo:
             entries = [*(given or [None] * len(prompt)), *entries]
             shown = [*prompt, *ids]
@@ -264,7 +264,7 @@ async def _stream(
                 echo = _echo(service, request, index, several.prompts[number], given[number])
                 begin = len(echo["text"])
                 out.append(b"%b%b]}\n\n" % (before, encode(echo)))
-            offsets[index] = service.text_offsets(request.skip_special_tokens, begin)
+            offsets[index] = service.text_offsets(request.skip_special_tokens, begin, several.prompts[number])
         if request.only_prompt:
             pass
         elif plain and part.finish is None:

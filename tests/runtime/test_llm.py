@@ -325,6 +325,6 @@ def test_special_tokens_are_shown_on_request() -> None:
     for skip, text in ((True, hidden), (False, shown)):
         stream = tokenizer.stream(skip)
         assert "".join(stream.push([token]) for token in ids) + stream.finish() == text
-        made = text_stream(lambda: tokenizer, SamplingParams(skip_special_tokens=skip))
+        made = text_stream(lambda: tokenizer, SamplingParams(skip_special_tokens=skip), ())
         assert made is not None
         assert made.push(ids) + made.finish() == text
