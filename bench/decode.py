@@ -55,6 +55,7 @@ def model_config(shape: Mapping[str, Any]) -> ModelConfig:
         "architectures": [known[kind]],
         "max_position_embeddings": 8192,
         "dtype": "bfloat16",
+        "rope_parameters": shape.get("rope_scaling") or {"rope_type": "default"},
         **shape,
     }
     config = parse_config({**data, "quantization_config": None})

@@ -42,6 +42,7 @@ COMMON = {
     "vocab_size": 4096,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default"},
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }

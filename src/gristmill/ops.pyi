@@ -783,10 +783,10 @@ def moe(
         i: intermediate size of an expert; an integer of at least 1
         x: dtype of x and the output; a dtype, one of fp32, fp16, bf16
         w: how both weights are stored; a quantization scheme name such as bf16, int4_g128 or fp8_block.fp8_g128
-        epilogue: what follows the products beside the activation; none or a +-joined subset of w13_bias, w2_bias, clamp
+        epilogue: what else follows the products; none or a +-joined subset of w13_bias, w2_bias, clamp
         act_order: columns belong to groups in any order (GPTQ's desc_act); true or false
         codes: x is given as codes and scales; true or false
-        activation: the function between the products; one of silu, gelu, gelu_tanh, relu, relu2
+        activation: between the products; one of silu, gelu, gelu_tanh, relu, relu2
         gated: whether w13 has gate and up, not up alone; true or false
 
     plan: a BoundPlan from `gristmill.ops.bind`; None = found from the arguments and remembered.

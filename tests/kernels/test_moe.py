@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from gristmill import ops
 from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
 from gristmill.kernels.linear import op as linear
+from gristmill.kernels.load import load
 from gristmill.kernels.moe import _chain
 from gristmill.kernels.moe.combine import op as combine
 from gristmill.kernels.moe.grouped_linear import op as grouped_linear
@@ -149,14 +150,14 @@ def test_moe_in_a_workspace_of_exactly_its_size(implementation: Runnable) -> Non
     config = kernel.config(problem, implementation.target)
     size = kernel.workspace(problem, config).bytes
     plain = torch.empty_like(arguments[0])
-    implementation.kernel.load()(config, make_call(implementation.kernel.op, *arguments, plain))
+    load(implementation.kernel)(config, make_call(implementation.kernel.op, *arguments, plain))
     band = torch.full((size + 512,), 171, dtype=torch.uint8)
     arguments[6], out = band[256 : 256 + size], torch.empty_like(plain)
-    implementation.kernel.load()(config, make_call(implementation.kernel.op, *arguments, out))
+    load(implementation.kernel)(config, make_call(implementation.kernel.op, *arguments, out))
     assert torch.equal(out, plain) and (band[:256] == 171).all() and (band[256 + size :] == 171).all()
     arguments[6] = band[: size - 1]
     with pytest.raises(ValueError, match="workspace must be"):
-        implementation.kernel.load()(config, make_call(implementation.kernel.op, *arguments, out))
+        load(implementation.kernel)(config, make_call(implementation.kernel.op, *arguments, out))
 
 
 @pytest.mark.parametrize("implementation", [i for i in MOE + GROUPED if i.kernel.batch_invariant], ids=str)
@@ -170,8 +171,8 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
         arguments = kernel_arguments(op, kernel, op.inputs(problem, 8, "cpu"))
         config = kernel.config(problem, implementation.target)
         full, part = torch.empty_like(arguments[0]), torch.empty_like(arguments[0][:m])
-        kernel.load()(config, make_call(kernel.op, *arguments, full))
-        kernel.load()(
+        load(kernel)(config, make_call(kernel.op, *arguments, full))
+        load(kernel)(
             config, make_call(kernel.op, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
         )
         assert torch.equal(part, full[:m])
@@ -179,20 +180,23 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
 
 @pytest.mark.parametrize("implementation", GROUPED, ids=str)
 def test_only_experts_with_rows_are_read(implementation: Runnable) -> None:
-    """The weights of experts without rows are NaN; the result of the expert with rows is correct."""
-    if implementation.kernel.layouts == ("plain_v1",):
-        weight = quantize(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(9)), "fp8_ch")
-        weight.scales[0::3] = 3e38
-    else:
-        dense = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(9))
+    """The weights of experts without rows are NaN, or vast; the result of the expert with rows is correct."""
+    dense = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(9))
+    if "dense_v1" in implementation.kernel.layouts:
         dense[0::3] = float("nan")
         weight = QuantTensor.from_dense(dense)
+    else:
+        schemes = ("fp8_ch", *BLOCKS)
+        weight = quantize(dense, str(scheme_of(implementation, "m=5,e=4,n=32,k=64,x=fp32", schemes)))
+        weight.scales[0::3] = (
+            0xFE if weight.scales.dtype is torch.uint8 else torch.finfo(weight.scales.dtype).max
+        )
     x, offsets = torch.randn(5, 64), _i32(0, 0, 2, 5, 5)
     kernel, op = implementation.kernel, implementation.op
     problem = op.describe(x, weight, offsets)
     arguments = kernel_arguments(op, kernel, [x, weight, offsets, None, 1, False, 32, *SILU[1:]])
     out = torch.full((5, 32), float("nan"))
-    kernel.load()(kernel.config(problem, implementation.target), make_call(kernel.op, *arguments, out))
+    load(kernel)(kernel.config(problem, implementation.target), make_call(kernel.op, *arguments, out))
     torch.testing.assert_close(out, grouped_linear.reference(x, weight, offsets), rtol=1e-4, atol=1e-4)
 
 
@@ -210,7 +214,7 @@ def test_cpu_refuses_offsets_and_permutations_that_leave_their_tensors() -> None
         (_i32(0, 1, 3), _i32(0, -1, 1)),
     ):
         with pytest.raises(ValueError, match="out of its range"):
-            kernel.load()(
+            load(kernel)(
                 config, make_call(kernel.op, x, weight, offsets, permutation, 1, False, 16, *SILU[1:], out)
             )
 

@@ -12,9 +12,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from gristmill import ops
 from gristmill.autotune.verify import kernel_arguments, run_guarded, run_reference
+from gristmill.kernels.load import load
 from gristmill.kernels.moe._clamped import ALPHA
 from gristmill.kernels.moe.grouped_linear import op as grouped_linear
 from gristmill.kernels.moe.moe import op as moe
+from gristmill.quant.rtn import quantize
 from gristmill.quant.tensor import QuantTensor
 from tests.calls import make_call
 from tests.kernels.running import BLOCKS, Runnable, runnables, scheme_of
@@ -91,9 +93,12 @@ def test_moe_of_odd_shapes(implementation: Runnable, shape: str) -> None:
 @pytest.mark.parametrize("implementation", GROUPED, ids=str)
 @pytest.mark.parametrize("epilogue", ["bias", "bias+silu_mul", "silu_mul+clamp", "bias+silu_mul+clamp"])
 def test_grouped_linear_of_odd_shapes(implementation: Runnable, epilogue: str) -> None:
-    """More than one tile of rows and of columns, neither whole."""
+    """More than one tile of rows and of columns, neither whole; kernels of activations in blocks have whole blocks."""
     axes = f"e=3,n=134,k=33,epilogue={epilogue},gather=2"
-    scheme = scheme_of(implementation, f"m=1,{axes}", ("bf16", "mxfp4"))
+    if (scheme := scheme_of(implementation, f"m=1,{axes}", ("bf16", "mxfp4"))) is None:
+        axes = axes.replace("k=33", "k=160")
+        scheme = scheme_of(implementation, f"m=1,{axes}", BLOCKS)
+    assert scheme is not None
     for m in (1, 75):
         _verified(implementation, f"m={m},{axes},w={scheme}")
 
@@ -107,17 +112,16 @@ def test_numbers_beyond_the_limit(implementation: Runnable) -> None:
     expected = torch.tensor([top * (1 - limit), 0.0, top * 1.5, float("nan"), float("nan")])
     kernel, op = implementation.kernel, implementation.op
     weight = QuantTensor.from_dense(torch.zeros(2, 2 * n, 16))
-    if "plain_v1" in kernel.layouts and "dense_v1" not in kernel.layouts:
-        from gristmill.quant.rtn import quantize
-
-        weight = quantize(torch.zeros(2, 2 * n, 32), "mxfp4")
+    if "dense_v1" not in kernel.layouts:
+        scheme = scheme_of(implementation, f"m=3,e=2,n={2 * n},k=32,x=fp32", ("mxfp4", *BLOCKS))
+        weight = quantize(torch.zeros(2, 2 * n, 32), str(scheme))
     bias = torch.zeros(2, 2 * n)
     bias[1] = torch.tensor([*gate, *up])
     offsets = torch.tensor([0, 0, 3], dtype=torch.int32)
     given = [torch.zeros(3, weight.k), weight, offsets, None, 1, True, 2 * n, bias, True, ALPHA, limit]
     problem = op.describe(*given)
     out = torch.empty(3, n)
-    kernel.load()(
+    load(kernel)(
         kernel.config(problem, implementation.target),
         make_call(kernel.op, *kernel_arguments(op, kernel, given), out),
     )
@@ -131,10 +135,10 @@ def test_rows_do_not_depend_on_the_batch(implementation: Runnable) -> None:
     problem = op.problem(f"m=12,top_k=2,e=3,h=96,i=64,w={scheme},epilogue={WHOLE}")
     arguments = kernel_arguments(op, kernel, op.inputs(problem, 8, "cpu"))
     config, full = kernel.config(problem, implementation.target), torch.empty(12, 96, dtype=torch.bfloat16)
-    kernel.load()(config, make_call(kernel.op, *arguments, full))
+    load(kernel)(config, make_call(kernel.op, *arguments, full))
     for m in (1, 5):
         part = torch.empty_like(full[:m])
-        kernel.load()(
+        load(kernel)(
             config, make_call(kernel.op, *(a[:m].contiguous() for a in arguments[:3]), *arguments[3:], part)
         )
         assert torch.equal(part, full[:m])

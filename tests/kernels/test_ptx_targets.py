@@ -17,6 +17,8 @@ BASELINE = json.loads((ROOT / "ci" / "ptx_baseline.json").read_text(encoding="ut
 KERNELS = {kernel.name: kernel for kernel in default_registry().all_kernels()}
 PRODUCTS = {
     "linear_w8a8_sm80": "IMMA.16832.S8.S8",
+    "grouped_linear_fp4_sm120": "OMMA.SF.16864",
+    "grouped_linear_mxfp8_sm120": "QMMA.SF.16832",
     "linear_fp4_sm120": "OMMA.SF.16864",
     "linear_mxfp8_sm120": "QMMA.SF.16832",
     "moe_fp4_sm120": "OMMA.SF.16864",

@@ -363,7 +363,7 @@ def test_a_damaged_directory_is_one_line_and_exit_2(
         ('strict = "yes"', "strict wants true or false, got 'yes'"),
         ("strict", "policy "),
         ('cpu_level = "avx1024"', "cpu_level 'avx1024': this CPU runs"),
-        ('strict = true\npins = {"*" = "no_such_kernel"}', "no kernel for"),
+        ('strict = true\nexclude = ["*"]', "no kernel for"),
     ],
 )
 def test_a_wrong_policy_is_one_line_and_exit_2(
