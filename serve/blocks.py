@@ -50,7 +50,7 @@ class Blocks:
         if part.finish is not None:
             if self._blank and self._call < 0:
                 self._add(steps, "text", self._blank)
-            self._end(steps, part.finish == "length")
+            self._end(steps, part.finish != "tool_calls")
         return steps
 
     def _add(self, steps: list[Step], kind: Kind, text: str) -> None:

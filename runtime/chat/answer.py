@@ -26,7 +26,7 @@ class ChatAnswer:
 
     Attributes:
         message: its content, thoughts and tool calls: the next message of the conversation.
-        finish_reason: ``stop``, ``length``, ``tool_calls`` (it ended with calls), ``abort`` or ``error``.
+        finish_reason: ``stop``, ``length``, ``tool_calls`` (it ended with calls, all of them whole), ``abort`` or ``error``.
         prompt_tokens, output_tokens, reasoning_tokens: token ids of the prompt, of the answer, and of its thoughts.
         error: the cause of ``error``.
     """
@@ -89,8 +89,15 @@ def parsed(parser: OutputParser, chunk: Chunk) -> ChatChunk:
     delta, finish = parser.push(chunk.text, chunk.token_ids), chunk.finish_reason
     if finish is None:
         return ChatChunk(delta)
-    ends = "tool_calls" if finish == "stop" and parser.calls else finish
-    return ChatChunk(last_delta(parser, delta), ends)
+    delta = last_delta(parser, delta)
+    whole = True
+    if parser.open_call and isinstance(stop := chunk.stop_reason, str):
+        # A stop string within the call cuts it, unless it is what ends the call.
+        end = Delta() if chunk.text.endswith(stop) else parser.push(stop)
+        whole = not parser.open_call
+        if whole:
+            delta = Delta(delta.content, delta.reasoning, [*delta.calls, *end.calls])
+    return ChatChunk(delta, "tool_calls" if finish == "stop" and parser.calls and whole else finish)
 
 
 class GrowingAnswer:

@@ -55,7 +55,8 @@ class ResponseEvents:
         self._note_logprobs(part)
         steps = self._blocks.of(part)
         for number, step in enumerate(steps):
-            cut = part.finish == "length" and number == len(steps) - 1
+            last = number == len(steps) - 1
+            cut = last and (part.finish == "length" or (part.finish == "stop" and step.kind == "call"))
             {"begin": self._begin, "add": self._add, "end": self._end}[step.action](events, step, cut)
         if part.finish is not None:
             events.append(self._complete(part.finish))

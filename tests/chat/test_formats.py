@@ -12,8 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gristmill.runtime.chat.answer import parsed
 from gristmill.runtime.chat.conversation import ChatOptions, Delta, Tool
 from gristmill.runtime.chat.formats import OutputParser, _bodies, find_format, formats
+from gristmill.runtime.completion import Chunk
 from gristmill.runtime.errors import UsageError
 
 TOOLS = (
@@ -344,6 +346,35 @@ def test_broken_calls(text: str, content: str, calls: list[tuple[str, str]], ope
     for pieces in ([text], list(text)):
         said, parser = parse("hermes", pieces)
         assert (said.content, said.calls, parser.open_call) == (content, calls, open_call)
+
+
+LOOK = {"city": "Paris", "n": 5}
+CLOSED = {
+    "hermes": (hermes, "</tool_call>"),
+    "qwen3_coder": (coder, "</function>"),
+    "glm": (glm, "</tool_call>"),
+    "harmony": (harmony, "<|call|>"),
+}
+"""What writes a call, and a text that ends it."""
+
+
+@pytest.mark.parametrize("which", CLOSED)
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_cuts_a_call_or_ends_it(which: str, include: bool) -> None:
+    """A call that lacks a part of its arguments is none that a client may make."""
+    write, end = CLOSED[which]
+    text = write("", "", [("look", LOOK)])
+    for stop, ends in ((end, "tool_calls"), ("aris", "stop"), ("Paris", "stop")):
+        shown = text[: text.index(stop) + len(stop) * include]
+        said, parser = Said(), formats()[which].parser(OPTIONS, "")
+        part = parsed(parser, Chunk(0, (1,), shown, "stop", stop_reason=stop))
+        said.add(part.delta)
+        assert part.finish_reason == ends
+        assert [name for name, _ in said.calls] == ["look"] and said.content == ""
+        if ends == "tool_calls":
+            assert json.loads(said.calls[0][1]) == LOOK
+    ended = parsed(formats()[which].parser(OPTIONS, ""), Chunk(0, (1,), text, "stop", stop_reason=7))
+    assert ended.finish_reason == "tool_calls"
 
 
 def test_arguments_grow_as_they_come() -> None:

@@ -153,6 +153,40 @@ def test_a_call_goes_back_as_it_came(scripted: Stage) -> None:
     assert TEXT in text and text.count("<tool_call>") == 2 and text.count("sun") == 2
 
 
+OPEN = '<tool_call>\n{"name": "look", "arguments": {"town": "Zü'
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "reasons"),
+    [
+        (OPEN, "rich", ("stop", "stop_sequence", "incomplete")),
+        (f"{CALLS}\n{OPEN}", "rich", ("stop", "stop_sequence", "incomplete")),
+        (OPEN[: OPEN.index("{", 20)], "{", ("stop", "stop_sequence", "incomplete")),
+        (CALLS.removesuffix("</tool_call>"), "</tool_call>", ("tool_calls", "tool_use", "completed")),
+    ],
+)
+def test_a_stop_string_within_a_call(
+    scripted: Stage, text: str, stop: str, reasons: tuple[str, str, str]
+) -> None:
+    """What is cut is no call to make, in any API, whole and streamed."""
+    look = {"name": "look", "input_schema": SCHEMA}
+    messages = {"messages": HELLO, "max_tokens": 400, "tools": [look], "stop_sequences": [stop]}
+    asks: list[tuple[str, dict[str, Any], Any, Any]] = [
+        ("chat/completions", WAYS["chat/completions"] | {"stop": stop}, ChatCompletion, ChatCompletionChunk),
+        ("messages", messages, PublishedMessage, RawMessageStreamEvent),
+        ("responses", WAYS["responses"] | {"stop": stop}, Response, ResponseStreamEvent),
+    ]
+    for seed in range(4):
+        scripted.plays(text, stop_reason=stop, seed=seed)
+        (chat, parts), (message, events), (response, steps) = (asked(scripted, *ask) for ask in asks)
+        finish, reason, status = reasons
+        assert chat["choices"][0]["finish_reason"] == parts[-1]["choices"][0]["finish_reason"] == finish
+        [streamed] = [one["delta"]["stop_reason"] for one in events if one["type"] == "message_delta"]
+        assert message["stop_reason"] == streamed == reason
+        for output in (response["output"], steps[-1]["response"]["output"]):
+            assert [one["status"] for one in output] == ["completed"] * (len(output) - 1) + [status]
+
+
 ANSWER = {
     "type": "object",
     "properties": {"said": {"type": "string"}},
