@@ -348,6 +348,29 @@ def test_broken_calls(text: str, content: str, calls: list[tuple[str, str]], ope
         assert (said.content, said.calls, parser.open_call) == (content, calls, open_call)
 
 
+FURTHER = {
+    "hermes": (hermes, "\n</tool_call>\n<tool_call>\n", '{"name": "'),
+    "qwen3_coder": (coder, "\n</tool_call>\n<tool_call>\n", "<function=lo"),
+    "glm": (glm, "\n<tool_call>", "lo"),
+}
+"""What writes a call, what is between two, and the beginning of another one."""
+
+
+@pytest.mark.parametrize("which", FURTHER)
+def test_a_further_call_that_is_cut_is_no_text(which: str) -> None:
+    """Wherever it is cut before its name is known; what a model says after a call is text."""
+    write, joint, begin = FURTHER[which]
+    first = write("", "", [("look", LOOK)]).removesuffix("\n</tool_call>" * (which != "glm"))
+    for end in range(len(joint + begin) + 1):
+        text = first + (joint + begin)[:end]
+        for pieces in ([text], list(text)):
+            said, _ = parse(which, pieces)
+            assert (said.content, [name for name, _ in said.calls]) == ("", ["look"]), text
+    for rest in ("a <", "<b", "<tool_call"):
+        said, _ = parse(which, [f"{first}\n</tool_call>" * (which != "glm") or first, f"\nsee {rest}"])
+        assert said.content == f"see {rest}"
+
+
 LOOK = {"city": "Paris", "n": 5}
 CLOSED = {
     "hermes": (hermes, "</tool_call>"),

@@ -95,17 +95,26 @@ class TagParser:
         return out.delta()
 
     def finish(self) -> Delta:
-        """What was held back."""
+        """What was held back, but for the beginning of a further call, which was cut."""
         out = _Out()
+        if self._within_tag():
+            self._buffer = ""
         while self._advance(out, True):
             pass
         if self._body is not None and not self._named:
-            out.content.append(self._tag + self._raw)
+            if not self.calls:
+                out.content.append(self._tag + self._raw)
             self._body = None
         if self._buffer:
             (out.reasoning if self._thinking else out.content).append(self._buffer)
             self._buffer = ""
         return out.delta()
+
+    def _within_tag(self) -> bool:
+        """Whether nothing but the beginning of a tag is left behind a call."""
+        behind = self.calls and self._strip and self._body is None and not self._thinking
+        rest = self._buffer.strip()
+        return bool(behind) and any(tag.startswith(rest) for tag in (*self._calls, *self._dropped))
 
     def _advance(self, out: _Out, last: bool) -> bool:
         """Take the next part of the buffer; False = more text is needed."""
