@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -172,6 +172,40 @@ def choose(tools: tuple[Tool, ...], choice: str | dict[str, Any] | None) -> dict
     )
 
 
+class ToolName(msgspec.Struct):
+    """The function of an allowed tool."""
+
+    name: str
+
+
+class AllowedTool(msgspec.Struct):
+    """A tool within ``allowed_tools``."""
+
+    function: ToolName
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    """``allowed_tools`` of ``tool_choice``."""
+
+    tools: list[AllowedTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+def allowed_functions(
+    functions: Sequence[GivenFunction], names: Collection[str | None]
+) -> list[GivenFunction]:
+    """Those with a name among `names`. The others stay out of the prompt: nothing else keeps a model from calling them. ApiError: there is no
+    tool of a name."""
+    if missing := set(names) - {one.name for one in functions}:
+        raise ApiError(
+            400,
+            f"tool_choice allows {', '.join(sorted(map(str, missing)))}, no tool here",
+            param="tool_choice",
+        )
+    return [one for one in functions if one.name in names]
+
+
 def chat_options(
     service: Service,
     tools: Sequence[GivenFunction],
@@ -179,5 +213,12 @@ def chat_options(
     **values: Any,
 ) -> ChatOptions:
     """How the conversation is continued. `values`: further fields of `ChatOptions`."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        try:
+            allowed = msgspec.convert(choice.get("allowed_tools"), AllowedTools)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, f"tool_choice.allowed_tools: {error}", param="tool_choice") from error
+        tools = allowed_functions(tools, [one.function.name for one in allowed.tools])
+        choice = allowed.mode
     known = tools_of(service, tools)
     return ChatOptions(tools=known, **choose(known, choice), **values)

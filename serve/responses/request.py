@@ -14,7 +14,7 @@ from gristmill.runtime.sampling_params import SamplingParams
 from gristmill.serve.errors import ApiError
 from gristmill.serve.exchange import Exchange
 from gristmill.serve.generation import beside, room
-from gristmill.serve.openai_messages import GivenFunction, chat_options
+from gristmill.serve.openai_messages import GivenFunction, allowed_functions, chat_options
 from gristmill.serve.responses.items import GivenItem, new_id
 from gristmill.serve.sampling import SamplingFields, sampling_params
 from gristmill.serve.service import Service
@@ -189,8 +189,7 @@ def options_of(service: Service, request: ResponsesRequest) -> ChatOptions:
     choice: str | dict[str, Any] | None
     if isinstance(given, ToolChoice):
         if given.type == "allowed_tools":
-            # The others stay out of the prompt: nothing else keeps a model from calling them.
-            functions = _allowed(functions, given.tools or ())
+            functions = allowed_functions(functions, [one.name for one in given.tools or ()])
             choice = given.mode or "auto"
         elif given.type == "function":
             choice = {"name": given.name}
@@ -226,15 +225,6 @@ def _function(given: GivenTool, place: str) -> GivenFunction:
     if not given.name:
         raise ApiError(400, f"{place}.name is missing", param=f"{place}.name")
     return GivenFunction(given.name, given.description, given.parameters, given.strict)
-
-
-def _allowed(functions: Sequence[GivenFunction], allowed: Sequence[AllowedTool]) -> list[GivenFunction]:
-    names = {one.name for one in allowed}
-    if missing := names - {one.name for one in functions}:
-        raise ApiError(
-            400, f"tool_choice allows {', '.join(map(str, missing))}, no tool here", param="tool_choice"
-        )
-    return [one for one in functions if one.name in names]
 
 
 def _truncated(service: Service, messages: Sequence[Message], options: ChatOptions, limit: int) -> list[int]:

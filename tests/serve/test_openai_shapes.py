@@ -151,6 +151,31 @@ def test_chat(scripted: Stage, name: str, finish: str) -> None:
         assert added["finish_reason"] == ("tool_calls" if calls and finish == "stop" else finish)
 
 
+def allowed(name: str, mode: str) -> dict[str, Any]:
+    """A ``tool_choice`` that allows one tool."""
+    tools = [{"type": "function", "function": {"name": name}}]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(scripted: Stage) -> None:
+    """The conversation has no others; an unknown tool or mode is refused by name."""
+    scripted.plays("Hi")
+    body = CHAT | {"tools": [LOOK, {"type": "function", "function": {"name": "clock"}}]}
+    url = f"{scripted.url}/v1/chat/completions"
+    for mode in ("auto", "required"):
+        assert HTTP.post(url, json=body | {"tool_choice": allowed("clock", mode)}).status_code == 200
+        options = scripted.seen[1]
+        assert ([tool.name for tool in options.tools], options.tool_choice) == (["clock"], mode)
+    for wrong, named in (
+        (allowed("b", "auto"), "allows b"),
+        (allowed("clock", "some"), "allowed_tools: "),
+        ({"type": "allowed_tools"}, "allowed_tools: "),
+    ):
+        answer = HTTP.post(url, json=body | {"tool_choice": wrong})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tool_choice") and named in error["message"]
+
+
 def test_chat_of_an_engine(url: str) -> None:
     """Several choices, log-probabilities, everything that can be asked for."""
     body = CHAT | {
